@@ -30,7 +30,6 @@ class _Account:
         self._counted_at = now
 
     def balance(self, now: float) -> float:
-        """Tokens left now; negative in debt."""
         grown = self._balance + self._capacity / 60.0 * (now - self._counted_at)
         self._balance, self._counted_at = min(grown, self._capacity), now
         return self._balance
@@ -56,14 +55,9 @@ class Quotas:
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
 
     def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:
-        """Counts a request in, or refuses it.
+        """Counts the outputs of a request and the tokens of its prompts and predicted outputs in, or refuses it.
 
-        Args:
-            count: its outputs.
-            tokens: of its prompts and predicted outputs.
-
-        Raises:
-            RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
+        Raises RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
         """
         account = self._account(tenant, now)
         if account is None:

@@ -37,10 +37,7 @@ from kv_transfer.transports.tcp.protocol import tune
 from scripts.benchmarks import gloo_baseline
 from scripts.benchmarks.options import comma_separated
 
-LAYOUTS = {
-    "qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"),
-    "llama-3.1-8b": PageLayout(32, 8, 128, 16, "bfloat16"),
-}
+LAYOUTS = {"qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"), "llama-3.1-8b": PageLayout(32, 8, 128, 16, "bfloat16")}
 SHORTEST = ("--layouts=qwen3-0.6b", "--pages=4", "--round-trips=100")
 WRITER, READER = "p" * 32, "d" * 32  # incarnations
 BATCH = 64  # pages per write, as ``Sender.pump`` asks for
@@ -154,8 +151,6 @@ class ReaderProcess:
 
 
 class AttachedTransport:
-    """A transport that is attached to its reader."""
-
     def __init__(self, child: ReaderProcess, pool: KVPool, transport: str, key: str) -> None:
         self.child = child
         self.pool = pool

@@ -39,8 +39,6 @@ class Fault:
 
 @dataclass(slots=True, eq=False)
 class _Page:
-    """One page in flight."""
-
     writer: "InProcessWriter"
     peer: str
     ticket: int
@@ -81,7 +79,6 @@ class Wire:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of pages in flight."""
         return len(self._pages)
 
     @property
@@ -94,7 +91,6 @@ class Wire:
         return list(self._pages)
 
     def tick(self) -> None:
-        """Advance time by one tick."""
         self.num_ticks += 1
         self._partitions = {p: t for p, t in self._partitions.items() if t is None or t > self.num_ticks}
         self.deliver()
@@ -139,11 +135,9 @@ class Wire:
         return 0
 
     def befall(self, number: int, kind: FaultKind, ticks: int = 0) -> None:
-        """Set the fault of a page in flight."""
         self._pages[number].fault, self._pages[number].fault_ticks = kind, ticks
 
     def begin(self, page: _Page) -> None:
-        """Put a page in flight."""
         number, page.due_at = self.num_begun, self.num_ticks + self.latency
         self.num_begun += 1
         self._pages[number] = page

@@ -57,8 +57,6 @@ class NodeSettings:
 
 
 class MessageBus(Protocol):
-    """Delivers the messages of a node."""
-
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None: ...
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None: ...
     def hang_up(self, sender: str, peer: str) -> None: ...
@@ -69,8 +67,6 @@ class Node:
 
     Args:
         incarnation: also its name.
-        network: carries its pages.
-        bus: delivers its messages.
     """
 
     def __init__(

@@ -78,7 +78,6 @@ class Replayed:
 
     Attributes:
         num_plans: compared (those of steps; looks that gave no step are compared and not counted).
-        num_frames: replayed.
         difference: where the first one is and in what, as lines; empty if there is none.
     """
 
@@ -91,8 +90,7 @@ class Replayed:
 def replay(path: str) -> Replayed:
     """Replay a whole recording, or as far as the first difference.
 
-    Raises:
-        RecordingError: it cannot be read, or is not of this program.
+    Raises RecordingError: it cannot be read, or is not of this program.
     """
     news: list[frames.TransportResult] = []
     told: list[frames.AnyFrame] = []

@@ -19,7 +19,7 @@ def request(rid, priority=0, arrived_at=0.0, **fields):
     return Request(rid, 0, (1, 2), SAMPLING, priority=priority, arrived_at=arrived_at, **fields)
 
 
-def backlog(*requests, is_enabled=True, aging_per_s=0.0):
+def queue_of(*requests, is_enabled=True, aging_per_s=0.0):
     rules = PriorityRules(is_enabled=is_enabled, aging_per_s=aging_per_s)
     waiting = RequestQueue(RequestOrdering(FirstComeFirstServed(), rules), patience_s=10.0)
     for one in requests:
@@ -32,7 +32,7 @@ def rids(requests):
 
 
 def test_the_most_urgent_is_next_and_equals_are_in_order_of_arrival():
-    waiting = backlog(request("a"), request("b", 5), request("c", 5), request("d", 9))
+    waiting = queue_of(request("a"), request("b", 5), request("c", 5), request("d", 9))
     assert rids(waiting.first(3, 0.0)) == ["d", "b", "c"]
     assert len(waiting) == 4
     waiting.remove(waiting.first(1, 0.0)[0])
@@ -40,17 +40,17 @@ def test_the_most_urgent_is_next_and_equals_are_in_order_of_arrival():
 
 
 def test_without_priorities_requests_are_in_order_of_arrival():
-    assert rids(backlog(request("a"), request("b", 5), is_enabled=False).first(2, 0.0)) == ["a", "b"]
+    assert rids(queue_of(request("a"), request("b", 5), is_enabled=False).first(2, 0.0)) == ["a", "b"]
 
 
 def test_a_changed_priority_takes_effect_at_once():
-    waiting = backlog(request("a"), request("b"))
+    waiting = queue_of(request("a"), request("b"))
     waiting.reprioritize(waiting.requests()[1], 1, "")
     assert rids(waiting.first(1, 0.0)) == ["b"]
 
 
 def test_the_least_urgent_and_newest_are_evicted_first():
-    waiting = backlog(request("a", 2), request("b", 1), request("c", 1), request("d", 3), request("e", 2))
+    waiting = queue_of(request("a", 2), request("b", 1), request("c", 1), request("d", 3), request("e", 2))
     newcomer = request("new", 3)
     assert rids(waiting.eviction_candidates(newcomer, 1)) == ["c"]
     assert rids(waiting.eviction_candidates(newcomer, 3)) == ["c", "b", "e"]
@@ -59,24 +59,24 @@ def test_the_least_urgent_and_newest_are_evicted_first():
 
 
 def test_without_priorities_no_request_is_evicted():
-    assert backlog(request("a", 1), is_enabled=False).eviction_candidates(request("new", 3), 1) == []
+    assert queue_of(request("a", 1), is_enabled=False).eviction_candidates(request("new", 3), 1) == []
 
 
 def test_no_request_is_evicted_for_another_class():
-    waiting = backlog(request("a", 1, priority_class="low"))
+    waiting = queue_of(request("a", 1, priority_class="low"))
     assert waiting.eviction_candidates(request("new", 3, priority_class="high"), 1) == []
     assert rids(waiting.eviction_candidates(request("new", 3, priority_class="low"), 1)) == ["a"]
 
 
 def test_with_ageing_an_old_request_is_not_evicted():
-    waiting = backlog(request("a", 1, arrived_at=0.0), aging_per_s=0.5)
+    waiting = queue_of(request("a", 1, arrived_at=0.0), aging_per_s=0.5)
     assert rids(waiting.eviction_candidates(request("new", 3, arrived_at=3.9), 1)) == ["a"]
     assert rids(waiting.eviction_candidates(request("new", 3, arrived_at=4.1), 1)) == []
 
 
 def test_a_stranded_request_is_passed_until_a_node_registers():
     large = request("large")
-    waiting = backlog(large, request("small"))
+    waiting = queue_of(large, request("small"))
     waiting.strand(large, 0.0)
     assert rids(waiting.first(9, 0.0)) == ["small"]
     waiting.remove(waiting.first(1, 0.0)[0])
@@ -88,7 +88,7 @@ def test_a_stranded_request_is_passed_until_a_node_registers():
 
 def test_a_stranded_request_expires():
     large = request("large")
-    waiting = backlog(large, request("small"))
+    waiting = queue_of(large, request("small"))
     waiting.strand(large, 0.0)
     waiting.retry_stranded()
     waiting.strand(large, 6.0)
@@ -97,7 +97,7 @@ def test_a_stranded_request_expires():
 
 
 def test_without_nodes_all_requests_expire_unless_a_node_registers():
-    waiting = backlog(request("a"), request("b"))
+    waiting = queue_of(request("a"), request("b"))
     assert waiting.expired(100.0, is_routable=False) == []
     assert waiting.expired(110.0, is_routable=False) == []
     assert waiting.expired(110.1, is_routable=True) == []
@@ -107,7 +107,7 @@ def test_without_nodes_all_requests_expire_unless_a_node_registers():
 
 def test_a_removed_request_leaves_no_state():
     large = request("large")
-    waiting = backlog(large)
+    waiting = queue_of(large)
     waiting.strand(large, 0.0)
     waiting.remove(large)
     waiting.push(replace(large))

@@ -98,7 +98,7 @@ def test_the_predicted_output_is_counted_and_the_maximum_must_fit():
     assert chosen.load("d1") == 40
     assert chosen.choose([P1], [Candidate("small", 100)], [1] * 10, num_new=500, num_expected=30) is None
     assert chosen.choose([P1], [D1], [1] * 10, num_new=5, num_expected=30).num_hold == 15
-    assert chosen.again(pair, num_new=500, num_expected=30).num_hold == 30
+    assert chosen.choose_again(pair, [P1, P2], [D1, D2], num_new=500, num_expected=30).num_hold == 30
 
 
 def test_a_pool_that_is_too_small_is_never_chosen():
@@ -180,7 +180,7 @@ def test_auto_counts_only_uncached_tokens():
 def test_further_samples_share_the_pair_and_cost_their_output():
     chosen = router()
     first = chosen.choose([P1, P2], [D1, D2], [1] * 10, num_new=5)
-    second = chosen.again(first, num_new=5)
+    second = chosen.choose_again(first, [P1, P2], [D1, D2], num_new=5)
     assert (second.prefill, second.decode, second.num_compute, second.num_hold) == ("p1", "d1", 0, 5)
     assert (chosen.load("p1"), chosen.load("d1")) == (10, 20)
     for pair in (second, first):
@@ -199,7 +199,7 @@ def test_after_all_requests_no_load_is_left_in_any_mode(mode, requests):
     pairs = []
     for num_prompt, num_new, num_samples in requests:
         pairs.append(chosen.choose([P1, P2], [D1, D2], list(range(num_prompt)), num_new=num_new))
-        pairs += [chosen.again(pairs[-1], num_new=num_new) for _ in range(num_samples - 1)]
+        pairs += [chosen.choose_again(pairs[-1], [P1, P2], [D1, D2], num_new=num_new) for _ in range(num_samples - 1)]
     for pair in pairs:
         chosen.prefill_done(pair)
         chosen.decode_done(pair)

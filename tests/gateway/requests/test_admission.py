@@ -34,11 +34,6 @@ def test_a_batch_is_admitted_whole_or_not_at_all():
     admission.admit(3, max_running=2, now=0.0)
 
 
-def test_a_batch_larger_than_the_bound_is_an_invalid_request():
-    error = refused(Admission(max_queued=1), 4)
-    assert (error.code, error.param, error.retry_after_s) == (ErrorCode.INVALID_REQUEST, "prompt", None)
-
-
 def test_retry_after_follows_the_recent_rate():
     admission = Admission(max_queued=8)
     admission.admit(10, max_running=2, now=0.0)

@@ -10,7 +10,7 @@ A, B, C, D = ("a" * 32, "b" * 32, "c" * 32, "d" * 32)
 
 
 def registry():
-    return Registry(model="tiny", num_token_ids=320, heartbeat_s=1.0, lost_after_s=10.0)
+    return Registry(num_token_ids=320, heartbeat_s=1.0, lost_after_s=10.0)
 
 
 def pair():
@@ -57,7 +57,6 @@ def test_limits_are_those_of_the_largest_pools():
         ({"layout": LayoutMessage(2, 2, 16, 16, "bfloat16")}, "page layout"),
         ({"layout": LayoutMessage(2, 1, 16, 32, "float32")}, "kv heads 1 and 2 must be equal"),
         ({"transports": ("tcp",)}, "no transport in common"),
-        ({"model": "other"}, "serves 'tiny'"),
         ({"vocab_size": 300}, "tokenizer has 320"),
     ],
 )
@@ -126,15 +125,14 @@ def test_an_empty_registry_accepts_another_deployment():
 def test_a_node_is_lost_without_heartbeats():
     nodes = pair()
     heartbeat = Heartbeat(1, 2, 3, 4, 0, {"steps": 7.0})
-    assert nodes.on_message(A, 9.0, heartbeat)
+    nodes.on_heartbeat(A, heartbeat, 9.0)
     assert nodes.silent_workers(10.0) == []
     assert nodes.silent_workers(10.5) == [B]
     assert nodes.workers[A].heartbeat == heartbeat
-    assert not nodes.on_message(D, 9.0)
 
 
 def test_with_local_prefill_decode_nodes_are_enough():
-    nodes = Registry(model="tiny", num_token_ids=320, needs_prefill=False)
+    nodes = Registry(num_token_ids=320, needs_prefill=False)
     nodes.register(A, make_register("prefill", "p"), 0.0)
     assert not nodes.is_ready
     nodes.register(B, make_register("decode", "d", num_pages=32), 0.0)
@@ -161,7 +159,7 @@ def test_a_registry_without_a_usable_pair_is_not_ready():
 
 
 def test_decode_nodes_that_compute_prompts_themselves_need_no_usable_pair():
-    nodes = Registry(model="tiny", num_token_ids=320, needs_prefill=False)
+    nodes = Registry(num_token_ids=320, needs_prefill=False)
     nodes.register(A, make_register("prefill", "p"), 0.0)
     nodes.register(B, make_register("decode", "d"), 0.0)
     nodes.set_pairs(B, (PairState("p", A, "nixl", "", "other bytes came back"),))

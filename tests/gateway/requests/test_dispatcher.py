@@ -67,24 +67,24 @@ class Table:
 
     def __init__(self, *, rows=1, decodes=(DECODE,), **options):
         config = GatewayConfig(max_dispatch_ahead=0, **(options or {"enable_priority_scheduling": True}))
-        fleets = [make_pool(config, model, 300) for model in ("tiny", "other")]
-        for fleet in fleets:
-            model = fleet.model
-            fleet.registry.register(PREFILL, make_register("prefill", "prefill", model=model), 0.0)
+        pools = [make_pool(config, model, 300) for model in ("tiny", "other")]
+        for pool in pools:
+            model = pool.model
+            pool.registry.register(PREFILL, make_register("prefill", "prefill", model=model), 0.0)
             for incarnation in decodes:
                 decode = make_register("decode", incarnation, model=model, max_running=rows)
-                fleet.registry.register(incarnation, decode, 0.0)
+                pool.registry.register(incarnation, decode, 0.0)
         self.post = Post()
         self.clock = ManualClock(1.0)
         self.ended = []
-        self.requests = Dispatcher(WorkerPools(fleets), self.post, self.post, self.clock, on_end=self.ended.append)
+        self.requests = Dispatcher(WorkerPools(pools), self.post, self.post, self.clock, on_end=self.ended.append)
 
     def come(self, *rids, prompts=(0,), sampling=ONE_TOKEN, model="tiny", **fields):
-        relays = []
+        streams = []
         for rid, number in zip(rids, prompts, strict=True):
-            ask = GenerateRequest(rid, rid, (1, 2), sampling, model, prompt_number=number, **fields)
-            relays.append(OutputStream(ask, 0, Silent, lambda relay: None, self.clock.now()))
-        self.requests.dispatch(relays)
+            request = GenerateRequest(rid, rid, (1, 2), sampling, model, prompt_number=number, **fields)
+            streams.append(OutputStream(request, 0, Silent, lambda stream: None, self.clock.now()))
+        self.requests.dispatch(streams)
 
     def end(self, rid):
         self.say(PREFILL, rid, self.sent(rid)[-1].attempt)
