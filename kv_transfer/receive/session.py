@@ -36,14 +36,7 @@ class ReceiveSession:
     """
 
     def __init__(
-        self,
-        key: RequestKey,
-        peer: str,
-        *,
-        first: int,
-        pages: Sequence[int],
-        num_tokens: int,
-        delivery: PageDelivery,
+        self, key: RequestKey, peer: str, *, first: int, pages: Sequence[int], num_tokens: int, delivery: PageDelivery
     ) -> None:
         self.num_tokens = num_tokens
         self.num_pages = -(-num_tokens // delivery.page_size)

@@ -59,12 +59,7 @@ class Sender:
     """
 
     def __init__(
-        self,
-        transport: WriterTransport,
-        *,
-        digest: str = "",
-        wants_checksums: bool = False,
-        clock: Clock | None = None,
+        self, transport: WriterTransport, *, digest: str = "", wants_checksums: bool = False, clock: Clock | None = None
     ) -> None:
         self._transport = transport
         self._connections = Connections(transport, digest, wants_checksums=wants_checksums)
