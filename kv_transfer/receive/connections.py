@@ -8,9 +8,9 @@ again.
 
 from dataclasses import dataclass
 
-from common.wire.messages import Connect, PairState
+from common.wire.messages import Connect, LayoutMessage, PairState
 from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import ReaderTransport, to_message
+from kv_transfer.transports.base import ReaderTransport
 
 #: Offers without a page in between for which transfers wait.
 MAX_TRIES = 4
@@ -183,7 +183,7 @@ class Connections:
             name=self._name,
             digest=self._digest,
             epoch=self.epoch,
-            layout=to_message(store.layout),
+            layout=LayoutMessage.of(store.layout),
             num_pages=store.num_pages,
             transport=self._transport.name,
             endpoint=self._transport.offer(peer, self.epoch),

@@ -13,7 +13,7 @@ from common.wire.messages import AttachFailed, Connect, Connected, Grant, Messag
 from kv_transfer.page_mapping import PageMapping
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import SendState
-from kv_transfer.transports.base import Attached, AttachError, WriterTransport, from_message
+from kv_transfer.transports.base import Attached, AttachError, WriterTransport
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +100,14 @@ class Connections:
             self._transport.attach(peer, connect)
         except AttachError as error:
             return self._attach_failed(connect.name, connect.epoch, str(error))
-        mapping = PageMapping(self._transport.store.layout, from_message(connect.layout))
+        mapping = PageMapping(self._transport.store.layout, connect.layout.layout())
         has_checksums = self._wants_checksums or connect.wants_checksums
         self.by_peer[peer] = Connection(connect.name, connect.epoch, connect.num_pages, mapping, has_checksums)
         return None
 
     def _mismatch(self, connect: Connect) -> str:
         """Why this decode node does not fit, as a sentence; empty if it does."""
-        ours, theirs = self._transport.store.layout, from_message(connect.layout)
+        ours, theirs = self._transport.store.layout, connect.layout.layout()
         names = (connect.transport, self._transport.name)
         if "auto" not in names and names[0] != names[1]:
             return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"

@@ -8,9 +8,10 @@ names the transports that were tried before and failed, with the reasons.
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -20,13 +21,21 @@ from common.errors import ConfigError
 from common.wire.address import is_loopback
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore, ReaderTransport, WriterTransport
+from kv_transfer.transports.base import (
+    Attached,
+    AttachError,
+    Fenced,
+    PageStore,
+    ReaderTransport,
+    Transport,
+    WriterTransport,
+)
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Transport)
 
 #: What ``auto`` may choose, best first. Gloo is never better than TCP, and NCCL needs a GPU at both ends, so these two
 #: must be named.
@@ -131,14 +140,37 @@ class _Attempt:
     failures: list[str] = field(default_factory=list)
 
 
-class NegotiatingWriter:
-    """``WriterTransport`` over several; ``transports`` best first."""
+class _Negotiating(Transport, Generic[T]):
+    """What the two ends have in common. ``transports`` best first."""
 
-    def __init__(self, transports: Sequence[WriterTransport]) -> None:
+    def __init__(self, transports: Sequence[T]) -> None:
         self.store = transports[0].store
         self.name = transports[0].name if len(transports) == 1 else "auto"
-        self.names = tuple(transport.name for transport in transports)
         self._transports = list(transports)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [transport.name for transport in self._transports]
+
+    def files(self) -> Sequence[int]:
+        return [file for transport in self._transports for file in transport.files()]
+
+    def counters(self) -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for transport in self._transports:
+            total.update(transport.counters())
+        return {name: float(value) for name, value in total.items()}
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+
+
+class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
+    """``WriterTransport`` over several."""
+
+    def __init__(self, transports: Sequence[WriterTransport]) -> None:
+        super().__init__(transports)
         self._attempts: dict[str, _Attempt] = {}
         self._draining: dict[str, None] = {}  # detached peers with writes under way
         self._tickets: dict[tuple[str, int], tuple[int, str]] = {}  # (transport, its ticket) -> (our ticket, peer)
@@ -152,17 +184,14 @@ class NegotiatingWriter:
             raise AttachError(f"the endpoint offered by {connect.name} cannot be understood") from error
         candidates = [transport for transport in self._transports if transport.name in offers]
         if not candidates:
-            theirs = ", ".join(offers) or "nothing"
-            raise AttachError(f"{connect.name} takes pages by {theirs}, this prefill node sends by {self._listed()}")
+            theirs, ours = ", ".join(offers) or "nothing", ", ".join(self.names)
+            raise AttachError(f"{connect.name} takes pages by {theirs}, this prefill node sends by {ours}")
         attempt = _Attempt(connect, offers, candidates)
         if peer not in self._draining:
             self._try_next(peer, attempt)
         for transport in candidates if peer in self._draining else ():
             transport.voided(peer, offers[transport.name])
         self._attempts[peer] = attempt
-
-    def _listed(self) -> str:
-        return ", ".join(self.names)
 
     def _try_next(self, peer: str, attempt: _Attempt) -> None:
         """Begin to attach by the best transport that is left.
@@ -244,29 +273,12 @@ class NegotiatingWriter:
     def _detach(self, peer: str) -> bool:
         return min([transport.detach(peer) for transport in self._transports])  # ask all of them
 
-    def voided(self, peer: str, endpoint: str) -> None:
-        """Does nothing: ``attach`` passes each transport its part of the offer."""
 
-    def files(self) -> Sequence[int]:
-        return [file for transport in self._transports for file in transport.files()]
-
-    def counters(self) -> dict[str, float]:
-        return _sum(transport.counters() for transport in self._transports)
-
-    def close(self) -> None:
-        self._attempts.clear()
-        for transport in self._transports:
-            transport.close()
-
-
-class NegotiatingReader:
+class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
     """``ReaderTransport`` over several. A fence that one of them proves counts for epochs that it carries."""
 
     def __init__(self, transports: Sequence[ReaderTransport]) -> None:
-        self.store = transports[0].store
-        self.name = transports[0].name if len(transports) == 1 else "auto"
-        self.names = tuple(transport.name for transport in transports)
-        self._transports = list(transports)
+        super().__init__(transports)
         self._offered: dict[str, int] = {}  # peer -> its newest epoch
         self._chosen: dict[tuple[str, int], str] = {}  # (peer, epoch) -> transport; until a fence is proven
         self._unasked: dict[tuple[str, int], dict[str, Fenced]] = {}  # fences that were proven before the choice
@@ -329,21 +341,3 @@ class NegotiatingReader:
     def _prove(self, fenced: Fenced) -> None:
         del self._chosen[fenced.peer, fenced.epoch]
         self._news.append(fenced)
-
-    def files(self) -> Sequence[int]:
-        return [file for transport in self._transports for file in transport.files()]
-
-    def counters(self) -> dict[str, float]:
-        return _sum(transport.counters() for transport in self._transports)
-
-    def close(self) -> None:
-        for transport in self._transports:
-            transport.close()
-
-
-def _sum(counters: Iterable[dict[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for some in counters:
-        for name, value in some.items():
-            total[name] = total.get(name, 0.0) + value
-    return total

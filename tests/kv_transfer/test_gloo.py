@@ -21,9 +21,9 @@ from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, _strangers_leave, until
 
 from common.errors import ConfigError
-from common.wire.messages import Connect
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.transports.base import Attached, to_message
+from kv_transfer.transports.base import Attached
 from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
 from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
 from kv_transfer.transports.torch_distributed import backend as group_backend
@@ -86,7 +86,7 @@ def test_several_pairs_are_independent(reader: GroupReader, writer: GroupWriter,
     other = "q" * 32
     attach(writer, reader)
     endpoint = reader.offer(other, 2)
-    second.attach(DECODE, Connect("decode-0", "model", 2, to_message(LAYOUT), NUM_PAGES, "gloo", endpoint))
+    second.attach(DECODE, Connect("decode-0", "model", 2, LayoutMessage.of(LAYOUT), NUM_PAGES, "gloo", endpoint))
     assert until(lambda: reader.poll(0.0) or second.poll()) == [Attached(DECODE, 2)]
     reader.allow(PREFILL, 1, [1])
     reader.allow(other, 2, [2])
@@ -365,7 +365,7 @@ def test_pages_go_from_device_to_device() -> None:
 
     source, target = (KVPool(LAYOUT, NUM_PAGES, f"cuda:{i}") for i in range(2))
     writer, reader = GroupWriter(source, "nccl"), GroupReader(target, "nccl")
-    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "nccl", reader.offer(PREFILL, 1))
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "nccl", reader.offer(PREFILL, 1))
     writer.attach(DECODE, connect)
     assert until(lambda: reader.poll(0.0) or writer.poll(), 60.0) == [Attached(DECODE, 1)]
     source.tensor.copy_(torch.randn(source.tensor.shape))

@@ -19,7 +19,6 @@ from support.kv_fakes import DECODE, PREFILL, MemfdStore
 from support.nursery import Nursery
 
 from common.wire.messages import Connect
-from kv_transfer.transports.base import from_message
 from kv_transfer.transports.tcp.protocol import HELLO, MAC_BYTES, WELCOME, AuthenticatedConnection, Terms
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 from kv_transfer.transports.torch_distributed.backend import Group, Pages
@@ -103,7 +102,7 @@ class Relay:
 
 
 def terms(connect: Connect, token: bytes, nonces: tuple[bytes, bytes]) -> Terms:
-    size = from_message(connect.layout).page_bytes
+    size = connect.layout.layout().page_bytes
     return Terms(magic_of("gloo"), token, 0, 1, connect.epoch, size, connect.num_pages, *nonces)
 
 

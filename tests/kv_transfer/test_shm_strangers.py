@@ -13,9 +13,8 @@ from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.shm_pair import NUM_PAGES, Child, attach, child, offer, open_descriptors, reader, store, writer
 
 from common.errors import ConfigError
-from common.wire.messages import Connect
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports import pending_connections as visitors
-from kv_transfer.transports.base import to_message
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.shm import protocol as shm_hello
 
@@ -176,7 +175,7 @@ def test_a_writer_refuses_an_invalid_hello(writer: ShmWriter) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{name}")
     listener.listen(8)
-    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
     hello = shm_hello.HELLO.pack(shm_hello.MAGIC, 1, LAYOUT.pool_bytes(NUM_PAGES), DECODE.encode())
     num_before = open_descriptors()
     directory = os.open("/", os.O_RDONLY)

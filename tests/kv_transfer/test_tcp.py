@@ -22,9 +22,9 @@ from support.tcp_stranger import (
 )
 
 from common.errors import ConfigError
-from common.wire.messages import Connect
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports import pending_connections as visitors
-from kv_transfer.transports.base import Attached, to_message
+from kv_transfer.transports.base import Attached
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp import writer as tcp_writer
 from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, WELCOME, Terms
@@ -119,7 +119,8 @@ def test_a_writer_names_the_reader_that_it_cannot_reach(writer: TcpWriter) -> No
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()
-    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", f"127.0.0.1:{port}:{'0' * 64}:2")
+    endpoint = f"127.0.0.1:{port}:{'0' * 64}:2"
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint)
     writer.attach(DECODE, connect)
     [attached] = until(writer.poll)
     assert attached.problem == (
@@ -132,7 +133,7 @@ def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, mon
     monkeypatch.setattr(tcp_writer, "ATTACH_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:2"
-        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
+        writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
         [attached] = until(writer.poll)
     assert "did not answer within" in attached.problem
 
@@ -141,7 +142,7 @@ def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, mon
 def test_a_writer_refuses_a_reader_without_the_key(writer: TcpWriter, noise: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
-        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
+        writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
         connection, _ = listener.accept()
         with connection:
             connection.sendall(noise)
@@ -156,7 +157,7 @@ def test_a_writer_refuses_a_reader_without_the_key(writer: TcpWriter, noise: byt
 def test_a_writer_accepts_only_the_next_acknowledgement(writer: TcpWriter, answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
-        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
+        writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
         connection, _ = listener.accept()
     with connection:
         writer.poll()

@@ -34,13 +34,14 @@ from common.wire.messages import (
     FromPrefill,
     Grant,
     Header,
+    LayoutMessage,
     PagesWritten,
     Ping,
     PrefillDone,
     TransferAck,
 )
 from common.wire.process_id import new_incarnation
-from kv_transfer.transports.base import Attached, to_message
+from kv_transfer.transports.base import Attached
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.shm.protocol import HELLO as SHM_HELLO
 from kv_transfer.transports.shm.protocol import MAGIC as SHM_MAGIC
@@ -153,7 +154,7 @@ def test_mangled_acknowledgements_end_no_write_that_they_should_not(changes: lis
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
-            writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
+            writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
             connection, _ = listener.accept()
         with connection:
             until(lambda: writer.poll() or connection.recv(HELLO.size, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -219,7 +220,7 @@ def test_a_writer_maps_no_pool_behind_a_mangled_greeting(changes: list[Change]) 
         listener.bind(f"\0{name}")
         listener.listen(1)
         hello = SHM_HELLO.pack(SHM_MAGIC, 1, LAYOUT.pool_bytes(NUM_PAGES), DECODE.encode())
-        connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
+        connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
         packets = [packet for packet in mangled([hello], changes) if packet] or [b"?"]
         writer.attach(DECODE, connect)
         pending, _ = listener.accept()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.transports.base import from_message
 from kv_transfer.transports.nixl.agent import PROBE_BYTES, Agent
 from kv_transfer.transports.nixl.peer_state import PeerState, Write, host_id
 from kv_transfer.transports.shm.protocol import ENDPOINT
@@ -96,7 +95,7 @@ class Handshake:
         known = self._known.pop(peer_state.key, None)
         if known is None:
             agent = self._agent.nixl.add_remote_agent(metadata)
-            size = from_message(peer_state.connect.layout).page_bytes
+            size = peer_state.connect.layout.layout().page_bytes
             known = (agent, self._agent.page_list(agent, peer_state.endpoint.pool, peer_state.connect.num_pages, size))
         self._known[peer_state.key] = known
         peer_state.agent, peer_state.pages = known

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import Fenced, InPlace, PageStore
+from kv_transfer.transports.base import Fenced, InPlace, PageStore, ReaderTransport
 from kv_transfer.transports.nixl.agent import Agent, ProbeMemory
 from kv_transfer.transports.nixl.peer_state import Endpoint, host_id, sealed
 from kv_transfer.transports.shm.reader import ShmReader
@@ -41,7 +41,7 @@ class _Offer:
     is_chosen: bool = False
 
 
-class NixlReader:
+class NixlReader(ReaderTransport):
     """``ReaderTransport`` of a decode node.
 
     Args:
@@ -53,12 +53,11 @@ class NixlReader:
     """
 
     name = "nixl"
-    names: Sequence[str] = ("nixl",)
 
     def __init__(self, store: PageStore, incarnation: str = "", *, key: bytes = b"", is_direct: bool = False) -> None:
         # outlives the agents, since a late writer of this host may still use its address
         self._probe = ProbeMemory(store, is_direct=is_direct)
-        self.store = InPlace(store) if is_direct else store
+        self.store: PageStore = InPlace(store) if is_direct else store
         self._incarnation = incarnation
         self._key = key
         self._watch = ShmReader(store, incarnation, is_shared=False)  # watches writers on this host

@@ -20,7 +20,7 @@ from typing import Any
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, stage
+from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
 from kv_transfer.transports.nixl.agent import Agent, ProbeMemory
 from kv_transfer.transports.nixl.handshake import Handshake
 from kv_transfer.transports.nixl.peer_state import PeerState, Write, opened
@@ -39,7 +39,7 @@ HOLD_S = 0.008
 MIN_MEASURED_BYTES = 1 << 20  # shorter writes say little about how long a large one takes
 
 
-class NixlWriter:
+class NixlWriter(WriterTransport):
     """``WriterTransport`` of a prefill node, for use in ``NegotiatingWriter``, which waits where ``detach`` must.
 
     Args:
@@ -51,7 +51,6 @@ class NixlWriter:
     """
 
     name = "nixl"
-    names: Sequence[str] = ("nixl",)
 
     def __init__(self, store: PageStore, incarnation: str = "", *, key: bytes = b"", is_direct: bool = False) -> None:
         self.store = store

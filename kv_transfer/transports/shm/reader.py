@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import ConfigError
-from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import Fenced, PageStore
+from kv_transfer.transports.base import Fenced, PageStore, ReaderTransport
 from kv_transfer.transports.pending_connections import PendingConnection, PendingConnections
 from kv_transfer.transports.shm.protocol import DETACHED, HELLO, MAGIC, TOKEN_BYTES, peer_credentials
 
@@ -69,8 +68,8 @@ class _Writer:
     pidfd: int
 
 
-class ShmReader:
-    """``ReaderTransport`` of a decode node.
+class ShmReader(ReaderTransport):
+    """``ReaderTransport`` of a decode node. A process that has the pool mapped needs no permission to write it.
 
     Args:
         store: the pool; its memfd is sealed here against changes of size, where the system allows that.
@@ -82,7 +81,6 @@ class ShmReader:
     """
 
     name = "shm"
-    names: Sequence[str] = ("shm",)
 
     def __init__(self, store: PageStore, incarnation: str = "", *, is_shared: bool = True) -> None:
         self.store = store
@@ -133,18 +131,6 @@ class ShmReader:
 
     def withdraw(self, peer: str) -> None:
         self._offers = {token: offer for token, offer in self._offers.items() if offer[0] != peer}
-
-    def chosen(self, peer: str, epoch: int, transport: str) -> bool:
-        return transport == self.name
-
-    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
-        """Does nothing: a process that has the pool mapped needs no permission."""
-
-    def forbid(self, pages: Sequence[int]) -> None:
-        """Does nothing: a process that has the pool mapped cannot be stopped, only fenced or waited for."""
-
-    def reclaim(self, peer: str, epoch: int) -> None:
-        """Does nothing: only ``DETACHED`` or its death keeps a process from memory that it has mapped."""
 
     def watched(self) -> set[tuple[str, int]]:
         """(peer, epoch) of processes that may reach the pool by themselves. Thread-safe."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message
+from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport
 from kv_transfer.transports.shm.copy_thread import CopyThread, MappedPool
 from kv_transfer.transports.shm.protocol import DETACHED, ENDPOINT, HELLO, MAGIC, peer_credentials
 
@@ -38,11 +38,10 @@ class _Mapping:
     is_broken: bool = False
 
 
-class ShmWriter:
+class ShmWriter(WriterTransport):
     """``WriterTransport`` of a prefill node. A thread copies the pages; see ``CopyThread``."""
 
     name = "shm"
-    names: Sequence[str] = ("shm",)
 
     def __init__(self, store: PageStore) -> None:
         self.store = store
@@ -144,12 +143,12 @@ class ShmWriter:
                 os.close(descriptor)
         self._epoll.unregister(connection)
         del self._attaching[peer]
-        pool = MappedPool(memory, from_message(attaching.connect.layout).page_bytes)
+        pool = MappedPool(memory, attaching.connect.layout.layout().page_bytes)
         self._mappings[peer] = _Mapping(connection, attaching.connect.epoch, who, pool)
         return True
 
     def _map(self, peer: str, connect: Connect, hello: bytes, descriptor: int) -> mmap.mmap:
-        num_bytes = from_message(connect.layout).pool_bytes(connect.num_pages)
+        num_bytes = connect.layout.layout().pool_bytes(connect.num_pages)
         expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, who) for who in (peer.encode(), b"")]
         if hello not in expected:
             raise AttachError(f"the offer of {connect.name} and what it sent over its socket differ")
@@ -171,17 +170,11 @@ class ShmWriter:
         return self._num_tickets
 
     def done(self) -> list[int]:
-        self._clear_wake()
-        return self._copy_thread.done()
-
-    def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
+        return self._copy_thread.done()
 
     # ---- the end ------------------------------------------------------------------------------------------------
-
-    def voided(self, peer: str, endpoint: str) -> None:
-        """Does nothing: no reader can keep a write from its memory."""
 
     def detach(self, peer: str) -> bool:
         attaching = self._attaching.pop(peer, None)

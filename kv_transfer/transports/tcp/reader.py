@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import Fenced, PageStore
+from kv_transfer.transports.base import Fenced, PageStore, ReaderTransport
 from kv_transfer.transports.pending_connections import PendingConnection, PendingConnections
 from kv_transfer.transports.tcp.protocol import (
     HELLO,
@@ -56,7 +56,7 @@ class _Offer:
     threads: list[ReceiveThread] = field(default_factory=list)
 
 
-class TcpReader:
+class TcpReader(ReaderTransport):
     """``ReaderTransport`` of a decode node.
 
     Args:
@@ -68,7 +68,6 @@ class TcpReader:
     """
 
     name = "tcp"
-    names: Sequence[str] = ("tcp",)
     magic = MAGIC
 
     def __init__(
@@ -135,9 +134,6 @@ class TcpReader:
             self._permissions.give(peer, epoch, pages)
         else:
             self._permissions.give_again((peer, epoch), pages, again)
-
-    def reclaim(self, peer: str, epoch: int) -> None:
-        """Does nothing: ``withdraw`` has fenced the peer."""
 
     def forbid(self, pages: Sequence[int]) -> None:
         self._permissions.take(pages)

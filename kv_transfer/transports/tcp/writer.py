@@ -19,7 +19,7 @@ from enum import Enum, auto
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message, stage
+from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
 from kv_transfer.transports.tcp.protocol import (
     DONE,
     DONE_FRAME_BYTES,
@@ -88,7 +88,7 @@ class PeerState:
         return f"decode node {self.connect.name} at {self.address[0]} port {self.address[1]}"
 
 
-class TcpWriter:
+class TcpWriter(WriterTransport):
     """``WriterTransport`` of a prefill node.
 
     Args:
@@ -96,7 +96,6 @@ class TcpWriter:
     """
 
     name = "tcp"
-    names: Sequence[str] = ("tcp",)
     magic = MAGIC
 
     def __init__(self, store: PageStore, *, key: bytes = b"") -> None:
@@ -226,7 +225,7 @@ class TcpWriter:
             index=connection.index,
             count=len(peer_state.connections),
             epoch=peer_state.connect.epoch,
-            page_bytes=from_message(peer_state.connect.layout).page_bytes,
+            page_bytes=peer_state.connect.layout.layout().page_bytes,
             num_pages=peer_state.connect.num_pages,
             writer_nonce=connection.nonce,
             reader_nonce=nonce,
@@ -325,9 +324,6 @@ class TcpWriter:
         return tickets
 
     # ---- the end ------------------------------------------------------------------------------------------------
-
-    def voided(self, peer: str, endpoint: str) -> None:
-        """Does nothing: no write outlives its connection."""
 
     def detach(self, peer: str) -> bool:
         peer_state = self._peers.pop(peer, None)

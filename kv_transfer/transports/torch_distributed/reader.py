@@ -33,7 +33,6 @@ class GroupReader(TcpReader):
     def __init__(self, store: PageStore, backend: str, *, host: str = "127.0.0.1", key: bytes = b"") -> None:
         check_available(backend)
         self.name = backend
-        self.names = (backend,)
         self.magic = magic_of(backend)
         self._pages = Pages(store, backend)
         super().__init__(store, host=host, key=key, num_connections=1)

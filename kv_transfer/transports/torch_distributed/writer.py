@@ -32,7 +32,6 @@ class GroupWriter(TcpWriter):
     def __init__(self, store: PageStore, backend: str, *, key: bytes = b"") -> None:
         check_available(backend)
         self.name = backend
-        self.names = (backend,)
         self.magic = magic_of(backend)
         self._pages = Pages(store, backend)
         super().__init__(store, key=key)
