@@ -123,6 +123,11 @@ def _join(sources: Iterator[tuple[int, int]], targets: Iterator[tuple[int, int]]
         )
 
 
+def whole_pages(layout: PageLayout) -> SlicePair:
+    """The pair of slices that are all of a page, where both ends have the same layout."""
+    return SlicePair(layout, whole(layout), layout, whole(layout))
+
+
 def copy(slices: SlicePair, source: memoryview, target: memoryview) -> None:
     """Copy a slice of our page into the peer's page, both given as bytes."""
     for at, to, length in slices.runs:

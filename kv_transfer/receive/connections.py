@@ -124,9 +124,6 @@ class Connections:
         self.by_peer: dict[str, Connection] = {}
         self.epoch = 0
 
-    def get(self, peer: str) -> Connection | None:
-        return self.by_peer.get(peer)
-
     def awaited(self, peer: str, epoch: int) -> Connection | None:
         """The connection whose offer of this epoch has not been answered yet."""
         connection = self.by_peer.get(peer)

@@ -36,7 +36,7 @@ from kv_transfer.checksums import Checksums
 from kv_transfer.events import Event, Finished, PairLost, TransferFailed
 from kv_transfer.page_mapping import parts_of
 from kv_transfer.receive.connections import Connection, Connections
-from kv_transfer.receive.session import PageDelivery, ReceiveSession
+from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.receive.table import ReceiveTable
 from kv_transfer.states import MAX_RESENDS, ReceiveEvent, ReceiveState
 from kv_transfer.transports.base import ReaderTransport
@@ -53,7 +53,6 @@ class Receiver:
         transport: offers our pool, and proves that writers can write no more.
         allocator: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
         name, digest: of this node and its model, for ``Connect``.
-        num_ranks: of the writer, each of which delivers its own part of every page.
         wants_checksums: one must come with every page. Checksums that come are always verified.
     """
 
@@ -64,13 +63,12 @@ class Receiver:
         *,
         name: str = "decode",
         digest: str = "-",
-        num_ranks: int = 1,
         wants_checksums: bool = False,
     ) -> None:
         self._transport = transport
         self._table = ReceiveTable(allocator, transport.forbid)
         self._name = name
-        self._delivery = PageDelivery(transport.store.layout.page_size, num_ranks)
+        self._page_size = transport.store.layout.page_size
         self._wants_checksums = wants_checksums
         self._checksums = Checksums(transport.store)
         self._connections = Connections(transport, name=name, digest=digest, wants_checksums=wants_checksums)
@@ -95,9 +93,9 @@ class Receiver:
         node is connected.
         """
         assert key not in self._table.sessions, f"{key} has begun already"
-        session = ReceiveSession(key, peer, first=first, pages=pages, num_tokens=num_tokens, delivery=self._delivery)
+        session = ReceiveSession(key, peer, first=first, pages=pages, num_tokens=num_tokens, page_size=self._page_size)
         self._table.sessions[key] = session
-        connection = self._connections.get(peer)
+        connection = self._connections.by_peer.get(peer)
         if connection is not None and connection.refusal:
             self._table.fail(session, ReceiveEvent.CLOSE, ErrorCode.TRANSFER_FAILED, connection.refusal)
         elif connection is not None and connection.is_usable:
@@ -130,7 +128,7 @@ class Receiver:
         for peer, epoch in (*self._table.overdue(now), *self._connections.in_doubt()):
             self._transport.reclaim(peer, epoch)
         for fenced in self._transport.poll(now):
-            connection = self._connections.get(fenced.peer)
+            connection = self._connections.by_peer.get(fenced.peer)
             is_now = connection is not None and connection.epoch <= fenced.epoch
             if connection is not None and is_now and not fenced.is_dead and connection.retry_at is None:
                 self._on_broken(fenced.peer, connection, fenced.reason, now)
@@ -223,21 +221,17 @@ class Receiver:
         return connection is not None
 
     def _on_refused(self, peer: str, message: Refused, now: float) -> bool:
-        connection = self._connections.awaited(peer, message.epoch)
-        if connection is None:
-            return self._on_dropped(peer, message, now)
-        if connection.is_reconnecting:
-            self._on_broken(peer, connection, message.reason, now)
-            return True
-        self._refuse(peer, connection, message.reason or "the prefill node refuses to work with this decode node")
-        return True
-
-    def _on_dropped(self, peer: str, message: Refused, now: float) -> bool:
-        """The transport must prove soon that nothing more is written, or the prefill node counts as lost."""
-        connection = self._connections.get(peer)
-        if connection is None or connection.epoch != message.epoch or not connection.is_usable:
+        connection = self._connections.by_peer.get(peer)
+        if connection is None or connection.epoch != message.epoch:
             return False
-        connection.note_dropped(message.reason, now)
+        if connection.is_awaited and connection.is_reconnecting:
+            self._on_broken(peer, connection, message.reason, now)
+        elif connection.is_awaited:
+            self._refuse(peer, connection, message.reason or "the prefill node refuses to work with this decode node")
+        elif connection.is_usable:  # no page comes, but only the transport can prove that
+            connection.note_dropped(message.reason, now)
+        else:
+            return False
         return True
 
     def _refuse(self, peer: str, connection: Connection, why: str) -> None:
@@ -276,7 +270,7 @@ class Receiver:
 
     def _damaged(self, session: ReceiveSession, message: PagesWritten) -> list[int]:
         """Indices of pages whose bytes here do not have the checksums that came with them."""
-        part = self._connections.by_peer[session.peer].parts[message.part % session.num_units]
+        part = self._connections.by_peer[session.peer].parts[message.part]
         runs = part.runs(self._transport.store.layout)
         told = dict(zip(message.indices, message.checksums, strict=False))
         found = {index: self._checksums.of_target(session.page_of(index), runs) for index in message.indices}
@@ -293,7 +287,7 @@ class Receiver:
             if self._totals["checksum_mismatches"] == len(indices):
                 log.warning("a page came damaged %s and is asked for again; further ones are only counted", way)
             pages = [session.page_of(index) for index in indices]
-            self._transport.allow(session.peer, session.epoch, pages, connection.parts[part % session.num_units])
+            self._transport.allow(session.peer, session.epoch, pages, connection.parts[part])
             self._messages.append((session.peer, Resend(*session.key, session.epoch, tuple(indices), part, number)))
             return True
         message = f"the same page came damaged {MAX_RESENDS + 1} times {way}"
@@ -350,7 +344,7 @@ class Receiver:
         return messages, events
 
     def is_connected(self, peer: str) -> bool:
-        connection = self._connections.get(peer)
+        connection = self._connections.by_peer.get(peer)
         return connection is not None and connection.is_usable
 
     @property
@@ -403,7 +397,7 @@ class Receiver:
         """
         self._table.check()
         for session in self._table.sessions.values():
-            connection = self._connections.get(session.peer)
+            connection = self._connections.by_peer.get(session.peer)
             if session.state in (ReceiveState.GRANTED, ReceiveState.PREFILLED, ReceiveState.LANDED):
                 invariant(
                     connection is not None and connection.is_attached and connection.epoch == session.epoch,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.cache.page_layout import layout_conflict
-from common.errors import invariant
+from common.errors import ErrorCode, invariant
 from common.wire.messages import AttachFailed, Connect, Connected, Grant, Message, PairState, Refused
 from kv_transfer.page_mapping import PageMapping
 from kv_transfer.send.session import SendSession
@@ -41,17 +41,18 @@ class Connection:
     why: str = ""
     granted: set[int] = field(default_factory=set)
 
-    def can_be_computed(self, grant: Grant, num_source_pages: int) -> bool:
-        """Whether a prompt of which so many pages are granted fits into our own pool."""
-        return grant.first + len(grant.pages) <= self.mapping.max_target_pages(None, num_source_pages)
-
-    def problem(self, session: SendSession, grant: Grant, num_source_pages: int) -> str:
-        """Why this grant cannot be meant, as a sentence; empty if it can."""
+    def problem(self, session: SendSession, grant: Grant, num_source_pages: int) -> tuple[str, ErrorCode]:
+        """Why this grant cannot be meant, as a sentence that is empty if it can, and the client's error."""
         end = grant.first + len(grant.pages)
         most = self.mapping.max_target_pages(session.num_tokens, num_source_pages)
+        if session.num_tokens is None and end > most:
+            bound = f"the prompt has at most {most}, the prefill node's whole pool (--max-total-tokens)"
+            return f"pages {grant.first} to {end} are granted, {bound}", ErrorCode.POOL_TOO_SMALL
+        return self._contradiction(session, grant, end, most), ErrorCode.TRANSFER_FAILED
+
+    def _contradiction(self, session: SendSession, grant: Grant, end: int, most: int) -> str:
         if grant.first < 0 or end > most:
-            bound = "" if session.num_tokens else ", the prefill node's whole pool (--max-total-tokens)"
-            return f"pages {grant.first} to {end} are granted, the prompt has at most {most}{bound}"
+            return f"pages {grant.first} to {end} are granted, the prompt has at most {most}"
         if any(not 0 <= page < self.num_pages for page in grant.pages):
             return f"a page is granted that a pool of {self.num_pages} pages does not have"
         if len(set(grant.pages)) < len(grant.pages) or not self.granted.isdisjoint(grant.pages):

@@ -243,11 +243,9 @@ class Sender:
         if session.is_repeated(grant.epoch, grant.first, grant.pages):
             self._totals["stale_messages"] += 1
             return
-        num_pages = self._transport.store.num_pages
-        problem = connection.problem(session, grant, num_pages)
+        problem, code = connection.problem(session, grant, self._transport.store.num_pages)
         if problem:
-            is_large = session.num_tokens is None and not connection.can_be_computed(grant, num_pages)
-            self._refuse(session, problem, ErrorCode.POOL_TOO_SMALL if is_large else ErrorCode.TRANSFER_FAILED)
+            self._refuse(session, problem, code)
             return
         session.grant(grant.epoch, grant.first, grant.pages, connection.mapping.units)
         connection.granted.update(grant.pages)

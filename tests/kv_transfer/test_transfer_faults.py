@@ -78,9 +78,9 @@ class Cluster:
         def is_over() -> bool:
             self.ferry(prefill, decode)
             self.ask(prefill, "pump", max_pages=4)
-            ends = self.allocator(decode)["ends"]
+            ends = self.page_counts(decode)["ends"]
             assert ends.get(rid, "Completed") == "Completed", ends
-            return rid in ends and self.allocator(prefill)["ends"].get(rid, False)
+            return rid in ends and self.page_counts(prefill)["ends"].get(rid, False)
 
         until(is_over)
 
@@ -118,12 +118,12 @@ class Cluster:
             self.connected.pop(ends, None)
         self.ask(survivor, "peer_lost", peer=incarnation(other))
 
-    def allocator(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.ask(name, "allocator")
+    def page_counts(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.ask(name, "page_counts")
         return found
 
     def balanced(self, name: str, num_kept: int = 0) -> None:
-        until(lambda: self.allocator(name)["free"] == NUM_PAGES - num_kept and not self.allocator(name)["aside"])
+        until(lambda: self.page_counts(name)["free"] == NUM_PAGES - num_kept and not self.page_counts(name)["aside"])
 
 
 def incarnation(name: str) -> str:
@@ -166,7 +166,7 @@ def test_either_node_is_killed_at_every_step(
     cluster.part(survivor, victim)
     has_kept = victim == prefill and step == "acknowledging"
     cluster.balanced(survivor, SOME if has_kept else 0)
-    assert cluster.allocator(survivor)["ends"]["a"] == ("Completed" if has_kept else _failed(victim)), step
+    assert cluster.page_counts(survivor)["ends"]["a"] == ("Completed" if has_kept else _failed(victim)), step
     replacement = cluster.start(victim[0] + "1")
     pair = (replacement, decode) if victim == prefill else (prefill, replacement)
     cluster.serve("b", *pair, SOME)
@@ -198,12 +198,14 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     stopped_at = time.monotonic()
     cluster.part(decode, prefill)
     has_kept = step == "acknowledging"
-    assert until(lambda: cluster.allocator(decode)["ends"].get("a")) == ("Completed" if has_kept else "TransferFailed")
+    assert until(lambda: cluster.page_counts(decode)["ends"].get("a")) == (
+        "Completed" if has_kept else "TransferFailed"
+    )
     cluster.serve("b", other, decode, SOME)
     time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
     # Stopped, not dead: where it writes by itself, only its own word or its end would free these pages.
     may_write = transport in ("shm", "nixl") and step in ("granted", "writing", "written")
-    assert cluster.allocator(decode)["aside"] == (SOME if may_write else 0)
+    assert cluster.page_counts(decode)["aside"] == (SOME if may_write else 0)
     cluster.ends[prefill].signal(ending)
     if ending == signal.SIGCONT:
         if step == "writing":
@@ -240,7 +242,7 @@ def test_a_decode_node_is_stopped_for_longer_than_every_timeout(
     if ending == signal.SIGCONT:
         cluster.part(decode, prefill)
         cluster.balanced(decode, SOME * has_kept)
-        assert cluster.allocator(decode)["ends"]["a"] == ("Completed" if has_kept else "TransferFailed")
+        assert cluster.page_counts(decode)["ends"]["a"] == ("Completed" if has_kept else "TransferFailed")
     cluster.balanced(prefill)
     if ending == signal.SIGCONT:
         if has_kept:

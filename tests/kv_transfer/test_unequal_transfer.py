@@ -18,7 +18,7 @@ from common.wire.messages import Connected, Grant, Message, PagesWritten, Prefil
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.page_mapping import Units
 from kv_transfer.receive.receiver import Receiver
-from kv_transfer.receive.session import PageDelivery, ReceiveSession
+from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.send.sender import Sender
 from kv_transfer.send.session import SendSession
 from scripts.simulator.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
@@ -276,8 +276,7 @@ def test_units_behind_the_prompts_end_are_never_due() -> None:
 
 
 def test_parts_of_a_page_behind_the_prompts_end_are_not_expected() -> None:
-    delivery = PageDelivery(page_size=6)
-    session = ReceiveSession(("r", 0), "peer", first=0, pages=[4, 5], num_tokens=9, delivery=delivery)
+    session = ReceiveSession(("r", 0), "peer", first=0, pages=[4, 5], num_tokens=9, page_size=6)
     session.grant(1, 3)
     assert session.is_expected([0, 1], 1)
     assert session.is_expected([0], 2)

@@ -103,7 +103,7 @@ class SenderEnd(TransferEnd):
     def do_is_granted(self, rid: str) -> bool:
         return self.sender.is_granted((rid, 0))
 
-    def do_books(self) -> dict[str, Any]:
+    def do_page_counts(self) -> dict[str, Any]:
         self.sender.check()
         self.allocator.check()
         return {"free": self.allocator.num_free, "aside": 0, "ends": self.released}
@@ -178,7 +178,7 @@ class ReceiverEnd(TransferEnd):
         self.allocator.free(self.kept.pop(rid), Owner.REQUEST)
         self._settle()
 
-    def do_books(self) -> dict[str, Any]:
+    def do_page_counts(self) -> dict[str, Any]:
         self.receiver.check()
         self.allocator.check()
         junk = bytes([JUNK]) * LAYOUT.page_bytes

@@ -286,7 +286,9 @@ class ReceiveThread:
                 if not self._is_open:
                     raise ConnectionError("it was closed on our side")
                 is_allowed = is_allowed and self._permissions.holds(grant, page)
-                num_bytes = self._receive(room.buffers() if is_allowed else [self._discard(room.num_missing)])
+                num_bytes = self._receive(
+                    room.buffers() if is_allowed else [memoryview(self._scratch)[: room.num_missing]]
+                )
             if not num_bytes:
                 raise ConnectionError("it was cut within a page")
             num_bytes = max(num_bytes, 0)
@@ -323,9 +325,6 @@ class ReceiveThread:
         if self._layout is None or self._layout[0] != page_slice:
             self._layout = (page_slice, page_slice.runs(self._store.layout))
         return self._layout[1]
-
-    def _discard(self, num_bytes: int) -> memoryview:
-        return memoryview(self._scratch)[:num_bytes]
 
     def _wait(self, num_missing: int) -> None:
         """Wait until much of what is missing has arrived, so that few calls fetch it, or until the connection ends."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import SlicePair
+from kv_transfer.page_slices import SlicePair, whole_pages
 from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
 from kv_transfer.transports.tcp.protocol import (
     DONE,
@@ -101,6 +101,7 @@ class TcpWriter(WriterTransport):
     def __init__(self, store: PageStore, *, key: bytes = b"") -> None:
         self.store = store
         self._key = key
+        self._whole_pages = whole_pages(store.layout)
         self._epoll = select.epoll()
         self._peers: dict[str, PeerState] = {}
         self._by_descriptor: dict[int, tuple[PeerState, Connection]] = {}  # by descriptor
@@ -271,12 +272,12 @@ class TcpWriter(WriterTransport):
         self._num_tickets += 1
         ticket = self._num_tickets
         self._remaining[ticket] = len(pages)
-        num_bytes = self.store.layout.page_bytes if slices is None else slices.num_bytes
+        slices = slices or self._whole_pages
         for source, target in pages:
             self._stage(source)
             connection = min(peer_state.connections, key=lambda connection: len(connection.pending))
             assert connection.thread is not None
-            connection.pending.append((ticket, target, num_bytes))
+            connection.pending.append((ticket, target, slices.num_bytes))
             connection.thread.put((source, target, slices))
         if not pages:
             self._finish(ticket)
