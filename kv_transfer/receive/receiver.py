@@ -43,6 +43,16 @@ from kv_transfer.transports.base import ReaderTransport
 
 log = logging.getLogger(__name__)
 
+#: Totals of the receiver itself, beside a ``pairs_by_NAME`` for each transport that was chosen.
+COUNTERS = (
+    "pages_received",
+    "bytes_saved_by_cache",
+    "pages_verified",
+    "checksum_mismatches",
+    "broken_pairs",
+    "reconnects",
+    "stale_messages",
+)
 CODES = {"aborted": ErrorCode.ABORTED, "cancelled": ErrorCode.ABORTED}
 
 
@@ -73,7 +83,7 @@ class Receiver:
         self._checksums = Checksums(transport.store)
         self._connections = Connections(transport, name=name, digest=digest, wants_checksums=wants_checksums)
         self._messages: list[tuple[str, Message]] = []
-        self._totals: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     # ---- what the role says -------------------------------------------------------------------------------------
 
@@ -156,17 +166,11 @@ class Receiver:
                 "pages of prefill node %s cannot come now and are soon tried again: %s", connection.name, reason
             )
             return
-        if not connection.was_attached:
-            why = f"prefill node {connection.name} could not attach the pool of decode node {self._name}"
-            self._refuse(peer, connection, f"{why} in {connection.num_tries} tries: {reason}")
-            return
-        transport = connection.transport or self._transport.name
-        why = f"{transport} from prefill node {connection.name} to decode node {self._name}"
-        why += f" broke and could not be mended in {connection.num_tries} tries: {reason}"
-        for session in self._table.of(peer):
-            if session.state is ReceiveState.RESERVED:
-                self._table.fail(session, ReceiveEvent.LOSE, ErrorCode.TRANSFER_FAILED, why)
-        self._lose(peer, why)
+        why = f"prefill node {connection.name} could not attach the pool of decode node {self._name}"
+        if connection.was_attached:
+            why = f"{connection.transport} from prefill node {connection.name} to decode node {self._name} broke"
+            why += " and could not be mended"
+        self._refuse(peer, connection, f"{why} in {connection.num_tries} tries: {reason}")
 
     def _lose(self, peer: str, why: str) -> None:
         self.peer_lost(peer)
@@ -239,6 +243,7 @@ class Receiver:
         connection.refused(why)
         for session in self._table.of(peer):
             if session.state is ReceiveState.RESERVED:
+                self._messages.append((peer, AbortTransfer(*session.key)))  # it may wait to be granted again
                 self._table.fail(session, ReceiveEvent.CLOSE, ErrorCode.TRANSFER_FAILED, why)
 
     def _on_transfer(self, session: ReceiveSession, message: PagesWritten | PrefillDone | Closed, now: float) -> bool:
@@ -347,25 +352,10 @@ class Receiver:
         connection = self._connections.by_peer.get(peer)
         return connection is not None and connection.is_usable
 
-    @property
-    def num_quarantined(self) -> int:
-        """Pages in quarantine now."""
-        return self._table.num_quarantined
-
     def counters(self) -> dict[str, float]:
         """Monotonic totals of pages, transfers and messages."""
-        names = (
-            "pages_received",
-            "bytes_saved_by_cache",
-            "pages_verified",
-            "checksum_mismatches",
-            "broken_pairs",
-            "reconnects",
-            "stale_messages",
-        )
-        chosen = {name: float(count) for name, count in self._totals.items() if name.startswith("pairs_by_")}
-        totals = {name: float(self._totals[name]) for name in names}
-        return {**totals, **chosen, **self._table.counters(), **self._transport.counters()}
+        totals = {name: float(count) for name, count in self._totals.items()}
+        return {**totals, **self._table.counters(), **self._transport.counters()}
 
     def transports(self) -> Sequence[str]:
         """Names of the transports that may carry pages here, best first."""

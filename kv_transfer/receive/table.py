@@ -47,11 +47,6 @@ class ReceiveTable:
         """Transfers from one prefill node."""
         return [session for session in self.sessions.values() if session.peer == peer]
 
-    @property
-    def num_quarantined(self) -> int:
-        """Pages in quarantine now."""
-        return sum(len(s.pages) for s in self.sessions.values() if s.state is ReceiveState.QUARANTINED)
-
     def complete(self, session: ReceiveSession) -> None:
         """Everything is here: the pages go to the role."""
         del self.sessions[session.key]
@@ -124,7 +119,7 @@ class ReceiveTable:
                 )
         pages = [page for session in self.sessions.values() for page in session.pages]
         invariant(len(pages) == len(set(pages)), "a page is in two transfers")
-        quarantined = self.num_quarantined
+        quarantined = sum(len(s.pages) for s in self.sessions.values() if s.state is ReceiveState.QUARANTINED)
         invariant(self._allocator.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted")
         invariant(self._allocator.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner")
         invariant(self.prefill_dones.keys() <= self.sessions.keys(), "a PrefillDone is kept for an ended transfer")

@@ -326,7 +326,7 @@ class Sender:
             self._table.lingering.append((session, end))
         if is_still:
             session.fence()
-            self._queue.forget(session)
+            self._queue.stop(session)
             self._answer_closed(session.peer, session.key, self._table.end_lingering(session))
 
     def _forget(self, session: SendSession, end: TransferEnd, *, is_ok: bool) -> None:
@@ -335,7 +335,7 @@ class Sender:
         connection = self._connections.by_peer.get(peer)
         if connection is not None and connection.epoch == session.epoch:
             connection.granted.difference_update(session.targets.values())
-        self._queue.forget(session)
+        self._queue.stop(session)
         if self._table.forget(session, end, self._now):
             self._release(key, end, is_ok=is_ok)
 
@@ -389,7 +389,8 @@ class Sender:
 
     def has_delivered(self, key: RequestKey) -> bool:
         """Whether a page of this open transfer has been written already."""
-        return key in self._queue.begun
+        session = self._table.sessions.get(key)
+        return session is not None and session.has_delivered
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals: pages, bytes, seconds, messages."""

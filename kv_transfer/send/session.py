@@ -29,6 +29,7 @@ class SendSession:
         is_suspended: the connection broke; nothing is granted until there is another.
         num_in_flight: writes (of one unit each) begun and not over.
         num_due: units that could be started now.
+        has_delivered: a page has been written.
     """
 
     def __init__(self, key: RequestKey, peer: str, state: SendState = SendState.OPEN) -> None:
@@ -40,7 +41,7 @@ class SendSession:
         self.sources: list[int] = []
         self.targets: dict[int, int] = {}
         self.num_tokens: int | None = None
-        self.is_suspended = False
+        self.is_suspended = self.has_delivered = False
         self._is_short = False  # pages granted before the connection broke may not have been written
         self._in_flight: dict[int, None] = {}
         self._num_resends: dict[int, int] = {}

@@ -28,14 +28,10 @@ class WriteQueue:
         transport: writes pages.
         clock: measures how long its calls take.
         connections: the peers, what a write to each of them moves, and whether with checksums.
-
-    Attributes:
-        begun: transfers that are not over, with a page that is written.
     """
 
     def __init__(self, transport: WriterTransport, clock: Clock, connections: Connections) -> None:
         self.clock = clock
-        self.begun: dict[RequestKey, None] = {}
         self._transport = transport
         self._connections = connections
         self._checksums = Checksums(transport.store)
@@ -109,7 +105,7 @@ class WriteQueue:
         page_bytes = self._transport.store.layout.page_bytes
         self._totals["bytes_sent"] += num_units * page_bytes // session.units.per_source
         self._totals["pages_overlapped"] += num_units if session.state is SendState.OPEN else 0
-        self.begun[session.key] = None
+        session.has_delivered = True
 
     def stop(self, session: SendSession) -> None:
         """Start nothing of this session any more."""
@@ -119,11 +115,6 @@ class WriteQueue:
         """Writes of this session never arrive: the transport has dropped its peer."""
         for ticket in [t for t, (owner, _, _) in self._tickets.items() if owner is session]:
             del self._tickets[ticket]
-
-    def forget(self, session: SendSession) -> None:
-        """The session is over."""
-        self.stop(session)
-        self.begun.pop(session.key, None)
 
     def counters(self) -> dict[str, float]:
         names = ("pages_sent", "bytes_sent", "pages_overlapped")
@@ -145,7 +136,7 @@ class WriteQueue:
             is_due = bool(session.num_due) and session.state is not SendState.EARLY
             invariant(is_due == (self._due.get(session.key) is session), "due pages are missing from the queue")
         invariant(not in_flight, "a write is under way for no session")
-        left = [key for table in (self._due, self.begun) for key in table if key not in keys]
+        left = [key for key in self._due if key not in keys]
         invariant(not left, f"something is left of ended transfers: {left}")
 
 

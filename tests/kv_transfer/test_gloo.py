@@ -114,7 +114,7 @@ def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
 
     def send_slowly(exchange: Any, magic: bytes, *words: bytes) -> None:
         send(exchange, magic, *words)
-        is_reader = exchange._connection.getsockname()[1] == reader.port
+        is_reader = exchange._connection.getsockname()[1] == reader._port
         time.sleep(0.2 if is_reader and magic == MADE_MAGIC else 0)
 
     monkeypatch.setattr(group_form._Maker, "run", run_late)
@@ -129,7 +129,7 @@ def test_an_offer_of_another_transport_is_refused(reader: GroupReader) -> None:
     stranger = Stranger(reader)
     stranger.hello(bytes.fromhex(offer(reader).endpoint.split(":")[2]))  # as tcp would
     assert stranger.is_hung_up()
-    assert reader.dropped == {"garbage": 1}
+    assert reader._pending.dropped == {"garbage": 1}
 
 
 def test_a_reader_gives_up_on_a_group_without_a_writer(reader: GroupReader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,10 +42,10 @@ def test_an_abort_amid_a_break_reaches_the_other_side(couple: Couple) -> None:
 def test_pages_of_a_cancelled_transfer_leave_quarantine_with_the_break(couple: Couple) -> None:
     halfway(couple)
     couple.cancel(KEY)
-    assert couple.receiver.num_quarantined == 4
+    assert couple.allocator.count(Owner.QUARANTINE) == 4
     couple.to_prefill.clear()  # the word is slow
     snap(couple)
-    assert couple.receiver.num_quarantined == 0
+    assert couple.allocator.count(Owner.QUARANTINE) == 0
 
 
 def test_a_connection_that_always_breaks_ends_in_an_error_that_names_pair_and_transport() -> None:

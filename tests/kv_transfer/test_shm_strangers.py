@@ -55,7 +55,7 @@ def test_a_wrong_token_gets_nothing(reader: ShmReader, writer: ShmWriter) -> Non
     name = connect.endpoint.split(":")[0]
     wrong = msgspec.structs.replace(connect, endpoint=f"{name}:{'0' * 64}")
     assert "would not hand over its pool" in attach(reader, writer, wrong)
-    assert reader.dropped == {"token": 1}
+    assert reader._pending.dropped == {"token": 1}
     writer.detach(DECODE)
     assert attach(reader, writer, connect) == ""  # whose own token is still good
 
@@ -66,7 +66,7 @@ def test_a_token_with_more_behind_it_is_none(reader: ShmReader) -> None:
         pending.send(token + b"!")
         reader.poll(0.0)
         assert pending.recv(100) == b""
-    assert reader.dropped == {"token": 1}
+    assert reader._pending.dropped == {"token": 1}
 
 
 def test_an_offer_of_another_start_of_the_decode_node_is_refused(reader: ShmReader, writer: ShmWriter) -> None:
@@ -108,7 +108,7 @@ def test_another_user_gets_nothing(child: Child, reader: ShmReader) -> None:
     pending = _as_nobody(lambda: _visit(reader))
     pending.send(bytes.fromhex(connect.endpoint.split(":")[1]))
     reader.poll(0.0)
-    assert reader.dropped == {"user": 2}
+    assert reader._pending.dropped == {"user": 2}
     with pytest.raises(ConnectionResetError):
         pending.recv(100)
     pending.close()
@@ -158,7 +158,7 @@ def test_silent_connections_are_bounded_in_time_and_in_number(reader: ShmReader,
     crowd = [_visit(reader) for _ in range(visitors.MAX_PENDING + 5)]
     reader.poll(0.0)
     reader.poll(0.0)
-    assert reader.dropped == {"crowded": 5}
+    assert reader._pending.dropped == {"crowded": 5}
     assert len(reader._pending) == visitors.MAX_PENDING
     assert attach(reader, writer, offer(reader)) == ""
     writer.detach(DECODE)

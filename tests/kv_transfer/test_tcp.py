@@ -40,14 +40,14 @@ def test_a_connection_without_the_token_of_an_offer_is_rejected(reader: TcpReade
     stranger = Stranger(reader)
     stranger.hello(b"t" * 32, count=2)
     assert stranger.is_hung_up()
-    assert reader.dropped == {"token": 1}
+    assert reader._pending.dropped == {"token": 1}
 
 
 def test_a_connection_without_the_cluster_key_is_rejected(reader: TcpReader) -> None:
     connect = offer(reader)
     stranger = Stranger(reader)
     assert stranger.shake(connect, key=b"another") == b""
-    assert reader.dropped == {"key": 1}
+    assert reader._pending.dropped == {"key": 1}
     assert not reader.chosen(PREFILL, 1, "tcp")
 
 
@@ -65,7 +65,7 @@ def test_a_proof_is_valid_for_one_handshake_only(reader: TcpReader) -> None:
     again.receive(WELCOME.size)
     again.connection.sendall(proof)
     assert again.is_hung_up()
-    assert reader.dropped == {"key": 1}
+    assert reader._pending.dropped == {"key": 1}
 
 
 def test_a_connection_of_an_offer_can_be_made_once(reader: TcpReader) -> None:
@@ -81,13 +81,13 @@ def test_a_silent_connection_is_rejected_after_a_while(reader: TcpReader) -> Non
     until(lambda: reader.poll(100.0) or reader._pending)
     reader.poll(100.0 + visitors.PATIENCE_S)
     assert stranger.is_hung_up()
-    assert reader.dropped == {"silent": 1}
+    assert reader._pending.dropped == {"silent": 1}
 
 
 def test_many_pending_connections_keep_no_writer_out(reader: TcpReader, writer: TcpWriter) -> None:
     crowd = [Stranger(reader) for _ in range(visitors.MAX_PENDING + 10)]
     join(writer, reader)
-    assert reader.dropped["crowded"] >= 10
+    assert reader._pending.dropped["crowded"] >= 10
     for stranger in crowd:
         stranger.connection.close()
 
@@ -217,6 +217,6 @@ def test_the_loop_is_woken_by_acknowledgements_and_ends(reader: TcpReader, write
 
 def test_a_port_that_is_taken_is_refused_with_the_flag_named(reader: TcpReader, store: MemfdStore) -> None:
     with pytest.raises(ConfigError, match="--data-interface"):
-        TcpReader(store, port=reader.port)
+        TcpReader(store, port=reader._port)
     with pytest.raises(ConfigError, match="--data-interface"):
         TcpReader(store, host="203.0.113.7")

@@ -70,7 +70,7 @@ class Stranger:
     def __init__(self, reader: TcpReader) -> None:
         self.reader = reader
         self.met.append(self)
-        self.connection = socket.create_connection(("127.0.0.1", reader.port))
+        self.connection = socket.create_connection(("127.0.0.1", reader._port))
         self.connection.settimeout(20.0)
         self.terms: Terms | None = None
         self.num_sent = 0

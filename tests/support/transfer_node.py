@@ -184,4 +184,4 @@ class ReceiverEnd(TransferEnd):
         junk = bytes([JUNK]) * LAYOUT.page_bytes
         for page in self.allocator._stack:
             assert self.store.read(page) == junk, f"page {page} is free, and was written"
-        return {"free": self.allocator.num_free, "aside": self.receiver.num_quarantined, "ends": self.ends}
+        return {"free": self.allocator.num_free, "aside": self.allocator.count(Owner.QUARANTINE), "ends": self.ends}

@@ -5,8 +5,7 @@ import os
 import select
 import socket
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -137,9 +136,7 @@ class PeerState:
     is_detached: bool = False
     is_gone: bool = False
     is_voided: bool = False  # the reader says that none of its writes can reach its memory any more
-    steps: deque[Callable[[], bool]] = field(
-        default_factory=deque
-    )  # of the attachment; each is called until it returns True
+    steps: Iterator[None] | None = None  # of the attachment, while it goes on
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.patience_s

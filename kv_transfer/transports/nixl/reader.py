@@ -1,7 +1,5 @@
 """The decode node's side of NIXL: offer the agent's metadata, keep UCX going while pages may come, and take back pages
 that were granted to a writer on another host that has fallen silent.
-
-The package's docstring describes the protocol.
 """
 
 import contextlib

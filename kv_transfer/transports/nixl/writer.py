@@ -3,7 +3,7 @@
 A thread of its own looks after writes under way, and the loop never waits for it. But waking that thread and being
 woken by it takes a quarter of a millisecond, so the loop itself begins a write unless that would hold it for long. Over
 a network it hardly ever does; between processes of one host UCX copies the pages there and then. The time that this
-takes is learnt from every large write. The package's docstring describes the protocol.
+takes is learnt from every large write.
 """
 
 import base64
@@ -257,8 +257,6 @@ class NixlWriter(WriterTransport):
         self._wake_loop()
         return True
 
-    # ---- writing ------------------------------------------------------------------------------------------------
-
     def _post(self, write: Write, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> Write | None:
         """Begin to write.
 
@@ -375,8 +373,6 @@ class NixlWriter(WriterTransport):
         self._count_over(write, is_written=True)
         self._release_if_idle(write.peer_state)
 
-    # ---- the end ------------------------------------------------------------------------------------------------
-
     def _release_if_idle(self, peer_state: PeerState) -> None:
         if peer_state.is_detached:
             self._release(peer_state)
@@ -402,7 +398,7 @@ class NixlWriter(WriterTransport):
                 write.handle.release()
             write.peer_state.close_watch()
         self._sweep()
-        self._handshake.forget_all()
+        self._handshake.close()
         with contextlib.suppress(Exception):
             self._sources.release()
         with contextlib.suppress(Exception):

@@ -1,7 +1,5 @@
 """The decode node's side of shared memory: hand the pool to permitted processes, and watch them until they cannot
 write.
-
-The package's docstring describes the protocol.
 """
 
 import fcntl
@@ -10,7 +8,6 @@ import os
 import secrets
 import select
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -101,11 +98,6 @@ class ShmReader(ReaderTransport):
         self._writers: dict[int, _Writer] = {}  # by descriptor, of the connection and of the process
         self._news: list[Fenced] = []
 
-    @property
-    def dropped(self) -> Counter[str]:
-        """Rejected connections, by reason."""
-        return self._pending.dropped
-
     def _check_host(self) -> None:
         size = os.fstat(self.store.fd).st_size
         if size != self._num_bytes:
@@ -121,8 +113,6 @@ class ShmReader(ReaderTransport):
         except OSError as error:
             log.debug("the pool's file cannot be sealed: %s", error)
 
-    # ---- offers -------------------------------------------------------------------------------------------------
-
     def offer(self, peer: str, epoch: int) -> str:
         self.withdraw(peer)
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -135,8 +125,6 @@ class ShmReader(ReaderTransport):
     def watched(self) -> set[tuple[str, int]]:
         """(peer, epoch) of processes that may reach the pool by themselves. Thread-safe."""
         return {(writer.peer, writer.epoch) for writer in list(self._writers.values())}
-
-    # ---- news ---------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Fenced]:
         for descriptor, _ in self._epoll.poll(0):
@@ -214,8 +202,6 @@ class ShmReader(ReaderTransport):
         self._epoll.unregister(writer.pidfd)
         os.close(writer.pidfd)
         self._news.append(Fenced(writer.peer, writer.epoch, reason, is_dead))
-
-    # ---- the end ------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
         return self._pending.counters()

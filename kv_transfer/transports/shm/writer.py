@@ -1,7 +1,4 @@
-"""The prefill node's side of shared memory: ask for a peer's pool, map it, and copy pages into it.
-
-The package's docstring describes the protocol.
-"""
+"""The prefill node's side of shared memory: ask for a peer's pool, map it, and copy pages into it."""
 
 import array
 import contextlib
@@ -52,8 +49,6 @@ class ShmWriter(WriterTransport):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._copy_thread = CopyThread(store, self._wake)
-
-    # ---- attaching ----------------------------------------------------------------------------------------------
 
     def attach(self, peer: str, connect: Connect) -> None:
         assert peer not in self._attaching and peer not in self._mappings, "detach first"
@@ -162,8 +157,6 @@ class ShmWriter(WriterTransport):
         memory.madvise(mmap.MADV_DONTFORK)  # a child process could outlive us and write behind the fence
         return memory
 
-    # ---- writing ------------------------------------------------------------------------------------------------
-
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         self._num_tickets += 1
         self._copy_thread.begin(self._mappings[peer].pool, self._num_tickets, pages, slices)
@@ -173,8 +166,6 @@ class ShmWriter(WriterTransport):
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         return self._copy_thread.done()
-
-    # ---- the end ------------------------------------------------------------------------------------------------
 
     def detach(self, peer: str) -> bool:
         attaching = self._attaching.pop(peer, None)

@@ -1,7 +1,6 @@
 """The decode node's side of TCP: listen, authenticate writers, and place their pages where that is permitted.
 
-One thread per connection places the pages; everything else happens in the loop's thread. The package's docstring
-describes the protocol.
+One thread per connection places the pages; everything else happens in the loop's thread.
 """
 
 import contextlib
@@ -10,7 +9,7 @@ import os
 import secrets
 import select
 import socket
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -95,17 +94,6 @@ class TcpReader(ReaderTransport):
         self._closing: list[ReceiveThread] = []
         self._news: list[Fenced] = []
 
-    @property
-    def dropped(self) -> Counter[str]:
-        """Rejected connections, by reason."""
-        return self._pending.dropped
-
-    @property
-    def port(self) -> int:
-        return self._port
-
-    # ---- offers -------------------------------------------------------------------------------------------------
-
     def offer(self, peer: str, epoch: int) -> str:
         self.withdraw(peer)
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -140,8 +128,6 @@ class TcpReader(ReaderTransport):
         for offer in self._offers.values():
             for thread in offer.threads:
                 thread.wait_out(pages)
-
-    # ---- news ---------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Fenced]:
         for descriptor, _ in self._epoll.poll(0):
@@ -236,8 +222,6 @@ class TcpReader(ReaderTransport):
         self._ended.append(thread)
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
-
-    # ---- the end ------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
         return {

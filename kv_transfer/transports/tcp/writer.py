@@ -1,7 +1,6 @@
 """The prefill node's side of TCP: dial a peer's listener, and send pages straight from pool memory.
 
-One thread per connection sends; everything else, acknowledgements included, happens in the loop's thread. The package's
-docstring describes the protocol.
+One thread per connection sends; everything else, acknowledgements included, happens in the loop's thread.
 """
 
 import contextlib
@@ -112,8 +111,6 @@ class TcpWriter(WriterTransport):
         self._done: list[int] = []
         self._num_tickets = 0
         self._num_bytes = 0  # of pages, acknowledged
-
-    # ---- attaching ----------------------------------------------------------------------------------------------
 
     def attach(self, peer: str, connect: Connect) -> None:
         assert peer not in self._peers and peer not in self._leaving, "detach first"
@@ -264,8 +261,6 @@ class TcpWriter(WriterTransport):
             peer_state.is_attached = True
             self._news.append(Attached(peer_state.peer, peer_state.connect.epoch))
 
-    # ---- writing ------------------------------------------------------------------------------------------------
-
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         peer_state = self._peers[peer]
         assert peer_state.is_attached, "not attached"
@@ -323,8 +318,6 @@ class TcpWriter(WriterTransport):
         self._process_events()
         tickets, self._done = self._done, []
         return tickets
-
-    # ---- the end ------------------------------------------------------------------------------------------------
 
     def detach(self, peer: str) -> bool:
         peer_state = self._peers.pop(peer, None)

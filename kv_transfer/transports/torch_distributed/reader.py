@@ -1,7 +1,7 @@
 """The decode node's side of Gloo and NCCL: as TCP's, but the bytes come through a group and are copied into the pool
 here.
 
-A page is copied at one moment, if it may be written then. The package's docstring describes the protocol.
+A page is copied at one moment, if it may be written then.
 """
 
 import hmac
