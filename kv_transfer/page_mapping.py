@@ -8,7 +8,7 @@ one page of either pool: it is all of the smaller page, and one of several parts
 from dataclasses import dataclass
 
 from common.cache.page_layout import PageLayout
-from kv_transfer.page_slices import PageSlice, SlicePair, whole
+from kv_transfer.page_slices import PageSlice, SlicePair
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Units:
 
 def parts_of(layout: PageLayout, num_units: int) -> tuple[PageSlice, ...]:
     """The slices of a page that is cut into so many units, in order."""
-    everything, tokens = whole(layout), layout.page_size // num_units
+    tokens = layout.page_size // num_units
     assert tokens * num_units == layout.page_size
-    return tuple(everything._replace(token=number * tokens, num_tokens=tokens) for number in range(num_units))
+    return tuple(PageSlice(number * tokens, tokens) for number in range(num_units))
 
 
 def units_of(source_size: int, target_size: int) -> Units:
