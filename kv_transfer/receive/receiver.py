@@ -35,7 +35,7 @@ from common.wire.messages import (
 from kv_transfer.checksums import Checksums
 from kv_transfer.events import Event, Finished, PairLost, TransferFailed
 from kv_transfer.page_mapping import parts_of
-from kv_transfer.receive.connections import Connection, Connections
+from kv_transfer.receive.connections import PrefillConnection, PrefillConnections
 from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.receive.table import ReceiveTable
 from kv_transfer.states import MAX_RESENDS, ReceiveEvent, ReceiveState
@@ -81,7 +81,7 @@ class Receiver:
         self._page_size = transport.store.layout.page_size
         self._wants_checksums = wants_checksums
         self._checksums = Checksums(transport.store)
-        self._connections = Connections(transport, name=name, digest=digest, wants_checksums=wants_checksums)
+        self._connections = PrefillConnections(transport, name=name, digest=digest, wants_checksums=wants_checksums)
         self._messages: list[tuple[str, Message]] = []
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
@@ -154,7 +154,7 @@ class Receiver:
             else:
                 self._on_broken(peer, connection, "it did not answer", now)
 
-    def _on_broken(self, peer: str, connection: Connection, reason: str, now: float) -> None:
+    def _on_broken(self, peer: str, connection: PrefillConnection, reason: str, now: float) -> None:
         """Nothing can be written under the connection's epoch any more; its transfers wait for the next one."""
         self._totals["broken_pairs"] += connection.is_attached
         for session in self._table.of(peer):
@@ -238,7 +238,7 @@ class Receiver:
             return False
         return True
 
-    def _refuse(self, peer: str, connection: Connection, why: str) -> None:
+    def _refuse(self, peer: str, connection: PrefillConnection, why: str) -> None:
         log.warning("no pages of prefill node %s can come: %s", connection.name, why)
         connection.refused(why)
         for session in self._table.of(peer):
@@ -380,11 +380,7 @@ class Receiver:
         self._transport.close()
 
     def check(self) -> None:
-        """Prove the books.
-
-        Raises:
-            InvariantError: they do not balance.
-        """
+        """Prove the books."""
         self._table.check()
         for session in self._table.sessions.values():
             connection = self._connections.by_peer.get(session.peer)

@@ -103,11 +103,7 @@ class ReceiveSession:
         )
 
     def deliver(self, indices: Sequence[int], part: int) -> list[int]:
-        """Record what has been written.
-
-        Returns:
-            The destination pages that are whole now.
-        """
+        """Record what has been written; returns the destination pages that are whole now."""
         assert self.is_expected(indices, part)
         self.apply(ReceiveEvent.DELIVER)
         whole = []
@@ -122,11 +118,7 @@ class ReceiveSession:
         return whole
 
     def corrupt(self, indices: Sequence[int], part: int) -> bool:
-        """Record that this part of these pages came with other bytes.
-
-        Returns:
-            False: that has happened too often to one of them.
-        """
+        """Record that this part of these pages came with other bytes. False: too often to one of them."""
         assert self.is_expected(indices, part)
         self.apply(ReceiveEvent.CORRUPT)
         for index in indices:

@@ -97,11 +97,7 @@ class ReceiveTable:
         return {name: float(self._totals[name]) for name in names}
 
     def check(self) -> None:
-        """Prove the books.
-
-        Raises:
-            InvariantError: they do not balance.
-        """
+        """Prove the books."""
         for session in self.sessions.values():
             session.check()
             invariant(

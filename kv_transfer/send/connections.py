@@ -22,7 +22,7 @@ MAX_WHY = 512  # characters of a reason that are sent
 
 
 @dataclass(slots=True)
-class Connection:
+class DecodeConnection:
     """The connection to one decode node, usable once attached.
 
     Attributes:
@@ -62,8 +62,8 @@ class Connection:
         return ""
 
 
-class Connections:
-    """Connections to all decode nodes, by incarnation.
+class DecodeConnections:
+    """The connections to all decode nodes, by incarnation.
 
     Args:
         digest: of our model; empty: models are not compared.
@@ -74,7 +74,7 @@ class Connections:
         self._transport = transport
         self._digest = digest
         self._wants_checksums = wants_checksums
-        self.by_peer: dict[str, Connection] = {}
+        self.by_peer: dict[str, DecodeConnection] = {}
         self.num_attached: Counter[str] = Counter()  # attachments so far, by transport
 
     def is_stale(self, peer: str, connect: Connect) -> bool:
@@ -82,7 +82,7 @@ class Connections:
         connection = self.by_peer.get(peer)
         return connection is not None and connect.epoch <= connection.epoch
 
-    def usable(self, peer: str, epoch: int) -> Connection | None:
+    def usable(self, peer: str, epoch: int) -> DecodeConnection | None:
         """The connection, if pages can be granted under this epoch."""
         connection = self.by_peer.get(peer)
         return connection if connection is not None and connection.is_attached and connection.epoch == epoch else None
@@ -103,7 +103,7 @@ class Connections:
             return self._attach_failed(connect.name, connect.epoch, str(error))
         mapping = PageMapping(self._transport.store.layout, connect.layout.layout())
         has_checksums = self._wants_checksums or connect.wants_checksums
-        self.by_peer[peer] = Connection(connect.name, connect.epoch, connect.num_pages, mapping, has_checksums)
+        self.by_peer[peer] = DecodeConnection(connect.name, connect.epoch, connect.num_pages, mapping, has_checksums)
         return None
 
     def _mismatch(self, connect: Connect) -> str:
@@ -149,7 +149,7 @@ class Connections:
                 )
         return answers, broken
 
-    def _attached(self, connection: Connection, news: Attached) -> None:
+    def _attached(self, connection: DecodeConnection, news: Attached) -> None:
         connection.is_attached = True
         connection.transport = news.transport or self._transport.name
         connection.why = news.why[:MAX_WHY]
@@ -175,11 +175,7 @@ class Connections:
         return self._transport.detach(peer)
 
     def check(self, sessions: Iterable[SendSession]) -> None:
-        """Prove the granted pages against all transfers that are not over.
-
-        Raises:
-            InvariantError: they differ.
-        """
+        """Prove the granted pages against all transfers that are not over."""
         granted: dict[str, list[int]] = {}
         for session in sessions:
             if not session.is_granted:

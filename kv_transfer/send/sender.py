@@ -36,7 +36,7 @@ from common.wire.messages import (
     TransferAck,
 )
 from kv_transfer.events import Released
-from kv_transfer.send.connections import Connections
+from kv_transfer.send.connections import DecodeConnections
 from kv_transfer.send.session import SendSession
 from kv_transfer.send.table import SendTable
 from kv_transfer.send.tombstones import Reason as Reason
@@ -62,7 +62,7 @@ class Sender:
         self, transport: WriterTransport, *, digest: str = "", wants_checksums: bool = False, clock: Clock | None = None
     ) -> None:
         self._transport = transport
-        self._connections = Connections(transport, digest, wants_checksums=wants_checksums)
+        self._connections = DecodeConnections(transport, digest, wants_checksums=wants_checksums)
         self._queue = WriteQueue(transport, clock or MonotonicClock(), self._connections)
         self._table = SendTable()
         self._messages: list[tuple[str, Message]] = []
@@ -206,9 +206,7 @@ class Sender:
     # ---- what a decode node says --------------------------------------------------------------------------------
 
     def on_message(self, peer: str, message: Message, now: float) -> None:
-        """A ``Grant``, ``Resend``, ``TransferAck``, ``AbortTransfer`` or ``Connect`` of this peer; other messages are
-        counted.
-        """
+        """Handle a message of a decode node; one that cannot be meant for this node is only counted."""
         self._now = now
         if isinstance(message, Grant):
             self._on_grant(peer, message)
@@ -354,13 +352,8 @@ class Sender:
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def pump(self, now: float, max_pages: int = 64, *, rank: Callable[[RequestKey], float] | None = None) -> bool:
-        """Begin to write up to ``max_pages`` pages, report writes that are over, and end transfers whose lease is over.
-
-        Args:
-            rank: pages of the transfer with the lowest rank go first; None: first due, first written.
-
-        Returns:
-            Whether more pages could be written at once.
+        """Begin to write up to ``max_pages`` pages, as ``WriteQueue.start`` does, report writes that are over, and end
+        transfers whose lease is over; returns whether more pages could be written at once.
         """
         self._now = now
         self._poll_connections()
@@ -425,11 +418,7 @@ class Sender:
         self._transport.close()
 
     def check(self) -> None:
-        """Prove the books.
-
-        Raises:
-            InvariantError: they do not balance.
-        """
+        """Prove the books."""
         self._table.check()
         sessions = self._table.all()
         self._queue.check(sessions)

@@ -152,11 +152,7 @@ class SendTable:
         return [*self.sessions.values(), *(session for session, _ in (*early, *lingering))]
 
     def check(self) -> None:
-        """Prove the books.
-
-        Raises:
-            InvariantError: they do not balance.
-        """
+        """Prove the books."""
         for session in self.all():
             session.check()
             invariant(session.state is not SendState.CLOSED, "a closed transfer is still in the books")

@@ -13,7 +13,7 @@ from common.request import RequestKey
 from common.wire.messages import PagesWritten
 from kv_transfer.checksums import Checksums
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.send.connections import Connections
+from kv_transfer.send.connections import DecodeConnections
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import SendState
 from kv_transfer.transports.base import WriterTransport
@@ -30,7 +30,7 @@ class WriteQueue:
         connections: the peers, what a write to each of them moves, and whether with checksums.
     """
 
-    def __init__(self, transport: WriterTransport, clock: Clock, connections: Connections) -> None:
+    def __init__(self, transport: WriterTransport, clock: Clock, connections: DecodeConnections) -> None:
         self.clock = clock
         self._transport = transport
         self._connections = connections
@@ -121,11 +121,7 @@ class WriteQueue:
         return {**{name: float(self._totals[name]) for name in names}, "write_seconds": self._seconds}
 
     def check(self, sessions: Iterable[SendSession]) -> None:
-        """Prove the books against all sessions that are not over.
-
-        Raises:
-            InvariantError: they do not balance.
-        """
+        """Prove the books against all sessions that are not over."""
         in_flight: Counter[int] = Counter()
         for session, units, _ in self._tickets.values():
             in_flight[id(session)] += len(units)

@@ -36,23 +36,16 @@ class PageStore(Protocol):
     move device memory; None where there is no device.
     """
 
+    layout: PageLayout
+    num_pages: int
+    fd: int
+    memory: Any  # a writable buffer
+
     @property
     def is_mapped(self) -> bool: ...
 
     @property
     def is_in_place(self) -> bool: ...
-
-    @property
-    def layout(self) -> PageLayout: ...
-
-    @property
-    def num_pages(self) -> int: ...
-
-    @property
-    def fd(self) -> int: ...
-
-    @property
-    def memory(self) -> Any: ...  # a writable buffer
 
     @property
     def device_pages(self) -> Any: ...

@@ -280,8 +280,10 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
     def __init__(self, transports: Sequence[ReaderTransport]) -> None:
         super().__init__(transports)
         self._offered: dict[str, int] = {}  # peer -> its newest epoch
-        self._chosen: dict[tuple[str, int], str] = {}  # (peer, epoch) -> transport; until a fence is proven
-        self._unasked: dict[tuple[str, int], dict[str, Fenced]] = {}  # fences that were proven before the choice
+        #: peer -> epoch and transport, until a fence is proven. A peer attaches again only when it has dropped its
+        #: earlier attachment, so only the newest epoch needs proof.
+        self._chosen: dict[str, tuple[int, ReaderTransport]] = {}
+        self._unasked: dict[str, dict[str, Fenced]] = {}  # fences of offers that were proven before the choice
         self._news: list[Fenced] = []
 
     def offer(self, peer: str, epoch: int) -> str:
@@ -291,13 +293,13 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
 
     def withdraw(self, peer: str) -> None:
         self._offered.pop(peer, None)
-        self._unasked = {key: value for key, value in self._unasked.items() if key[0] != peer}
+        self._unasked.pop(peer, None)
         for transport in self._transports:
             transport.withdraw(peer)
 
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         named = [t for t in self._transports if t.name == transport]
-        early = self._unasked.get((peer, epoch), {}).get(transport)
+        early = self._unasked.get(peer, {}).get(transport)
         if self._offered.get(peer) != epoch or not named:
             return False
         if early is None and not named[0].chosen(peer, epoch, transport):
@@ -305,39 +307,36 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
         for other in self._transports:
             if other is not named[0]:
                 other.withdraw(peer)
-        # The peer attaches again only when it has dropped its earlier attachment; only the newest epoch needs proof.
-        self._chosen = {key: name for key, name in self._chosen.items() if key[0] != peer}
-        self._chosen[peer, epoch] = transport
-        self._unasked.pop((peer, epoch), None)
+        self._chosen[peer] = (epoch, named[0])
+        self._unasked.pop(peer, None)
         if early is not None:  # it attached and broke before the peer's message came; both count
             self._prove(early)
         return True
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
-        for transport in self._transports:
-            if self._chosen.get((peer, epoch)) == transport.name:
-                transport.allow(peer, epoch, pages, again)
+        chosen_epoch, transport = self._chosen.get(peer, (0, None))
+        if transport is not None and chosen_epoch == epoch:
+            transport.allow(peer, epoch, pages, again)
 
     def forbid(self, pages: Sequence[int]) -> None:
         for transport in self._transports:
             transport.forbid(pages)
 
     def reclaim(self, peer: str, epoch: int) -> None:
-        for transport in self._transports:
-            if self._chosen.get((peer, epoch)) == transport.name:
-                transport.reclaim(peer, epoch)
+        chosen_epoch, transport = self._chosen.get(peer, (0, None))
+        if transport is not None and chosen_epoch == epoch:
+            transport.reclaim(peer, epoch)
 
     def poll(self, now: float) -> list[Fenced]:
         for transport in self._transports:
             for fenced in transport.poll(now):
-                key = (fenced.peer, fenced.epoch)
-                if self._chosen.get(key) == transport.name:
+                if self._chosen.get(fenced.peer) == (fenced.epoch, transport):
                     self._prove(fenced)
                 elif self._offered.get(fenced.peer) == fenced.epoch:
-                    self._unasked.setdefault(key, {})[transport.name] = fenced
+                    self._unasked.setdefault(fenced.peer, {})[transport.name] = fenced
         news, self._news = self._news, []
         return news
 
     def _prove(self, fenced: Fenced) -> None:
-        del self._chosen[fenced.peer, fenced.epoch]
+        del self._chosen[fenced.peer]
         self._news.append(fenced)

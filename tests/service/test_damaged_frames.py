@@ -8,7 +8,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -16,12 +16,14 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.frame_damage import Change, changes, mangled
 from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.nursery import Nursery
 from support.shm_pair import attach as attach_shm
 from support.shm_pair import offer as offer_shm
 from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, until
 from support.tcp_stranger import offer as offer_tcp
+from support.transport_ends import End
 
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
@@ -47,48 +49,6 @@ from kv_transfer.transports.shm.protocol import HELLO as SHM_HELLO
 from kv_transfer.transports.shm.protocol import MAGIC as SHM_MAGIC
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, PAGE_FRAME_BYTES, WELCOME, Terms
-from tests.kv_transfer.test_transports import End
-
-Change = tuple[str, int, int]
-
-changes = st.lists(
-    st.tuples(
-        st.sampled_from(("lose", "repeat", "swap", "cut", "flip", "invent", "lengthen")),
-        st.integers(0, 1000),
-        st.integers(0, 1000),
-    ),
-    min_size=1,
-    max_size=4,
-)
-
-
-def mangled(frames: Sequence[bytes], changes: Sequence[Change], header_bytes: int | None = None) -> list[bytes]:
-    """Frames with these changes. ``header_bytes``: only so many at the beginning of a frame are flipped."""
-    found = list(frames)
-    for kind, a, b in changes:
-        if not found:
-            return [b"\0" * (a % 64)]
-        i, j = a % len(found), b % len(found)
-        if kind == "lose":
-            del found[i]
-        elif kind == "repeat":
-            found.insert(j, found[i])
-        elif kind == "swap":
-            found[i], found[j] = found[j], found[i]
-        elif kind == "cut":
-            del found[i + 1 :]
-            found[i] = found[i][: b % (len(found[i]) + 1)]
-        elif kind == "flip":
-            room = max(1, min(header_bytes or len(found[i]), len(found[i])))
-            found[i] = (
-                found[i][: b % room] + bytes(x ^ 0x41 for x in found[i][b % room :][:1]) + found[i][b % room + 1 :]
-            )
-        elif kind == "invent":
-            found.insert(i, bytes((b + n * a) % 256 for n in range(1 + b % 200)))
-        else:
-            found[i] += bytes(1 + b % 300)
-    return found
-
 
 # ---- TCP ------------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import Fenced, InPlace, PageStore, ReaderTransport
-from kv_transfer.transports.nixl.agent import Agent, ProbeMemory
+from kv_transfer.transports.nixl.agent import NUM_PROBE_AREAS, Agent, ProbeMemory
 from kv_transfer.transports.nixl.peer_state import Endpoint, host_id, sealed
 from kv_transfer.transports.shm.reader import ShmReader
 
@@ -90,7 +90,7 @@ class NixlReader(ReaderTransport):
             self._offers.setdefault(peer, []).append(_Offer(epoch, agent, time.monotonic()))
         self._is_awake.set()
         pool = agent.pool
-        probe_at, _, _ = agent.probe.outgoing(agent.probe.in_turn(epoch))
+        probe_at, _, _ = agent.probe.outgoing(epoch % NUM_PROBE_AREAS)
         watch_address = self._watch.offer(peer, epoch)
         endpoint = Endpoint(
             agent.metadata,

@@ -111,10 +111,8 @@ class NixlWriter(WriterTransport):
     def _write_here(self, write: Write, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> bool:
         """Begin to write without waking the thread, which looks after the write unless it is over at once.
 
-        A copy evicts everything that Python needs from the CPU's caches, so little work follows it.
-
-        Returns:
-            False if the thread should begin the write.
+        A copy evicts everything that Python needs from the CPU's caches, so little work follows it. False: the thread
+        should begin the write.
         """
         peer_state = write.peer_state
         expected_s = write.num_bytes * peer_state.s_per_byte
@@ -258,11 +256,7 @@ class NixlWriter(WriterTransport):
         return True
 
     def _post(self, write: Write, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> Write | None:
-        """Begin to write.
-
-        Returns:
-            The write, if it must be looked after; None if it is over already.
-        """
+        """Begin to write; returns the write unless it is over already."""
         peer_state = write.peer_state
         if peer_state.is_detached:  # never begun
             self._count_over(write)

@@ -107,10 +107,7 @@ class ShmWriter(WriterTransport):
         return news
 
     def _receive(self, peer: str, attaching: _Attaching, connection: socket.socket) -> bool:
-        """Receive the pool's descriptor and map it.
-
-        Returns:
-            False if the descriptor is not there yet.
+        """Receive the pool's descriptor and map it; False if it is not there yet.
 
         Raises:
             AttachError: the reader refuses, or sent something else.

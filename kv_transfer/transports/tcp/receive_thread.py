@@ -269,10 +269,8 @@ class ReceiveThread:
         return page, page_slice
 
     def _place(self, memory: memoryview, page: int, page_slice: PageSlice, body: PayloadMac | None) -> bool:
-        """Receive the bytes of a page, into the pool while that is permitted and into scratch memory otherwise.
-
-        Returns:
-            Whether all bytes were placed.
+        """Receive the bytes of a page, into the pool while that is permitted and into scratch memory otherwise; returns
+        whether all were placed.
 
         Raises:
             ConnectionError: they were, and are not the bytes that the writer sent.

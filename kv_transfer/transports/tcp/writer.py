@@ -53,7 +53,7 @@ class Stage(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class TcpConnection:
     """One connection. ``pending``: (ticket, page of the peer, bytes) given to its thread and not acknowledged."""
 
     index: int
@@ -76,7 +76,7 @@ class PeerState:
     connect: Connect
     address: tuple[str, int]
     token: bytes
-    connections: list[Connection]
+    connections: list[TcpConnection]
     until: float
     is_attached: bool = False
     is_broken: bool = False
@@ -103,7 +103,7 @@ class TcpWriter(WriterTransport):
         self._whole_pages = whole_pages(store.layout)
         self._epoll = select.epoll()
         self._peers: dict[str, PeerState] = {}
-        self._by_descriptor: dict[int, tuple[PeerState, Connection]] = {}  # by descriptor
+        self._by_descriptor: dict[int, tuple[PeerState, TcpConnection]] = {}  # by descriptor
         self._leaving: dict[str, PeerState] = {}  # detached peers for which our pages are still being read
         self._ending: list[SendThread] = []  # threads that were stopped and end soon
         self._remaining: dict[int, int] = {}  # ticket -> pages not acknowledged
@@ -140,7 +140,7 @@ class TcpWriter(WriterTransport):
         except BaseException:
             sock.close()
             raise
-        connection = Connection(index, sock, secrets.token_bytes(NONCE_BYTES))
+        connection = TcpConnection(index, sock, secrets.token_bytes(NONCE_BYTES))
         peer_state.connections.append(connection)
         self._by_descriptor[sock.fileno()] = (peer_state, connection)
         self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
@@ -183,7 +183,7 @@ class TcpWriter(WriterTransport):
         problem = f"the {self.name} connection to {peer_state.who} {verb}: {why}"
         self._news.append(Attached(peer_state.peer, peer_state.connect.epoch, problem))
 
-    def _continue_handshake(self, peer_state: PeerState, connection: Connection) -> None:
+    def _continue_handshake(self, peer_state: PeerState, connection: TcpConnection) -> None:
         """Make the next step of the handshake when its frame is complete.
 
         Raises:
@@ -216,7 +216,7 @@ class TcpWriter(WriterTransport):
                 raise ConnectionError("it accepted the connection without proof")
             self._open(peer_state, connection)
 
-    def _terms(self, peer_state: PeerState, connection: Connection, nonce: bytes) -> Terms:
+    def _terms(self, peer_state: PeerState, connection: TcpConnection, nonce: bytes) -> Terms:
         return Terms(
             magic=self.magic,
             token=peer_state.token,
@@ -230,7 +230,7 @@ class TcpWriter(WriterTransport):
         )
 
     @staticmethod
-    def _frame(connection: Connection, size: int) -> bytes | None:
+    def _frame(connection: TcpConnection, size: int) -> bytes | None:
         """The next ``size`` bytes once all of them are there, else None."""
         with contextlib.suppress(BlockingIOError):
             data = connection.sock.recv(size - len(connection.inbox), socket.MSG_DONTWAIT)
@@ -243,7 +243,7 @@ class TcpWriter(WriterTransport):
         connection.inbox.clear()
         return frame
 
-    def _open(self, peer_state: PeerState, connection: Connection) -> None:
+    def _open(self, peer_state: PeerState, connection: TcpConnection) -> None:
         """The reader has accepted the connection: pages can be sent."""
         assert connection.terms is not None
         authenticated = AuthenticatedConnection(connection.sock, connection.terms, self._key)
@@ -255,7 +255,7 @@ class TcpWriter(WriterTransport):
     def _make_send_thread(self, authenticated: AuthenticatedConnection) -> SendThread:
         return SendThread(authenticated, self.store)
 
-    def _mark_ready(self, peer_state: PeerState, connection: Connection) -> None:
+    def _mark_ready(self, peer_state: PeerState, connection: TcpConnection) -> None:
         connection.stage = Stage.READY
         if all(other.stage is Stage.READY for other in peer_state.connections):
             peer_state.is_attached = True
@@ -281,12 +281,8 @@ class TcpWriter(WriterTransport):
     def _stage(self, page: int) -> None:
         stage(self.store, (page,))
 
-    def _read_acknowledgements(self, connection: Connection) -> None:
-        """Take acknowledgements.
-
-        Raises:
-            OSError: one is not what must come next.
-        """
+    def _read_acknowledgements(self, connection: TcpConnection) -> None:
+        """Take acknowledgements; an OSError says which is not what must come next."""
         assert connection.seal is not None
         with contextlib.suppress(BlockingIOError):
             data = connection.sock.recv(64 * DONE_FRAME_BYTES, socket.MSG_DONTWAIT)
@@ -344,10 +340,8 @@ class TcpWriter(WriterTransport):
     def _release_if_unread(self, peer: str) -> bool:
         """Close the connections to a detached peer once none of our pages is being read for it.
 
-        Tickets that were not over vanish, unless ``detach`` returned False: then they are over now.
-
-        Returns:
-            Whether nothing is left of the connections.
+        Tickets that were not over vanish, unless ``detach`` returned False: then they are over now. True: nothing is
+        left of the connections.
         """
         peer_state = self._leaving.get(peer)
         if peer_state is None:

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 from support.nursery import Nursery
+from support.transfer_cluster import SOME, Cluster
+from support.transport_ends import until
 from support.transport_node import LAYOUT, NUM_PAGES
-
-from tests.kv_transfer.test_transfer_faults import SOME, Cluster
-from tests.kv_transfer.test_transports import until
 
 FAR = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "32k", "UCX_TCP_RCVBUF": "32k", "TEST_FAR": "1", "TEST_RECLAIM_S": "1"}
 

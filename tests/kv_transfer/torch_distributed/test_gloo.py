@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from support.gloo_intruder import Intruder, attach, offer, reader, store, threads, writer
 from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, _strangers_leave, until
+from support.transport_ends import End, digests, join, ship
 
 from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage
@@ -38,9 +39,8 @@ from kv_transfer.transports.torch_distributed.rendezvous import (
     WRITER,
     form,
 )
-from tests.kv_transfer.test_transports import End, digests, join, nursery, ship, start
 
-__all__ = ["_strangers_leave", "nursery", "reader", "start", "store", "writer"]
+__all__ = ["_strangers_leave", "reader", "store", "writer"]
 
 
 # ---- how a group forms ------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def test_torch_is_not_imported_for_other_transports() -> None:
         "open_reader(MemfdStore(1), TransportSettings('auto')), open_writer(MemfdStore(1), TransportSettings('tcp'));"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=60).returncode == 0
 
 
 @pytest.mark.cuda
