@@ -75,7 +75,3 @@ class PageMapping:
         if num_tokens is not None:
             return self.theirs.num_pages(num_tokens)
         return self.units.num_target_pages(num_source_pages * self.units.per_source)
-
-    def pair_number(self, unit: int) -> int:
-        """Which of ``slice_pairs`` moves this unit."""
-        return unit % len(self.slice_pairs)

@@ -353,16 +353,13 @@ class Receiver:
         return connection is not None and connection.is_usable
 
     def counters(self) -> dict[str, float]:
-        """Monotonic totals of pages, transfers and messages."""
         totals = {name: float(count) for name, count in self._totals.items()}
         return {**totals, **self._table.counters(), **self._transport.counters()}
 
     def transports(self) -> Sequence[str]:
-        """Names of the transports that may carry pages here, best first."""
         return self._transport.names
 
     def files(self) -> Sequence[int]:
-        """File descriptors whose input should wake the loop for ``poll``."""
         return self._transport.files()
 
     def pairs(self) -> list[PairState]:
@@ -374,13 +371,11 @@ class Receiver:
         return list(self._connections.by_peer)
 
     def close(self) -> None:
-        """Stop offering the pool."""
         for peer in self.peers():
             self.peer_lost(peer)
         self._transport.close()
 
     def check(self) -> None:
-        """Prove the books."""
         self._table.check()
         for session in self._table.sessions.values():
             connection = self._connections.by_peer.get(session.peer)

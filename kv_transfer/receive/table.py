@@ -41,10 +41,9 @@ class ReceiveTable:
         self.prefill_dones: dict[RequestKey, tuple[PrefillDone, float]] = {}
         self.events: list[Event] = []
         self._quarantined_since: dict[RequestKey, float | None] = {}  # None: not seen yet
-        self._totals: Counter[str] = Counter()
+        self._totals = Counter(pages_quarantined=0, transfers_received=0, transfers_failed=0)
 
     def of(self, peer: str) -> list[ReceiveSession]:
-        """Transfers from one prefill node."""
         return [session for session in self.sessions.values() if session.peer == peer]
 
     def complete(self, session: ReceiveSession) -> None:
@@ -92,12 +91,9 @@ class ReceiveTable:
                 self._allocator.free(event.pages, Owner.GRANT)
 
     def counters(self) -> dict[str, float]:
-        """Monotonic totals of pages and transfers."""
-        names = ("pages_quarantined", "transfers_received", "transfers_failed")
-        return {name: float(self._totals[name]) for name in names}
+        return {name: float(count) for name, count in self._totals.items()}
 
     def check(self) -> None:
-        """Prove the books."""
         for session in self.sessions.values():
             session.check()
             invariant(

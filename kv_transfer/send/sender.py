@@ -67,7 +67,7 @@ class Sender:
         self._table = SendTable()
         self._messages: list[tuple[str, Message]] = []
         self._released: list[Released] = []
-        self._totals: Counter[str] = Counter()
+        self._totals = Counter(stale_messages=0, refused_grants=0, broken_pairs=0, pages_resent=0)
         self._now = 0.0
 
     # ---- connections --------------------------------------------------------------------------------------------
@@ -274,14 +274,8 @@ class Sender:
 
     def _on_received(self, peer: str, key: RequestKey) -> None:
         session = self._table.sessions.get(key)
-        is_true = (
-            session is not None
-            and session.peer == peer
-            and session.accepts(SendEvent.ACKNOWLEDGED)
-            and session.is_granted
-            and session.is_all_written
-        )
-        if session is None or not is_true:
+        is_ours = session is not None and session.peer == peer and session.accepts(SendEvent.ACKNOWLEDGED)
+        if session is None or not is_ours or not session.is_granted or not session.is_all_written:
             self._totals["stale_messages"] += 1
             return
         session.apply(SendEvent.ACKNOWLEDGED)
@@ -386,21 +380,17 @@ class Sender:
         return session is not None and session.has_delivered
 
     def counters(self) -> dict[str, float]:
-        """Monotonic totals: pages, bytes, seconds, messages."""
-        names = ("stale_messages", "refused_grants", "broken_pairs", "pages_resent")
         return {
             **self._queue.counters(),
-            **{name: float(self._totals[name]) for name in names},
+            **{name: float(count) for name, count in self._totals.items()},
             **{f"pairs_by_{name}": float(count) for name, count in self._connections.num_attached.items()},
             **self._transport.counters(),
         }
 
     def transports(self) -> Sequence[str]:
-        """Names of the transports that may carry pages here, best first."""
         return self._transport.names
 
     def files(self) -> Sequence[int]:
-        """File descriptors whose input should wake the loop for ``pump``."""
         return self._transport.files()
 
     def pairs(self) -> list[PairState]:
@@ -412,13 +402,11 @@ class Sender:
         return list(dict.fromkeys([*self._connections.by_peer, *self._table.peers()]))
 
     def close(self) -> None:
-        """Drop every pool."""
         for peer in self.peers():
             self.peer_lost(peer)
         self._transport.close()
 
     def check(self) -> None:
-        """Prove the books."""
         self._table.check()
         sessions = self._table.all()
         self._queue.check(sessions)

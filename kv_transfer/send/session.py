@@ -165,7 +165,6 @@ class SendSession:
         return self.sources[unit // self.units.per_source], self.targets[unit // self.units.per_target]
 
     def written(self, units: Iterable[int]) -> None:
-        """The writes of these units are over."""
         self.apply(SendEvent.WRITTEN)
         for unit in units:
             del self._in_flight[unit]
@@ -180,7 +179,6 @@ class SendSession:
         )
 
     def num_resends(self, unit: int) -> int:
-        """How often the peer has asked for this unit again."""
         return self._num_resends.get(unit, 0)
 
     def resend(self, units: Sequence[int]) -> bool:
@@ -192,7 +190,6 @@ class SendSession:
         return all(self._num_resends[unit] <= MAX_RESENDS for unit in units)
 
     def end(self) -> None:
-        """Start nothing more."""
         self.apply(SendEvent.END)
         self._due.clear()
         self._early.clear()

@@ -37,7 +37,7 @@ class WriteQueue:
         self._checksums = Checksums(transport.store)
         self._due: dict[RequestKey, SendSession] = {}  # with pages to write, in the order in which they came due
         self._tickets: dict[int, tuple[SendSession, list[int], Sums]] = {}
-        self._totals: Counter[str] = Counter()
+        self._totals = Counter(pages_sent=0, bytes_sent=0, pages_overlapped=0)
         self._seconds = 0.0
 
     @property
@@ -68,7 +68,7 @@ class WriteQueue:
         units = session.start(limit)
         mapping = self._connections.by_peer[session.peer].mapping
         for number, slices in enumerate(mapping.slice_pairs):
-            some = [unit for unit in units if mapping.pair_number(unit) == number]
+            some = [unit for unit in units if unit % len(mapping.slice_pairs) == number]
             if some:
                 self._write(session, some, slices)
         if not session.num_due:
@@ -108,7 +108,6 @@ class WriteQueue:
         session.has_delivered = True
 
     def stop(self, session: SendSession) -> None:
-        """Start nothing of this session any more."""
         self._due.pop(session.key, None)
 
     def lose(self, session: SendSession) -> None:
@@ -117,11 +116,9 @@ class WriteQueue:
             del self._tickets[ticket]
 
     def counters(self) -> dict[str, float]:
-        names = ("pages_sent", "bytes_sent", "pages_overlapped")
-        return {**{name: float(self._totals[name]) for name in names}, "write_seconds": self._seconds}
+        return {**{name: float(count) for name, count in self._totals.items()}, "write_seconds": self._seconds}
 
     def check(self, sessions: Iterable[SendSession]) -> None:
-        """Prove the books against all sessions that are not over."""
         in_flight: Counter[int] = Counter()
         for session, units, _ in self._tickets.values():
             in_flight[id(session)] += len(units)

@@ -65,7 +65,6 @@ class TransportSettings:
 
     @classmethod
     def of(cls, config: NodeConfig, incarnation: str) -> "TransportSettings":
-        """TransportSettings of the node that has this configuration."""
         key = (config.cluster_key or "").encode()
         return cls(config.transport, incarnation, config.data_host, key, config.gpu_direct)
 

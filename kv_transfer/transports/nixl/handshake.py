@@ -90,7 +90,6 @@ class Handshake:
             self.forget(key)
 
     def forget(self, key: tuple[bytes, int, int]) -> None:
-        """Drop a reader's agent, if it is known."""
         agent, pages = self._known.pop(key, (None, None))
         if agent is not None:
             with contextlib.suppress(Exception):  # an agent that is gone has been dropped already
@@ -138,7 +137,6 @@ class Handshake:
             peer_state.probe_area = -1
 
     def close(self) -> None:
-        """Drop the agents of all readers."""
         for key in list(self._known):
             self.forget(key)
 

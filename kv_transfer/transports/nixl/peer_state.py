@@ -2,7 +2,6 @@
 
 import hmac
 import os
-import select
 import socket
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from common.wire.messages import Connect
+from kv_transfer.transports.shm.reader import is_dead
 
 
 def host_id() -> str:
@@ -152,4 +152,4 @@ class PeerState:
 
     @property
     def is_reader_dead(self) -> bool:
-        return self.pidfd >= 0 and bool(select.select([self.pidfd], [], [], 0)[0])
+        return self.pidfd >= 0 and is_dead(self.pidfd)

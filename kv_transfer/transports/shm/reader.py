@@ -43,7 +43,7 @@ def peer_pidfd(connection: socket.socket) -> int:
     return pidfd
 
 
-def _is_dead(pidfd: int) -> bool:
+def is_dead(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
@@ -173,7 +173,7 @@ class ShmReader(ReaderTransport):
     def _hear(self, descriptor: int, writer: _Writer) -> None:
         if descriptor == writer.pidfd:
             # Check again: the event may be of an earlier process whose descriptor had this number a moment ago.
-            if _is_dead(writer.pidfd):
+            if is_dead(writer.pidfd):
                 self._fence(writer, "the prefill node's process has died", is_dead=True)
             return
         assert writer.connection is not None

@@ -70,7 +70,6 @@ class WritePermissions:
             self._by_page.pop(page, None)
 
     def revoke(self, peer: str) -> None:
-        """Take back every permission of this peer."""
         for page in [page for page, grant in list(self._by_page.items()) if grant.owner[0] == peer]:
             self._by_page.pop(page, None)
 

@@ -52,7 +52,6 @@ class SendThread:
 
     @property
     def is_over(self) -> bool:
-        """Whether the thread has ended."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
@@ -71,7 +70,6 @@ class SendThread:
                 self._connection.shutdown(socket.SHUT_RDWR)  # wakes the loop
 
     def _serve(self, memory: memoryview) -> None:
-        """Send frame after frame, straight from the pool."""
         number = 0
         while (job := self._jobs.get()) is not None:
             source, target, slices = job

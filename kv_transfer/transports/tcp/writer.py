@@ -70,8 +70,6 @@ class TcpConnection:
 
 @dataclass(slots=True, eq=False)
 class PeerState:
-    """All connections to one peer."""
-
     peer: str
     connect: Connect
     address: tuple[str, int]
@@ -158,7 +156,6 @@ class TcpWriter(WriterTransport):
         return news
 
     def _process_events(self) -> None:
-        """Read what the connections have received."""
         self._reap()
         for descriptor, _ in self._epoll.poll(0):
             found = self._by_descriptor.get(descriptor)
