@@ -28,9 +28,8 @@ from common.cache.page_layout import PageLayout
 from common.engine.kv_pool import KVPool
 from common.errors import ConfigError
 from common.wire.mailbox import Mailbox
-from common.wire.messages import Connect, FromDecode, FromPrefill, Grant, PagesWritten
+from common.wire.messages import Connect, FromDecode, FromPrefill, Grant, LayoutMessage, PagesWritten
 from common.wire.process_id import new_incarnation
-from kv_transfer.transports.base import to_message
 from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl.writer import HOLD_S
 from kv_transfer.transports.tcp.protocol import tune
@@ -59,7 +58,7 @@ class Reader:
     def do_offer(self) -> str:
         store, transport = self.pool, self.transport
         endpoint = transport.offer(WRITER, 1)
-        connect = Connect("reader", "-", 1, to_message(store.layout), self.num_pages, transport.name, endpoint)
+        connect = Connect("reader", "-", 1, LayoutMessage.of(store.layout), self.num_pages, transport.name, endpoint)
         return msgspec.json.encode(connect).decode()
 
     def do_chosen(self, name: str) -> bool:

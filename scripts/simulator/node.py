@@ -18,7 +18,6 @@ from common.node.worker_context import WorkerContext, make_cache
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import LayoutMessage, Message, Peer, Register
 from decode_node.__main__ import build as build_decode
-from kv_transfer.transports.base import to_message
 from prefill_node.__main__ import build as build_prefill
 from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.event_queue import EventQueue
@@ -121,7 +120,7 @@ class Node:
 
     def register(self) -> Register:
         """The registration that the node sends to the gateway."""
-        layout: LayoutMessage = to_message(self.engine.pool.layout)
+        layout: LayoutMessage = LayoutMessage.of(self.engine.pool.layout)
         return Register(
             role=self.kind,
             name=self.incarnation,

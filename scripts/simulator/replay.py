@@ -18,7 +18,7 @@ from common.node.recording.format import RecordingError, read_frames
 from common.node.recording.recorder import DEFAULT_RESULTS, config_from
 from common.node.worker_context import WorkerContext, make_cache
 from decode_node.__main__ import build as build_decode
-from kv_transfer.transports.base import Attached, AttachError, Fenced, from_message
+from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
 from prefill_node.__main__ import build as build_prefill
 from scripts.simulator.engine import EmptyPageStore
 from scripts.simulator.event_queue import EventQueue
@@ -40,7 +40,7 @@ class ReplayedTransport:
     """Returns what the recorded transport returned, call by call."""
 
     def __init__(self, opening: frames.RecordingHeader, news: list[frames.TransportResult]) -> None:
-        self.store = EmptyPageStore(from_message(opening.layout), opening.capacity.num_pages)
+        self.store: PageStore = EmptyPageStore(opening.layout.layout(), opening.capacity.num_pages)
         self.name = opening.transport
         self.names = opening.transports
         self._num_calls: Counter[str] = Counter()

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
-from common.wire.messages import Connect
-from kv_transfer.transports.base import AttachError, to_message
+from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.transports.base import AttachError
 from kv_transfer.transports.nixl import handshake as nixl_attach
 from kv_transfer.transports.nixl import reader as nixl_reader
 from kv_transfer.transports.nixl import writer as nixl_writer
@@ -35,7 +35,7 @@ def name() -> str:
 
 @pytest.fixture
 def peer_state(name: str) -> Iterator[PeerState]:
-    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), 8, "nixl", "")
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), 8, "nixl", "")
     peer_state = PeerState("d" * 32, connect, Endpoint("", 0, 0, f"{name}:{TOKEN}", "elsewhere"), 10.0)
     yield peer_state
     if peer_state.watch_socket is not None:
@@ -108,7 +108,7 @@ def writer() -> Iterator[NixlWriter]:
     for page in range(4):
         stores[0].fill(page, page + 1)
     writer, reader = NixlWriter(stores[0]), NixlReader(stores[1])
-    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), 4, "nixl", reader.offer(PREFILL, 1))
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), 4, "nixl", reader.offer(PREFILL, 1))
     writer.attach(DECODE, connect)
     end = time.monotonic() + 20
     while not (news := writer.poll()):
@@ -249,7 +249,7 @@ def test_only_what_was_sealed_with_our_key_reaches_nixl(reader: NixlReader, chan
 def test_an_offer_under_another_key_attaches_and_voids_nothing(peer_state: PeerState) -> None:
     stores = MemfdStore(2), MemfdStore(2)
     writer, reader = NixlWriter(stores[0], key=b"ours"), NixlReader(stores[1], key=b"theirs")
-    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), 2, "nixl", reader.offer(PREFILL, 1))
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), 2, "nixl", reader.offer(PREFILL, 1))
     with pytest.raises(AttachError, match=r"the endpoint offered by decode-0 .* sealed with another --cluster-key"):
         writer.attach(DECODE, connect)
     writer._leaving[DECODE] = peer_state

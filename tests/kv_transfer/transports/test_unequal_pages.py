@@ -7,11 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.kv_fakes import DECODE, PREFILL
+from support.transport_ends import End, join, until
 from support.transport_node import LAYOUT, page_content
-
-from tests.kv_transfer.test_transports import End, join, nursery, start, transport, until
-
-__all__ = ["nursery", "start", "transport"]
 
 
 def prompt_of(pages: list[np.ndarray]) -> np.ndarray:

@@ -127,10 +127,10 @@ def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(stranger: Stranger,
         {"page": 2, "size": 0},
         {"page": 2, "number": 1},
         {"page": 2, "magic": b"done"},
-        {"page": 2, "page_slice": PageSlice(0, 1, 0, 1, 1, 4)},
-        {"page": 2, "page_slice": PageSlice(0, 2, 0, 1, 0, 4), "size": 2 * SIZE},
-        {"page": 2, "page_slice": PageSlice(0, 1, 0, 1, 0, 0), "size": 0},
-        {"page": 2, "page_slice": PageSlice(0, 1, 0, 1, 0, 2)},
+        {"page": 2, "page_slice": PageSlice(1, 4)},
+        {"page": 2, "page_slice": PageSlice(0, 8), "size": 2 * SIZE},
+        {"page": 2, "page_slice": PageSlice(0, 0), "size": 0},
+        {"page": 2, "page_slice": PageSlice(0, 2)},
     ],
 )
 def test_an_invalid_frame_ends_the_connection(stranger: Stranger, store: MemfdStore, frame: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ def test_an_invalid_frame_ends_the_connection(stranger: Stranger, store: MemfdSt
 
 def test_parts_of_a_page_go_where_they_belong_each_once(stranger: Stranger, store: MemfdStore) -> None:
     """A page is 4 tokens: 32 bytes of keys, 32 of values."""
-    first, last = PageSlice(0, 1, 0, 1, 0, 3), PageSlice(0, 1, 0, 1, 3, 1)
+    first, last = PageSlice(0, 3), PageSlice(3, 1)
     stranger.part(2, 7, last)
     assert stranger.answer() == (1, 2)
     stranger.part(2, 9, first)
@@ -243,7 +243,7 @@ def test_slices_are_authenticated_with_a_cluster_key(reader: TcpReader, store: M
 
 
 def test_parts_of_a_page_are_authenticated_each_for_itself(stranger: Stranger) -> None:
-    first, second = PageSlice(0, 1, 0, 1, 0, 1), PageSlice(0, 1, 0, 1, 1, 1)
+    first, second = PageSlice(0, 1), PageSlice(1, 1)
     stranger.part(2, 7, first)
     assert stranger.answer() == (1, 2)
     size = second.num_bytes(LAYOUT)

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 from support.nursery import Nursery
+from support.transfer_cluster import SOME, Cluster
+from support.transport_ends import until
 from support.transport_node import LAYOUT, NUM_PAGES
-
-from tests.kv_transfer.test_transfer_faults import SOME, Cluster
-from tests.kv_transfer.test_transports import until
 
 FAR = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "32k", "UCX_TCP_RCVBUF": "32k", "TEST_FAR": "1", "TEST_RECLAIM_S": "1"}
 
@@ -56,14 +55,14 @@ def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
 ) -> None:
     stop_in_mid_write(cluster, {"p0": "a"})
     cluster.part("d0", "p0")
-    assert cluster.allocator("d0")["aside"] == SOME
+    assert cluster.page_counts("d0")["aside"] == SOME
     cluster.balanced("d0")
     assert cluster.ask("d0", "counters")["nixl_invalidations"] == 1
     cluster.serve("b", "p1", "d0", NUM_PAGES - 1)
     cluster.reach("granted", "e", "p1", "d0", 1)  # keeps the decode node at its data connections
     cluster.ends["p0"].signal(ending)
     if ending == signal.SIGCONT:
-        cluster.ask("p0", "allocator")
+        cluster.ask("p0", "page_counts")
     time.sleep(0.5)
     cluster.ask("d0", "give_back", rid="b")  # which looks at every byte
     cluster.go_on("e", "p1", "d0")
@@ -71,7 +70,7 @@ def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
     if ending == signal.SIGCONT:
         cluster.part("p0", "d0")
         assert cluster.ask("p0", "counters")["stuck_writes"] == 1
-        assert cluster.allocator("p0")["free"] == NUM_PAGES
+        assert cluster.page_counts("p0")["free"] == NUM_PAGES
         cluster.serve("c", "p0", "d0", SOME)
         cluster.ask("d0", "give_back", rid="c")
         cluster.balanced("p0")
@@ -108,20 +107,20 @@ def test_a_lost_decode_node_holds_no_pages_of_the_prefill_node(cluster: Cluster,
     cluster.ask("p0", "pump", max_pages=SOME)
     time.sleep(0.3)
     assert cluster.ask("p0", "counters")["bytes_by_nixl"] == 0, "the write is over"
-    assert cluster.allocator("p0")["free"] == NUM_PAGES - SOME
+    assert cluster.page_counts("p0")["free"] == NUM_PAGES - SOME
     if ending == signal.SIGKILL:
         cluster.ends["d0"].kill()
         until(lambda: cluster.ask("p0", "counters")["stuck_writes"] == 1)
-        assert cluster.allocator("p0")["free"] == NUM_PAGES - SOME, "it may yet be written again"
+        assert cluster.page_counts("p0")["free"] == NUM_PAGES - SOME, "it may yet be written again"
     cluster.part("p0", "d0")
-    assert cluster.allocator("p0") == {"free": NUM_PAGES, "aside": 0, "ends": {"a": False}}
+    assert cluster.page_counts("p0") == {"free": NUM_PAGES, "aside": 0, "ends": {"a": False}}
     cluster.serve("b", "p0", "d1", NUM_PAGES)
     if ending == signal.SIGCONT:
         cluster.ends["d0"].signal(ending)
         until(lambda: cluster.ask("p0", "counters")["bytes_by_nixl"] > NUM_PAGES * LAYOUT.page_bytes)
-        assert cluster.allocator("d0")["free"] == NUM_PAGES - SOME, "and none of these is touched"
+        assert cluster.page_counts("d0")["free"] == NUM_PAGES - SOME, "and none of these is touched"
         cluster.part("d0", "p0")
-        assert cluster.allocator("d0")["aside"] == SOME
+        assert cluster.page_counts("d0")["aside"] == SOME
         cluster.serve("c", "p0", "d0", SOME)
         cluster.ask("d0", "give_back", rid="c")
         cluster.balanced("d0")

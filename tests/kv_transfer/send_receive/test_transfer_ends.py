@@ -137,7 +137,7 @@ def test_pages_that_stay_in_quarantine_for_long_are_reclaimed(monkeypatch: pytes
         couple.receiver.poll(now)
     assert reclaimed == [(PREFILL, 1), (PREFILL, 1)]
     couple.run()
-    assert couple.receiver.num_quarantined == 0
+    assert couple.allocator.count(Owner.QUARANTINE) == 0
     couple.receiver.poll(1_000.0)
     assert len(reclaimed) == 2
 
@@ -150,17 +150,17 @@ def test_cancelled_pages_stay_in_quarantine_until_the_writer_says_closed() -> No
     couple.compute(KEY, 3)
     couple.pump()
     couple.cancel(KEY)
-    assert couple.allocator.count(Owner.QUARANTINE) == couple.receiver.num_quarantined == 4
+    assert couple.allocator.count(Owner.QUARANTINE) == 4
     couple.now = 1e6  # a timeout alone frees nothing
     couple.poll()
-    assert couple.receiver.num_quarantined == 4
+    assert couple.allocator.count(Owner.QUARANTINE) == 4
     couple.hear_decode()
     assert not couple.to_decode  # three writes are under way: not closed yet, and the source is still held
     assert KEY not in couple.released
     for _ in range(2):
         couple.tick()
         couple.pump()
-        assert couple.receiver.num_quarantined == 4
+        assert couple.allocator.count(Owner.QUARANTINE) == 4
         assert not couple.to_decode
     couple.tick()
     assert couple.writer.num_in_quarantine == 3
@@ -178,7 +178,7 @@ def test_late_messages_of_a_cancelled_transfer_are_ignored(couple: Couple) -> No
     couple.cancel(KEY)
     couple.hear_prefill()
     couple.hear_prefill()
-    assert couple.receiver.num_quarantined == 2
+    assert couple.allocator.count(Owner.QUARANTINE) == 2
     assert couple.receiver.counters()["stale_messages"] == 2
     assert couple.target.num_landed == 0
     couple.run()

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from support.gloo_intruder import Intruder, attach, offer, reader, store, threads, writer
 from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, _strangers_leave, until
+from support.transport_ends import End, digests, join, ship
 
 from common.errors import ConfigError
-from common.wire.messages import Connect
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.transports.base import Attached, to_message
+from kv_transfer.transports.base import Attached
 from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
 from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
 from kv_transfer.transports.torch_distributed import backend as group_backend
@@ -38,9 +39,8 @@ from kv_transfer.transports.torch_distributed.rendezvous import (
     WRITER,
     form,
 )
-from tests.kv_transfer.test_transports import End, digests, join, nursery, ship, start
 
-__all__ = ["_strangers_leave", "nursery", "reader", "start", "store", "writer"]
+__all__ = ["_strangers_leave", "reader", "store", "writer"]
 
 
 # ---- how a group forms ------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_slices_of_a_page_are_gathered_and_scattered(
     reader.allow(PREFILL, 1, [5])
     assert isinstance(writer.store, MemfdStore)
     writer.store.memory[SIZE : 2 * SIZE] = bytes(range(SIZE))
-    front, back = PageSlice(0, 1, 0, 1, 0, 2), PageSlice(0, 1, 0, 1, 2, 2)
+    front, back = PageSlice(0, 2), PageSlice(2, 2)
     ticket = writer.write(DECODE, [(1, 5)], SlicePair(LAYOUT, front, LAYOUT, back))
     assert until(writer.done) == [ticket]
     assert store.read(5) == bytes(16) + bytes(range(16)) + bytes(16) + bytes(range(32, 48))
@@ -86,7 +86,7 @@ def test_several_pairs_are_independent(reader: GroupReader, writer: GroupWriter,
     other = "q" * 32
     attach(writer, reader)
     endpoint = reader.offer(other, 2)
-    second.attach(DECODE, Connect("decode-0", "model", 2, to_message(LAYOUT), NUM_PAGES, "gloo", endpoint))
+    second.attach(DECODE, Connect("decode-0", "model", 2, LayoutMessage.of(LAYOUT), NUM_PAGES, "gloo", endpoint))
     assert until(lambda: reader.poll(0.0) or second.poll()) == [Attached(DECODE, 2)]
     reader.allow(PREFILL, 1, [1])
     reader.allow(other, 2, [2])
@@ -114,7 +114,7 @@ def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
 
     def send_slowly(exchange: Any, magic: bytes, *words: bytes) -> None:
         send(exchange, magic, *words)
-        is_reader = exchange._connection.getsockname()[1] == reader.port
+        is_reader = exchange._connection.getsockname()[1] == reader._port
         time.sleep(0.2 if is_reader and magic == MADE_MAGIC else 0)
 
     monkeypatch.setattr(group_form._Maker, "run", run_late)
@@ -129,7 +129,7 @@ def test_an_offer_of_another_transport_is_refused(reader: GroupReader) -> None:
     stranger = Stranger(reader)
     stranger.hello(bytes.fromhex(offer(reader).endpoint.split(":")[2]))  # as tcp would
     assert stranger.is_hung_up()
-    assert reader.dropped == {"garbage": 1}
+    assert reader._pending.dropped == {"garbage": 1}
 
 
 def test_a_reader_gives_up_on_a_group_without_a_writer(reader: GroupReader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +355,7 @@ def test_torch_is_not_imported_for_other_transports() -> None:
         "open_reader(MemfdStore(1), TransportSettings('auto')), open_writer(MemfdStore(1), TransportSettings('tcp'));"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=60).returncode == 0
 
 
 @pytest.mark.cuda
@@ -365,7 +365,7 @@ def test_pages_go_from_device_to_device() -> None:
 
     source, target = (KVPool(LAYOUT, NUM_PAGES, f"cuda:{i}") for i in range(2))
     writer, reader = GroupWriter(source, "nccl"), GroupReader(target, "nccl")
-    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "nccl", reader.offer(PREFILL, 1))
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "nccl", reader.offer(PREFILL, 1))
     writer.attach(DECODE, connect)
     assert until(lambda: reader.poll(0.0) or writer.poll(), 60.0) == [Attached(DECODE, 1)]
     source.tensor.copy_(torch.randn(source.tensor.shape))

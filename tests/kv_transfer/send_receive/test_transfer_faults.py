@@ -6,135 +6,20 @@ between any two of them; it tells both ends when a control connection is gone, a
 """
 
 import itertools
-import json
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from support.nursery import Nursery
+from support.transfer_cluster import SOME, Cluster
+from support.transport_ends import TRANSPORTS, until
 from support.transport_node import NUM_PAGES
 
-from tests.kv_transfer.test_transports import End, until
-
-TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
-SOME = NUM_PAGES // 2  # of a request's pages; two of them fill the pool to the last page
 STEPS = ("offered", "attaching", "granted", "writing", "written", "acknowledging")
 #: Longer than a healthy peer takes on a busy machine; the other node is stopped for longer.
 PATIENCE_S = 1.5
-
-
-class Cluster:
-    """Processes by name, of which the first letter says the role, and the control messages between them."""
-
-    def __init__(self, nursery: Nursery, transport: str) -> None:
-        self.transport = transport
-        self.ends: dict[str, End] = {}
-        self.under_way: dict[tuple[str, str], deque[str]] = {}  # (from, to) -> messages
-        self.connected: dict[tuple[str, str], None] = {}  # (prefill, decode)
-        self._nursery = nursery
-
-    def start(self, name: str, **environment: str) -> str:
-        role = "sender" if name.startswith("p") else "receiver"
-        self.ends[name] = End(self._nursery, role, self.transport, TEST_INCARNATION=incarnation(name), **environment)
-        return name
-
-    def ask(self, name: str, do: str, **words: Any) -> Any:
-        return self.ends[name].ask(do, **words)
-
-    def ferry(self, *names: str, hold: str = "") -> None:
-        """Carry what these have to say to each other, in order; a message of the type ``hold`` stops its direction."""
-        for name in names:
-            for peer, message in self.ask(name, "messages"):
-                to = next((other for other in names if incarnation(other) == peer), "")
-                if to:
-                    self.under_way.setdefault((name, to), deque()).append(message)
-        for (sender, to), messages in self.under_way.items():
-            if sender not in names or to not in names:
-                continue
-            while messages and json.loads(messages[0])["type"] != hold:
-                self.ask(to, "hear", peer=incarnation(sender), message=messages.popleft())
-
-    def is_held(self, sender: str, to: str) -> bool:
-        return bool(self.under_way.get((sender, to)))
-
-    def begin(self, rid: str, prefill: str, decode: str, num_pages: int) -> None:
-        self.ask(prefill, "open", rid=rid, peer=incarnation(decode), num_pages=num_pages)
-        if (prefill, decode) not in self.connected:
-            self.connected[prefill, decode] = None
-            self.ask(decode, "connect", peer=incarnation(prefill))
-        self.ask(decode, "begin", rid=rid, peer=incarnation(prefill), num_pages=num_pages)
-
-    def serve(self, rid: str, prefill: str, decode: str, num_pages: int) -> None:
-        """A request from its beginning to its end, where decode looks at every byte."""
-        self.begin(rid, prefill, decode, num_pages)
-        self.go_on(rid, prefill, decode)
-
-    def go_on(self, rid: str, prefill: str, decode: str) -> None:
-        """To the end of a request that has begun."""
-
-        def is_over() -> bool:
-            self.ferry(prefill, decode)
-            self.ask(prefill, "pump", max_pages=4)
-            ends = self.allocator(decode)["ends"]
-            assert ends.get(rid, "Completed") == "Completed", ends
-            return rid in ends and self.allocator(prefill)["ends"].get(rid, False)
-
-        until(is_over)
-
-    def reach(self, step: str, rid: str, prefill: str, decode: str, num_pages: int) -> None:
-        """Bring a request so far and no further."""
-        self.begin(rid, prefill, decode, num_pages)
-        if step == "offered":
-            return self.ferry(prefill, decode, hold="connect")
-        if step == "attaching":
-            return self.ferry(prefill, decode, hold="connected")
-
-        def is_granted() -> bool:
-            self.ferry(prefill, decode)
-            return bool(self.ask(prefill, "is_granted", rid=rid))
-
-        until(is_granted)
-        if step == "granted":
-            return None
-        if step == "writing":
-            return self.ends[prefill].tell("pump", max_pages=num_pages)
-        hold = {"written": "pages_written", "acknowledging": "transfer_ack"}[step]
-        side = (prefill, decode) if step == "written" else (decode, prefill)
-
-        def has_come_so_far() -> bool:
-            self.ask(prefill, "pump", max_pages=4)
-            self.ferry(prefill, decode, hold=hold)
-            return self.is_held(*side)
-
-        return until(has_come_so_far)
-
-    def part(self, survivor: str, other: str) -> None:
-        """The control connection is gone, and ``survivor`` notices."""
-        for ends in ((survivor, other), (other, survivor)):
-            self.under_way.pop(ends, None)
-            self.connected.pop(ends, None)
-        self.ask(survivor, "peer_lost", peer=incarnation(other))
-
-    def allocator(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.ask(name, "allocator")
-        return found
-
-    def balanced(self, name: str, num_kept: int = 0) -> None:
-        until(lambda: self.allocator(name)["free"] == NUM_PAGES - num_kept and not self.allocator(name)["aside"])
-
-
-def incarnation(name: str) -> str:
-    return name.ljust(32, name[0])
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
 
 
 @pytest.fixture
@@ -166,7 +51,7 @@ def test_either_node_is_killed_at_every_step(
     cluster.part(survivor, victim)
     has_kept = victim == prefill and step == "acknowledging"
     cluster.balanced(survivor, SOME if has_kept else 0)
-    assert cluster.allocator(survivor)["ends"]["a"] == ("Completed" if has_kept else _failed(victim)), step
+    assert cluster.page_counts(survivor)["ends"]["a"] == ("Completed" if has_kept else _failed(victim)), step
     replacement = cluster.start(victim[0] + "1")
     pair = (replacement, decode) if victim == prefill else (prefill, replacement)
     cluster.serve("b", *pair, SOME)
@@ -198,12 +83,14 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     stopped_at = time.monotonic()
     cluster.part(decode, prefill)
     has_kept = step == "acknowledging"
-    assert until(lambda: cluster.allocator(decode)["ends"].get("a")) == ("Completed" if has_kept else "TransferFailed")
+    assert until(lambda: cluster.page_counts(decode)["ends"].get("a")) == (
+        "Completed" if has_kept else "TransferFailed"
+    )
     cluster.serve("b", other, decode, SOME)
     time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
     # Stopped, not dead: where it writes by itself, only its own word or its end would free these pages.
     may_write = transport in ("shm", "nixl") and step in ("granted", "writing", "written")
-    assert cluster.allocator(decode)["aside"] == (SOME if may_write else 0)
+    assert cluster.page_counts(decode)["aside"] == (SOME if may_write else 0)
     cluster.ends[prefill].signal(ending)
     if ending == signal.SIGCONT:
         if step == "writing":
@@ -240,7 +127,7 @@ def test_a_decode_node_is_stopped_for_longer_than_every_timeout(
     if ending == signal.SIGCONT:
         cluster.part(decode, prefill)
         cluster.balanced(decode, SOME * has_kept)
-        assert cluster.allocator(decode)["ends"]["a"] == ("Completed" if has_kept else "TransferFailed")
+        assert cluster.page_counts(decode)["ends"]["a"] == ("Completed" if has_kept else "TransferFailed")
     cluster.balanced(prefill)
     if ending == signal.SIGCONT:
         if has_kept:

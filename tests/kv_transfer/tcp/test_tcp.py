@@ -22,9 +22,9 @@ from support.tcp_stranger import (
 )
 
 from common.errors import ConfigError
-from common.wire.messages import Connect
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports import pending_connections as visitors
-from kv_transfer.transports.base import Attached, to_message
+from kv_transfer.transports.base import Attached
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp import writer as tcp_writer
 from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, WELCOME, Terms
@@ -40,14 +40,14 @@ def test_a_connection_without_the_token_of_an_offer_is_rejected(reader: TcpReade
     stranger = Stranger(reader)
     stranger.hello(b"t" * 32, count=2)
     assert stranger.is_hung_up()
-    assert reader.dropped == {"token": 1}
+    assert reader._pending.dropped == {"token": 1}
 
 
 def test_a_connection_without_the_cluster_key_is_rejected(reader: TcpReader) -> None:
     connect = offer(reader)
     stranger = Stranger(reader)
     assert stranger.shake(connect, key=b"another") == b""
-    assert reader.dropped == {"key": 1}
+    assert reader._pending.dropped == {"key": 1}
     assert not reader.chosen(PREFILL, 1, "tcp")
 
 
@@ -65,7 +65,7 @@ def test_a_proof_is_valid_for_one_handshake_only(reader: TcpReader) -> None:
     again.receive(WELCOME.size)
     again.connection.sendall(proof)
     assert again.is_hung_up()
-    assert reader.dropped == {"key": 1}
+    assert reader._pending.dropped == {"key": 1}
 
 
 def test_a_connection_of_an_offer_can_be_made_once(reader: TcpReader) -> None:
@@ -81,13 +81,13 @@ def test_a_silent_connection_is_rejected_after_a_while(reader: TcpReader) -> Non
     until(lambda: reader.poll(100.0) or reader._pending)
     reader.poll(100.0 + visitors.PATIENCE_S)
     assert stranger.is_hung_up()
-    assert reader.dropped == {"silent": 1}
+    assert reader._pending.dropped == {"silent": 1}
 
 
 def test_many_pending_connections_keep_no_writer_out(reader: TcpReader, writer: TcpWriter) -> None:
     crowd = [Stranger(reader) for _ in range(visitors.MAX_PENDING + 10)]
     join(writer, reader)
-    assert reader.dropped["crowded"] >= 10
+    assert reader._pending.dropped["crowded"] >= 10
     for stranger in crowd:
         stranger.connection.close()
 
@@ -119,7 +119,8 @@ def test_a_writer_names_the_reader_that_it_cannot_reach(writer: TcpWriter) -> No
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()
-    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", f"127.0.0.1:{port}:{'0' * 64}:2")
+    endpoint = f"127.0.0.1:{port}:{'0' * 64}:2"
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint)
     writer.attach(DECODE, connect)
     [attached] = until(writer.poll)
     assert attached.problem == (
@@ -132,7 +133,7 @@ def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, mon
     monkeypatch.setattr(tcp_writer, "ATTACH_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:2"
-        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
+        writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
         [attached] = until(writer.poll)
     assert "did not answer within" in attached.problem
 
@@ -141,7 +142,7 @@ def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, mon
 def test_a_writer_refuses_a_reader_without_the_key(writer: TcpWriter, noise: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
-        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
+        writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
         connection, _ = listener.accept()
         with connection:
             connection.sendall(noise)
@@ -156,7 +157,7 @@ def test_a_writer_refuses_a_reader_without_the_key(writer: TcpWriter, noise: byt
 def test_a_writer_accepts_only_the_next_acknowledgement(writer: TcpWriter, answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
-        writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
+        writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
         connection, _ = listener.accept()
     with connection:
         writer.poll()
@@ -216,6 +217,6 @@ def test_the_loop_is_woken_by_acknowledgements_and_ends(reader: TcpReader, write
 
 def test_a_port_that_is_taken_is_refused_with_the_flag_named(reader: TcpReader, store: MemfdStore) -> None:
     with pytest.raises(ConfigError, match="--data-interface"):
-        TcpReader(store, port=reader.port)
+        TcpReader(store, port=reader._port)
     with pytest.raises(ConfigError, match="--data-interface"):
         TcpReader(store, host="203.0.113.7")

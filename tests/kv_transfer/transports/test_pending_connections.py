@@ -29,7 +29,7 @@ def open_shm(store: MemfdStore) -> tuple[ShmReader, Callable[[], socket.socket]]
 
 def open_tcp(store: MemfdStore) -> tuple[TcpReader, Callable[[], socket.socket]]:
     reader = TcpReader(store)
-    return reader, lambda: socket.create_connection(("127.0.0.1", reader.port))
+    return reader, lambda: socket.create_connection(("127.0.0.1", reader._port))
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ import pytest
 from support.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, MemfdStore
 
 from common.errors import ConfigError
-from common.wire.messages import Connect
-from kv_transfer.transports.base import Attached, Fenced, to_message
+from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.transports.base import Attached, Fenced
 from kv_transfer.transports.negotiation import (
     NegotiatingReader,
     NegotiatingWriter,
@@ -34,7 +34,7 @@ class Ends:
 
     def offer(self, epoch: int) -> Connect:
         endpoint = self.reader.offer(PREFILL, epoch)
-        return Connect("decode-0", "model", epoch, to_message(LAYOUT), 4, "inprocess", endpoint)
+        return Connect("decode-0", "model", epoch, LayoutMessage.of(LAYOUT), 4, "inprocess", endpoint)
 
     def write(self, *pages: int) -> int:
         """Each to the page of its own number."""
@@ -188,7 +188,7 @@ def test_a_negotiating_pair_over_such_a_wire_attaches_again_only_when_it_is_idle
     ends.reader.poll(0)
 
     def offer(epoch: int) -> Connect:
-        return Connect("decode-0", "model", epoch, to_message(LAYOUT), 4, "auto", reader.offer(PREFILL, epoch))
+        return Connect("decode-0", "model", epoch, LayoutMessage.of(LAYOUT), 4, "auto", reader.offer(PREFILL, epoch))
 
     writer.attach(DECODE, offer(2))
     assert [news.problem for news in writer.poll()] == [""]

@@ -15,19 +15,18 @@ from itertools import count
 import msgspec
 import pytest
 from hypothesis import example, given, settings
+from support.frame_damage import Change, changes, mangled
 from support.kv_fakes import DECODE, PREFILL, MemfdStore
 from support.nursery import Nursery
+from support.tcp_stranger import KEY
+from support.transport_ends import End, digests, join, ship, until
 
 from common.wire.messages import Connect
-from kv_transfer.transports.base import from_message
 from kv_transfer.transports.tcp.protocol import HELLO, MAC_BYTES, WELCOME, AuthenticatedConnection, Terms
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 from kv_transfer.transports.torch_distributed.backend import Group, Pages
 from kv_transfer.transports.torch_distributed.reader import magic_of
 from kv_transfer.transports.torch_distributed.rendezvous import HEADER, MADE_MAGIC, READER, WRITER, form
-from tests.kv_transfer.test_tcp import KEY
-from tests.kv_transfer.test_transports import End, digests, join, ship, until
-from tests.service.test_damaged_frames import Change, changes, mangled
 
 epochs = count(1)
 
@@ -103,7 +102,7 @@ class Relay:
 
 
 def terms(connect: Connect, token: bytes, nonces: tuple[bytes, bytes]) -> Terms:
-    size = from_message(connect.layout).page_bytes
+    size = connect.layout.layout().page_bytes
     return Terms(magic_of("gloo"), token, 0, 1, connect.epoch, size, connect.num_pages, *nonces)
 
 

@@ -15,9 +15,9 @@ from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from common.config.node import NodeConfig
 from common.engine.kv_pool import KVPool
 from common.errors import ConfigError
-from common.wire.messages import Connect
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.transports.base import Attached, PageStore, to_message
+from kv_transfer.transports.base import Attached, PageStore
 from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl import agent as nixl
 from kv_transfer.transports.nixl.reader import NixlReader
@@ -70,7 +70,7 @@ def pair(is_like_host_memory: None) -> Iterator[Callable[..., tuple[NixlWriter, 
 
 def attach(writer: NixlWriter, reader: NixlReader, layout: Any) -> None:
     offer = reader.offer(PREFILL, 1)
-    writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(layout), NUM_PAGES, "nixl", offer))
+    writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(layout), NUM_PAGES, "nixl", offer))
     end = time.monotonic() + 60
     while not (news := writer.poll()):
         reader.poll(time.monotonic())
@@ -112,7 +112,7 @@ def test_a_slice_of_a_page_goes_directly(pair: Callable[..., tuple[NixlWriter, N
     ours, theirs = DeviceStore(), DeviceStore()
     ours.device_pages[2] = torch.arange(SIZE)
     writer, reader = pair(ours, theirs, directs=(True, True))
-    front, back = PageSlice(0, 1, 0, 1, 0, 2), PageSlice(0, 1, 0, 1, 2, 2)
+    front, back = PageSlice(0, 2), PageSlice(2, 2)
     write(writer, reader, [(2, 1)], SlicePair(LAYOUT, front, LAYOUT, back))
     half = SIZE // 4  # keys and values, two tokens of four
     page = theirs.device_pages[1].view(2, 2, half)

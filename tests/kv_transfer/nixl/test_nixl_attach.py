@@ -7,8 +7,7 @@ from contextlib import ExitStack
 import pytest
 from support.kv_fakes import LAYOUT, MemfdStore
 
-from common.wire.messages import Connect
-from kv_transfer.transports.base import to_message
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.nixl.reader import NixlReader
 from kv_transfer.transports.nixl.writer import NixlWriter
 
@@ -35,7 +34,7 @@ def open_writer(stack: ExitStack) -> NixlWriter:
 
 
 def connect_to(reader: NixlReader, peer: str, epoch: int) -> Connect:
-    return Connect("decode", "model", epoch, to_message(LAYOUT), 4, "nixl", reader.offer(peer, epoch))
+    return Connect("decode", "model", epoch, LayoutMessage.of(LAYOUT), 4, "nixl", reader.offer(peer, epoch))
 
 
 def wait_for_answers(writers: list[NixlWriter], readers: list[NixlReader], num_answers: int) -> list[str]:

@@ -13,9 +13,8 @@ from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.shm_pair import NUM_PAGES, Child, attach, child, offer, open_descriptors, reader, store, writer
 
 from common.errors import ConfigError
-from common.wire.messages import Connect
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports import pending_connections as visitors
-from kv_transfer.transports.base import to_message
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.shm import protocol as shm_hello
 
@@ -56,7 +55,7 @@ def test_a_wrong_token_gets_nothing(reader: ShmReader, writer: ShmWriter) -> Non
     name = connect.endpoint.split(":")[0]
     wrong = msgspec.structs.replace(connect, endpoint=f"{name}:{'0' * 64}")
     assert "would not hand over its pool" in attach(reader, writer, wrong)
-    assert reader.dropped == {"token": 1}
+    assert reader._pending.dropped == {"token": 1}
     writer.detach(DECODE)
     assert attach(reader, writer, connect) == ""  # whose own token is still good
 
@@ -67,7 +66,7 @@ def test_a_token_with_more_behind_it_is_none(reader: ShmReader) -> None:
         pending.send(token + b"!")
         reader.poll(0.0)
         assert pending.recv(100) == b""
-    assert reader.dropped == {"token": 1}
+    assert reader._pending.dropped == {"token": 1}
 
 
 def test_an_offer_of_another_start_of_the_decode_node_is_refused(reader: ShmReader, writer: ShmWriter) -> None:
@@ -109,7 +108,7 @@ def test_another_user_gets_nothing(child: Child, reader: ShmReader) -> None:
     pending = _as_nobody(lambda: _visit(reader))
     pending.send(bytes.fromhex(connect.endpoint.split(":")[1]))
     reader.poll(0.0)
-    assert reader.dropped == {"user": 2}
+    assert reader._pending.dropped == {"user": 2}
     with pytest.raises(ConnectionResetError):
         pending.recv(100)
     pending.close()
@@ -159,7 +158,7 @@ def test_silent_connections_are_bounded_in_time_and_in_number(reader: ShmReader,
     crowd = [_visit(reader) for _ in range(visitors.MAX_PENDING + 5)]
     reader.poll(0.0)
     reader.poll(0.0)
-    assert reader.dropped == {"crowded": 5}
+    assert reader._pending.dropped == {"crowded": 5}
     assert len(reader._pending) == visitors.MAX_PENDING
     assert attach(reader, writer, offer(reader)) == ""
     writer.detach(DECODE)
@@ -176,7 +175,7 @@ def test_a_writer_refuses_an_invalid_hello(writer: ShmWriter) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{name}")
     listener.listen(8)
-    connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
     hello = shm_hello.HELLO.pack(shm_hello.MAGIC, 1, LAYOUT.pool_bytes(NUM_PAGES), DECODE.encode())
     num_before = open_descriptors()
     directory = os.open("/", os.O_RDONLY)

@@ -13,7 +13,7 @@ from kv_transfer.receive.connections import (
     FIRST_ANSWER_S,
     MAX_BACKOFF_S,
     MAX_TRIES,
-    Connection,
+    PrefillConnection,
 )
 from kv_transfer.states import RESUME_LEASE_S
 from kv_transfer.transports.base import Fenced
@@ -29,7 +29,7 @@ def couple() -> Couple:
 
 
 def test_pauses_double_up_to_a_limit() -> None:
-    connection = Connection(1, "p", was_attached=True)
+    connection = PrefillConnection(1, "p", was_attached=True)
     pauses = []
     while connection.broke("", 10.0):
         assert connection.retry_at is not None
@@ -38,7 +38,7 @@ def test_pauses_double_up_to_a_limit() -> None:
         assert (connection.retry_at, connection.answer_by, connection.is_reconnecting) == (None, 10.0 + ANSWER_S, True)
     assert pauses == [pytest.approx(BACKOFF_S * factor) for factor in (1, 2, 4, 8)]
     assert len(pauses) == MAX_TRIES
-    connection = Connection(1, "p", num_tries=1_000)
+    connection = PrefillConnection(1, "p", num_tries=1_000)
     connection.broke("", 10.0)
     assert connection.retry_at == 10.0 + MAX_BACKOFF_S
 

@@ -6,13 +6,12 @@ import pytest
 
 from common.errors import InvariantError
 from kv_transfer.page_mapping import Units
-from kv_transfer.receive.session import PageDelivery, ReceiveSession
+from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import MAX_RESENDS, RECEIVE_TABLE, SEND_TABLE, ReceiveEvent, ReceiveState, SendEvent, SendState
 
 KEY = ("r", 0)
 PAGES = Units(1)  # equal on both nodes
-WHOLE_PAGES = PageDelivery()
 
 # Rows are states, columns events; "." cannot happen. Written by hand, from the design and not from the code.
 SEND = """
@@ -69,10 +68,8 @@ def test_the_receiving_end_goes_where_the_table_says(state: ReceiveState, event:
         assert session.state == after
 
 
-def receive_session(
-    *, first: int, pages: list[int], num_tokens: int, delivery: PageDelivery = WHOLE_PAGES
-) -> ReceiveSession:
-    return ReceiveSession(KEY, "peer", first=first, pages=pages, num_tokens=num_tokens, delivery=delivery)
+def receive_session(*, first: int, pages: list[int], num_tokens: int, page_size: int = 1) -> ReceiveSession:
+    return ReceiveSession(KEY, "peer", first=first, pages=pages, num_tokens=num_tokens, page_size=page_size)
 
 
 def test_the_tables_name_nothing_else() -> None:
@@ -146,8 +143,8 @@ def test_computed_pages_cannot_become_fewer() -> None:
 
 
 def test_pages_land_when_every_part_of_each_is_there() -> None:
-    session = receive_session(first=2, pages=[8, 9], num_tokens=4, delivery=PageDelivery(num_ranks=2))
-    session.grant(3)
+    session = receive_session(first=2, pages=[8, 9], num_tokens=8, page_size=2)
+    session.grant(3, 2)
     assert session.deliver([2, 3], part=0) == []
     assert session.deliver([3], part=1) == [9]
     assert not session.is_landed
@@ -199,7 +196,7 @@ def test_only_what_was_written_is_written_again_and_only_so_often() -> None:
 
 
 def test_a_part_that_came_damaged_is_still_expected_and_only_so_often() -> None:
-    session = receive_session(first=0, pages=[8, 9], num_tokens=4, delivery=PageDelivery(2))
+    session = receive_session(first=0, pages=[8, 9], num_tokens=4, page_size=2)
     session.grant(1, 2)
     for _ in range(MAX_RESENDS):
         assert session.corrupt([0, 1], 1)
@@ -236,7 +233,7 @@ def test_a_prompt_that_was_written_whole_before_the_break_needs_nothing_more() -
 
 
 def test_after_a_break_only_what_has_not_wholly_arrived_is_lacking() -> None:
-    session = receive_session(first=1, pages=[11, 12, 13, 14, 15, 16], num_tokens=14, delivery=PageDelivery(2))
+    session = receive_session(first=1, pages=[11, 12, 13, 14, 15, 16], num_tokens=14, page_size=2)
     session.grant(1, 2)
     for part in (0, 1):
         session.deliver([2, 5], part)

@@ -59,13 +59,13 @@ def test_a_lost_connection_alone_frees_nothing() -> None:
     couple.settle()
     assert failure(couple).code is ErrorCode.NODE_LOST
     couple.poll()
-    assert couple.receiver.num_quarantined == 3
+    assert couple.allocator.count(Owner.QUARANTINE) == 3
     for _ in range(4):
         couple.tick()
     assert couple.writer.num_in_quarantine == 3
     couple.writer.die()
     couple.poll()
-    assert couple.receiver.num_quarantined == 0
+    assert couple.allocator.count(Owner.QUARANTINE) == 0
     assert couple.allocator.num_free == couple.num_pages
 
 
@@ -92,12 +92,12 @@ def test_a_new_connection_proves_that_the_old_one_writes_no_more() -> None:
     couple.pump()
     couple.to_prefill.append(couple.receiver.connect(PREFILL))  # says so before the prefill node sees anything
     couple.settle()
-    assert couple.receiver.num_quarantined == 3
+    assert couple.allocator.count(Owner.QUARANTINE) == 3
     couple.hear_decode()
     assert not couple.released[KEY].ok
     assert couple.wire.num_in_flight == 0
     couple.hear_prefill()
-    assert couple.receiver.num_quarantined == 0
+    assert couple.allocator.count(Owner.QUARANTINE) == 0
     assert couple.receiver.is_connected(PREFILL)
     couple.assert_nothing_is_held()
 

@@ -7,11 +7,11 @@ from support.choice_fakes import FakeReader, FakeWriter
 from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.wire.messages import Closed, Connect, Connected, PagesWritten, PrefillDone, Refused
+from common.wire.messages import Closed, Connect, Connected, LayoutMessage, PagesWritten, PrefillDone, Refused
 from kv_transfer.events import PairLost
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
+from kv_transfer.transports.base import Attached, AttachError, Fenced
 from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 
 NUM_PAGES = 8
@@ -26,7 +26,7 @@ def store() -> Iterator[MemfdStore]:
 
 def connect(reader: NegotiatingReader, epoch: int = 1) -> Connect:
     endpoint = reader.offer(PREFILL, epoch)
-    return Connect("decode-0", "model", epoch, to_message(LAYOUT), NUM_PAGES, reader.name, endpoint)
+    return Connect("decode-0", "model", epoch, LayoutMessage.of(LAYOUT), NUM_PAGES, reader.name, endpoint)
 
 
 def both(
@@ -144,7 +144,7 @@ def test_a_new_offer_may_void_writes_under_way(store: MemfdStore) -> None:
 
 def test_a_pair_that_asks_for_different_transports_is_refused(store: MemfdStore) -> None:
     sender = Sender(FakeWriter("slow", store), digest="model")
-    sender.on_message(DECODE, Connect("d", "model", 1, to_message(LAYOUT), NUM_PAGES, "fast", "e"), 0.0)
+    sender.on_message(DECODE, Connect("d", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "fast", "e"), 0.0)
     why = "the decode node transfers by 'fast', this prefill node by 'slow'"
     assert sender.take()[0] == [(DECODE, Refused(why, 1))]
 

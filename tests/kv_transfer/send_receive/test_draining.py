@@ -7,10 +7,19 @@ from support.choice_fakes import FakeWriter
 from support.kv_fakes import DECODE, LAYOUT, MemfdStore
 
 from common.errors import ErrorCode
-from common.wire.messages import AbortTransfer, Closed, Connect, Connected, Grant, PagesWritten, PrefillDone
+from common.wire.messages import (
+    AbortTransfer,
+    Closed,
+    Connect,
+    Connected,
+    Grant,
+    LayoutMessage,
+    PagesWritten,
+    PrefillDone,
+)
 from kv_transfer.send.sender import Sender
 from kv_transfer.states import RESUME_LEASE_S
-from kv_transfer.transports.base import Attached, to_message
+from kv_transfer.transports.base import Attached
 
 NUM_PAGES = 8
 
@@ -26,7 +35,7 @@ def granted(store: MemfdStore) -> tuple[FakeWriter, Sender]:
     """A sender with one write of one page under way, to a peer that it cannot be fenced from."""
     writer = FakeWriter("slow", store)
     sender = Sender(writer, digest="model")
-    sender.on_message(DECODE, Connect("d", "model", 1, to_message(LAYOUT), NUM_PAGES, "slow", "e"), 0.0)
+    sender.on_message(DECODE, Connect("d", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "slow", "e"), 0.0)
     writer.news = [Attached(DECODE, 1)]
     sender.pump(0.0)
     sender.open(("r", 0), DECODE)
@@ -56,7 +65,7 @@ def test_a_write_that_cannot_be_called_back_keeps_no_source_pages_of_a_lost_pair
 
 def test_a_cancelled_transfer_of_a_lost_pair_is_closed_no_sooner(store: MemfdStore) -> None:
     writer, sender = granted(store)
-    sender.on_message(DECODE, Connect("d", "model", 2, to_message(LAYOUT), NUM_PAGES, "slow", "e"), 0.0)
+    sender.on_message(DECODE, Connect("d", "model", 2, LayoutMessage.of(LAYOUT), NUM_PAGES, "slow", "e"), 0.0)
     sender.on_message(DECODE, AbortTransfer("r", 0), 0.0)
     sender.check()
     messages, released = sender.take()
@@ -88,7 +97,7 @@ def broken(store: MemfdStore) -> tuple[FakeWriter, Sender]:
 @pytest.mark.parametrize("resumes", [True, False])
 def test_transfers_go_on_only_after_their_pair_has_formed_again(store: MemfdStore, resumes: bool) -> None:
     writer, sender = broken(store)
-    offer = Connect("d", "model", 2, to_message(LAYOUT), NUM_PAGES, "slow", "e", resumes=resumes)
+    offer = Connect("d", "model", 2, LayoutMessage.of(LAYOUT), NUM_PAGES, "slow", "e", resumes=resumes)
     sender.on_message(DECODE, offer, 0.0)
     writer.news = [Attached(DECODE, 2)]
     sender.pump(0.0)
