@@ -1,4 +1,4 @@
-"""Fixtures of the tests whose ends are processes of their own."""
+"""Fixtures of tests whose nodes run in processes of their own."""
 
 from support.transport_ends import nursery, start, transport
 

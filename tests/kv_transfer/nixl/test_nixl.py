@@ -1,4 +1,4 @@
-"""NIXL's writer: how a reader on its host admits and watches it, which thread begins a write, and invalidation."""
+"""NIXL writers: watching a reader on the same host, threads that begin writes, and invalidation of pool access."""
 
 import json
 import os
@@ -61,14 +61,14 @@ def test_a_reader_on_this_host_gets_the_token_and_is_watched(peer_state: PeerSta
     assert peer_state.is_reader_dead is False
 
 
-def test_a_reader_on_another_host_is_neither_asked_nor_watched(peer_state: PeerState) -> None:
+def test_a_reader_on_another_host_is_not_watched(peer_state: PeerState) -> None:
     assert request_watch(peer_state) is True
     assert (peer_state.watch_socket, peer_state.pidfd) == (None, -1)
 
 
 @pytest.mark.parametrize("address", ["", f"baton-{'0' * 32}:{TOKEN}"])
-def test_a_reader_on_this_host_that_cannot_be_asked_is_not_written_to(peer_state: PeerState, address: str) -> None:
-    """UCX could copy into its memory from process to process, which no reader and no death of ours would fence."""
+def test_attaching_to_an_unreachable_watch_address_on_this_host_is_refused(peer_state: PeerState, address: str) -> None:
+    """UCX could copy from process to process here, and such a copy does not end when the reader or the writer dies."""
     peer_state.endpoint = msgspec.structs.replace(peer_state.endpoint, watch_address=address, host=host_id())
     with pytest.raises(ConnectionError, match="another network namespace"):
         request_watch(peer_state)
@@ -76,10 +76,10 @@ def test_a_reader_on_this_host_that_cannot_be_asked_is_not_written_to(peer_state
     assert request_watch(peer_state) is True
 
 
-def test_a_rejection_does_not_mean_another_host(
+def test_a_rejected_watch_connection_is_not_mistaken_for_another_host(
     peer_state: PeerState, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reader may close before the writer has had a second look at it."""
+    """The reader may close the connection before the writer reads the reader's credentials."""
     plain = nixl_attach.peer_pidfd
 
     def late(watch_socket: socket.socket) -> int:
@@ -92,7 +92,7 @@ def test_a_rejection_does_not_mean_another_host(
     assert (peer_state.watch_socket, peer_state.pidfd) == (None, -1)
 
 
-def test_a_full_backlog_is_waited_out(peer_state: PeerState, name: str, listener: socket.socket) -> None:
+def test_attaching_waits_while_the_backlog_is_full(peer_state: PeerState, name: str, listener: socket.socket) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.connect(f"\0{name}")
         assert request_watch(peer_state) is False
@@ -103,7 +103,7 @@ def test_a_full_backlog_is_waited_out(peer_state: PeerState, name: str, listener
 
 @pytest.fixture
 def writer() -> Iterator[NixlWriter]:
-    """Attached to a reader in this process; with pages of 1, 2 and so on."""
+    """A writer attached to a reader in this process. Page ``i`` of its pool is filled with ``i + 1``."""
     stores = [MemfdStore(4), MemfdStore(4)]
     for page in range(4):
         stores[0].fill(page, page + 1)
@@ -113,7 +113,7 @@ def writer() -> Iterator[NixlWriter]:
     end = time.monotonic() + 20
     while not (news := writer.poll()):
         reader.poll(time.monotonic())
-        assert time.monotonic() < end, "never attached"
+        assert time.monotonic() < end, "the writer did not attach"
     assert not news[0].problem
     yield writer
     writer.close()
@@ -127,12 +127,12 @@ def until(writer: NixlWriter, tickets: list[int]) -> None:
     end, done = time.monotonic() + 20, []
     while done != tickets:
         done += writer.done()
-        assert time.monotonic() < end, f"over are only {done}"
+        assert time.monotonic() < end, f"only writes {done} have ended"
 
 
 @pytest.fixture
 def beginners(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the threads that have begun writes, one by one."""
+    """Names of the threads that begin writes, in order."""
     found: list[str] = []
     transfer = writer._transfer
     monkeypatch.setattr(
@@ -141,31 +141,31 @@ def beginners(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_the_loop_begins_writes_until_its_budget_is_spent(
+def test_the_calling_thread_begins_writes_until_its_budget_is_spent(
     writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waking a thread takes longer than a page; but the loop never waits long before it asks what is done."""
+    """A small write costs less than waking a thread. The budget limits how long one turn may be blocked."""
     page_s = LAYOUT.page_bytes * writer._peers[DECODE].s_per_byte
     monkeypatch.setattr(nixl_writer, "HOLD_S", 2.5 * page_s)
-    assert writer.done() == []  # a new turn
+    assert writer.done() == []  # the next turn
     here = threading.current_thread().name
     until(writer, [writer.write(DECODE, [(page, 3 - page)]) for page in range(3)])
     assert beginners == [here, here, "nixl-send"]
     until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
     until(writer, [writer.write(DECODE, [(0, 3), (1, 2), (2, 1)])])
     assert beginners[3:] == [here, "nixl-send"]
-    wait_for(lambda: writer.poll() == [] and not writer._spent)  # no handle is kept
+    wait_for(lambda: writer.poll() == [] and not writer._spent)  # the write's handle is released
     assert writer.counters()["bytes_by_nixl"] == 8 * LAYOUT.page_bytes
 
 
-def test_the_cost_of_a_write_is_learnt_from_the_last_large_one(
+def test_the_cost_of_a_write_is_measured_on_the_last_large_write(
     writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl_writer, "MIN_MEASURED_BYTES", 2 * LAYOUT.page_bytes)
     peer_state = writer._peers[DECODE]
     peer_state.s_per_byte = guessed = 1e-9
     until(writer, [writer.write(DECODE, [(0, 3)])])
-    assert peer_state.s_per_byte == guessed, "a short one tells nothing"
+    assert peer_state.s_per_byte == guessed, "a small write changed the measured cost"
     peer_state.s_per_byte = 1.0
     until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
     assert 0 < peer_state.s_per_byte < 1e-3
@@ -173,8 +173,8 @@ def test_the_cost_of_a_write_is_learnt_from_the_last_large_one(
     assert beginners == [threading.current_thread().name, "nixl-send", threading.current_thread().name]
 
 
-def test_a_small_write_that_fails_is_not_over(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of it may have begun."""
+def test_a_small_write_that_fails_is_not_reported_as_ended(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL may already have begun part of it."""
     until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
     jobs: list[Any] = []
     with monkeypatch.context() as patch:
@@ -190,16 +190,16 @@ def test_a_small_write_that_fails_is_not_over(writer: NixlWriter, monkeypatch: p
     assert writer.counters()["stuck_writes"] == 1
 
 
-def test_a_failed_write_of_a_detached_pair_is_reported_as_over(peer_state: PeerState) -> None:
-    """Otherwise its transfer, and its source pages, would wait for it for ever."""
+def test_a_failed_write_of_a_detached_pair_is_reported_as_ended(peer_state: PeerState) -> None:
+    """Without the report, the transfer would hold its source pages forever."""
     store = MemfdStore(2)
     writer = NixlWriter(store)
     writer._peers[peer_state.peer] = peer_state
-    peer_state.num_open = 1  # one that is under way
-    ticket = writer.write(peer_state.peer, [(0, 0)])  # this cannot begin: nothing is known of the peer's pages
+    peer_state.num_open = 1  # one write is in progress
+    ticket = writer.write(peer_state.peer, [(0, 0)])  # cannot begin: the peer's pages are unknown
     ends = time.monotonic() + 10
     while not writer.poll():
-        assert time.monotonic() < ends, "the connection does not break"
+        assert time.monotonic() < ends, "the connection did not break"
         time.sleep(0.001)
     assert writer.done() == []
     assert writer.detach(peer_state.peer) is False
@@ -210,7 +210,7 @@ def test_a_failed_write_of_a_detached_pair_is_reported_as_over(peer_state: PeerS
     store.close()
 
 
-# ---- pages that are taken back ----------------------------------------------------------------------------------
+# ---- invalidation -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -225,20 +225,22 @@ def reader() -> Iterator[NixlReader]:
 def wait_for(look: Callable[[], Any]) -> Any:
     end = time.monotonic() + 20
     while not (found := look()):
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, "the expected state was not reached"
         time.sleep(0.005)
     return found
 
 
 def offer(reader: NixlReader, peer: str, epoch: int) -> tuple[str, int]:
-    """(agent, epoch up to which all is void)"""
+    """Agent of the offer, and the epoch up to which earlier writes are void."""
     endpoint = msgspec.json.decode(reader.offer(peer, epoch), type=Endpoint)
     return endpoint.agent, endpoint.voided
 
 
 @pytest.mark.parametrize("change", [{"agent": "bmV3"}, {"pool_at": 1}, {"voided": 9}, {"seal": ""}, {"seal": "é"}, {}])
-def test_only_what_was_sealed_with_our_key_reaches_nixl(reader: NixlReader, change: dict[str, Any]) -> None:
-    """One wrong byte of an agent's metadata can bring the process down, or make it refuse the true agent for good."""
+def test_an_endpoint_not_sealed_with_our_key_is_refused_before_nixl_reads_it(
+    reader: NixlReader, change: dict[str, Any]
+) -> None:
+    """One wrong byte in an agent's metadata can crash NIXL or make it refuse the real agent permanently."""
     said = msgspec.json.decode(reader.offer(PREFILL, 1))
     assert opened(json.dumps(said), b"") == Endpoint(**said)
     key = b"" if change else b"another"
@@ -246,7 +248,7 @@ def test_only_what_was_sealed_with_our_key_reaches_nixl(reader: NixlReader, chan
         opened(json.dumps(said | change), key)
 
 
-def test_an_offer_under_another_key_attaches_and_voids_nothing(peer_state: PeerState) -> None:
+def test_an_offer_sealed_with_another_key_neither_attaches_nor_voids_writes(peer_state: PeerState) -> None:
     stores = MemfdStore(2), MemfdStore(2)
     writer, reader = NixlWriter(stores[0], key=b"ours"), NixlReader(stores[1], key=b"theirs")
     connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), 2, "nixl", reader.offer(PREFILL, 1))
@@ -263,8 +265,8 @@ def test_an_offer_under_another_key_attaches_and_voids_nothing(peer_state: PeerS
         store.close()
 
 
-def test_an_agent_stays_while_a_writer_is_attaching_to_it(reader: NixlReader) -> None:
-    """Its offers are good as long; new ones name the new agent, and say that the old one is gone once it is."""
+def test_an_agent_is_kept_until_attaching_writers_have_finished(reader: NixlReader) -> None:
+    """Existing offers keep naming the old agent; new offers void the old epochs once that agent is released."""
     old = offer(reader, "p1", 1)
     assert reader.chosen("p1", 1, "nixl")
     assert offer(reader, "p2", 2) == old
@@ -281,10 +283,10 @@ def test_an_agent_stays_while_a_writer_is_attaching_to_it(reader: NixlReader) ->
     assert reader.counters()["nixl_invalidations"] == 1
 
 
-def test_nothing_is_invalidated_while_a_process_of_this_host_is_watched(
+def test_no_agent_is_invalidated_while_a_process_on_this_host_is_watched(
     reader: NixlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It could have a way in that needs no agent."""
+    """Such a process could have access to the pool without an agent."""
     for peer, epoch in (("far", 1), ("near", 2)):
         offer(reader, peer, epoch)
         assert reader.chosen(peer, epoch, "nixl")
@@ -309,13 +311,13 @@ def test_an_agent_that_nixl_does_not_release_is_no_fence(reader: NixlReader, mon
     assert reader.chosen("far", 2, "nixl")
     reader.reclaim("far", 2)
     time.sleep(0.1)
-    assert (reader.poll(0.0), reader._old) == ([], None), "the next one would call void what this one lets in"
+    assert (reader.poll(0.0), reader._old) == ([], None), "a second invalidation began"
 
 
-def test_a_pair_that_fails_repeatedly_does_not_invalidate_each_time(
+def test_repeated_failures_of_a_pair_do_not_invalidate_each_time(
     reader: NixlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That breaks every other pair, too."""
+    """Each invalidation breaks every other pair too."""
     for epoch in (1, 2):
         offer(reader, "far", epoch)
         assert reader.chosen("far", epoch, "nixl")
@@ -328,7 +330,7 @@ def test_a_pair_that_fails_repeatedly_does_not_invalidate_each_time(
     assert [news.epoch for news in wait_for(lambda: reader.poll(0.0))] == [2]
 
 
-def test_pages_that_were_not_granted_are_not_reclaimed(reader: NixlReader) -> None:
+def test_pages_that_were_never_granted_cause_no_invalidation(reader: NixlReader) -> None:
     offer(reader, "far", 1)
     reader.reclaim("far", 2)
     reader.reclaim("near", 1)

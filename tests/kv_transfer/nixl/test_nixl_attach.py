@@ -1,4 +1,4 @@
-"""Several NIXL attachments at the same time: each probes the way in an area of its own."""
+"""Several concurrent NIXL attachments. Each attachment probes its route in a separate memory area."""
 
 import time
 from collections.abc import Iterator
@@ -38,11 +38,11 @@ def connect_to(reader: NixlReader, peer: str, epoch: int) -> Connect:
 
 
 def wait_for_answers(writers: list[NixlWriter], readers: list[NixlReader], num_answers: int) -> list[str]:
-    """Problems of the first ``num_answers`` attachments that end; an attachment that works has an empty one."""
+    """Problems of the first ``num_answers`` attachments that end; empty strings for the attachments that succeed."""
     problems: list[str] = []
     until = time.monotonic() + PATIENCE_S
     while len(problems) < num_answers:
-        assert time.monotonic() < until, f"{len(problems)} of {num_answers} attachments have ended"
+        assert time.monotonic() < until, f"only {len(problems)} of {num_answers} attachments have ended"
         for reader in readers:
             reader.poll(time.monotonic())
         for writer in writers:

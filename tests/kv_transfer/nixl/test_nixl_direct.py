@@ -1,7 +1,7 @@
-"""NIXL between the memories of devices.
+"""NIXL transfers between device pools without host staging.
 
-Where there is no GPU, other host memory stands for a device's: NIXL is told the kind that the memory really has, and
-everything else is as it would be.
+Without a GPU, a second host allocation stands for device memory. NIXL is told that it is host memory; everything else
+is unchanged.
 """
 
 import time
@@ -28,7 +28,7 @@ SIZE = LAYOUT.page_bytes
 
 
 class DeviceStore(MemfdStore):
-    """A pool beside ``memory``, as on a device."""
+    """A page store whose pool is separate from ``memory``, as on a device."""
 
     is_mapped = is_in_place = False
 
@@ -54,7 +54,7 @@ def is_like_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pair(is_like_host_memory: None) -> Iterator[Callable[..., tuple[NixlWriter, NixlReader]]]:
-    """Attach one to the other; both in this process."""
+    """Attach a writer and a reader in this process, and copy pages between them."""
     opened: list[Any] = []
 
     def make(ours: PageStore, theirs: PageStore, *, directs: tuple[bool, bool]) -> tuple[NixlWriter, NixlReader]:
@@ -74,7 +74,7 @@ def attach(writer: NixlWriter, reader: NixlReader, layout: Any) -> None:
     end = time.monotonic() + 60
     while not (news := writer.poll()):
         reader.poll(time.monotonic())
-        assert time.monotonic() < end, "never attached"
+        assert time.monotonic() < end, "the writer did not attach"
     assert news == [Attached(DECODE, 1)]
 
 
@@ -86,13 +86,13 @@ def write(
     ticket, done = writer.write(DECODE, pages, slices), []
     end = time.monotonic() + 60
     while not (done := done + writer.done()):
-        assert time.monotonic() < end, "never over"
+        assert time.monotonic() < end, "the write did not end"
     assert done == [ticket]
     reader.store.landed(targets)
 
 
 @pytest.mark.parametrize("directs", [(True, True), (True, False), (False, True)], ids=str)
-def test_pages_arrive_whichever_end_is_direct(
+def test_pages_arrive_if_either_pool_or_both_are_direct(
     pair: Callable[..., tuple[NixlWriter, NixlReader]], directs: tuple[bool, bool]
 ) -> None:
     ours, theirs = DeviceStore(), DeviceStore()
@@ -103,18 +103,18 @@ def test_pages_arrive_whichever_end_is_direct(
     expected[3], expected[0] = ours.device_pages[1], ours.device_pages[2]
     assert torch.equal(theirs.device_pages, expected)
     assert (ours.num_exported, theirs.num_landed) == (0 if directs[0] else 2, 0 if directs[1] else 2)
-    assert any(theirs.memory[:]) is not directs[1], "host memory was used, or not"
+    assert any(theirs.memory[:]) is not directs[1], "host memory was used by a direct pool only"
     assert reader.store.is_in_place is directs[1]
 
 
 def test_a_slice_of_a_page_goes_directly(pair: Callable[..., tuple[NixlWriter, NixlReader]]) -> None:
-    """The first two tokens of a page become the last two of another."""
+    """The first two tokens of a page become the last two tokens of another page."""
     ours, theirs = DeviceStore(), DeviceStore()
     ours.device_pages[2] = torch.arange(SIZE)
     writer, reader = pair(ours, theirs, directs=(True, True))
     front, back = PageSlice(0, 2), PageSlice(2, 2)
     write(writer, reader, [(2, 1)], SlicePair(LAYOUT, front, LAYOUT, back))
-    half = SIZE // 4  # keys and values, two tokens of four
+    half = SIZE // 4  # keys and values of two of the four tokens
     page = theirs.device_pages[1].view(2, 2, half)
     assert torch.equal(page[:, 1], torch.arange(SIZE).view(2, 2, half)[:, 0])
     assert not page[:, 0].any()
@@ -122,7 +122,7 @@ def test_a_slice_of_a_page_goes_directly(pair: Callable[..., tuple[NixlWriter, N
 
 
 @pytest.mark.parametrize("open_end", [open_reader, open_writer])
-def test_a_pool_in_host_memory_cannot_be_direct(open_end: Callable[..., Any]) -> None:
+def test_gpu_direct_with_a_pool_in_host_memory_is_refused(open_end: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="--gpu-direct moves pages between GPUs, and this pool is in host memory"):
         open_end(MemfdStore(2), TransportSettings("nixl", gpu_direct=True))
 
@@ -135,7 +135,7 @@ def test_memory_that_nixl_cannot_register_is_refused_with_the_flag_named(end: An
 
 
 @pytest.mark.parametrize("words", [{"transport": "auto"}, {"transport": "nixl", "device": "cpu"}], ids=str)
-def test_the_flag_is_refused_where_it_would_do_nothing(words: dict[str, str]) -> None:
+def test_gpu_direct_is_refused_where_it_has_no_effect(words: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="--gpu-direct needs --transport nixl and CUDA"):
         NodeConfig(gpu_direct=True, **words)  # type: ignore[arg-type]
     assert NodeConfig(gpu_direct=True, transport="nixl").gpu_direct is True
@@ -143,7 +143,7 @@ def test_the_flag_is_refused_where_it_would_do_nothing(words: dict[str, str]) ->
 
 @pytest.mark.cuda
 def test_pages_go_from_gpu_to_gpu() -> None:
-    last = torch.cuda.device_count() - 1  # the same, if there is but one
+    last = torch.cuda.device_count() - 1  # the first GPU again if there is only one
     ours, theirs = (KVPool(LAYOUT, NUM_PAGES, f"cuda:{device}") for device in (0, last))
     ours.tensor.copy_(torch.randn(ours.tensor.shape))
     torch.cuda.synchronize()

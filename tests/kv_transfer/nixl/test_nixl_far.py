@@ -1,9 +1,8 @@
-"""A NIXL writer on another host is out of reach, and may be dead or not: the pages granted to it come back all the
-same.
+"""NIXL writers on another host: pages granted to a lost writer come back although nothing proves it dead.
 
-Processes of this host stand for other hosts: without a watch address, with another host id, and with UCX limited to TCP
-with little room in its sockets. The decode node is stopped while pages are on their way, so that writes are queued in
-the writer when it is stopped itself.
+Processes of this host stand for other hosts: they have no watch address, another host id, and UCX limited to TCP with
+small socket buffers. The decode node is stopped while pages are in flight, so that writes are still queued in the
+writer when it is stopped too.
 """
 
 import signal
@@ -37,20 +36,20 @@ def cluster(nursery: Nursery) -> Iterator[Cluster]:
 
 
 def stop_in_mid_write(cluster: Cluster, rids: dict[str, str]) -> None:
-    """Every one of these nodes has pages of its request on their way, and is stopped."""
+    """Stop each of these nodes while the pages of its request are in flight."""
     for name, rid in rids.items():
         cluster.reach("granted", rid, name, "d0", SOME)
     cluster.ends["d0"].signal(signal.SIGSTOP)
     for name in rids:
         cluster.ask(name, "pump", max_pages=SOME)
         time.sleep(0.3)
-        assert cluster.ask(name, "counters")["bytes_by_nixl"] == 0, "the write is over"
+        assert cluster.ask(name, "counters")["bytes_by_nixl"] == 0, "the write ended before the node was stopped"
         cluster.ends[name].signal(signal.SIGSTOP)
     cluster.ends["d0"].signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
-def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
+def test_pages_of_a_lost_writer_come_back_and_it_never_writes_them_again(
     cluster: Cluster, ending: signal.Signals
 ) -> None:
     stop_in_mid_write(cluster, {"p0": "a"})
@@ -59,12 +58,12 @@ def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
     cluster.balanced("d0")
     assert cluster.ask("d0", "counters")["nixl_invalidations"] == 1
     cluster.serve("b", "p1", "d0", NUM_PAGES - 1)
-    cluster.reach("granted", "e", "p1", "d0", 1)  # keeps the decode node at its data connections
+    cluster.reach("granted", "e", "p1", "d0", 1)  # keeps the decode node polling its data connections
     cluster.ends["p0"].signal(ending)
     if ending == signal.SIGCONT:
         cluster.ask("p0", "page_counts")
     time.sleep(0.5)
-    cluster.ask("d0", "give_back", rid="b")  # which looks at every byte
+    cluster.ask("d0", "give_back", rid="b")  # checks every byte
     cluster.go_on("e", "p1", "d0")
     cluster.ask("d0", "give_back", rid="e")
     if ending == signal.SIGCONT:
@@ -80,8 +79,8 @@ def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
     cluster.balanced("d0")
 
 
-def test_pages_of_a_pair_that_the_invalidation_breaks_are_written_again(cluster: Cluster) -> None:
-    """Its writes failed, and nothing but the new offer says that they are over."""
+def test_writes_of_other_pairs_that_an_invalidation_breaks_are_repeated(cluster: Cluster) -> None:
+    """The writes of the other pair fail, and only the new offer proves that they have ended."""
     stop_in_mid_write(cluster, {"p0": "a", "p1": "b"})
     cluster.part("d0", "p0")
     cluster.ends["p0"].signal(signal.SIGKILL)
@@ -98,27 +97,27 @@ def test_pages_of_a_pair_that_the_invalidation_breaks_are_written_again(cluster:
 
 @pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
 def test_a_lost_decode_node_holds_no_pages_of_the_prefill_node(cluster: Cluster, ending: signal.Signals) -> None:
-    """Other requests use the pages while the write still reads them. If the decode node wakes, the write ends in pages
-    that are not in use.
+    """Other requests use the pages while the write still reads them. If the decode node wakes up, the write ends in
+    pages that are not in use.
     """
     cluster.start("d1", **FAR)
     cluster.reach("granted", "a", "p0", "d0", SOME)
     cluster.ends["d0"].signal(signal.SIGSTOP)
     cluster.ask("p0", "pump", max_pages=SOME)
     time.sleep(0.3)
-    assert cluster.ask("p0", "counters")["bytes_by_nixl"] == 0, "the write is over"
+    assert cluster.ask("p0", "counters")["bytes_by_nixl"] == 0, "the write ended before the node was lost"
     assert cluster.page_counts("p0")["free"] == NUM_PAGES - SOME
     if ending == signal.SIGKILL:
         cluster.ends["d0"].kill()
         until(lambda: cluster.ask("p0", "counters")["stuck_writes"] == 1)
-        assert cluster.page_counts("p0")["free"] == NUM_PAGES - SOME, "it may yet be written again"
+        assert cluster.page_counts("p0")["free"] == NUM_PAGES - SOME, "pages that a repeated write needs were released"
     cluster.part("p0", "d0")
     assert cluster.page_counts("p0") == {"free": NUM_PAGES, "aside": 0, "ends": {"a": False}}
     cluster.serve("b", "p0", "d1", NUM_PAGES)
     if ending == signal.SIGCONT:
         cluster.ends["d0"].signal(ending)
         until(lambda: cluster.ask("p0", "counters")["bytes_by_nixl"] > NUM_PAGES * LAYOUT.page_bytes)
-        assert cluster.page_counts("d0")["free"] == NUM_PAGES - SOME, "and none of these is touched"
+        assert cluster.page_counts("d0")["free"] == NUM_PAGES - SOME, "the late write changed a page count"
         cluster.part("d0", "p0")
         assert cluster.page_counts("d0")["aside"] == SOME
         cluster.serve("c", "p0", "d0", SOME)

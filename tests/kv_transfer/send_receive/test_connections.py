@@ -1,4 +1,4 @@
-"""Connections of a prefill and a decode node: which nodes fit, and what an earlier epoch can still do."""
+"""Connections between a prefill and a decode node: which pairs are accepted, and what an old epoch may still do."""
 
 import msgspec
 from support.couples import KEY, couple, failure, shipped, slow
@@ -15,7 +15,7 @@ __all__ = ["couple"]
 # ---- pairs ------------------------------------------------------------------------------------------------------
 
 
-def test_a_pair_that_cannot_work_is_refused_with_a_sentence() -> None:
+def test_an_incompatible_pair_is_refused_with_an_explanation() -> None:
     base = Couple().receiver.connect(PREFILL)
     wrong: dict[str, dict[str, object]] = {
         "serves a model with digest other": {"digest": "other"},
@@ -55,7 +55,7 @@ def test_transfers_of_a_refused_pair_fail_at_once() -> None:
 def test_a_lost_connection_alone_frees_nothing() -> None:
     couple = slow()
     shipped(couple, 3)
-    couple.receiver.peer_lost(PREFILL)  # the prefill node has not noticed, and goes on writing
+    couple.receiver.peer_lost(PREFILL)  # the prefill node has not noticed and keeps writing
     couple.settle()
     assert failure(couple).code is ErrorCode.NODE_LOST
     couple.poll()
@@ -69,7 +69,7 @@ def test_a_lost_connection_alone_frees_nothing() -> None:
     assert couple.allocator.num_free == couple.num_pages
 
 
-def test_a_dead_writer_fails_its_transfers_and_frees_their_pages() -> None:
+def test_death_of_a_writer_fails_its_transfers_and_frees_their_pages() -> None:
     couple = slow()
     couple.open(KEY, 3)
     couple.begin(KEY, 3)
@@ -83,14 +83,14 @@ def test_a_dead_writer_fails_its_transfers_and_frees_their_pages() -> None:
     assert list(couple.receiver.peers()) == []
 
 
-def test_a_new_connection_proves_that_the_old_one_writes_no_more() -> None:
+def test_a_new_connection_proves_that_writes_of_the_old_one_have_ended() -> None:
     couple = slow()
     couple.open(KEY, 3)
     couple.begin(KEY, 3)
     couple.hear_decode()
     couple.compute(KEY, 2)
     couple.pump()
-    couple.to_prefill.append(couple.receiver.connect(PREFILL))  # says so before the prefill node sees anything
+    couple.to_prefill.append(couple.receiver.connect(PREFILL))  # before the prefill node notices
     couple.settle()
     assert couple.allocator.count(Owner.QUARANTINE) == 3
     couple.hear_decode()
@@ -102,7 +102,7 @@ def test_a_new_connection_proves_that_the_old_one_writes_no_more() -> None:
     couple.assert_nothing_is_held()
 
 
-def test_news_of_an_earlier_connection_connects_no_later_one() -> None:
+def test_an_attachment_of_an_earlier_connection_does_not_connect_a_later_one() -> None:
     couple = Couple()
     couple.receiver.connect(PREFILL)
     couple.receiver.connect(PREFILL)
@@ -111,7 +111,7 @@ def test_news_of_an_earlier_connection_connects_no_later_one() -> None:
     assert couple.receiver.counters()["stale_messages"] == 1
 
 
-def test_a_refusal_of_an_earlier_connection_refuses_no_later_one() -> None:
+def test_a_refusal_of_an_earlier_connection_does_not_refuse_a_later_one() -> None:
     couple = Couple()
     couple.receiver.connect(PREFILL)
     couple.begin(KEY, 2)
@@ -141,10 +141,10 @@ def test_grants_and_deliveries_of_an_earlier_epoch_are_refused(couple: Couple) -
     assert couple.target.num_landed == 0
 
 
-def test_a_late_fence_of_an_earlier_epoch_leaves_this_one_alone(couple: Couple) -> None:
+def test_a_late_fence_of_an_earlier_epoch_does_not_affect_the_current_one(couple: Couple) -> None:
     couple.to_prefill.append(couple.receiver.connect(PREFILL))
     couple.settle()
-    couple.hear_decode()  # lets go of the pool under epoch 1; the reader's transport will say so when it is asked
+    couple.hear_decode()  # detaches epoch 1; the reader's transport reports it at the next poll
     couple.hear_prefill()
     couple.open(KEY, 2)
     couple.begin(KEY, 2)
@@ -166,7 +166,7 @@ def test_an_old_offer_is_counted_and_ignored(couple: Couple) -> None:
     assert couple.sender.counters()["stale_messages"] == 1
 
 
-def test_requests_that_were_granted_nothing_survive_a_new_connection(couple: Couple) -> None:
+def test_requests_without_a_grant_survive_a_new_connection(couple: Couple) -> None:
     couple.open(KEY, 2)
     couple.open(("granted", 0), 2)
     couple.begin(("granted", 0), 2)
@@ -188,7 +188,7 @@ def test_close_releases_everything(couple: Couple) -> None:
     couple.settle()
     assert not couple.released[KEY].ok
     couple.poll()
-    assert couple.allocator.count(Owner.GRANT) == 2  # it may come back
+    assert couple.allocator.count(Owner.GRANT) == 2  # the prefill node may come back
     couple.receiver.close()
     couple.settle()
     assert failure(couple).code is ErrorCode.NODE_LOST

@@ -1,4 +1,4 @@
-"""A sender whose writes cannot be called back, or whose pair breaks: when it releases pages, and what it reports."""
+"""A sender whose writes cannot be recalled or whose pair breaks: when pages are released and what is reported."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def store() -> Iterator[MemfdStore]:
 
 
 def granted(store: MemfdStore) -> tuple[FakeWriter, Sender]:
-    """A sender with one write of one page under way, to a peer that it cannot be fenced from."""
+    """A sender with one write of one page in flight, over a transport that cannot fence its peer."""
     writer = FakeWriter("slow", store)
     sender = Sender(writer, digest="model")
     sender.on_message(DECODE, Connect("d", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "slow", "e"), 0.0)
@@ -48,7 +48,7 @@ def granted(store: MemfdStore) -> tuple[FakeWriter, Sender]:
     return writer, sender
 
 
-def test_a_write_that_cannot_be_called_back_keeps_no_source_pages_of_a_lost_pair_and_closed_waits_for_it(
+def test_a_lost_pair_releases_source_pages_at_once_and_sends_closed_after_the_write_ends(
     store: MemfdStore,
 ) -> None:
     writer, sender = granted(store)
@@ -63,7 +63,7 @@ def test_a_write_that_cannot_be_called_back_keeps_no_source_pages_of_a_lost_pair
     assert sender.take() == ([(DECODE, Closed("r", 0, "failed", "the decode node was lost", ErrorCode.NODE_LOST))], [])
 
 
-def test_a_cancelled_transfer_of_a_lost_pair_is_closed_no_sooner(store: MemfdStore) -> None:
+def test_a_transfer_aborted_after_its_pair_was_replaced_is_closed_after_the_write_ends(store: MemfdStore) -> None:
     writer, sender = granted(store)
     sender.on_message(DECODE, Connect("d", "model", 2, LayoutMessage.of(LAYOUT), NUM_PAGES, "slow", "e"), 0.0)
     sender.on_message(DECODE, AbortTransfer("r", 0), 0.0)
@@ -95,7 +95,7 @@ def broken(store: MemfdStore) -> tuple[FakeWriter, Sender]:
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_transfers_go_on_only_after_their_pair_has_formed_again(store: MemfdStore, resumes: bool) -> None:
+def test_transfers_continue_only_after_their_pair_is_connected_again(store: MemfdStore, resumes: bool) -> None:
     writer, sender = broken(store)
     offer = Connect("d", "model", 2, LayoutMessage.of(LAYOUT), NUM_PAGES, "slow", "e", resumes=resumes)
     sender.on_message(DECODE, offer, 0.0)
@@ -113,13 +113,13 @@ def test_transfers_go_on_only_after_their_pair_has_formed_again(store: MemfdStor
     sender.on_message(DECODE, Grant("r", 0, 2, 0, (6, 5)), 0.0)
     sender.finish(("r", 0), PrefillDone("r", 0, 7, 9), [2, 3])
     sender.pump(0.0)
-    writer.finished = [1, 2]  # the first is of the connection that broke
+    writer.finished = [1, 2]  # ticket 1 belongs to the connection that broke
     sender.pump(0.0)
     sender.check()
     assert [m for _, m in sender.take()[0]] == [PrefillDone("r", 0, 7, 9), PagesWritten("r", 0, 2, (0, 1))]
 
 
-def test_a_pair_that_breaks_for_good_ends_its_transfers_with_the_cause(store: MemfdStore) -> None:
+def test_a_pair_that_breaks_permanently_ends_its_transfers_with_the_cause(store: MemfdStore) -> None:
     _, sender = broken(store)
     sender.pump(RESUME_LEASE_S - 0.1)
     assert sender.take() == ([], [])

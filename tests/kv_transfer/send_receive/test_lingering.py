@@ -1,6 +1,6 @@
-"""Writes that cannot be called back, as NIXL's, when their pair is dropped.
+"""Pairs that are dropped while writes are in flight that cannot be recalled, as with NIXL.
 
-They hold no source pages, and no message says that they are over before they are.
+Such writes hold no source pages, and no message reports them as ended before they are.
 """
 
 from support.couples import KEY, shipped
@@ -20,7 +20,7 @@ from scripts.simulator.inprocess_transport import Wire
 
 
 def in_flight(*others: RequestKey) -> Couple:
-    """A transfer of two pages with one on its way that cannot be called back, and others of which nothing is."""
+    """Start transfers of two pages each, with one irrevocable write of ``KEY`` in flight and no other."""
     couple = Couple(Wire(latency=3, can_recall=False))
     couple.connect()
     for key in (KEY, *others):
@@ -32,8 +32,8 @@ def in_flight(*others: RequestKey) -> Couple:
     return couple
 
 
-def test_writes_that_cannot_be_called_back_are_retried_after_a_break_once_they_are_over() -> None:
-    """That they are over says nothing of whether they have come."""
+def test_irrevocable_writes_are_repeated_after_a_break_once_they_have_ended() -> None:
+    """The end of such a write does not prove that its page arrived."""
     other = ("s", 0)
     couple = in_flight(other)
     couple.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
@@ -44,7 +44,7 @@ def test_writes_that_cannot_be_called_back_are_retried_after_a_break_once_they_a
     assert not couple.to_decode and not couple.released
     for key in (KEY, other):
         couple.finish(key)
-    couple.sender._transport.detach(DECODE)  # as the choice of transports does, until it is let go
+    couple.sender._transport.detach(DECODE)  # as the negotiating transport does until this returns True
     couple.run()
     assert [type(couple.events[key]) for key in (KEY, other)] == [Completed] * 2
     assert couple.writer.written.count(couple.grants[KEY][0]) == 2
@@ -54,8 +54,8 @@ def test_writes_that_cannot_be_called_back_are_retried_after_a_break_once_they_a
     couple.assert_nothing_is_held()
 
 
-def test_a_lost_decode_node_holds_no_source_pages_though_writes_to_it_cannot_be_called_back() -> None:
-    """What they read now goes to pages in quarantine, which come back when it is over."""
+def test_a_lost_decode_node_holds_no_source_pages_despite_irrevocable_writes() -> None:
+    """The write goes to pages in quarantine, which come back when it ends."""
     couple = in_flight()
     couple.sender.peer_lost(DECODE)
     couple.settle()
@@ -72,8 +72,8 @@ def test_a_lost_decode_node_holds_no_source_pages_though_writes_to_it_cannot_be_
     couple.assert_nothing_is_held()
 
 
-def test_no_transfer_is_closed_while_such_writes_are_under_way() -> None:
-    """After ``Closed`` the decode node would give the pages to another request, although they may still be written."""
+def test_no_transfer_is_closed_while_irrevocable_writes_are_in_flight() -> None:
+    """After ``Closed`` the decode node would give the pages to another request although they may still be written."""
     couple = in_flight()
     couple.sender.peer_lost(DECODE)
     couple.settle()
@@ -91,7 +91,7 @@ def test_no_transfer_is_closed_while_such_writes_are_under_way() -> None:
 
 
 def chosen() -> Couple:
-    """As ``in_flight``, through the choice of transports, which waits where letting go must."""
+    """Like ``in_flight``, but with negotiation, which waits until a peer is detached."""
     couple = Couple(Wire(latency=3, can_recall=False))
     couple.sender = Sender(NegotiatingWriter([couple.writer]), digest="model")
     couple.receiver = Receiver(NegotiatingReader([couple.reader]), couple.allocator, digest="model")
@@ -100,24 +100,24 @@ def chosen() -> Couple:
     return couple
 
 
-def test_writes_that_a_new_offer_voids_end_before_pages_are_granted_under_it() -> None:
+def test_writes_that_a_new_offer_voids_end_before_new_pages_are_granted() -> None:
     couple = chosen()
     couple.writer.voided = lambda *_: [couple.wire.tick() for _ in range(4)]  # type: ignore[method-assign,assignment,return-value]
     couple.reader.gone(couple.writer, "the pool was registered again")
     couple.poll()
     couple.now = BACKOFF_S
     couple.poll()
-    couple.reader.writers[couple.writer] = (PREFILL, 1)  # it has not heard of that
+    couple.reader.writers[couple.writer] = (PREFILL, 1)  # the reader has not noticed yet
     couple.hear_decode()
     couple.drain_to_decode()
     assert [type(message) for message in couple.to_prefill] == [Grant]
-    couple.hear_decode()  # with no turn of the prefill node in between
+    couple.hear_decode()  # without a poll of the prefill node in between
     couple.run()
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_writes_that_are_known_to_be_over_leave_nothing_of_their_transfer() -> None:
-    """The new connection says it of all of them."""
+def test_writes_that_have_ended_leave_nothing_of_their_transfer() -> None:
+    """The new connection declares all earlier writes ended."""
     couple = chosen()
     couple.disconnect()
     for _ in range(4):
@@ -130,7 +130,7 @@ def test_writes_that_are_known_to_be_over_leave_nothing_of_their_transfer() -> N
     couple.assert_nothing_is_held()
 
 
-def test_a_request_that_is_called_off_after_such_a_break_holds_nothing() -> None:
+def test_a_request_aborted_after_a_break_holds_no_source_pages() -> None:
     couple = in_flight()
     couple.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
     couple.sender.abort(KEY, "aborted")
@@ -139,11 +139,11 @@ def test_a_request_that_is_called_off_after_such_a_break_holds_nothing() -> None
     assert not couple.to_decode
 
 
-def test_a_pair_that_breaks_after_a_request_was_called_off_holds_nothing_of_it() -> None:
+def test_a_pair_that_breaks_after_an_abort_releases_the_source_pages() -> None:
     couple = in_flight()
     couple.sender.abort(KEY, "aborted")
     couple.settle()
-    assert KEY not in couple.released, "its page will soon have been read"
+    assert KEY not in couple.released, "the source pages were released while a write was in flight"
     couple.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
     couple.settle()
     assert KEY in couple.released

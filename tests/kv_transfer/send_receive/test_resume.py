@@ -1,4 +1,4 @@
-"""A data connection that breaks while the control connection holds: how often it is mended, and what that costs."""
+"""A data connection that breaks while the control connection holds: how often it is retried and what is repeated."""
 
 import pytest
 from support.couples import KEY, halfway, shipped, slow, snap
@@ -25,10 +25,10 @@ def couple() -> Couple:
     return slow()
 
 
-# ---- how often, and when --------------------------------------------------------------------------------------------
+# ---- retries -----------------------------------------------------------------------------------------------------
 
 
-def test_pauses_double_up_to_a_limit() -> None:
+def test_the_backoff_doubles_up_to_a_limit() -> None:
     connection = PrefillConnection(1, "p", was_attached=True)
     pauses = []
     while connection.broke("", 10.0):
@@ -43,11 +43,11 @@ def test_pauses_double_up_to_a_limit() -> None:
     assert connection.retry_at == 10.0 + MAX_BACKOFF_S
 
 
-def test_the_prefill_node_waits_for_longer_than_all_tries_take() -> None:
+def test_the_prefill_node_waits_longer_than_all_retries_take() -> None:
     assert sum(BACKOFF_S * 2**n + ANSWER_S for n in range(MAX_TRIES)) + ANSWER_S < RESUME_LEASE_S
 
 
-def test_the_pool_is_not_offered_again_before_the_pause_is_over(couple: Couple) -> None:
+def test_the_pool_is_not_offered_again_before_the_backoff_ends(couple: Couple) -> None:
     halfway(couple)
     snap(couple)
     couple.now = BACKOFF_S - 0.01
@@ -63,8 +63,8 @@ def test_the_pool_is_not_offered_again_before_the_pause_is_over(couple: Couple) 
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
-def test_a_first_offer_without_an_answer_is_made_again(is_refused: bool) -> None:
-    """The prefill node may wait for the end of writes that only a newer offer declares over."""
+def test_a_first_offer_without_an_answer_is_repeated(is_refused: bool) -> None:
+    """The prefill node may be waiting for writes that only a newer offer declares ended."""
     couple = Couple()
     couple.receiver.connect(PREFILL)
     couple.poll()
@@ -80,7 +80,7 @@ def test_a_first_offer_without_an_answer_is_made_again(is_refused: bool) -> None
     assert couple.receiver.counters()["reconnects"] == (not is_refused)
 
 
-# ---- transfers go on ------------------------------------------------------------------------------------------------
+# ---- resumed transfers -------------------------------------------------------------------------------------------
 
 
 def test_only_pages_that_have_not_arrived_are_granted_again(couple: Couple) -> None:
@@ -101,7 +101,7 @@ def test_only_pages_that_have_not_arrived_are_granted_again(couple: Couple) -> N
     couple.assert_nothing_is_held()
 
 
-def test_a_page_that_is_lost_with_the_connection_is_shipped_by_the_next() -> None:
+def test_a_page_lost_with_the_connection_is_sent_over_the_next_one() -> None:
     couple = Couple(Wire(faults={1: Fault("drop")}))
     couple.connect()
     couple.open(KEY, 3)
@@ -113,7 +113,7 @@ def test_a_page_that_is_lost_with_the_connection_is_shipped_by_the_next() -> Non
 
 
 @pytest.mark.parametrize("is_before", [True, False], ids=["prefill_done before", "prefill_done amid"])
-def test_prefill_done_is_sent_once_whenever_the_connection_breaks(couple: Couple, is_before: bool) -> None:
+def test_prefill_done_is_sent_once_wherever_the_connection_breaks(couple: Couple, is_before: bool) -> None:
     halfway(couple)
     if is_before:
         couple.finish(KEY)
@@ -133,8 +133,8 @@ def test_prefill_done_is_sent_once_whenever_the_connection_breaks(couple: Couple
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_a_prefill_done_that_comes_after_the_break_is_kept(couple: Couple) -> None:
-    """The prefill node has not noticed yet, and will not say it again."""
+def test_a_prefill_done_that_arrives_after_the_break_is_kept(couple: Couple) -> None:
+    """The prefill node has not noticed the break yet and will not repeat the message."""
     halfway(couple)
     couple.finish(KEY)
     couple.writer.lose(DECODE, "a snap")
@@ -146,17 +146,17 @@ def test_a_prefill_done_that_comes_after_the_break_is_kept(couple: Couple) -> No
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_pages_whose_report_was_lost_with_the_connection_are_shipped_again(couple: Couple) -> None:
+def test_pages_whose_report_was_lost_with_the_connection_are_sent_again(couple: Couple) -> None:
     halfway(couple)
     snap(couple)
     couple.finish(KEY)
     couple.run()
     assert isinstance(couple.events[KEY], Completed)
-    assert couple.receiver.counters()["stale_messages"] == 1  # of a page under an epoch that was over
+    assert couple.receiver.counters()["stale_messages"] == 1  # a report under an epoch that has ended
     assert couple.sender.counters()["pages_sent"] == 5
 
 
-def test_a_transfer_that_was_complete_when_the_connection_broke_needs_no_other() -> None:
+def test_a_transfer_that_was_complete_at_the_break_needs_no_new_connection() -> None:
     couple = Couple()
     couple.connect()
     shipped(couple, 2)
@@ -178,7 +178,7 @@ def test_an_early_grant_is_granted_again(couple: Couple) -> None:
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_requests_that_begin_amid_a_break_are_granted_when_it_is_mended(couple: Couple) -> None:
+def test_requests_that_begin_during_a_break_are_granted_after_it(couple: Couple) -> None:
     snap(couple)
     couple.open(KEY, 3)
     couple.begin(KEY, 3)
@@ -188,8 +188,8 @@ def test_requests_that_begin_amid_a_break_are_granted_when_it_is_mended(couple: 
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_a_page_that_arrives_starts_the_count_of_tries_again() -> None:
-    """Nine breaks, after each of which a page arrives."""
+def test_an_arriving_page_resets_the_retry_count() -> None:
+    """The connection breaks nine times, and a page arrives after each break."""
     couple = Couple(Wire(faults={n: Fault("drop") for n in range(1, 18, 2)}), num_pages=20)
     couple.connect()
     couple.open(KEY, 18)

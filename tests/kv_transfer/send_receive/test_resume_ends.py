@@ -1,4 +1,4 @@
-"""A data connection that breaks and whose transfers do not all go on: cancels, aborts, deaths, and failed tries."""
+"""Transfers that do not continue after a broken data connection: cancels, aborts, deaths and failed retries."""
 
 import pytest
 from support.couples import KEY, halfway, shipped, slow, snap
@@ -19,7 +19,7 @@ def couple() -> Couple:
     return slow()
 
 
-def test_a_cancel_amid_a_break_frees_the_pages_at_once(couple: Couple) -> None:
+def test_a_cancel_during_a_break_frees_the_pages_at_once(couple: Couple) -> None:
     halfway(couple)
     snap(couple)
     couple.cancel(KEY)
@@ -29,7 +29,7 @@ def test_a_cancel_amid_a_break_frees_the_pages_at_once(couple: Couple) -> None:
     couple.assert_nothing_is_held()
 
 
-def test_an_abort_amid_a_break_reaches_the_other_side(couple: Couple) -> None:
+def test_an_abort_during_a_break_reaches_the_other_side(couple: Couple) -> None:
     halfway(couple)
     snap(couple)
     couple.sender.abort(KEY, "aborted", "because")
@@ -39,11 +39,11 @@ def test_an_abort_amid_a_break_reaches_the_other_side(couple: Couple) -> None:
     couple.assert_nothing_is_held()
 
 
-def test_pages_of_a_cancelled_transfer_leave_quarantine_with_the_break(couple: Couple) -> None:
+def test_pages_of_a_cancelled_transfer_leave_quarantine_at_the_break(couple: Couple) -> None:
     halfway(couple)
     couple.cancel(KEY)
     assert couple.allocator.count(Owner.QUARANTINE) == 4
-    couple.to_prefill.clear()  # the word is slow
+    couple.to_prefill.clear()  # the message is delayed
     snap(couple)
     assert couple.allocator.count(Owner.QUARANTINE) == 0
 
@@ -63,11 +63,11 @@ def test_a_connection_that_always_breaks_ends_in_an_error_that_names_pair_and_tr
     assert couple.pairs_lost == 0
     assert couple.receiver.counters()["broken_pairs"] == MAX_TRIES + 1
     couple.assert_nothing_is_held()
-    assert couple.receiver.is_connected(PREFILL), "it is offered again all the same"
+    assert couple.receiver.is_connected(PREFILL), "the pool was not offered again"
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silence", "refusal"])
-def test_a_try_that_is_refused_or_not_answered_counts_as_one(couple: Couple, is_silent: bool) -> None:
+def test_a_refused_or_unanswered_retry_counts_as_failed(couple: Couple, is_silent: bool) -> None:
     halfway(couple)
     snap(couple)
     num_connects = 0
@@ -83,7 +83,7 @@ def test_a_try_that_is_refused_or_not_answered_counts_as_one(couple: Couple, is_
     event = couple.events[KEY]
     assert isinstance(event, TransferFailed)
     assert event.message.endswith("it did not answer" if is_silent else "no way there")
-    assert [pair.problem for pair in couple.receiver.pairs()] != [""], "it is reported as failed"
+    assert [pair.problem for pair in couple.receiver.pairs()] != [""], "the pair was not reported as failed"
     assert couple.allocator.num_free == couple.num_pages
 
 
@@ -108,8 +108,8 @@ def test_the_death_of_a_writer_is_not_retried(couple: Couple) -> None:
     assert couple.allocator.num_free == couple.num_pages
 
 
-def test_a_fence_of_an_offer_that_was_never_taken_up_is_a_break(couple: Couple) -> None:
-    """The answer to that offer, which comes late, says nothing any more."""
+def test_a_fence_of_an_offer_that_was_never_used_counts_as_a_break(couple: Couple) -> None:
+    """A late answer to that offer is ignored."""
     late = Couple()
     late.begin(KEY, 2)
     connect = late.receiver.connect(PREFILL)
@@ -125,8 +125,8 @@ def test_a_fence_of_an_offer_that_was_never_taken_up_is_a_break(couple: Couple) 
     assert isinstance(late.events[KEY], Completed)
 
 
-def test_a_break_before_a_damaged_page_is_resent_resets_its_count_at_both_ends() -> None:
-    """The decode node waited for the second writing of a page that the prefill node was to write for the first time."""
+def test_a_break_before_a_resend_resets_the_resend_count_at_both_ends() -> None:
+    """Otherwise the decode node waits for a resend of a page that the prefill node is to write for the first time."""
     couple = Couple(Wire(faults={0: Fault("corrupt")}), wants_checksums=(True, True))
     couple.connect()
     shipped(couple, 2)
@@ -138,7 +138,7 @@ def test_a_break_before_a_damaged_page_is_resent_resets_its_count_at_both_ends()
 
 
 def turns(couple: Couple) -> None:
-    """A few of both nodes, whatever is under way for ever."""
+    """Run a few turns of both nodes, even if something stays in flight."""
     for _ in range(5):
         couple.poll()
         couple.pump()
@@ -147,7 +147,7 @@ def turns(couple: Couple) -> None:
 
 
 def test_a_break_without_a_fence_ends_the_transfers_and_keeps_the_pages_in_quarantine() -> None:
-    """As when NIXL breaks between two hosts: the decode node does not see it, and granted on for ever."""
+    """This is a NIXL break between two hosts: the decode node does not see it and must not keep granting pages."""
     couple = Couple(Wire(faults={0: Fault("drop"), 1: Fault("delay", 10**6)}, can_recall=False))
     couple.connect()
     reclaimed: list[tuple[str, int]] = []
@@ -158,23 +158,23 @@ def test_a_break_without_a_fence_ends_the_transfers_and_keeps_the_pages_in_quara
         couple.begin(key, 1)
         couple.hear_decode()
         couple.finish(key)
-    couple.pump()  # the first write breaks the connection, the second is under way by then
+    couple.pump()  # the first write breaks the connection while the second is in flight
     turns(couple)
     couple.open(later, 1)
     couple.begin(later, 1)
     couple.now = ANSWER_S - 0.1
     turns(couple)
-    assert not couple.events, "they may yet be retried"
+    assert not couple.events, "pages were reclaimed although their transfers may be retried"
     assert set(reclaimed) == {(PREFILL, 1)}
     couple.now = ANSWER_S
     turns(couple)
     assert couple.pairs_lost == 1
     assert [couple.events[key].code for key in (KEY, other, later)] == [ErrorCode.NODE_LOST] * 3
-    assert couple.allocator.count(Owner.QUARANTINE) == 2, "something may still write these"
+    assert couple.allocator.count(Owner.QUARANTINE) == 2, "pages left quarantine although they may still be written"
     assert owner_of(couple.allocator, couple.grants[other][0], Owner.QUARANTINE) is Owner.QUARANTINE
 
 
-def test_a_break_that_is_proven_to_be_over_in_time_is_mended() -> None:
+def test_a_break_whose_writes_are_fenced_in_time_is_resumed() -> None:
     couple = Couple(Wire(faults={0: Fault("drop"), 1: Fault("delay", 3)}, can_recall=False))
     couple.connect()
     other, later = ("s", 0), ("t", 0)
@@ -191,7 +191,7 @@ def test_a_break_that_is_proven_to_be_over_in_time_is_mended() -> None:
     for _ in range(4):
         couple.tick()
     couple.pump()
-    couple.sender._transport.detach(DECODE)  # as the choice of transports does, until it is let go
+    couple.sender._transport.detach(DECODE)  # as the negotiating transport does until this returns True
     couple.run()
     couple.now += BACKOFF_S
     couple.run()

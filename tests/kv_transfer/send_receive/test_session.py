@@ -1,4 +1,4 @@
-"""The states of both ends of a transfer, and the page arithmetic of their sessions."""
+"""State tables of both ends of a transfer, and the page arithmetic of their sessions."""
 
 from enum import StrEnum
 
@@ -13,7 +13,7 @@ from kv_transfer.states import MAX_RESENDS, RECEIVE_TABLE, SEND_TABLE, ReceiveEv
 KEY = ("r", 0)
 PAGES = Units(1)  # equal on both nodes
 
-# Rows are states, columns events; "." cannot happen. Written by hand, from the design and not from the code.
+# Rows are states, columns are events, and "." is impossible. Written by hand from the design, not from the code.
 SEND = """
           open grant     compute finish    start     written   resend    suspend   acknowledged retract end     fence
 early     open early     .       .         .         .         .         early     .            .       closing .
@@ -42,7 +42,7 @@ def _cells(grid: str, states: type[StrEnum], events: type[StrEnum]) -> list[tupl
 
 
 @pytest.mark.parametrize(("state", "event", "after"), _cells(SEND, SendState, SendEvent))
-def test_the_sending_end_goes_where_the_table_says(state: SendState, event: SendEvent, after: str) -> None:
+def test_the_sending_end_follows_the_table(state: SendState, event: SendEvent, after: str) -> None:
     session = SendSession(KEY, "peer", state)
     assert session.accepts(event) == (after != ".")
     if after == ".":
@@ -55,7 +55,7 @@ def test_the_sending_end_goes_where_the_table_says(state: SendState, event: Send
 
 
 @pytest.mark.parametrize(("state", "event", "after"), _cells(RECEIVE, ReceiveState, ReceiveEvent))
-def test_the_receiving_end_goes_where_the_table_says(state: ReceiveState, event: ReceiveEvent, after: str) -> None:
+def test_the_receiving_end_follows_the_table(state: ReceiveState, event: ReceiveEvent, after: str) -> None:
     session = receive_session(first=0, pages=[0], num_tokens=1)
     session.state = state
     assert session.accepts(event) == (after != ".")
@@ -72,7 +72,7 @@ def receive_session(*, first: int, pages: list[int], num_tokens: int, page_size:
     return ReceiveSession(KEY, "peer", first=first, pages=pages, num_tokens=num_tokens, page_size=page_size)
 
 
-def test_the_tables_name_nothing_else() -> None:
+def test_the_tables_cover_every_state_and_event() -> None:
     assert len(SEND_TABLE) == sum(after != "." for _, _, after in _cells(SEND, SendState, SendEvent))
     assert len(RECEIVE_TABLE) == sum(after != "." for _, _, after in _cells(RECEIVE, ReceiveState, ReceiveEvent))
 
@@ -96,7 +96,7 @@ def test_a_page_is_due_once_it_is_both_granted_and_computed() -> None:
     session.check()
 
 
-def test_a_start_takes_no_more_than_it_may_and_no_page_twice() -> None:
+def test_a_start_takes_no_more_pages_than_its_limit_and_no_page_twice() -> None:
     session = SendSession(KEY, "peer")
     session.grant(1, 0, [0, 1, 2], PAGES)
     session.compute([3, 4, 5])
@@ -119,7 +119,7 @@ def test_nothing_is_due_after_the_end_and_the_fence_waits_for_writes() -> None:
     assert session.state is SendState.CLOSED
 
 
-def test_a_severed_session_is_closed_with_writes_under_way() -> None:
+def test_a_severed_session_is_closed_with_writes_in_flight() -> None:
     session = SendSession(KEY, "peer")
     session.grant(1, 0, [0], PAGES)
     session.compute([3])
@@ -128,21 +128,21 @@ def test_a_severed_session_is_closed_with_writes_under_way() -> None:
     assert session.state is SendState.CLOSED
 
 
-def test_a_prompt_that_is_granted_more_pages_than_it_has_is_noticed_at_its_end() -> None:
+def test_a_grant_of_too_many_pages_is_detected_when_the_prompt_ends() -> None:
     session = SendSession(KEY, "peer")
     session.grant(1, 1, [4, 5], PAGES)
     session.finish([1, 2], 2)
     assert session.has_ungrantable()
 
 
-def test_computed_pages_cannot_become_fewer() -> None:
+def test_the_number_of_computed_pages_cannot_shrink() -> None:
     session = SendSession(KEY, "peer")
     session.compute([1, 2])
     with pytest.raises(AssertionError):
         session.compute([1])
 
 
-def test_pages_land_when_every_part_of_each_is_there() -> None:
+def test_a_page_has_arrived_when_all_its_parts_have() -> None:
     session = receive_session(first=2, pages=[8, 9], num_tokens=8, page_size=2)
     session.grant(3, 2)
     assert session.deliver([2, 3], part=0) == []
@@ -158,7 +158,7 @@ def test_pages_land_when_every_part_of_each_is_there() -> None:
     [([1], 0), ([4], 0), ([2], 0), ([3, 3], 0), ([3], 1), ([3, 4], 0)],
     ids=["held already", "beyond", "twice", "twice in one", "no such part", "partly beyond"],
 )
-def test_a_delivery_that_cannot_be_true_is_not_expected(indices: list[int], part: int) -> None:
+def test_an_impossible_delivery_is_not_expected(indices: list[int], part: int) -> None:
     session = receive_session(first=2, pages=[8, 9], num_tokens=4)
     session.grant(1)
     session.deliver([2], part=0)
@@ -166,19 +166,19 @@ def test_a_delivery_that_cannot_be_true_is_not_expected(indices: list[int], part
     assert session.is_expected([3], 0)
 
 
-def test_a_prompt_that_lacks_no_page_has_landed_when_it_is_granted() -> None:
+def test_a_prompt_without_missing_pages_is_complete_when_it_is_granted() -> None:
     session = receive_session(first=2, pages=[], num_tokens=2)
     session.grant(1)
     assert session.state is ReceiveState.LANDED
 
 
 @pytest.mark.parametrize("pages", [[], [1, 2]], ids=["fewer", "more"])
-def test_a_session_has_one_page_for_each_that_the_prompt_lacks(pages: list[int]) -> None:
+def test_a_session_has_one_page_for_each_missing_page_of_the_prompt(pages: list[int]) -> None:
     with pytest.raises(AssertionError):
         receive_session(first=2, pages=pages, num_tokens=3)
 
 
-def test_only_what_was_written_is_written_again_and_only_so_often() -> None:
+def test_only_a_written_page_is_resent_and_only_a_limited_number_of_times() -> None:
     session = SendSession(KEY, "peer")
     session.grant(1, 0, [5, 6, 7, 8], PAGES)
     session.compute([1, 2, 3])
@@ -195,7 +195,7 @@ def test_only_what_was_written_is_written_again_and_only_so_often() -> None:
     assert not session.resend([0])
 
 
-def test_a_part_that_came_damaged_is_still_expected_and_only_so_often() -> None:
+def test_a_damaged_part_is_expected_again_a_limited_number_of_times() -> None:
     session = receive_session(first=0, pages=[8, 9], num_tokens=4, page_size=2)
     session.grant(1, 2)
     for _ in range(MAX_RESENDS):
@@ -206,7 +206,7 @@ def test_a_part_that_came_damaged_is_still_expected_and_only_so_often() -> None:
     session.check()
 
 
-def test_what_is_granted_after_a_break_is_all_that_is_due_then() -> None:
+def test_after_a_break_only_newly_granted_pages_are_due() -> None:
     session = SendSession(KEY, "peer")
     session.grant(1, 0, [5, 6, 7], PAGES)
     session.compute([1, 2])
@@ -214,7 +214,7 @@ def test_what_is_granted_after_a_break_is_all_that_is_due_then() -> None:
     session.suspend()
     assert (session.num_due, session.num_in_flight, session.is_granted) == (0, 0, True)
     session.finish([1, 2, 3], 3)
-    assert not session.is_all_written, "it was short of pages when the connection broke"
+    assert not session.is_all_written, "the session did not remember that it was short of pages"
     session.check()
     session.grant(2, 1, [6, 7], PAGES)
     assert session.start(9) == [1, 2]
@@ -222,7 +222,7 @@ def test_what_is_granted_after_a_break_is_all_that_is_due_then() -> None:
     assert session.is_all_written
 
 
-def test_a_prompt_that_was_written_whole_before_the_break_needs_nothing_more() -> None:
+def test_a_prompt_written_completely_before_the_break_needs_nothing_more() -> None:
     session = SendSession(KEY, "peer")
     session.grant(1, 0, [5, 6], PAGES)
     session.finish([1, 2], 2)
@@ -232,7 +232,7 @@ def test_a_prompt_that_was_written_whole_before_the_break_needs_nothing_more() -
     assert session.is_all_written
 
 
-def test_after_a_break_only_what_has_not_wholly_arrived_is_lacking() -> None:
+def test_after_a_break_only_pages_that_have_not_fully_arrived_are_missing() -> None:
     session = receive_session(first=1, pages=[11, 12, 13, 14, 15, 16], num_tokens=14, page_size=2)
     session.grant(1, 2)
     for part in (0, 1):

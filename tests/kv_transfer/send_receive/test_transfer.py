@@ -1,4 +1,4 @@
-"""Sender and receiver over the in-process wire: the order of pages, and that each comes back exactly once."""
+"""Sender and receiver over the in-process wire: the order of pages, and that each page is released exactly once."""
 
 from support.couples import KEY, couple, shipped, slow
 from support.kv_fakes import Couple
@@ -9,10 +9,10 @@ from kv_transfer.events import Completed, Finished
 __all__ = ["couple"]
 
 
-# ---- the main path ----------------------------------------------------------------------------------------------
+# ---- the common case --------------------------------------------------------------------------------------------
 
 
-def test_pages_leave_while_later_ones_are_computed(couple: Couple) -> None:
+def test_pages_are_sent_while_later_pages_are_computed(couple: Couple) -> None:
     couple.open(KEY, 3)
     couple.begin(KEY, 3)
     couple.run()
@@ -38,7 +38,7 @@ def test_pages_leave_while_later_ones_are_computed(couple: Couple) -> None:
     couple.assert_nothing_is_held()
 
 
-def test_only_what_the_decode_node_lacks_is_shipped(couple: Couple) -> None:
+def test_only_pages_missing_at_the_decode_node_are_sent(couple: Couple) -> None:
     couple.open(KEY, 4)
     pages = couple.begin(KEY, 4, first=3)
     couple.compute(KEY, 3)
@@ -50,7 +50,7 @@ def test_only_what_the_decode_node_lacks_is_shipped(couple: Couple) -> None:
     assert couple.receiver.counters()["bytes_saved_by_cache"] == 3 * 64
 
 
-def test_a_prompt_that_is_wholly_cached_needs_prefill_done_alone(couple: Couple) -> None:
+def test_a_fully_cached_prompt_needs_only_prefill_done(couple: Couple) -> None:
     couple.open(KEY, 2)
     couple.begin(KEY, 2, first=2)
     couple.finish(KEY)
@@ -63,7 +63,7 @@ def test_a_prompt_that_is_wholly_cached_needs_prefill_done_alone(couple: Couple)
     couple.assert_nothing_is_held()
 
 
-def test_a_grant_may_come_before_the_request_is_known(couple: Couple) -> None:
+def test_a_grant_may_arrive_before_the_request_is_known(couple: Couple) -> None:
     couple.begin(KEY, 2)
     couple.run()
     couple.open(KEY, 2)
@@ -79,7 +79,7 @@ def test_a_prompt_may_be_computed_before_anything_is_granted(couple: Couple) -> 
     couple.open(KEY, 2)
     couple.finish(KEY)
     couple.run()
-    assert not couple.events  # the prefill_done waits for the grant: before it, the decode node does not know the key
+    assert not couple.events  # prefill_done waits for the grant, because the decode node does not know the key before
     assert couple.receiver.counters()["stale_messages"] == 0
     couple.begin(KEY, 2)
     couple.run()
@@ -97,7 +97,7 @@ def test_a_transfer_may_begin_before_the_pair_is_connected() -> None:
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_prefill_done_overtakes_pages() -> None:
+def test_prefill_done_may_overtake_pages() -> None:
     couple = slow()
     shipped(couple, 3)
     assert [type(message) for message in couple.to_decode] == [PrefillDone]
@@ -106,7 +106,7 @@ def test_prefill_done_overtakes_pages() -> None:
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_a_pump_writes_no_more_than_it_may_and_says_that_more_is_waiting(couple: Couple) -> None:
+def test_a_pump_respects_its_page_limit_and_reports_that_more_is_waiting(couple: Couple) -> None:
     couple.open(KEY, 5)
     couple.begin(KEY, 5)
     couple.hear_decode()
@@ -129,7 +129,7 @@ def test_requests_are_written_in_the_order_in_which_they_became_due(couple: Coup
     assert couple.writer.written == [pages["b"][0], pages["a"][0]]
 
 
-def test_with_ranks_the_lowest_is_written_first(couple: Couple) -> None:
+def test_the_request_of_lowest_rank_is_written_first(couple: Couple) -> None:
     ranks = {"a": 1.0, "b": 2.0}
     pages = {}
     for rid in "ab":
@@ -145,7 +145,7 @@ def test_with_ranks_the_lowest_is_written_first(couple: Couple) -> None:
     assert couple.writer.written == [pages["a"][0], *pages["b"]]
 
 
-def test_write_seconds_are_measured_by_the_given_clock(couple: Couple) -> None:
+def test_write_seconds_are_measured_with_the_given_clock(couple: Couple) -> None:
     class Stepping:
         def __init__(self) -> None:
             self.instants = 0.0
@@ -163,7 +163,7 @@ def test_write_seconds_are_measured_by_the_given_clock(couple: Couple) -> None:
     assert couple.sender.counters()["write_seconds"] == 0.5
 
 
-# ---- a request that ends with its first token -------------------------------------------------------------------
+# ---- requests that end with their first token -------------------------------------------------------------------
 
 
 def test_a_request_that_ends_with_its_first_token_frees_both_sides_at_once(couple: Couple) -> None:
@@ -179,7 +179,7 @@ def test_a_request_that_ends_with_its_first_token_frees_both_sides_at_once(coupl
     couple.assert_nothing_is_held()
 
 
-def test_a_grant_for_a_request_that_has_ended_is_answered_with_closed(couple: Couple) -> None:
+def test_a_grant_for_an_ended_request_is_answered_with_closed(couple: Couple) -> None:
     couple.open(KEY, 2)
     couple.sender.abort(KEY, "finished")
     couple.settle()

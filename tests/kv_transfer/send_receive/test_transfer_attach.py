@@ -1,4 +1,4 @@
-"""Attachments that fail: they are tried again, and a pair that cannot carry pages reports its problem."""
+"""Attachments that fail: they are retried, and a pair that cannot transfer pages reports its problem."""
 
 import logging
 
@@ -15,25 +15,25 @@ NO_WAY = "other bytes came back"
 
 @pytest.fixture
 def couple() -> Couple:
-    """The pool has been offered once, and the prefill node has not heard of it."""
+    """A couple whose pool has been offered once, in a message that the prefill node has not received yet."""
     couple = Couple()
     couple.receiver.connect(PREFILL, "prefill-0")
     return couple
 
 
 def fail(couple: Couple) -> None:
-    """The attachment of the last offer fails."""
+    """Make the attachment of the last offer fail."""
     epoch = couple.receiver._connections.epoch
     couple.receiver.on_message(PREFILL, AttachFailed(epoch, NO_WAY), couple.now)
     couple.settle()
 
 
 def next_offer(couple: Couple) -> Connect:
-    """Let time pass until the pool is offered again."""
+    """Advance the clock until the pool is offered again."""
     until = couple.now + 2 * MAX_BACKOFF_S
     while not couple.to_prefill:
         couple.now += 0.05
-        assert couple.now < until, "it is not offered again"
+        assert couple.now < until, "the pool was not offered again"
         couple.poll()
     offer = couple.to_prefill.popleft()
     assert isinstance(offer, Connect)
@@ -41,7 +41,7 @@ def next_offer(couple: Couple) -> Connect:
 
 
 def attach(couple: Couple, offer: Connect) -> None:
-    """The prefill node attaches to this offer."""
+    """Attach the prefill node to the last offer."""
     couple.sender.on_message(DECODE, offer, couple.now)
     couple.settle()
     couple.run()
@@ -54,7 +54,7 @@ def fail_all_tries(couple: Couple) -> None:
         fail(couple)
 
 
-def test_a_transfer_waits_through_attachments_that_fail(couple: Couple) -> None:
+def test_a_transfer_waits_while_attachments_are_retried(couple: Couple) -> None:
     couple.begin(KEY, 2)
     for _ in range(MAX_TRIES):
         fail(couple)
@@ -68,7 +68,7 @@ def test_a_transfer_waits_through_attachments_that_fail(couple: Couple) -> None:
     couple.assert_nothing_is_held()
 
 
-def test_transfers_fail_when_the_tries_for_which_they_wait_are_over(couple: Couple) -> None:
+def test_waiting_transfers_fail_when_the_retries_are_exhausted(couple: Couple) -> None:
     couple.begin(KEY, 2)
     fail_all_tries(couple)
     couple.begin(("after", 0), 2)
@@ -82,7 +82,7 @@ def test_transfers_fail_when_the_tries_for_which_they_wait_are_over(couple: Coup
     assert couple.allocator.num_free == couple.num_pages
 
 
-def test_a_pair_that_failed_is_tried_on_and_recovers(couple: Couple) -> None:
+def test_a_failed_pair_is_still_retried_and_recovers(couple: Couple) -> None:
     fail_all_tries(couple)
     for _ in range(5):
         before = couple.now

@@ -1,4 +1,4 @@
-"""Transfers that end before they are complete, at every point: given up, aborted, cut off, or fallen silent."""
+"""Transfers that end early, at every point: by cancel, abort, lost connection or missing message."""
 
 from collections.abc import Callable
 
@@ -19,11 +19,11 @@ from kv_transfer.send.tombstones import LEASE_S, Reason
 __all__ = ["couple"]
 
 
-# ---- the decode node gives up -----------------------------------------------------------------------------------
+# ---- cancels ----------------------------------------------------------------------------------------------------
 
 
 def _scripts() -> list[Callable[[Couple], object]]:
-    """One transfer of four pages, over a slow wire, event by event."""
+    """One transfer of four pages over a slow wire, one event at a time."""
     return [
         lambda c: c.begin(KEY, 4),
         lambda c: c.hear_decode(),
@@ -58,11 +58,11 @@ def test_cancel_at_every_point(point: int) -> None:
     had_completed = KEY in couple.events
     couple.cancel(KEY)
     couple.run()
-    assert (KEY in couple.events) == had_completed, "an event came after the cancel"
+    assert (KEY in couple.events) == had_completed, "an event was reported after the cancel"
     if had_completed:
         couple.give_back(KEY)
     if KEY not in couple.source_pages:
-        couple.open(KEY, 4)  # the request comes late; nothing may start
+        couple.open(KEY, 4)  # the request arrives late; no transfer may start
         couple.run()
     assert couple.released[KEY].ok == had_completed
     couple.assert_nothing_is_held()
@@ -121,7 +121,7 @@ def test_a_lost_connection_at_every_point(point: int) -> None:
     assert isinstance(couple.events[other], Completed)
 
 
-def test_pages_that_stay_in_quarantine_for_long_are_reclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_stay_in_quarantine_too_long_are_reclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
     couple = slow()
     reclaimed: list[tuple[str, int]] = []
     monkeypatch.setattr(couple.reader, "reclaim", lambda *words: reclaimed.append(words))
@@ -142,7 +142,7 @@ def test_pages_that_stay_in_quarantine_for_long_are_reclaimed(monkeypatch: pytes
     assert len(reclaimed) == 2
 
 
-def test_cancelled_pages_stay_in_quarantine_until_the_writer_says_closed() -> None:
+def test_cancelled_pages_stay_in_quarantine_until_the_writer_sends_closed() -> None:
     couple = slow()
     couple.open(KEY, 4)
     couple.begin(KEY, 4)
@@ -155,7 +155,7 @@ def test_cancelled_pages_stay_in_quarantine_until_the_writer_says_closed() -> No
     couple.poll()
     assert couple.allocator.count(Owner.QUARANTINE) == 4
     couple.hear_decode()
-    assert not couple.to_decode  # three writes are under way: not closed yet, and the source is still held
+    assert not couple.to_decode  # three writes are in flight: not closed yet, and the source pages are still held
     assert KEY not in couple.released
     for _ in range(2):
         couple.tick()
@@ -209,7 +209,7 @@ def test_a_cancel_drops_an_event_that_was_not_taken(couple: Couple) -> None:
     assert couple.allocator.num_free == couple.num_pages
 
 
-def test_a_cancel_before_the_request_is_known_keeps_it_from_ever_being_written(couple: Couple) -> None:
+def test_a_request_cancelled_before_it_is_known_is_never_written(couple: Couple) -> None:
     couple.to_prefill.append(AbortTransfer("r", 0))
     couple.hear_decode()
     assert couple.to_decode.pop() == Closed("r", 0, "cancelled", "cancelled before the request was known")
@@ -226,7 +226,7 @@ def test_a_cancel_before_the_request_is_known_keeps_it_from_ever_being_written(c
 # ---- leases -----------------------------------------------------------------------------------------------------
 
 
-def test_a_grant_for_a_request_that_never_comes_is_answered_when_its_lease_is_over(couple: Couple) -> None:
+def test_a_grant_for_a_request_that_never_arrives_is_closed_when_its_lease_expires(couple: Couple) -> None:
     couple.begin(KEY, 2)
     couple.run()
     couple.now = EARLY_LEASE_S - 0.1
@@ -240,7 +240,7 @@ def test_a_grant_for_a_request_that_never_comes_is_answered_when_its_lease_is_ov
     couple.assert_nothing_is_held()
 
 
-def test_a_request_whose_early_grant_ended_with_its_pair_is_released_when_it_comes(couple: Couple) -> None:
+def test_a_request_whose_early_grant_ended_with_its_pair_is_released_on_arrival(couple: Couple) -> None:
     couple.begin(KEY, 2)
     couple.run()
     couple.disconnect()

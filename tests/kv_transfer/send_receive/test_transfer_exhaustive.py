@@ -1,8 +1,10 @@
-"""Every interleaving of all events of transfers between two nodes, for scopes small enough to finish.
+"""Every interleaving of all events of transfers between two nodes, for scopes small enough to enumerate.
 
-No page is written after it went to another use, none leaks, and every run ends with nothing held: see ``two_nodes`` for
-what is checked after each step, ``explore`` for how. A scope bounds the number of faults in one run; the order of
-everything else (grants, computed pages, writes, arrivals, messages of the two directions, notices) is free.
+In every run, no page is written after it was given to another use, no page leaks, and nothing is held at the end.
+``two_nodes`` contains the checks made after each step, ``explore`` the search.
+
+A scope bounds the number of faults in one run. The order of all other events (grants, computed pages, writes,
+arrivals, messages of both directions, notices) is free.
 """
 
 import logging
@@ -23,15 +25,15 @@ def _quiet() -> object:
 
 
 def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Explored:
-    """Explore a scope, of which about ``num_states`` states are known, so that it cannot become empty unnoticed."""
+    """Explore a scope. Fail if the search finds fewer states than the about ``num_states`` that are known."""
     found = explore(TwoNodes(scope), 3 * num_states)
     print(f"\n{scope}: {found}")
-    assert found.num_states > least * num_states, f"only {found.num_states} states are left"
+    assert found.num_states > least * num_states, f"the search found only {found.num_states} states"
     return found
 
 
 def test_two_requests_on_a_pool_of_three_pages_with_any_single_fault() -> None:
-    """Two pages each, so that pages of the one are granted again to the other. The count is the code's, not a law."""
+    """Each request has two pages, so that pages of one are granted to the other. The state count was measured."""
     walk(Scope(sizes=(2, 2), num_faults=1), 42_700)
 
 
@@ -39,17 +41,17 @@ def test_a_request_of_three_pages_with_any_single_fault() -> None:
     walk(Scope(sizes=(3,), num_faults=1), 11_500)
 
 
-def test_pages_that_come_damaged_with_any_other_fault() -> None:
+def test_damaged_pages_with_any_other_fault() -> None:
     walk(Scope(sizes=(1,), num_faults=2, faults=DAMAGE, has_checksums=True), 5_600)
 
 
-def test_a_page_that_comes_damaged_every_time() -> None:
-    """It is shipped again a few times, then the transfer ends in an error."""
+def test_a_page_that_is_damaged_every_time() -> None:
+    """The page is resent a few times, then the transfer ends in an error."""
     walk(Scope(sizes=(2,), num_faults=6, faults=("corrupt",), has_checksums=True), 2_300)
 
 
-def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
-    """As NIXL's; through negotiation, which waits where detaching must."""
+def test_irrevocable_writes_with_any_single_fault() -> None:
+    """Writes cannot be recalled, as with NIXL. Negotiation waits until a peer is detached."""
     walk(Scope(sizes=(2,), num_faults=1, can_recall=False), 1_900)
 
 
@@ -75,5 +77,5 @@ def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
     ],
 )
 def test_larger_scopes(scope: Scope, num_states: int) -> None:
-    """The first takes nine minutes of a core, the second three and a half."""
+    """The first scope takes nine minutes of one core, the second three and a half."""
     walk(scope, num_states)

@@ -1,8 +1,8 @@
-"""Real processes die, or are stopped for longer than every timeout, at every step of a transfer, by every transport.
+"""Processes killed, or stopped for longer than every timeout, at every step of a transfer on every transport.
 
-Afterwards the books of the survivors balance, no page that went to another use was touched, and the next requests
-succeed, the last of them with every page of the pool. The test carries the control messages, so it can stop a transfer
-between any two of them; it tells both ends when a control connection is gone, as the control plane does.
+Afterwards the page counts of the survivors balance, no page given to another use was touched, and the next requests
+succeed; the last of them uses every page of the pool. The test carries the control messages, so it can stop a
+transfer between any two of them. It tells both ends when a control connection is lost, as the control plane does.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from support.transport_ends import TRANSPORTS, until
 from support.transport_node import NUM_PAGES
 
 STEPS = ("offered", "attaching", "granted", "writing", "written", "acknowledging")
-#: Longer than a healthy peer takes on a busy machine; the other node is stopped for longer.
+#: Longer than a healthy peer needs on a busy machine. The other node is stopped for longer than this.
 PATIENCE_S = 1.5
 
 
@@ -62,7 +62,7 @@ def test_either_node_is_killed_at_every_step(
 
 
 def _failed(victim: str) -> Any:
-    """What the survivor says of the request."""
+    """The outcome that the survivor reports for the request."""
     return "TransferFailed" if victim.startswith("p") else False
 
 
@@ -73,8 +73,9 @@ def _failed(victim: str) -> Any:
 def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     make: Callable[[str], Cluster], transport: str, step: str, ending: signal.Signals
 ) -> None:
-    """Pages to which it may still write stay in quarantine meanwhile; another node serves from the rest of the pool, to
-    the last page, and what the first one writes when it wakes reaches no page in use."""
+    """Pages that the stopped node may still write stay in quarantine. Another node serves from the rest of the pool,
+    and what the stopped node writes when it wakes up reaches no page in use.
+    """
     cluster = make(transport)
     decode = cluster.start("d0", TEST_PATIENCE_S=str(PATIENCE_S))
     prefill, other = cluster.start("p0", TEST_PATIENCE_S=str(PATIENCE_S)), cluster.start("p1")
@@ -88,7 +89,7 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     )
     cluster.serve("b", other, decode, SOME)
     time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
-    # Stopped, not dead: where it writes by itself, only its own word or its end would free these pages.
+    # The node is stopped, not dead. Where it writes the pool itself, only its message or its death frees these pages.
     may_write = transport in ("shm", "nixl") and step in ("granted", "writing", "written")
     assert cluster.page_counts(decode)["aside"] == (SOME if may_write else 0)
     cluster.ends[prefill].signal(ending)
@@ -98,7 +99,7 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
         cluster.part(prefill, decode)
         cluster.balanced(prefill)
     cluster.balanced(decode, SOME + SOME * has_kept)
-    cluster.ask(decode, "give_back", rid="b")  # looked at once more
+    cluster.ask(decode, "give_back", rid="b")  # compares the pages again
     if has_kept:
         cluster.ask(decode, "give_back", rid="a")
     cluster.serve("c", prefill if ending == signal.SIGCONT else other, decode, NUM_PAGES)

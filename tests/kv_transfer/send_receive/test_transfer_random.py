@@ -1,8 +1,8 @@
-"""Any order of events at both ends of many transfers: no write goes astray, every page comes back, no transfer hangs.
+"""Random orders of events at both ends of many transfers: pages stay correct, all come back, nothing hangs.
 
-A history is a list of (action, number). The number chooses what an action works on among what is possible then, and an
-action without anything to work on does nothing. So every list is a valid history, and a failing one shrinks to a short
-one.
+A history is a list of (action, number). The number selects one of the things that the action can work on at that
+point; an action without anything to work on does nothing. Every list is therefore a valid history, and a failing list
+shrinks to a short one.
 """
 
 from collections import deque
@@ -26,9 +26,9 @@ REASONS: tuple[Reason, ...] = ("finished", "aborted", "failed")
 
 
 class Nodes:
-    """Two nodes, a slow wire with faults, a control connection that may break; the two directions overtake each other.
+    """Two nodes with a faulty, slow wire and a control connection that may break and reorders the two directions.
 
-    With checksums, as long as pages may come damaged.
+    Checksums are on if pages may be damaged.
     """
 
     def __init__(self, latency: int, bytes_per_tick: int | None, faults: Faults) -> None:
@@ -43,10 +43,10 @@ class Nodes:
         self.has_dialled = False
         self.dial(0)
 
-    # ---- what roles do ------------------------------------------------------------------------------------------
+    # ---- actions of the roles ------------------------------------------------------------------------------------
 
     def arrive(self, number: int) -> None:
-        """A request, for now known to neither node."""
+        """Add a request that neither node knows yet."""
         self.sizes["r", len(self.sizes)] = number % 4 + 1
 
     def open(self, number: int) -> None:
@@ -69,7 +69,7 @@ class Nodes:
             self.couple.finish(key)
 
     def retract(self, number: int) -> None:
-        """The prefill node needs the source pages of a prompt without grants, and will compute it again."""
+        """Take back the source pages of a prompt without grants, which is then computed again."""
         keys = self.couple.source_pages if self.is_alive else ()
         waiting = (k for k in keys if k not in self.couple.released and not self.couple.sender.is_granted(k))
         for key in pick(waiting, number):
@@ -135,7 +135,7 @@ class Nodes:
             self.couple.to_prefill.clear()
 
     def go_on(self, number: int) -> None:
-        """A turn of both loops."""
+        """Run one turn of both loops."""
         self.tick(0)
         self.poll(0)
         self.pump(3)
@@ -143,14 +143,14 @@ class Nodes:
         self.hear_decode(3)
 
     def repeat(self, number: int) -> None:
-        """A message comes, and will come again."""
+        """Deliver a message that will be delivered a second time."""
         queue, hear = self.directions()[number % 2]
         if queue:
             queue.appendleft(queue[0])
             hear(0)
 
     def overtake(self, number: int) -> None:
-        """A message comes before the one that was sent before it."""
+        """Deliver a message before the message that was sent earlier."""
         queue, hear = self.directions()[number % 2]
         if len(queue) > 1:
             queue[0], queue[1] = queue[1], queue[0]
@@ -165,7 +165,7 @@ class Nodes:
     # ---- connections --------------------------------------------------------------------------------------------
 
     def dial(self, number: int) -> None:
-        """The decode node connects, and sometimes again although nothing was wrong."""
+        """Connect the decode node, sometimes without need."""
         if self.receiver_must_notice or (self.has_dialled and number % 8):
             return
         self.couple.to_prefill.append(self.couple.receiver.connect(PREFILL))
@@ -173,7 +173,7 @@ class Nodes:
         self.settle()
 
     def tear(self, number: int) -> None:
-        """Everything under way is lost; either side notices when it does, perhaps after the other has dialled again."""
+        """Drop all messages in flight. Each side notices later, perhaps after the other side has reconnected."""
         if self.has_dialled and number % 3 == 0:
             self.sender_must_notice = self.receiver_must_notice = True
             self.settle()
@@ -193,12 +193,12 @@ class Nodes:
             self.settle()
 
     def snap(self, number: int) -> None:
-        """The data connection breaks, and the control connection holds."""
+        """Break the data connection; the control connection holds."""
         if self.is_alive and DECODE in self.couple.writer._readers:
             self.couple.writer.lose(DECODE, "a snap")
 
     def die(self, number: int) -> None:
-        """kill -9 of the prefill node."""
+        """Kill the prefill node as ``kill -9`` does."""
         if number % 10 == 0 and self.is_alive:
             self.is_alive = False
             self.couple.writer.die()
@@ -211,14 +211,14 @@ class Nodes:
         if self.receiver_must_notice:
             self.couple.to_decode.clear()
 
-    # ---- the end ------------------------------------------------------------------------------------------------
+    # ---- the end of a history ------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until nothing is left to do, and a pair that breaks meanwhile has formed again."""
+        """Run until nothing is left to do and a pair that breaks meanwhile is connected again."""
         for _ in range(10):
             before = self.couple.pairs_lost
             self.couple.run()
-            self.couple.pump()  # a write that was lost as soon as it began
+            self.couple.pump()  # the write was lost as soon as it began
             self.couple.poll()
             if self.couple.pairs_lost == before:
                 return
@@ -227,7 +227,7 @@ class Nodes:
         raise AssertionError("it never ends")
 
     def let_everything_finish(self) -> None:
-        """With the connection whole, every transfer that both sides want comes to its end."""
+        """With a working connection, every transfer that both sides want completes."""
         couple = self.couple
         self.receiver_notices(0)
         self.sender_notices(0)
@@ -242,7 +242,7 @@ class Nodes:
             assert not is_wanted or key in couple.events, f"{key} hangs"
 
     def end_everything(self) -> None:
-        """Called off and, with the writer alive or proven dead, every page is back where it came from."""
+        """Once all transfers are cancelled and the writer is alive or proven dead, every page is free again."""
         couple = self.couple
         for key in self.begun:
             couple.cancel(key)
@@ -251,7 +251,7 @@ class Nodes:
                 couple.sender.abort(key, "aborted")
             self.settle()
             couple.run()
-            assert couple.released.keys() == couple.source_pages.keys(), "source pages are held for ever"
+            assert couple.released.keys() == couple.source_pages.keys(), "source pages are never released"
             assert couple.source_allocator.num_free == couple.num_pages
         else:
             self.poll(0)
@@ -263,7 +263,7 @@ class Nodes:
 
 
 def pick(keys: Iterable[RequestKey], number: int) -> list[RequestKey]:
-    """One of them, or none if there are none."""
+    """The selected item, or None if there are none."""
     choices = list(keys)
     return [choices[number % len(choices)]] if choices else []
 
@@ -295,7 +295,7 @@ def walk(history: list[tuple[str, int]], latency: int, bytes_per_tick: int | Non
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds, faults=all_faults)
-def test_any_history_keeps_the_allocator(
+def test_page_counts_balance_after_any_history(
     history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults
 ) -> None:
     walk(history, latency, bytes_per_tick, faults)
@@ -304,7 +304,7 @@ def test_any_history_keeps_the_allocator(
 @pytest.mark.slow
 @settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds, faults=all_faults)
-def test_very_many_histories_keep_the_allocator(
+def test_page_counts_balance_after_very_many_histories(
     history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults
 ) -> None:
     walk(history, latency, bytes_per_tick, faults)

@@ -1,4 +1,4 @@
-"""Messages that are invalid or come twice: refused with a sentence or counted, and nothing changes."""
+"""Invalid and duplicate messages: each is refused with an explanation or counted, and no state changes."""
 
 import pytest
 from support.couples import KEY, couple, shipped
@@ -25,7 +25,7 @@ from scripts.simulator.inprocess_transport import InProcessReader
 __all__ = ["couple"]
 
 
-# ---- what cannot be true ----------------------------------------------------------------------------------------
+# ---- invalid messages -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_an_invalid_grant_ends_the_transfer(couple: Couple, first: int, pages: t
     assert not couple.writer.written
 
 
-def test_a_grant_that_comes_twice_is_counted_and_asks_for_nothing(couple: Couple) -> None:
-    """At any time before the end: early, when some of it is written, and beside what was granted later."""
+def test_a_duplicate_grant_is_counted_and_changes_nothing(couple: Couple) -> None:
+    """The duplicate may arrive early, when some pages are written, or after a later grant."""
     pages = couple.begin(KEY, 3)
     [grant] = [message for message in couple.to_prefill if isinstance(message, Grant)]
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_a_grant_that_comes_twice_is_counted_and_asks_for_nothing(couple: Couple
     couple.finish(KEY)
     couple.run()
     assert isinstance(couple.events[KEY], Completed)
-    assert sorted(couple.writer.written) == sorted(pages), "each once"
+    assert sorted(couple.writer.written) == sorted(pages), "a page was not written exactly once"
     counters = couple.sender.counters()
     assert (counters["stale_messages"], counters["refused_grants"]) == (3, 0)
     couple.give_back(KEY)
@@ -97,7 +97,7 @@ def test_a_page_cannot_be_granted_to_two_transfers(couple: Couple) -> None:
     assert ("a", 0) not in couple.released
 
 
-def test_pages_beyond_the_prompts_end_are_refused_when_the_end_is_known(couple: Couple) -> None:
+def test_pages_beyond_the_end_of_the_prompt_are_refused_when_the_end_is_known(couple: Couple) -> None:
     couple.open(KEY, 2)
     couple.sender.on_message(DECODE, Grant("r", 0, 1, 0, (0, 1, 2)), 0.0)
     couple.finish(KEY)
@@ -111,7 +111,7 @@ def test_pages_beyond_the_prompts_end_are_refused_when_the_end_is_known(couple: 
     assert all(isinstance(message, Closed) for message in couple.to_decode)
 
 
-def test_another_decode_node_cannot_touch_a_transfer(couple: Couple) -> None:
+def test_another_decode_node_cannot_affect_a_transfer(couple: Couple) -> None:
     couple.open(KEY, 2)
     couple.begin(KEY, 2)
     couple.hear_decode()
@@ -130,7 +130,7 @@ def test_another_decode_node_cannot_touch_a_transfer(couple: Couple) -> None:
     messages, released = couple.sender.take()
     assert not released
     answers = [message for peer, message in messages if peer == stranger]
-    assert [type(message) for message in answers] == [Connected, Closed, Closed]  # nothing yet about attempt 1
+    assert [type(message) for message in answers] == [Connected, Closed, Closed]  # nothing about attempt 1 yet
     couple.to_decode.extend(message for peer, message in messages if peer == DECODE)
     couple.open(("r", 2), 2)
     couple.sender.on_message(stranger, Grant("r", 2, 1, 0, (5,)), 0.0)
@@ -140,7 +140,7 @@ def test_another_decode_node_cannot_touch_a_transfer(couple: Couple) -> None:
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_another_prefill_node_cannot_touch_a_transfer(couple: Couple) -> None:
+def test_another_prefill_node_cannot_affect_a_transfer(couple: Couple) -> None:
     couple.begin(KEY, 2)
     lies = (PagesWritten("r", 0, 1, (0, 1)), PrefillDone("r", 0, 8, 1), Closed("r", 0, "failed"))
     for message in lies:
@@ -153,7 +153,7 @@ def test_another_prefill_node_cannot_touch_a_transfer(couple: Couple) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        PagesWritten("r", 0, 1, (0,)),  # again
+        PagesWritten("r", 0, 1, (0,)),  # a duplicate
         PagesWritten("r", 0, 1, (3,)),
         PagesWritten("r", 0, 1, (1, 1)),
         PagesWritten("r", 0, 1, (1,), part=1),
@@ -206,14 +206,14 @@ def test_an_invalid_message_of_a_decode_node_is_counted_and_ignored(couple: Coup
     assert couple.sender.counters()["stale_messages"] == 1
     assert not couple.to_decode
     couple.finish(KEY)
-    couple.sender.on_message(DECODE, TransferAck("r", 0), 0.0)  # pages are not written yet
+    couple.sender.on_message(DECODE, TransferAck("r", 0), 0.0)  # the pages are not written yet
     couple.settle()
     assert KEY not in couple.released
     couple.run()
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_the_same_message_twice_changes_nothing(couple: Couple) -> None:
+def test_a_duplicate_message_changes_nothing(couple: Couple) -> None:
     shipped(couple, 2)
     for message in list(couple.to_decode):
         couple.to_decode.append(message)
@@ -226,7 +226,7 @@ def test_the_same_message_twice_changes_nothing(couple: Couple) -> None:
     assert couple.receiver.counters()["stale_messages"] == 2
 
 
-def test_an_ungranted_prompt_may_be_retracted_and_computed_again(couple: Couple) -> None:
+def test_a_prompt_without_grants_may_be_retracted_and_computed_again(couple: Couple) -> None:
     couple.open(KEY, 2)
     couple.finish(KEY)
     assert not couple.sender.is_granted(KEY)

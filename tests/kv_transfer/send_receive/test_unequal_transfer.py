@@ -1,4 +1,4 @@
-"""Whole transfers between pools whose pages have different sizes: any order of events, and every token arrives."""
+"""Whole transfers between pools with pages of different sizes: every token arrives, in any order of events."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,7 +27,7 @@ actions = st.lists(
     held=st.integers(0, 3),
     latency=st.integers(0, 2),
 )
-def test_every_token_of_every_prompt_arrives_whatever_the_order(
+def test_every_token_of_every_prompt_arrives_in_any_order_of_events(
     sizes: tuple[int, int], prompts: list[int], history: list[tuple[str, int]], held: int, latency: int
 ) -> None:
     nodes = Nodes(*sizes, latency)
@@ -59,8 +59,10 @@ def test_every_token_of_every_prompt_arrives_whatever_the_order(
     nodes.close()
 
 
-def test_a_longer_page_is_received_when_all_parts_that_the_prompt_has_of_it_are_there() -> None:
-    """Pages of 2 tokens go into pages of 6; the prompt has 9 tokens: parts 0 to 2 of page 0, 0 and 1 of page 1."""
+def test_a_longer_page_is_complete_when_all_its_parts_within_the_prompt_have_arrived() -> None:
+    """Pages of 2 tokens go into pages of 6. The prompt has 9 tokens: parts 0 to 2 of page 0 and parts 0 and 1 of page
+    1.
+    """
     nodes = Nodes(2, 6)
     nodes.join()
     key = nodes.open(9)
@@ -81,8 +83,8 @@ def test_a_longer_page_is_received_when_all_parts_that_the_prompt_has_of_it_are_
     nodes.assert_all_arrived()
 
 
-def test_a_longer_page_fills_several_but_none_behind_the_prompts_end() -> None:
-    """Pages of 6 tokens go into pages of 2; of the prompt's 8 tokens the last page here holds 2."""
+def test_a_longer_page_fills_several_pages_up_to_the_end_of_the_prompt() -> None:
+    """Pages of 6 tokens go into pages of 2. The prompt has 8 tokens, so the last page sent holds 2 of them."""
     nodes = Nodes(6, 2)
     nodes.join()
     key = nodes.open(8)
@@ -125,9 +127,9 @@ def test_a_number_of_parts_that_does_not_divide_a_page_is_refused() -> None:
     assert nodes.allocator.num_free == nodes.allocator.num_pages
 
 
-def test_units_behind_the_prompts_end_are_never_due() -> None:
+def test_units_beyond_the_end_of_the_prompt_are_never_due() -> None:
     session = SendSession(("r", 0), "peer")
-    session.grant(1, 0, [4, 5], Units(2, 1, 3))  # pages of 6 tokens, told before the prompt is computed
+    session.grant(1, 0, [4, 5], Units(2, 1, 3))  # pages of 6 tokens, granted before the prompt is computed
     session.compute([0, 1, 2])
     session.finish([0, 1, 2, 3, 4], 9)
     assert not session.has_ungrantable()
@@ -136,7 +138,7 @@ def test_units_behind_the_prompts_end_are_never_due() -> None:
     session.check()
 
 
-def test_parts_of_a_page_behind_the_prompts_end_are_not_expected() -> None:
+def test_parts_of_a_page_beyond_the_end_of_the_prompt_are_not_expected() -> None:
     session = ReceiveSession(("r", 0), "peer", first=0, pages=[4, 5], num_tokens=9, page_size=6)
     session.grant(1, 3)
     assert session.is_expected([0, 1], 1)
