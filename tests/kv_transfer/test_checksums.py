@@ -1,4 +1,4 @@
-"""Checksums: damage on the way is noticed, counted, shipped again, and at last ends in an error that says where."""
+"""Page checksums: damage is detected, counted and repaired by a resend, or ends the transfer in an error."""
 
 import time
 import zlib
@@ -32,7 +32,7 @@ ASKS = [(True, False), (False, True), (True, True)]
 
 
 class DeviceStore(MemfdStore):
-    """Its pool is elsewhere; ``memory`` is where pages come and go."""
+    """A page store whose pool is separate from ``memory``, which only stages pages."""
 
     is_mapped = is_in_place = False
 
@@ -51,7 +51,8 @@ class DeviceStore(MemfdStore):
             self.device[page * size : (page + 1) * size] = self.read(page)
 
 
-# ---- the sums -------------------------------------------------------------------------------------------------------
+# ---- the checksums
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_page_has_the_crc_32_of_its_bytes() -> None:
@@ -61,7 +62,7 @@ def test_a_page_has_the_crc_32_of_its_bytes() -> None:
     assert Checksums(store).of_source(1, None) == Checksums(store).of_target(1, whole) == zlib.crc32(bytes(range(64)))
 
 
-def test_a_page_of_a_device_is_summed_where_it_is() -> None:
+def test_the_checksum_of_a_device_page_follows_the_place_of_its_bytes() -> None:
     store = DeviceStore(3)
     store.device[64:128] = b"\5" * 64
     store.memory[64:128] = b"\6" * 64
@@ -69,12 +70,12 @@ def test_a_page_of_a_device_is_summed_where_it_is() -> None:
     whole = parts_of(LAYOUT, 1)[0].runs(LAYOUT)
     assert sums.of_source(1, None) == zlib.crc32(b"\5" * 64)
     assert sums.of_target(1, whole) == zlib.crc32(b"\6" * 64)
-    store.is_in_place = True  # a transport that writes on the device
+    store.is_in_place = True  # as for a transport that writes on the device
     assert sums.of_target(1, whole) == zlib.crc32(b"\5" * 64)
 
 
 @pytest.mark.parametrize(("source_size", "target_size"), [(2, 4), (4, 2), (4, 4)])
-def test_both_ends_sum_a_slice_alike_wherever_it_lies(source_size: int, target_size: int) -> None:
+def test_both_ends_compute_the_same_checksum_of_a_slice_at_any_offset(source_size: int, target_size: int) -> None:
     ours, theirs = replace(LAYOUT, page_size=source_size), replace(LAYOUT, page_size=target_size)
     mapping = PageMapping(ours, theirs)
     source, target = MemfdStore(1, ours), MemfdStore(1, theirs)
@@ -100,10 +101,10 @@ def ship(couple: Couple, num_pages: int = 3) -> None:
 
 
 @pytest.mark.parametrize("asks", ASKS)
-def test_a_damaged_page_is_shipped_again_and_everything_arrives(asks: tuple[bool, bool]) -> None:
+def test_a_damaged_page_is_resent_and_everything_arrives(asks: tuple[bool, bool]) -> None:
     couple = Couple(Wire(faults={1: Fault("corrupt")}), wants_checksums=asks)
     ship(couple)
-    assert isinstance(couple.events[KEY], Completed)  # and the couple has looked at every byte
+    assert isinstance(couple.events[KEY], Completed)  # the couple has compared every byte
     assert couple.released[KEY].ok
     decode, prefill = couple.receiver.counters(), couple.sender.counters()
     assert (decode["checksum_mismatches"], decode["pages_verified"], decode["pages_received"]) == (1, 4, 3)
@@ -114,7 +115,7 @@ def test_a_damaged_page_is_shipped_again_and_everything_arrives(asks: tuple[bool
 
 def test_damage_goes_unnoticed_without_checksums() -> None:
     couple = Couple(Wire(faults={1: Fault("corrupt")}))
-    with pytest.raises(AssertionError, match="has other bytes"):  # says the couple, who knows what they should be
+    with pytest.raises(AssertionError, match="has other bytes"):  # raised by the couple, which knows the content
         ship(couple)
     assert couple.receiver.counters()["pages_verified"] == 0
 
@@ -138,14 +139,14 @@ def test_a_page_that_is_always_damaged_ends_the_transfer_with_pair_and_transport
     couple.assert_nothing_is_held()
 
 
-def test_damage_that_ends_in_time_is_mended_however_many_pages_it_hits() -> None:
+def test_temporary_damage_is_repaired_for_any_number_of_pages() -> None:
     couple = Couple(Wire(faults={n: Fault("corrupt") for n in range(5 * MAX_RESENDS)}), wants_checksums=(True, False))
     ship(couple, 5)
     assert isinstance(couple.events[KEY], Completed)
     assert couple.sender.counters()["pages_resent"] == 5 * MAX_RESENDS
 
 
-def test_a_source_page_that_changes_under_its_write_is_noticed() -> None:
+def test_a_source_page_that_changes_during_its_write_is_detected() -> None:
     couple = Couple(Wire(latency=2), wants_checksums=(False, True))
     couple.connect()
     couple.open(KEY, 2)
@@ -153,7 +154,7 @@ def test_a_source_page_that_changes_under_its_write_is_noticed() -> None:
     couple.hear_decode()
     couple.compute(KEY, 1)
     couple.pump()
-    couple.source.fill(couple.source_pages[KEY][0], 99)  # which is forbidden
+    couple.source.fill(couple.source_pages[KEY][0], 99)  # against the contract
     couple.tick()
     couple.tick()
     couple.source.fill(couple.source_pages[KEY][0], content(KEY, 0))
@@ -163,8 +164,8 @@ def test_a_source_page_that_changes_under_its_write_is_noticed() -> None:
     assert couple.receiver.counters()["checksum_mismatches"] == 1
 
 
-def test_a_page_without_the_checksum_that_was_asked_for_counts_as_damaged() -> None:
-    """A prefill node that sends none makes no transfer hang."""
+def test_a_page_without_the_requested_checksum_counts_as_damaged() -> None:
+    """A transfer does not hang if the prefill node sends no checksums."""
     couple = Couple(wants_checksums=(False, True))
     couple.connect()
     couple.open(KEY, 1)
@@ -213,7 +214,7 @@ def test_an_invalid_resend_is_counted_and_ignored(change: dict[str, Any], why: s
     assert isinstance(couple.events[KEY], Completed)
 
 
-def test_a_decode_node_that_asks_again_too_often_is_refused() -> None:
+def test_a_decode_node_that_requests_too_many_resends_is_refused() -> None:
     couple = Couple(wants_checksums=(True, True))
     couple.connect()
     couple.open(KEY, 2)
@@ -235,7 +236,7 @@ def test_a_decode_node_that_asks_again_too_often_is_refused() -> None:
     prompts=st.lists(st.integers(1, 28), min_size=1, max_size=3),
     damaged=st.sets(st.integers(0, 60), max_size=12),
 )
-def test_damage_to_any_parts_of_pages_of_any_sizes_is_mended(
+def test_damage_to_any_parts_of_pages_of_any_size_is_repaired(
     sizes: tuple[int, int], prompts: list[int], damaged: set[int]
 ) -> None:
     nodes = Nodes(*sizes, wants_checksums=True, faults={number: Fault("corrupt") for number in damaged})
@@ -254,11 +255,12 @@ def test_damage_to_any_parts_of_pages_of_any_sizes_is_mended(
     nodes.close()
 
 
-# ---- over every transport -------------------------------------------------------------------------------------------
+# ---- all transports
+# -------------------------------------------------------------------------------------------------
 
 
 class Ends:
-    """A sender and a receiver over a real transport; before ``PagesWritten`` is heard a test may damage what came."""
+    """A sender and a receiver over a real transport. A test may damage pages before ``PagesWritten`` is delivered."""
 
     def __init__(self, transport: str, source: MemfdStore, target: MemfdStore) -> None:
         self.source, self.target = source, target
@@ -293,7 +295,7 @@ class Ends:
     def until(self, is_so: Callable[[], bool]) -> None:
         end = time.monotonic() + 20
         while not is_so():
-            assert time.monotonic() < end, "it never came"
+            assert time.monotonic() < end, "the expected state was not reached"
             self.turn()
             time.sleep(0.001)
 
@@ -305,9 +307,7 @@ class Ends:
 @pytest.mark.parametrize("is_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("transport", ["shm", "tcp", "gloo", "nixl"])
 @pytest.mark.parametrize("sizes", [(4, 4), (2, 4), (4, 2)], ids=["equal", "longer", "shorter"])
-def test_pages_damaged_over_any_transport_are_shipped_again(
-    transport: str, sizes: tuple[int, int], is_device: bool
-) -> None:
+def test_pages_damaged_on_any_transport_are_resent(transport: str, sizes: tuple[int, int], is_device: bool) -> None:
     make = DeviceStore if is_device else MemfdStore
     source = make(16, replace(LAYOUT, page_size=sizes[0]))
     target = make(16, replace(LAYOUT, page_size=sizes[1]))
@@ -342,15 +342,15 @@ def test_pages_damaged_over_any_transport_are_shipped_again(
 
 
 def tokens_of(store: MemfdStore, pages: Sequence[int], num_tokens: int) -> bytes:
-    """Keys, then values, of a prompt: of one layer and head, 8 bytes a token."""
+    """Keys, then values, of a prompt with one layer and one head: 8 bytes per token."""
     pool = store.device if isinstance(store, DeviceStore) else store.memory
     size, half = store.layout.page_bytes, store.layout.page_bytes // 2
     sides = [b"".join(bytes(pool[p * size + at : p * size + at + half]) for p in pages) for at in (0, half)]
     return b"".join(side[: num_tokens * 8] for side in sides)
 
 
-def test_a_part_that_pages_of_this_pair_do_not_have_is_not_sent_again() -> None:
-    """Where pages are equal, part 1 of page 0 would be page 1."""
+def test_a_resend_of_a_part_that_the_pair_does_not_have_is_ignored() -> None:
+    """If page sizes are equal, part 1 of page 0 would be page 1."""
     couple = Couple(wants_checksums=(True, True))
     couple.connect()
     couple.open(KEY, 3)

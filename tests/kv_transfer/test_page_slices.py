@@ -1,4 +1,4 @@
-"""Slices of pages: where their bytes lie, and that copies of them equal a plain gather and scatter."""
+"""Slices of pages: where their bytes lie, and that copying them equals a plain gather and scatter."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ from kv_transfer.page_mapping import PageMapping, units_of
 from kv_transfer.page_slices import PageSlice, SlicePair, copy, whole
 from kv_transfer.transports.tcp.receive_thread import Destination
 
-LAYOUT = PageLayout(num_layers=2, num_kv_heads=3, head_dim=2, page_size=4, dtype="float32")  # 8 bytes a token
+LAYOUT = PageLayout(num_layers=2, num_kv_heads=3, head_dim=2, page_size=4, dtype="float32")  # 8 bytes per token
 SIZES = (1, 2, 3, 4, 6, 8, 12)
 PAIRS = [(s, t) for s in SIZES for t in SIZES if s % t == 0 or t % s == 0]
 
 
 def numbered(layout: PageLayout, num_pages: int, first: int = 1) -> np.ndarray:
-    """Pages of which every number is another one, from ``first`` on."""
+    """Pages filled with consecutive numbers, beginning at ``first``."""
     count = num_pages * layout.page_bytes // 4
     return np.arange(first, first + count, dtype=np.int32).reshape(num_pages, *layout.shape)
 
@@ -28,14 +28,14 @@ def test_a_whole_page_is_one_run() -> None:
     assert whole(LAYOUT).num_bytes(LAYOUT) == LAYOUT.page_bytes == 2 * 2 * 3 * 4 * 8
 
 
-def test_some_tokens_are_one_run_for_each_layer_side_and_head() -> None:
+def test_a_slice_is_one_run_for_each_layer_side_and_head() -> None:
     page_slice = PageSlice(2, 2)
     assert page_slice.runs(LAYOUT) == [(16 + 32 * plane, 16) for plane in range(12)]
     assert page_slice.num_bytes(LAYOUT) == 192
 
 
 @pytest.mark.parametrize("page_slice", [PageSlice(2, 3), PageSlice(4, 1), PageSlice(0, 0), PageSlice(-1, 1)])
-def test_a_slice_that_is_empty_or_reaches_beyond_the_page_is_not_within_it(page_slice: PageSlice) -> None:
+def test_a_slice_that_is_empty_or_exceeds_the_page_is_not_within_it(page_slice: PageSlice) -> None:
     assert not page_slice.is_within(LAYOUT)
 
 
@@ -43,7 +43,7 @@ slices = st.builds(PageSlice, st.integers(0, 4), st.integers(1, 4))
 
 
 @given(one=slices, other=slices)
-def test_two_slices_overlap_if_they_have_a_token_in_common(one: PageSlice, other: PageSlice) -> None:
+def test_two_slices_overlap_if_they_share_a_token(one: PageSlice, other: PageSlice) -> None:
     def tokens(page_slice: PageSlice) -> set[int]:
         return set(range(page_slice.token, page_slice.token + page_slice.num_tokens))
 
@@ -51,8 +51,8 @@ def test_two_slices_overlap_if_they_have_a_token_in_common(one: PageSlice, other
 
 
 @pytest.mark.parametrize(("source_size", "target_size"), PAIRS)
-def test_prompts_shipped_in_units_arrive_as_a_plain_gather_would_have_it(source_size: int, target_size: int) -> None:
-    """Every length of prompt up to two large pages, one unit at a time."""
+def test_prompts_sent_in_units_arrive_as_with_a_plain_gather(source_size: int, target_size: int) -> None:
+    """Covers every length of prompt up to two large pages, sent one unit at a time."""
     ours, theirs = replace(LAYOUT, page_size=source_size), replace(LAYOUT, page_size=target_size)
     mapping = PageMapping(ours, theirs)
     for num_tokens in range(1, 2 * max(source_size, target_size) + 1):
@@ -81,19 +81,19 @@ def test_prompts_shipped_in_units_arrive_as_a_plain_gather_would_have_it(source_
         assert (flat_source == flat_target).all()
 
 
-def test_equal_pages_are_shipped_whole() -> None:
+def test_equal_pages_are_sent_whole() -> None:
     mapping = PageMapping(LAYOUT, LAYOUT)
     assert mapping.slice_pairs == (None,)
     assert (mapping.units.tokens, mapping.units.per_source, mapping.units.per_target) == (4, 1, 1)
 
 
-def test_pages_of_which_neither_is_a_multiple_of_the_other_do_not_fit() -> None:
+def test_page_sizes_of_which_neither_is_a_multiple_of_the_other_do_not_fit() -> None:
     with pytest.raises(AssertionError):
         units_of(4, 6)
 
 
 @given(st.data())
-def test_any_slice_is_copied_into_any_other_of_as_many_tokens(data: st.DataObject) -> None:
+def test_any_slice_can_be_copied_into_any_other_of_the_same_length(data: st.DataObject) -> None:
     numbers = st.integers(1, 4)
     ours = PageLayout(data.draw(numbers), data.draw(numbers), 2, data.draw(numbers), "float32")
     theirs = replace(ours, page_size=data.draw(numbers))
@@ -108,7 +108,7 @@ def test_any_slice_is_copied_into_any_other_of_as_many_tokens(data: st.DataObjec
     assert sum(length for _, _, length in pair.runs) == pair.num_bytes
 
 
-def test_bytes_that_come_in_small_parts_fill_the_runs_in_order() -> None:
+def test_bytes_that_arrive_in_small_parts_fill_the_runs_in_order() -> None:
     memory = bytearray(20)
     with memoryview(memory) as view:
         room = Destination(view, 4, [(0, 4), (8, 3), (12, 4)])

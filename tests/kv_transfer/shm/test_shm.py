@@ -1,4 +1,4 @@
-"""Shared memory between processes: pages arrive, only DETACHED or death fences a writer, and nothing is left over."""
+"""Shared memory between processes: pages arrive, only DETACHED or death fences a writer, and nothing leaks."""
 
 import contextlib
 import os
@@ -85,7 +85,7 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
     assert not receiver.is_connected(PREFILL)
 
 
-def test_attaching_waits_for_a_reader_that_is_busy(reader: ShmReader, writer: ShmWriter) -> None:
+def test_attaching_waits_for_a_busy_reader(reader: ShmReader, writer: ShmWriter) -> None:
     writer.attach(DECODE, offer(reader))
     assert writer.poll() == []
     assert writer.poll() == []
@@ -96,7 +96,7 @@ def test_attaching_waits_for_a_reader_that_is_busy(reader: ShmReader, writer: Sh
     assert writer.poll() == [Attached(DECODE, 1)]
 
 
-def test_attaching_outlasts_a_full_backlog(
+def test_attaching_waits_while_the_backlog_is_full(
     store: MemfdStore, writer: ShmWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = ShmReader(store, DECODE)
@@ -114,7 +114,7 @@ def test_attaching_outlasts_a_full_backlog(
     reader.close()
 
 
-# ---- the fence --------------------------------------------------------------------------------------------------
+# ---- fences -----------------------------------------------------------------------------------------------------
 
 
 def test_a_detached_writer_is_a_fence(child: Child, reader: ShmReader) -> None:
@@ -145,14 +145,14 @@ def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
         receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_tokens=7)
     receiver.cancel(("a", 0))
     os.kill(child.process.pid, signal.SIGSTOP)
-    receiver.peer_lost(PREFILL)  # and its control connection seems gone
+    receiver.peer_lost(PREFILL)  # the control connection appears to be lost too
     assert receiver.take()[1] == [
         TransferFailed(("b", 0), ErrorCode.NODE_LOST, "the connection to the prefill node was lost")
     ]
     for now in (0.0, 100.0, 1e6):
         receiver.poll(now)
         assert allocator.count(Owner.QUARANTINE) == 4
-    os.kill(child.process.pid, signal.SIGCONT)  # it wakes, and does write
+    os.kill(child.process.pid, signal.SIGCONT)  # the writer wakes up and writes
     assert child.ask(do="write", peer=DECODE, page=0, value=9) == 1
     receiver.poll(1e6)
     assert allocator.count(Owner.QUARANTINE) == 4
@@ -163,23 +163,23 @@ def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
     assert allocator.num_free == NUM_PAGES
 
 
-def test_a_connection_that_closes_without_a_word_proves_nothing(
+def test_a_connection_closed_without_detached_is_no_fence(
     reader: ShmReader, writer: ShmWriter, store: MemfdStore
 ) -> None:
     attach(reader, writer, offer(reader))
     writer._mappings[DECODE].connection.close()
     assert wait_for_news(reader, 0.1) == []
-    writer.write(DECODE, [(0, 2)])  # indeed
+    writer.write(DECODE, [(0, 2)])  # the pool is in fact still writable
 
 
-def test_any_other_packet_proves_nothing(reader: ShmReader, writer: ShmWriter) -> None:
+def test_an_unknown_packet_is_no_fence(reader: ShmReader, writer: ShmWriter) -> None:
     attach(reader, writer, offer(reader))
     writer._mappings[DECODE].connection.send(b"detached!")
     assert wait_for_news(reader, 0.1) == []
 
 
-def test_an_event_meant_for_an_earlier_process_proves_nothing(reader: ShmReader, writer: ShmWriter) -> None:
-    """One look at epoll may tell of a descriptor whose number is another process's by the time it is looked at."""
+def test_an_event_of_a_process_that_is_still_alive_is_no_fence(reader: ShmReader, writer: ShmWriter) -> None:
+    """An event returned by epoll may belong to an earlier process whose descriptor number has been reused."""
     attach(reader, writer, offer(reader))
     (pidfd, process), *_ = [(fd, w) for fd, w in reader._writers.items() if fd == w.pidfd]
     reader._hear(pidfd, process)
@@ -196,7 +196,7 @@ def test_a_child_of_the_writer_does_not_inherit_the_pool(reader: ShmReader, writ
     assert num_unforked() == 1
 
 
-def test_a_pool_with_a_view_is_not_reported_as_detached(reader: ShmReader, writer: ShmWriter) -> None:
+def test_a_pool_with_an_open_view_is_not_reported_as_detached(reader: ShmReader, writer: ShmWriter) -> None:
     attach(reader, writer, offer(reader))
     memory = writer._mappings[DECODE].pool.memory
     connection = writer._mappings[DECODE].connection
@@ -216,11 +216,11 @@ def test_a_page_beyond_the_pool_is_never_written(reader: ShmReader, writer: ShmW
             writer.write(DECODE, [(0, page)])
 
 
-# ---- the thread that copies -------------------------------------------------------------------------------------
+# ---- the copy thread ---------------------------------------------------------------------------------------------
 
 
 class SlowStore(MemfdStore):
-    """As on a device: a page is copied out by a call, which takes as long as a test wants, and may fail."""
+    """A store that copies pages out with a call, as on a device. The call waits for ``may_end`` and may fail."""
 
     is_mapped = False
 
@@ -239,7 +239,7 @@ class SlowStore(MemfdStore):
 
 @pytest.fixture
 def slow(reader: ShmReader) -> Iterator[tuple[SlowStore, ShmWriter]]:
-    """Attached, with a write of three pages under way, the first of them half done."""
+    """Attached writer with a write of three pages in flight, the first of which is being copied."""
     source = SlowStore(NUM_PAGES)
     writer = ShmWriter(source)
     for page in range(3):
@@ -253,7 +253,7 @@ def slow(reader: ShmReader) -> Iterator[tuple[SlowStore, ShmWriter]]:
     source.close()
 
 
-def test_the_loop_goes_on_while_pages_are_copied_and_is_woken_when_they_are_in_place(
+def test_the_loop_runs_while_pages_are_copied_and_is_woken_when_they_are_in_place(
     slow: tuple[SlowStore, ShmWriter], store: MemfdStore
 ) -> None:
     source, writer = slow
@@ -267,7 +267,7 @@ def test_the_loop_goes_on_while_pages_are_copied_and_is_woken_when_they_are_in_p
     assert select.select(writer.files(), [], [], 0)[0] == []
 
 
-def test_detaching_waits_for_the_page_that_is_being_copied_only(
+def test_detaching_waits_only_for_the_page_being_copied(
     reader: ShmReader, store: MemfdStore, slow: tuple[SlowStore, ShmWriter]
 ) -> None:
     source, writer = slow
@@ -281,10 +281,10 @@ def test_detaching_waits_for_the_page_that_is_being_copied_only(
     assert detached == [True]
     assert wait_for_news(reader)[0].epoch == 1
     for page in range(3):
-        store.fill(page, 99)  # in another use by now, as the source pages are
+        store.fill(page, 99)  # the target pages have another use by now, and so have the source pages
         source.fill(page, 13)
     assert attach(reader, writer, offer(reader, 2)) == ""
-    writer.write(DECODE, [(3, 3)])  # after the others in the thread's queue
+    writer.write(DECODE, [(3, 3)])  # runs after the other jobs in the thread's queue
     done: list[int] = []
     until = time.monotonic() + 20
     while not done and time.monotonic() < until:
@@ -293,7 +293,7 @@ def test_detaching_waits_for_the_page_that_is_being_copied_only(
     assert [set(store.read(page)) for page in range(3)] == [{99}] * 3
 
 
-def test_a_copy_that_fails_breaks_the_pair_with_a_sentence_that_names_it(
+def test_a_failed_copy_breaks_the_pair_with_an_error_that_names_it(
     reader: ShmReader, slow: tuple[SlowStore, ShmWriter]
 ) -> None:
     source, writer = slow
@@ -310,7 +310,7 @@ def test_a_copy_that_fails_breaks_the_pair_with_a_sentence_that_names_it(
     assert writer.detach(DECODE) is True
 
 
-# ---- nothing is left --------------------------------------------------------------------------------------------
+# ---- clean-up ---------------------------------------------------------------------------------------------------
 
 
 def test_every_descriptor_is_closed(store: MemfdStore) -> None:
@@ -336,7 +336,7 @@ def test_detaching_before_being_attached_is_a_fence(reader: ShmReader, writer: S
     assert wait_for_news(reader) == [Fenced(PREFILL, 1, "the prefill node left before it had the pool")]
 
 
-def test_kill_leaves_nothing_behind(child: Child, reader: ShmReader) -> None:
+def test_killing_a_writer_leaves_nothing_behind(child: Child, reader: ShmReader) -> None:
     before = set(os.listdir("/dev/shm"))
     child.attach(reader, offer(reader))
     child.ask(do="write", peer=DECODE, page=1, value=5)
@@ -349,7 +349,7 @@ def test_kill_leaves_nothing_behind(child: Child, reader: ShmReader) -> None:
     assert f"@{name}" not in Path("/proc/net/unix").read_text()
 
 
-def test_two_offers_and_two_writers_are_told_apart(reader: ShmReader, store: MemfdStore) -> None:
+def test_two_offers_and_two_writers_are_kept_apart(reader: ShmReader, store: MemfdStore) -> None:
     first, second = Child(), Child()
     assert first.attach(reader, offer(reader, 1, "a" * 32)) == ""
     assert second.attach(reader, offer(reader, 2, "b" * 32)) == ""

@@ -1,4 +1,4 @@
-"""Connections to a pool in shared memory that are refused: wrong offers, other users, impossible pools, strangers."""
+"""Refused connections to a pool in shared memory: wrong offers, other users, impossible pools, random packets."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from kv_transfer.transports.shm import protocol as shm_hello
 __all__ = ["child", "reader", "store", "writer"]
 
 
-# ---- pairs that cannot be ---------------------------------------------------------------------------------------
+# ---- offers and pools --------------------------------------------------------------------------------------------
 
 
 def test_an_offer_is_valid_once_per_pool(reader: ShmReader, writer: ShmWriter) -> None:
@@ -44,23 +44,23 @@ def test_an_offer_is_valid_once_per_pool(reader: ShmReader, writer: ShmWriter) -
     ],
     ids=["other host", "path", "empty", "other epoch", "other size", "huge"],
 )
-def test_a_wrong_offer_is_refused_with_a_sentence(
+def test_a_wrong_offer_is_refused_with_an_explanation(
     reader: ShmReader, writer: ShmWriter, change: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in attach(reader, writer, msgspec.structs.replace(offer(reader), **change))
 
 
-def test_a_wrong_token_gets_nothing(reader: ShmReader, writer: ShmWriter) -> None:
+def test_a_writer_with_a_wrong_token_is_refused(reader: ShmReader, writer: ShmWriter) -> None:
     connect = offer(reader)
     name = connect.endpoint.split(":")[0]
     wrong = msgspec.structs.replace(connect, endpoint=f"{name}:{'0' * 64}")
     assert "would not hand over its pool" in attach(reader, writer, wrong)
     assert reader._pending.dropped == {"token": 1}
     writer.detach(DECODE)
-    assert attach(reader, writer, connect) == ""  # whose own token is still good
+    assert attach(reader, writer, connect) == ""  # the writer's own token is still valid
 
 
-def test_a_token_with_more_behind_it_is_none(reader: ShmReader) -> None:
+def test_a_token_with_extra_bytes_is_refused(reader: ShmReader) -> None:
     token = bytes.fromhex(offer(reader).endpoint.split(":")[1])
     with _visit(reader) as pending:
         pending.send(token + b"!")
@@ -69,7 +69,7 @@ def test_a_token_with_more_behind_it_is_none(reader: ShmReader) -> None:
     assert reader._pending.dropped == {"token": 1}
 
 
-def test_an_offer_of_another_start_of_the_decode_node_is_refused(reader: ShmReader, writer: ShmWriter) -> None:
+def test_an_offer_of_an_earlier_start_of_the_decode_node_is_refused(reader: ShmReader, writer: ShmWriter) -> None:
     assert "over its socket differ" in attach(reader, writer, offer(reader), peer="e" * 32)
 
 
@@ -79,7 +79,7 @@ def test_a_withdrawn_offer_is_void(reader: ShmReader, writer: ShmWriter) -> None
     assert "would not hand over its pool" in attach(reader, writer, connect)
 
 
-def test_a_pool_of_another_size_than_it_says_is_not_mapped(store: MemfdStore, writer: ShmWriter) -> None:
+def test_a_pool_whose_size_differs_from_the_offer_is_not_mapped(store: MemfdStore, writer: ShmWriter) -> None:
     reader = ShmReader(store, DECODE)
     small = MemfdStore(NUM_PAGES - 1)
     store.fd, right = small.fd, store.fd
@@ -95,13 +95,13 @@ def test_a_pool_whose_file_has_another_size_is_refused_at_start(store: MemfdStor
         ShmReader(store, DECODE)
 
 
-def test_a_pool_cannot_shrink_under_its_writers(reader: ShmReader, store: MemfdStore) -> None:
+def test_a_mapped_pool_cannot_be_truncated(reader: ShmReader, store: MemfdStore) -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(store.fd, 64)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or platform.machine() != "x86_64", reason="becomes another user by system call")
-def test_another_user_gets_nothing(child: Child, reader: ShmReader) -> None:
+def test_a_writer_of_another_user_is_refused(child: Child, reader: ShmReader) -> None:
     connect = offer(reader)
     child.ask(do="setuid", uid=65_534)
     assert child.attach(reader, connect) == "decode-0 runs as another user than this prefill node"
@@ -115,14 +115,14 @@ def test_another_user_gets_nothing(child: Child, reader: ShmReader) -> None:
 
 
 def _as_nobody(act: Any) -> Any:
-    """Run ``act`` in a thread that has another effective user."""
+    """Run ``act`` in a thread with another effective user."""
     result = []
 
     def run() -> None:
         import ctypes
 
         libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.syscall(117, -1, 65_534, -1) == 0  # setresuid of this thread alone
+        assert libc.syscall(117, -1, 65_534, -1) == 0  # setresuid for this thread only
         result.append(act())
 
     thread = threading.Thread(target=run)
@@ -131,7 +131,7 @@ def _as_nobody(act: Any) -> Any:
     return result[0]
 
 
-# ---- strangers --------------------------------------------------------------------------------------------------
+# ---- unknown peers -----------------------------------------------------------------------------------------------
 
 
 def _visit(reader: ShmReader) -> socket.socket:
@@ -153,7 +153,7 @@ def test_random_packets_are_rejected(reader: ShmReader, writer: ShmWriter, garba
     assert attach(reader, writer, offer(reader)) == ""
 
 
-def test_silent_connections_are_bounded_in_time_and_in_number(reader: ShmReader, writer: ShmWriter) -> None:
+def test_silent_connections_are_limited_in_time_and_number(reader: ShmReader, writer: ShmWriter) -> None:
     num_before = open_descriptors()
     crowd = [_visit(reader) for _ in range(visitors.MAX_PENDING + 5)]
     reader.poll(0.0)

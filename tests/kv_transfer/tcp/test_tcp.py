@@ -1,4 +1,4 @@
-"""TCP during the handshake: which connections a data port accepts, what a writer accepts, and cut connections."""
+"""The TCP handshake: which connections a data port accepts, which readers a writer accepts, and cut connections."""
 
 import select
 import socket
@@ -32,7 +32,7 @@ from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, WELCOME, Ter
 __all__ = ["_strangers_leave", "reader", "store", "writer"]
 
 
-# ---- who gets in ------------------------------------------------------------------------------------------------
+# ---- accepted and rejected connections ---------------------------------------------------------------------------
 
 
 def test_a_connection_without_the_token_of_an_offer_is_rejected(reader: TcpReader) -> None:
@@ -52,14 +52,14 @@ def test_a_connection_without_the_cluster_key_is_rejected(reader: TcpReader) -> 
 
 
 def test_a_proof_is_valid_for_one_handshake_only(reader: TcpReader) -> None:
-    """What an eavesdropper has seen of a handshake does not answer the nonce of the next."""
+    """A recorded handshake does not answer the nonce of the next handshake."""
     token = bytes.fromhex(offer(reader).endpoint.split(":")[2])
     stranger = Stranger(reader)
     stranger.hello(token, index=0, count=2)
     nonce, _ = WELCOME.unpack(stranger.receive(WELCOME.size))
     proof = Terms(MAGIC, token, 0, 2, 1, SIZE, NUM_PAGES, b"n" * 32, nonce).proof(
         KEY, b"writer"
-    )  # said, and never arrived
+    )  # recorded, but never delivered
     again = Stranger(reader)
     again.hello(token, index=0, count=2)
     again.receive(WELCOME.size)
@@ -68,7 +68,7 @@ def test_a_proof_is_valid_for_one_handshake_only(reader: TcpReader) -> None:
     assert reader._pending.dropped == {"key": 1}
 
 
-def test_a_connection_of_an_offer_can_be_made_once(reader: TcpReader) -> None:
+def test_an_offer_admits_one_connection(reader: TcpReader) -> None:
     connect = offer(reader)
     assert len(Stranger(reader).shake(connect, index=0)) == 32
     second = Stranger(reader)
@@ -76,7 +76,7 @@ def test_a_connection_of_an_offer_can_be_made_once(reader: TcpReader) -> None:
     assert second.is_hung_up()
 
 
-def test_a_silent_connection_is_rejected_after_a_while(reader: TcpReader) -> None:
+def test_a_silent_connection_is_rejected_after_the_timeout(reader: TcpReader) -> None:
     stranger = Stranger(reader)
     until(lambda: reader.poll(100.0) or reader._pending)
     reader.poll(100.0 + visitors.PATIENCE_S)
@@ -84,7 +84,7 @@ def test_a_silent_connection_is_rejected_after_a_while(reader: TcpReader) -> Non
     assert reader._pending.dropped == {"silent": 1}
 
 
-def test_many_pending_connections_keep_no_writer_out(reader: TcpReader, writer: TcpWriter) -> None:
+def test_a_writer_attaches_despite_many_pending_connections(reader: TcpReader, writer: TcpWriter) -> None:
     crowd = [Stranger(reader) for _ in range(visitors.MAX_PENDING + 10)]
     join(writer, reader)
     assert reader._pending.dropped["crowded"] >= 10

@@ -1,4 +1,4 @@
-"""TCP inside an authenticated connection: where a writer can put bytes, invalid frames, and permissions that end."""
+"""Authenticated TCP connections: where a writer can put bytes, invalid frames, and revoked permissions."""
 
 import contextlib
 import threading
@@ -36,7 +36,7 @@ from kv_transfer.transports.tcp.receive_thread import ReceiveThread
 __all__ = ["_strangers_leave", "reader", "store", "stranger", "writer"]
 
 
-# ---- what one may do inside ---------------------------------------------------------------------------------------
+# ---- permissions and frames --------------------------------------------------------------------------------------
 
 
 def test_a_page_is_placed_only_where_it_is_permitted(stranger: Stranger, store: MemfdStore) -> None:
@@ -56,39 +56,41 @@ def test_a_page_can_be_written_once_per_grant(stranger: Stranger, store: MemfdSt
     assert set(store.read(2)) == {7}
 
 
-def test_a_page_that_comes_after_its_permission_was_taken_is_discarded(stranger: Stranger, store: MemfdStore) -> None:
+def test_a_page_that_arrives_after_its_permission_was_revoked_is_discarded(
+    stranger: Stranger, store: MemfdStore
+) -> None:
     stranger.reader.forbid([2])
     stranger.page(2, 7)
     assert stranger.answer() == (0, 2)
     assert set(store.read(2)) == {0}
 
 
-def test_a_permission_can_be_taken_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
+def test_a_permission_can_be_revoked_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
     frame = stranger.frame(2, 7)
     half = PAGE_FRAME_BYTES + SIZE // 2
     stranger.connection.sendall(frame[:half])
     until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
     stranger.reader.forbid([2])
-    store.fill(2, 99)  # someone else's by now
+    store.fill(2, 99)  # now another request's page
     stranger.connection.sendall(frame[half:])
     assert stranger.answer() == (0, 2)
     assert set(store.read(2)) == {99}
 
 
-def test_a_permission_of_another_epoch_permits_nothing(stranger: Stranger, store: MemfdStore) -> None:
+def test_a_permission_of_another_epoch_is_not_valid(stranger: Stranger, store: MemfdStore) -> None:
     stranger.reader.allow(PREFILL, 2, [2])
     stranger.page(2, 7)
     assert stranger.answer() == (0, 2)
     assert set(store.read(2)) == {0}
 
 
-def test_forbidding_waits_for_the_copy_under_way(
+def test_revoking_a_permission_waits_for_the_copy_in_progress(
     stranger: Stranger, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_copying, receive = threading.Event(), ReceiveThread._receive
 
     def slow(thread: ReceiveThread, into: list[memoryview]) -> int:
-        if thread._lock.locked():  # not a header
+        if thread._lock.locked():  # a page, not a header
             is_copying.set()
             until(lambda: 2 not in thread._permissions._by_page)
             time.sleep(0.1)
@@ -98,7 +100,7 @@ def test_forbidding_waits_for_the_copy_under_way(
     stranger.page(2, 7)
     assert is_copying.wait(20)
     stranger.reader.forbid([2])
-    store.fill(2, 99)  # someone else's by now
+    store.fill(2, 99)  # now another request's page
     assert stranger.answer() == (0, 2)
     assert set(store.read(2)) == {99}
 
@@ -141,8 +143,8 @@ def test_an_invalid_frame_ends_the_connection(stranger: Stranger, store: MemfdSt
     assert stranger.answer() is None
 
 
-def test_parts_of_a_page_go_where_they_belong_each_once(stranger: Stranger, store: MemfdStore) -> None:
-    """A page is 4 tokens: 32 bytes of keys, 32 of values."""
+def test_each_part_of_a_page_is_placed_once_at_its_offset(stranger: Stranger, store: MemfdStore) -> None:
+    """A page has 4 tokens: 32 bytes of keys and 32 bytes of values."""
     first, last = PageSlice(0, 3), PageSlice(3, 1)
     stranger.part(2, 7, last)
     assert stranger.answer() == (1, 2)
@@ -162,7 +164,7 @@ def test_parts_of_a_page_go_where_they_belong_each_once(stranger: Stranger, stor
     assert stranger.reader.counters()["refused_pages"] == 3
 
 
-def test_a_new_permission_does_not_cover_a_page_already_on_its_way(stranger: Stranger, store: MemfdStore) -> None:
+def test_a_new_permission_does_not_cover_a_page_already_in_flight(stranger: Stranger, store: MemfdStore) -> None:
     frame = stranger.frame(2, 7)
     half = PAGE_FRAME_BYTES + SIZE // 2
     stranger.connection.sendall(frame[:half])
@@ -207,16 +209,16 @@ def test_a_changed_page_is_not_acknowledged_and_ends_the_connection(stranger: St
     assert stranger.reader.counters()["bytes_by_tcp"] == SIZE
 
 
-def test_the_last_few_bytes_of_a_page_are_not_waited_for_in_vain(stranger: Stranger) -> None:
+def test_the_last_few_bytes_of_a_page_are_received_without_delay(stranger: Stranger) -> None:
     frame = stranger.frame(2, 7)
     for begin, end in ((0, 1), (1, -MAC_BYTES - SIZE + 1), (-MAC_BYTES - SIZE + 1, -MAC_BYTES), (-MAC_BYTES, -1)):
         stranger.connection.sendall(frame[begin:end])
-        time.sleep(0.05)  # the reader waits for all of what must follow at least
+        time.sleep(0.05)  # the reader waits for at least the bytes that must follow
     stranger.connection.sendall(frame[-1:])
     assert stranger.answer() == (1, 2)
 
 
-def test_the_bytes_of_one_page_are_not_taken_for_those_of_another(stranger: Stranger, store: MemfdStore) -> None:
+def test_bytes_of_one_page_are_not_accepted_for_another(stranger: Stranger, store: MemfdStore) -> None:
     two, three = stranger.frame(2, 7), stranger.frame(3, 8)
     stranger.connection.sendall(two[:PAGE_FRAME_BYTES] + three[PAGE_FRAME_BYTES:])
     assert "were changed on the way" in until(lambda: stranger.reader.poll(0.0))[0].reason
@@ -242,7 +244,7 @@ def test_slices_are_authenticated_with_a_cluster_key(reader: TcpReader, store: M
         source.close()
 
 
-def test_parts_of_a_page_are_authenticated_each_for_itself(stranger: Stranger) -> None:
+def test_each_part_of_a_page_is_authenticated_separately(stranger: Stranger) -> None:
     first, second = PageSlice(0, 1), PageSlice(1, 1)
     stranger.part(2, 7, first)
     assert stranger.answer() == (1, 2)
@@ -255,7 +257,7 @@ def test_parts_of_a_page_are_authenticated_each_for_itself(stranger: Stranger) -
 @pytest.mark.parametrize(
     "num_bytes", [0, 1, PAGE_FRAME_BYTES - 1, PAGE_FRAME_BYTES, PAGE_FRAME_BYTES + 5, -MAC_BYTES, -1]
 )
-def test_a_connection_that_is_cut_anywhere_is_a_fence(stranger: Stranger, num_bytes: int) -> None:
+def test_a_connection_cut_at_any_byte_is_a_fence(stranger: Stranger, num_bytes: int) -> None:
     stranger.connection.sendall(stranger.frame(2, 7)[:num_bytes])
     stranger.connection.close()
     assert [(f.peer, f.epoch) for f in until(lambda: stranger.reader.poll(0.0))] == [(PREFILL, 1)]
@@ -263,7 +265,7 @@ def test_a_connection_that_is_cut_anywhere_is_a_fence(stranger: Stranger, num_by
 
 @settings(max_examples=40, deadline=None)
 @given(noise=st.binary(min_size=PAGE_FRAME_BYTES, max_size=300))
-def test_random_bytes_end_the_connection_and_touch_no_page(noise: bytes) -> None:
+def test_random_bytes_end_the_connection_and_change_no_page(noise: bytes) -> None:
     store = MemfdStore(NUM_PAGES)
     reader = TcpReader(store, key=KEY, num_connections=1)
     stranger = Stranger(reader)

@@ -1,4 +1,4 @@
-"""Whole transfers over TCP: sender and receiver on top, and connections that are cut under them."""
+"""Whole transfers over TCP with a real sender and receiver, including connections that are cut."""
 
 import socket
 import time
@@ -21,7 +21,7 @@ __all__ = ["reader", "store", "writer"]
 
 
 class Node:
-    """Both roles' endpoints, joined by queues that deliver at once."""
+    """A sender and a receiver in one process, joined by queues that deliver at once."""
 
     def __init__(self, reader: TcpReader, writer: TcpWriter) -> None:
         self.allocator = PageAllocator(NUM_PAGES)
@@ -77,7 +77,7 @@ def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer
     node.turn()
     node.receiver.peer_lost(PREFILL)
     assert node.allocator.count(Owner.QUARANTINE) == 2
-    node.receiver.poll(0.0)  # no word of the writer's
+    node.receiver.poll(0.0)  # without a message from the writer
     assert node.allocator.num_free == NUM_PAGES
     assert isinstance(node.receiver.take()[1][0], TransferFailed)
     node.sender.close()
@@ -88,7 +88,7 @@ def cut(writer: TcpWriter) -> None:
         peer_state.connections[0].sock.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_cut_connection_is_mended_and_its_transfers_go_on(
+def test_a_cut_connection_is_restored_and_its_transfers_continue(
     reader: TcpReader, writer: TcpWriter, store: MemfdStore
 ) -> None:
     node, key = Node(reader, writer), ("r", 0)
@@ -112,7 +112,7 @@ def test_a_cut_connection_is_mended_and_its_transfers_go_on(
     node.sender.close()
 
 
-def test_a_connection_that_is_cut_again_and_again_ends_its_transfers_with_pair_and_transport_named(
+def test_a_connection_that_is_cut_repeatedly_ends_its_transfers_with_pair_and_transport_named(
     reader: TcpReader, writer: TcpWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "BACKOFF_S", 0.01)
@@ -137,7 +137,7 @@ def test_a_connection_that_is_cut_again_and_again_ends_its_transfers_with_pair_a
     assert "in 4 tries" in failed.message
     assert node.receiver.counters()["reconnects"] == 4
     assert node.allocator.num_free == NUM_PAGES
-    node.sender.peer_lost(DECODE)  # the role hangs up
+    node.sender.peer_lost(DECODE)  # the role closes the connection
     node.turn()
     assert [release.ok for release in node.released] == [False]
     node.connect()

@@ -1,4 +1,4 @@
-"""Gloo from outside: how a group forms and dissolves, strangers meanwhile, and processes that stop or die."""
+"""Gloo groups: how they form and dissolve, unknown peers, and processes that stop or die."""
 
 import os
 import signal
@@ -43,10 +43,10 @@ from kv_transfer.transports.torch_distributed.rendezvous import (
 __all__ = ["_strangers_leave", "reader", "store", "writer"]
 
 
-# ---- how a group forms ------------------------------------------------------------------------------------------
+# ---- forming a group ---------------------------------------------------------------------------------------------
 
 
-def test_a_page_goes_through_a_group_and_its_end_leaves_nothing(
+def test_a_page_goes_through_a_group_and_closing_the_group_leaves_nothing(
     reader: GroupReader, writer: GroupWriter, store: MemfdStore
 ) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -68,7 +68,7 @@ def test_a_page_goes_through_a_group_and_its_end_leaves_nothing(
 def test_slices_of_a_page_are_gathered_and_scattered(
     reader: GroupReader, writer: GroupWriter, store: MemfdStore
 ) -> None:
-    """Tokens 0 and 1 of page 1 become tokens 2 and 3 of page 5; keys and values have a run each."""
+    """Tokens 0 and 1 of page 1 become tokens 2 and 3 of page 5. Keys and values have one run each."""
     attach(writer, reader)
     reader.allow(PREFILL, 1, [5])
     assert isinstance(writer.store, MemfdStore)
@@ -90,7 +90,7 @@ def test_several_pairs_are_independent(reader: GroupReader, writer: GroupWriter,
     assert until(lambda: reader.poll(0.0) or second.poll()) == [Attached(DECODE, 2)]
     reader.allow(PREFILL, 1, [1])
     reader.allow(other, 2, [2])
-    second.write(DECODE, [(0, 1)])  # granted to the first
+    second.write(DECODE, [(0, 1)])  # granted to the first writer
     until(second.done)
     assert reader.counters()["refused_pages"] == 1
     second.close()
@@ -105,7 +105,7 @@ def test_several_pairs_are_independent(reader: GroupReader, writer: GroupWriter,
 def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
     reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer has long been ready, and sends a page as soon as the reader is."""
+    """The writer is ready first, and sends a page as soon as the reader is ready."""
     run, send = group_form._Maker.run, group_form._EntryExchange._send
 
     def run_late(maker: Any) -> None:
@@ -125,9 +125,9 @@ def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
 
 
 def test_an_offer_of_another_transport_is_refused(reader: GroupReader) -> None:
-    """The handshakes have the same frames, and differ in their magic word."""
+    """The handshakes of the transports have the same frames and differ only in their magic word."""
     stranger = Stranger(reader)
-    stranger.hello(bytes.fromhex(offer(reader).endpoint.split(":")[2]))  # as tcp would
+    stranger.hello(bytes.fromhex(offer(reader).endpoint.split(":")[2]))  # in the format of the tcp transport
     assert stranger.is_hung_up()
     assert reader._pending.dropped == {"garbage": 1}
 
@@ -141,7 +141,7 @@ def test_a_reader_gives_up_on_a_group_without_a_writer(reader: GroupReader, monk
     until(lambda: not threads("form-gloo") + threads("receive-pages"))
 
 
-def test_a_writer_reports_a_reader_that_falls_silent_while_the_group_forms(
+def test_a_writer_reports_a_reader_that_stops_answering_while_the_group_forms(
     writer: GroupWriter, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_form, "FORM_S", 0.3)
@@ -158,7 +158,7 @@ def test_a_writer_reports_a_reader_that_falls_silent_while_the_group_forms(
 
 
 class Deaf:
-    """A receiving thread that does nothing."""
+    """A receive thread that does nothing."""
 
     def __init__(self, authenticated: AuthenticatedConnection) -> None:
         self.authenticated = authenticated
@@ -188,7 +188,7 @@ def entry(
 
 
 def address(host: str, port: int = 1) -> bytes:
-    """As Gloo publishes it: host name, socket address, numbers of pairs."""
+    """An address as Gloo publishes it: host name, socket address, numbers of pairs."""
     sockaddr = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host) + bytes(120)
     return struct.pack("N", 2) + b"vm" + struct.pack("N", len(sockaddr)) + sockaddr + struct.pack("nn", 0, 1)
 
@@ -216,17 +216,17 @@ def address(host: str, port: int = 1) -> bytes:
         (lambda authenticated: [entry(authenticated, b"", b"", magic=MADE_MAGIC)] * 2, "has no place"),
     ],
 )
-def test_an_invalid_frame_ends_the_forming_of_a_group(
+def test_an_invalid_frame_during_the_rendezvous_ends_it(
     reader: GroupReader, frames: Callable[[AuthenticatedConnection], list[bytes]], why: str
 ) -> None:
     intruder = Intruder(reader)
     authenticated = intruder.authenticated(offer(reader))
-    until(lambda: reader.poll(0.0) or intruder.connection.recv(1, socket.MSG_PEEK))  # its own address has come
+    until(lambda: reader.poll(0.0) or intruder.connection.recv(1, socket.MSG_PEEK))  # the reader has answered
     intruder.connection.sendall(b"".join(frames(authenticated)))
     [fenced] = until(lambda: reader.poll(0.0))
     assert (fenced.peer, fenced.epoch) == (PREFILL, 1)
     assert why in fenced.reason
-    until(lambda: not threads("form-gloo") + threads("receive-pages"), 5.0)  # long before Gloo's own time-out
+    until(lambda: not threads("form-gloo") + threads("receive-pages"), 5.0)  # well before Gloo's own timeout
 
 
 @settings(max_examples=200, deadline=None)
@@ -235,19 +235,19 @@ def test_random_bytes_are_no_valid_address(value: bytes) -> None:
     assert not is_sound("gloo", value, "127.0.0.1")
 
 
-def test_only_an_address_of_the_peers_host_is_valid() -> None:
+def test_only_an_address_on_the_peers_host_is_valid() -> None:
     assert is_sound("gloo", address("127.0.0.1"), "127.0.0.1")
     assert not is_sound("gloo", address("127.0.0.1"), "10.0.0.1")
 
 
 class Liar(AuthenticatedConnection):
-    """One without the secret of the offer."""
+    """A connection without the secret of the offer."""
 
     def proof(self, label: bytes) -> bytes:
         return bytes(32)
 
 
-def test_a_stranger_in_the_peers_place_is_detected(reader: GroupReader, store: MemfdStore) -> None:
+def test_a_group_member_without_the_secret_is_detected(reader: GroupReader, store: MemfdStore) -> None:
     intruder = Intruder(reader)
     authenticated = intruder.authenticated(offer(reader))
     with pytest.raises(OSError):
@@ -257,7 +257,7 @@ def test_a_stranger_in_the_peers_place_is_detected(reader: GroupReader, store: M
 
 
 def test_gloos_port_accepts_no_connection_once_the_group_has_formed(reader: GroupReader, writer: GroupWriter) -> None:
-    """Each connection would occupy a descriptor for as long as the pair lives."""
+    """Each accepted connection would occupy a descriptor for the life of the pair."""
 
     def listening() -> set[int]:
         connections = psutil.Process().net_connections("tcp4")
@@ -274,12 +274,12 @@ def test_gloos_port_accepts_no_connection_once_the_group_has_formed(reader: Grou
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-# ---- processes that stop and die --------------------------------------------------------------------------------
+# ---- processes that stop or die ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("victim", ["writer", "reader"])
 def test_the_survivor_of_a_death_at_any_step_holds_nothing(start: Callable[..., End], victim: str) -> None:
-    """Killed so many milliseconds after the offer was taken up: while dialling, shaking hands, forming, attached."""
+    """The peer is killed this many milliseconds after the offer is used, in the handshake or later."""
     writer, reader = start("writer", "gloo"), start("reader", "gloo")
     for epoch, delay_ms in enumerate((0, 4, 12, 40), start=1):
         dying = start(victim, "gloo")
@@ -315,7 +315,7 @@ def test_a_writer_detaches_from_a_stopped_reader(start: Callable[..., End]) -> N
     assert reader.ask("digest", pages=[7]) == digests(50)
 
 
-def test_a_reader_that_is_stopped_for_too_long_breaks_its_pair_only(start: Callable[..., End]) -> None:
+def test_a_reader_that_is_stopped_too_long_breaks_only_its_own_pair(start: Callable[..., End]) -> None:
     writer = start("writer", "gloo", TEST_STALL_S="1")
     reader, other, peer = start("reader", "gloo"), start("reader", "gloo"), "e" * 32
     join(writer, reader, "gloo")
@@ -334,7 +334,7 @@ def test_a_reader_that_is_stopped_for_too_long_breaks_its_pair_only(start: Calla
     assert other.ask("digest", pages=[3]) == digests(2)
 
 
-# ---- what is asked for and cannot be had ------------------------------------------------------------------------
+# ---- refused configurations --------------------------------------------------------------------------------------
 
 
 def test_nccl_without_a_gpu_is_refused_by_name(store: MemfdStore) -> None:
@@ -343,7 +343,7 @@ def test_nccl_without_a_gpu_is_refused_by_name(store: MemfdStore) -> None:
             make(store, "nccl")
 
 
-def test_an_address_that_is_not_ours_is_refused_with_the_flag_named(store: MemfdStore) -> None:
+def test_an_address_of_another_machine_is_refused_with_the_flag_named(store: MemfdStore) -> None:
     with pytest.raises(ConfigError, match="--data-interface"):
         GroupReader(store, "gloo", host="192.0.2.1")
 
@@ -370,11 +370,11 @@ def test_pages_go_from_device_to_device() -> None:
     assert until(lambda: reader.poll(0.0) or writer.poll(), 60.0) == [Attached(DECODE, 1)]
     source.tensor.copy_(torch.randn(source.tensor.shape))
     reader.allow(PREFILL, 1, [0, 3])
-    tickets = [writer.write(DECODE, [(5, 3), (1, 0)]), writer.write(DECODE, [(2, 4)])]  # page 4 is not allowed
+    tickets = [writer.write(DECODE, [(5, 3), (1, 0)]), writer.write(DECODE, [(2, 4)])]  # page 4 is not permitted
     done: list[int] = []
     until(lambda: done.extend(writer.done()) or len(done) == 2)
     assert sorted(done) == tickets
-    reader.store.landed([0, 3])  # leaves what has come as it is
+    reader.store.landed([0, 3])  # keeps the pages that have arrived
     expected = {3: source.tensor[5], 0: source.tensor[1]}
     for page in range(NUM_PAGES):
         ours = target.tensor[page].cpu()

@@ -1,8 +1,8 @@
-"""Frames with which two nodes form a Gloo group: lost, doubled, swapped, cut, changed or invented on their way.
+"""Frames of the Gloo rendezvous that are lost, repeated, swapped, cut, changed or invented on the way.
 
-No group forms by frames that the peer did not send, and the next group forms. The node under test is a process of its
-own, with a cluster key, since Gloo ends processes; the other end is a real one in this process, whose frames go through
-the test.
+No group forms from frames that the peer did not send, and the next group forms. The node under test runs in its own
+process, with a cluster key, because Gloo may abort a process. The other end is a real one in this process, and the
+test relays its frames.
 """
 
 import contextlib
@@ -44,12 +44,12 @@ def ends() -> Iterator[tuple[End, End]]:
 
 def exactly(connection: socket.socket, size: int) -> bytes:
     data = connection.recv(size, socket.MSG_WAITALL)
-    assert len(data) == size, "it hung up"
+    assert len(data) == size, "the peer closed the connection"
     return data
 
 
 class Relay:
-    """Forms a group over a connection whose frames are changed on their way; ``group``: what became of it."""
+    """Forms a group over a connection that changes frames. ``group`` is None unless it has formed."""
 
     def __init__(self, authenticated: AuthenticatedConnection, rank: int, changes: list[Change]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -72,7 +72,7 @@ class Relay:
         self.meant, self.said = entry + made, b"".join(mangled([entry, made], changes))
         with contextlib.suppress(OSError):
             authenticated.connection.sendall(self.said)
-            if len(self.said) < len(self.meant):  # else it hears enough to judge
+            if len(self.said) < len(self.meant):  # otherwise the peer has enough bytes to reject
                 authenticated.connection.shutdown(socket.SHUT_WR)
 
     def _form(self, rank: int) -> None:
@@ -88,7 +88,7 @@ class Relay:
             self.outer.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> bool:
-        """Close everything, as soon as it is known what became of it. Returns whether a group has formed."""
+        """Close everything once the outcome is known. Returns whether a group has formed."""
         self._threads[0].join(20)
         assert not self._threads[0].is_alive()
         for connection in (self.authenticated.connection, self.outer, self.inner):
@@ -107,7 +107,7 @@ def terms(connect: Connect, token: bytes, nonces: tuple[bytes, bytes]) -> Terms:
 
 
 def as_writer(connect: Connect) -> AuthenticatedConnection:
-    """Shake hands with the reader that offers this."""
+    """Perform the writer's handshake with the reader of this offer."""
     host, port, token, _ = json.loads(connect.endpoint)["gloo"].split(":")
     connection = socket.create_connection((host, int(port)), 10)
     connection.sendall(HELLO.pack(magic_of("gloo"), 0, 1, bytes.fromhex(token), b"n" * 32))
@@ -120,7 +120,7 @@ def as_writer(connect: Connect) -> AuthenticatedConnection:
 
 
 def as_reader(writer: End, connect: Connect) -> AuthenticatedConnection:
-    """Have the writer attach to us, and shake hands."""
+    """Have the writer attach to a socket of this test, and perform the reader's handshake."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = json.dumps({"gloo": f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"})
         offer = msgspec.json.encode(msgspec.structs.replace(connect, endpoint=endpoint)).decode()
@@ -143,8 +143,8 @@ def test_damaged_frames_form_no_group_and_the_next_group_forms(
     formed: list[bool] = []
 
     @settings(max_examples=25, deadline=None)
-    @example(changes=[("repeat", 0, 0), ("lose", 0, 0)])  # nothing
-    @example(changes=[("flip", 0, HEADER.size)])  # a mac, of the address and of the end
+    @example(changes=[("repeat", 0, 0), ("lose", 0, 0)])  # no change
+    @example(changes=[("flip", 0, HEADER.size)])  # the MACs of the address and of the last frame
     @example(changes=[("flip", 1, HEADER.size)])
     @given(changes=changes)
     def run(changes: list[Change]) -> None:
@@ -153,8 +153,8 @@ def test_damaged_frames_form_no_group_and_the_next_group_forms(
         relay = Relay(as_writer(connect) if rank == WRITER else as_reader(writer, connect), rank, changes)
         has_formed = relay.end()
         formed.append(has_formed)
-        assert has_formed or relay.said != relay.meant, "nothing was changed"
-        assert not has_formed or relay.said.startswith(relay.meant), "it took frames that were not sent"
+        assert has_formed or relay.said != relay.meant, "no group formed although nothing was changed"
+        assert not has_formed or relay.said.startswith(relay.meant), "a group formed from frames that were not sent"
         if rank == WRITER:
             assert reader.ask("chosen", peer=PREFILL, epoch=epoch, transport="gloo")
             assert until(lambda: reader.ask("news"))[0][:2] == [PREFILL, epoch]
@@ -170,4 +170,4 @@ def test_damaged_frames_form_no_group_and_the_next_group_forms(
         until(lambda: reader.ask("news"))
 
     run()
-    assert any(formed) and not all(formed), "only one of the two was tried"
+    assert any(formed) and not all(formed), "the examples covered only one of the two outcomes"

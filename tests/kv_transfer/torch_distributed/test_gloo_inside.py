@@ -1,4 +1,4 @@
-"""Gloo inside an authenticated connection: where pages may land, invalid frames, and permissions that end."""
+"""Established Gloo pairs: where pages may land, invalid frames, and revoked permissions."""
 
 import contextlib
 import threading
@@ -23,7 +23,7 @@ from kv_transfer.transports.torch_distributed.reader import GroupReceiveThread
 __all__ = ["_strangers_leave", "intruder", "reader", "store", "writer"]
 
 
-# ---- what one may do inside -------------------------------------------------------------------------------------
+# ---- permissions and frames --------------------------------------------------------------------------------------
 
 
 def test_a_page_is_placed_once_where_it_is_permitted(intruder: Intruder, store: MemfdStore) -> None:
@@ -34,11 +34,13 @@ def test_a_page_is_placed_once_where_it_is_permitted(intruder: Intruder, store: 
     assert intruder.reader.counters()["refused_pages"] == 2
 
 
-def test_a_page_that_comes_after_its_permission_was_taken_is_discarded(intruder: Intruder, store: MemfdStore) -> None:
+def test_a_page_that_arrives_after_its_permission_was_revoked_is_discarded(
+    intruder: Intruder, store: MemfdStore
+) -> None:
     intruder.announce(2, 7)
     time.sleep(0.05)
     intruder.reader.forbid([2])
-    store.fill(2, 99)  # someone else's by now
+    store.fill(2, 99)  # now another request's page
     intruder.group.wait(intruder.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
     assert intruder.answer() == (0, 2)
     assert set(store.read(2)) == {99}
@@ -55,14 +57,14 @@ def test_a_changed_page_is_discarded_and_ends_the_pair(intruder: Intruder, store
     assert intruder.answer() is None
 
 
-def test_a_permission_of_another_epoch_permits_nothing(intruder: Intruder, store: MemfdStore) -> None:
+def test_a_permission_of_another_epoch_is_not_valid(intruder: Intruder, store: MemfdStore) -> None:
     intruder.reader.allow(PREFILL, 2, [2])
     intruder.send(2, 7)
     assert intruder.answer() == (0, 2)
     assert set(store.read(2)) == {0}
 
 
-def test_forbidding_waits_for_the_copy_under_way(
+def test_revoking_a_permission_waits_for_the_copy_in_progress(
     intruder: Intruder, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_copying, copy = threading.Event(), group_backend._copy
@@ -76,21 +78,21 @@ def test_forbidding_waits_for_the_copy_under_way(
     intruder.send(2, 7)
     assert is_copying.wait(20)
     intruder.reader.forbid([2])
-    store.fill(2, 99)  # someone else's by now
+    store.fill(2, 99)  # now another request's page
     assert intruder.answer() == (1, 2)
     assert set(store.read(2)) == {99}
 
 
-def test_withdrawing_is_a_fence_while_a_page_is_on_its_way(
+def test_withdrawing_is_a_fence_while_a_page_is_in_flight(
     intruder: Intruder, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The late bytes of an old epoch do not reach the page, whichever request has it by then."""
+    """Late bytes of an old epoch do not reach the page, whichever request uses it by then."""
     intruder.announce(2, 7)
     time.sleep(0.05)
     intruder.reader.withdraw(PREFILL)
     assert intruder.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
     store.fill(2, 99)
-    monkeypatch.setattr(group_backend, "STALL_S", 0.5)  # the reader will not take them
+    monkeypatch.setattr(group_backend, "STALL_S", 0.5)  # no bytes are taken
     with contextlib.suppress(ConnectionError):
         intruder.group.wait(intruder.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
     until(lambda: not threads("receive-pages"))
@@ -108,7 +110,7 @@ def test_an_invalid_frame_ends_the_pair(intruder: Intruder, store: MemfdStore, f
 
 @settings(max_examples=10, deadline=None)
 @given(noise=st.binary(min_size=PAGE_FRAME_BYTES, max_size=300))
-def test_random_bytes_end_the_pair_and_touch_no_page(noise: bytes) -> None:
+def test_random_bytes_end_the_pair_and_change_no_page(noise: bytes) -> None:
     store, source = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
     reader = GroupReader(store, "gloo", key=KEY)
     intruder = Intruder(reader)
@@ -125,7 +127,9 @@ def test_random_bytes_end_the_pair_and_touch_no_page(noise: bytes) -> None:
         source.close()
 
 
-def test_an_announced_page_that_never_comes_ends_the_pair(reader: GroupReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_announced_page_that_never_arrives_ends_the_pair(
+    reader: GroupReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(group_backend, "STALL_S", 0.2)
     source = MemfdStore(NUM_PAGES)
     intruder = Intruder(reader)
@@ -138,10 +142,10 @@ def test_an_announced_page_that_never_comes_ends_the_pair(reader: GroupReader, m
     intruder.group.close()
 
 
-def test_detach_says_false_while_pages_are_still_being_read(
+def test_detach_returns_false_while_pages_are_still_being_read(
     reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that takes nothing, and a backend that cannot be cut short."""
+    """The reader receives nothing, and the backend cannot be interrupted."""
     is_over = threading.Event()
     monkeypatch.setattr(GroupReceiveThread, "_receive_pages", lambda thread, group: is_over.wait(10))
     attach(writer, reader)

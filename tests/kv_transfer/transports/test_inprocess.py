@@ -1,4 +1,4 @@
-"""The in-process wire and what can be made to go wrong on it, tick by tick."""
+"""The in-process wire and its faults, tick by tick."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ from scripts.simulator.inprocess_transport import Fault, InProcessReader, InProc
 
 
 class Ends:
-    """A writer and a reader that are attached, and four pages full of 1, 2, 3 and 4 at the writer."""
+    """An attached writer and reader, and four pages at the writer, filled with 1, 2, 3 and 4."""
 
     def __init__(self, faults: Mapping[int, Fault], *, can_recall: bool = True) -> None:
         self.wire = Wire(latency=1, faults=faults, can_recall=can_recall)
@@ -37,11 +37,11 @@ class Ends:
         return Connect("decode-0", "model", epoch, LayoutMessage.of(LAYOUT), 4, "inprocess", endpoint)
 
     def write(self, *pages: int) -> int:
-        """Each to the page of its own number."""
+        """Write each page to the page of the same number; returns the ticket."""
         return self.writer.write(DECODE, [(page, page) for page in pages])
 
     def tick(self) -> list[int]:
-        """What the reader's pages begin with, a tick later."""
+        """Advance the wire by one tick; returns the first byte of each page of the reader."""
         self.wire.tick()
         return [self.target.read(page)[0] for page in range(4)]
 
@@ -57,14 +57,14 @@ def _close(monkeypatch: pytest.MonkeyPatch) -> object:
         ends.target.close()
 
 
-def test_without_faults_pages_come_in_order_and_each_write_ends() -> None:
+def test_without_faults_pages_arrive_in_order_and_each_write_ends() -> None:
     ends = Ends({})
     tickets = [ends.write(0, 1), ends.write(2)]
     assert ends.tick() == [1, 2, 3, JUNK]
     assert ends.writer.done() == tickets
 
 
-def test_a_page_out_of_order_is_passed_by_those_behind_it() -> None:
+def test_a_reordered_page_is_overtaken_by_later_pages() -> None:
     ends = Ends({0: Fault("reorder", 2)})
     first, second = ends.write(0), ends.write(1)
     assert ends.tick() == [JUNK, 2, JUNK, JUNK]
@@ -74,7 +74,7 @@ def test_a_page_out_of_order_is_passed_by_those_behind_it() -> None:
     assert ends.writer.done() == [first]
 
 
-def test_a_delayed_page_holds_up_those_behind_it() -> None:
+def test_a_delayed_page_delays_later_pages() -> None:
     ends = Ends({1: Fault("delay", 2)})
     tickets = [ends.write(0), ends.write(1), ends.write(2)]
     assert ends.tick() == [1, JUNK, JUNK, JUNK]
@@ -84,7 +84,7 @@ def test_a_delayed_page_holds_up_those_behind_it() -> None:
     assert ends.writer.done() == tickets[1:]
 
 
-def test_the_write_of_a_page_that_comes_twice_ends_with_the_second() -> None:
+def test_the_write_of_a_duplicated_page_ends_with_the_second_copy() -> None:
     ends = Ends({0: Fault("duplicate", 2)})
     ticket = ends.write(0)
     assert ends.tick() == [1, JUNK, JUNK, JUNK]
@@ -95,7 +95,7 @@ def test_the_write_of_a_page_that_comes_twice_ends_with_the_second() -> None:
     assert ends.writer.done() == [ticket]
 
 
-def test_a_corrupt_page_differs_in_one_byte_and_its_write_ends_as_if_nothing_were() -> None:
+def test_a_corrupt_page_differs_in_one_byte_and_its_write_ends_normally() -> None:
     ends = Ends({1: Fault("corrupt")})
     ticket = ends.write(0, 1)
     ends.tick()
@@ -105,7 +105,7 @@ def test_a_corrupt_page_differs_in_one_byte_and_its_write_ends_as_if_nothing_wer
     assert ends.writer.done() == [ticket]
 
 
-def test_a_page_that_is_lost_breaks_the_connection() -> None:
+def test_a_lost_page_breaks_the_connection() -> None:
     ends = Ends({1: Fault("drop")})
     ends.write(0, 1, 2)
     assert ends.tick() == [1, JUNK, JUNK, JUNK]
@@ -126,7 +126,7 @@ def test_nothing_passes_a_partition_until_it_heals() -> None:
     assert ends.writer.done() == [ticket]
 
 
-def test_a_partition_made_by_hand_lasts_until_it_is_healed_by_hand() -> None:
+def test_a_manual_partition_lasts_until_it_is_healed() -> None:
     ends = Ends({})
     ends.write(0)
     ends.wire.partition(ends.writer, DECODE)
@@ -147,7 +147,7 @@ def test_a_writer_can_be_killed_at_a_page() -> None:
     assert ends.tick() == [1, JUNK, JUNK, 4]
 
 
-def test_a_write_that_cannot_be_called_back_keeps_its_pair_until_it_is_over() -> None:
+def test_an_irrevocable_write_keeps_its_pair_until_it_ends() -> None:
     ends = Ends({}, can_recall=False)
     ticket = ends.write(0)
     assert ends.writer.detach(DECODE) is False
@@ -158,7 +158,7 @@ def test_a_write_that_cannot_be_called_back_keeps_its_pair_until_it_is_over() ->
     assert [fenced.epoch for fenced in ends.reader.poll(0)] == [1]
 
 
-def test_a_page_that_is_lost_after_its_pair_was_detached_is_over() -> None:
+def test_the_write_of_a_page_lost_after_its_pair_was_detached_has_ended() -> None:
     ends = Ends({0: Fault("drop")}, can_recall=False)
     ticket = ends.write(0)
     assert ends.writer.detach(DECODE) is False
@@ -168,12 +168,12 @@ def test_a_page_that_is_lost_after_its_pair_was_detached_is_over() -> None:
     assert ends.writer.detach(DECODE) is True
 
 
-def test_a_page_that_was_lost_before_a_pair_drains_is_over() -> None:
+def test_the_write_of_a_page_lost_before_its_pair_drains_has_ended() -> None:
     ends = Ends({0: Fault("drop")}, can_recall=False)
     lost = ends.write(0)
     ends.tick()
     assert ends.writer.done() == []
-    ticket = ends.write(1)  # begun before any poll
+    ticket = ends.write(1)  # begins before any poll
     assert ends.writer.detach(DECODE) is False
     assert ends.writer.done() == [lost]
     ends.tick()
@@ -181,7 +181,7 @@ def test_a_page_that_was_lost_before_a_pair_drains_is_over() -> None:
     assert ends.writer.detach(DECODE) is True
 
 
-def test_a_negotiating_pair_over_such_a_wire_attaches_again_only_when_it_is_idle() -> None:
+def test_a_negotiating_pair_reattaches_only_when_no_irrevocable_write_is_in_flight() -> None:
     ends = Ends({}, can_recall=False)
     writer, reader = NegotiatingWriter([ends.writer]), NegotiatingReader([ends.reader])
     assert ends.writer.detach(DECODE)

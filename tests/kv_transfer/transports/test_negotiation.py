@@ -1,4 +1,4 @@
-"""Which transport carries a pair, and which fences count then."""
+"""Which transport a pair chooses, and which fences are then accepted."""
 
 from collections.abc import Iterator
 
@@ -36,10 +36,10 @@ def both(
     return writers, NegotiatingWriter(writers), readers, NegotiatingReader(readers)
 
 
-# ---- the choice -------------------------------------------------------------------------------------------------
+# ---- choosing a transport ---------------------------------------------------------------------------------------
 
 
-def test_the_first_that_works_is_chosen_and_no_other_is_tried(store: MemfdStore) -> None:
+def test_the_first_working_transport_is_chosen_and_no_other_is_tried(store: MemfdStore) -> None:
     (a, b), writer, _, reader = both(store, "a", "b")
     writer.attach(DECODE, connect(reader))
     assert (a.attached, b.attached) == ([(DECODE, "a-1")], [])
@@ -48,7 +48,7 @@ def test_the_first_that_works_is_chosen_and_no_other_is_tried(store: MemfdStore)
     assert b.attached == []
 
 
-def test_transports_that_failed_before_are_named_with_their_reasons(store: MemfdStore) -> None:
+def test_transports_that_failed_before_the_chosen_one_are_named_with_their_reasons(store: MemfdStore) -> None:
     (a, b, c), writer, _, reader = both(store, "a", "b", "c")
     a.refuses = "not on this host"
     writer.attach(DECODE, connect(reader))
@@ -107,7 +107,7 @@ def test_tickets_end_with_their_peer(store: MemfdStore) -> None:
     assert not writer._tickets
 
 
-def test_proof_about_an_offer_that_was_withdrawn_is_not_kept(store: MemfdStore) -> None:
+def test_a_fence_of_a_withdrawn_offer_is_not_kept(store: MemfdStore) -> None:
     _, _, (a, _), reader = both(store, "a", "b")
     connect(reader)
     a.news = [Fenced(PREFILL, 1, "left before it had the pool")]
@@ -116,7 +116,7 @@ def test_proof_about_an_offer_that_was_withdrawn_is_not_kept(store: MemfdStore) 
     assert not reader._unasked
 
 
-def test_a_peer_is_attached_again_only_when_no_earlier_write_is_under_way(store: MemfdStore) -> None:
+def test_a_peer_is_reattached_only_when_no_earlier_write_is_in_flight(store: MemfdStore) -> None:
     (a, b), writer, _, reader = both(store, "a", "b")
     writer.attach(DECODE, connect(reader))
     a.news = [Attached(DECODE, 1)]
@@ -131,8 +131,8 @@ def test_a_peer_is_attached_again_only_when_no_earlier_write_is_under_way(store:
     assert a.attached == [(DECODE, "a-1"), (DECODE, "a-2")]
 
 
-def test_a_new_offer_may_void_writes_under_way(store: MemfdStore) -> None:
-    """The transports from which the peer is draining are told; otherwise they would read the offer too late."""
+def test_a_new_offer_may_void_writes_in_flight(store: MemfdStore) -> None:
+    """The transports from which the peer is draining receive the new offer; otherwise they would read it too late."""
     (a, b), writer, _, reader = both(store, "a", "b")
     writer.attach(DECODE, connect(reader))
     a.is_draining = True
@@ -142,17 +142,17 @@ def test_a_new_offer_may_void_writes_under_way(store: MemfdStore) -> None:
     assert (a.voided_by, b.voided_by) == ([(DECODE, "a-2")], [(DECODE, "b-2")])
 
 
-def test_a_pair_that_asks_for_different_transports_is_refused(store: MemfdStore) -> None:
+def test_a_pair_configured_with_different_transports_is_refused(store: MemfdStore) -> None:
     sender = Sender(FakeWriter("slow", store), digest="model")
     sender.on_message(DECODE, Connect("d", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "fast", "e"), 0.0)
     why = "the decode node transfers by 'fast', this prefill node by 'slow'"
     assert sender.take()[0] == [(DECODE, Refused(why, 1))]
 
 
-# ---- proof ------------------------------------------------------------------------------------------------------
+# ---- fences -----------------------------------------------------------------------------------------------------
 
 
-def test_only_the_chosen_transport_proves_a_fence(store: MemfdStore) -> None:
+def test_only_the_chosen_transport_provides_a_fence(store: MemfdStore) -> None:
     _, _, (a, b), reader = both(store, "a", "b")
     connect(reader)
     a.news = [Fenced(PREFILL, 1, "left before it had the pool")]
@@ -164,7 +164,7 @@ def test_only_the_chosen_transport_proves_a_fence(store: MemfdStore) -> None:
     assert reader.poll(0.0) == [Fenced(PREFILL, 1, "dead")]
 
 
-def test_proof_that_comes_before_the_choice_is_kept(store: MemfdStore) -> None:
+def test_a_fence_that_arrives_before_the_choice_is_kept(store: MemfdStore) -> None:
     _, _, (a, _), reader = both(store, "a", "b")
     connect(reader)
     a.news = [Fenced(PREFILL, 1, "dead")]
@@ -181,7 +181,7 @@ def test_a_transport_that_was_not_offered_cannot_be_chosen(store: MemfdStore) ->
     assert not reader.chosen(DECODE, 1, "a")
 
 
-def test_permissions_are_given_at_the_chosen_transport_and_taken_at_all(store: MemfdStore) -> None:
+def test_permissions_are_granted_at_the_chosen_transport_and_revoked_at_all(store: MemfdStore) -> None:
     _, _, (a, b), reader = both(store, "a", "b")
     connect(reader)
     reader.chosen(PREFILL, 1, "b")
@@ -191,7 +191,7 @@ def test_permissions_are_given_at_the_chosen_transport_and_taken_at_all(store: M
     assert (a.calls, b.calls) == ([("forbid", 3)], [("allow", 3), ("forbid", 3)])
 
 
-def test_a_receiver_grants_nothing_by_a_transport_that_it_did_not_offer(store: MemfdStore) -> None:
+def test_a_receiver_grants_nothing_over_a_transport_that_it_did_not_offer(store: MemfdStore) -> None:
     _, _, (a, _), reader = both(store, "a", "b")
     receiver = Receiver(reader, PageAllocator(NUM_PAGES))
     receiver.connect(PREFILL)
@@ -227,7 +227,7 @@ def test_a_receiver_permits_writes_with_each_grant_and_forbids_them_before_a_rel
 
 
 def test_a_break_before_the_peers_answer_is_reported(store: MemfdStore) -> None:
-    """Otherwise the peer would wait for grants in vain."""
+    """Otherwise the peer would wait for grants forever."""
     _, _, (a, b), reader = both(store, "a", "b")
     connect(reader)
     b.news, a.is_over, b.is_over = [Fenced(PREFILL, 1, "broke")], True, True

@@ -1,4 +1,4 @@
-"""A decode node without descriptors left: no connection is accepted, nothing spins, and later all goes on."""
+"""A decode node without free file descriptors: it accepts no connection, does not spin, and recovers later."""
 
 import contextlib
 import logging
@@ -63,7 +63,9 @@ def test_a_listener_pauses_while_there_are_no_descriptors(
         with no_descriptors_left(), caplog.at_level(logging.ERROR):
             for now in (0.0, PAUSE_S, PAUSE_S + 0.1):
                 reader.poll(now)
-                assert bool(select.select(reader.files(), [], [], 0)[0]) is (now == PAUSE_S), "it is looked at again"
+                assert bool(select.select(reader.files(), [], [], 0)[0]) is (now == PAUSE_S), (
+                    "the listener is not paused as expected"
+                )
         assert [record.levelname for record in caplog.records] == ["ERROR"]
         assert "Too many open files" in caplog.text
         reader.poll(2 * PAUSE_S)

@@ -1,4 +1,4 @@
-"""The contract of every transport between processes: the same tests for all, each end a process of its own."""
+"""The contract of all transports between processes: the same tests for each, with each end in its own process."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from support.kv_fakes import DECODE, PREFILL
 from support.transport_ends import End, digests, join, ship, until
 from support.transport_node import LAYOUT, NUM_PAGES
 
-#: Transports whose reader places the bytes, and so needs no word of the writer.
+#: Transports whose reader places the bytes, so that a fence needs no message from the writer.
 PLACED = ("tcp", "gloo")
 
 
@@ -30,7 +30,7 @@ def test_pages_arrive_unchanged_from_another_process(start: Callable[..., End], 
     assert writer.ask("counters")[f"bytes_by_{transport}"] == 3 * LAYOUT.page_bytes
 
 
-def test_many_writes_at_once_all_end_and_all_arrive(start: Callable[..., End], transport: str) -> None:
+def test_many_concurrent_writes_all_end_and_all_arrive(start: Callable[..., End], transport: str) -> None:
     writer, reader = start("writer", transport), start("reader", transport)
     join(writer, reader, transport)
     reader.ask("allow", peer=PREFILL, epoch=1, pages=list(range(NUM_PAGES)))
@@ -41,7 +41,7 @@ def test_many_writes_at_once_all_end_and_all_arrive(start: Callable[..., End], t
     assert reader.ask("digest", pages=list(range(NUM_PAGES)))[::-1] == digests(*range(100, 100 + NUM_PAGES))
 
 
-def test_no_write_and_an_empty_one_end_too(start: Callable[..., End], transport: str) -> None:
+def test_an_empty_write_ends_and_nothing_ends_before_it(start: Callable[..., End], transport: str) -> None:
     writer, reader = start("writer", transport), start("reader", transport)
     join(writer, reader, transport)
     assert writer.ask("finished") == []
@@ -49,7 +49,7 @@ def test_no_write_and_an_empty_one_end_too(start: Callable[..., End], transport:
     assert until(lambda: writer.ask("finished")) == [ticket]
 
 
-def test_a_pair_forms_again_and_again_and_nothing_is_left_behind(start: Callable[..., End], transport: str) -> None:
+def test_a_pair_reconnects_repeatedly_and_nothing_is_left_behind(start: Callable[..., End], transport: str) -> None:
     writer, reader = start("writer", transport), start("reader", transport)
     counts: list[tuple[int, int]] = []
 
@@ -70,7 +70,7 @@ def test_a_pair_forms_again_and_again_and_nothing_is_left_behind(start: Callable
             until(is_steady)
             at_first = counts[-1]
     assert reader.ask("digest", pages=[1, 2, 3, 4]) == digests(1, 2, 3, 4)
-    until(lambda: is_steady() and counts[-1] == at_first)  # they do not pile up
+    until(lambda: is_steady() and counts[-1] == at_first)  # descriptors do not accumulate
     for end in (writer, reader):
         assert end.ask("close") == "closed"
         assert end.process.wait(20) == 0
@@ -105,21 +105,23 @@ def test_death_of_the_reader_ends_all_writes(start: Callable[..., End], transpor
     assert other.ask("digest", pages=[3]) == digests(4)
 
 
-def test_a_stopped_writer_that_continues_writes_no_page_of_another(start: Callable[..., End], transport: str) -> None:
+def test_a_stopped_writer_that_resumes_changes_no_page_of_another_request(
+    start: Callable[..., End], transport: str
+) -> None:
     writer, reader = start("writer", transport), start("reader", transport)
     join(writer, reader, transport)
     reader.ask("allow", peer=PREFILL, epoch=1, pages=[4, 5])
     writer.signal(signal.SIGSTOP)
-    writer.tell("write", peer=DECODE, pages=[(1, 0, 4), (2, 1, 5)])  # done as soon as it wakes
+    writer.tell("write", peer=DECODE, pages=[(1, 0, 4), (2, 1, 5)])  # completes when the writer wakes up
     reader.ask("forbid", pages=[4, 5])
     reader.ask("withdraw", peer=PREFILL)
     time.sleep(0.2)
     news = reader.ask("news")
     if transport in PLACED:
         assert news[0][:2] == [PREFILL, 1]
-        reader.ask("fill", pages=[(50, 4), (51, 5)])  # the pages belong to someone else by now
+        reader.ask("fill", pages=[(50, 4), (51, 5)])  # now pages of another request
     else:
-        assert news == [], "a stopped writer is no proof"
+        assert news == [], "a stopped writer was fenced"
     writer.signal(signal.SIGCONT)
     writer.answer()
     if transport not in PLACED:
@@ -141,8 +143,8 @@ def test_a_stopped_writer_that_is_killed_is_fenced(start: Callable[..., End], tr
 
 
 @pytest.mark.parametrize("hold_s", [0, 60], ids=["by its thread", "by the loop"])
-def test_a_nixl_write_under_way_holds_the_fence_until_it_is_over(start: Callable[..., End], hold_s: int) -> None:
-    """Over TCP, UCX needs the reader's doing: one that is stopped keeps a write under way."""
+def test_a_nixl_write_in_flight_delays_the_fence_until_it_ends(start: Callable[..., End], hold_s: int) -> None:
+    """Over TCP, UCX needs the reader's participation, so a stopped reader keeps a write in flight."""
     writer = start("writer", "nixl", UCX_TLS="tcp", TEST_HOLD_S=str(hold_s))
     reader = start("reader", "nixl", UCX_TLS="tcp")
     join(writer, reader, "nixl")
@@ -159,8 +161,8 @@ def test_a_nixl_write_under_way_holds_the_fence_until_it_is_over(start: Callable
     assert reader.ask("digest", pages=list(range(NUM_PAGES))) == digests(*range(NUM_PAGES))
 
 
-def test_a_nixl_write_that_its_readers_death_ends_is_over_too(start: Callable[..., End]) -> None:
-    """The sender waits for its ticket: source pages are held until then."""
+def test_a_nixl_write_ended_by_its_readers_death_is_reported(start: Callable[..., End]) -> None:
+    """The sender waits for the ticket and holds the source pages until then."""
     writer, reader = start("writer", "nixl", UCX_TLS="tcp"), start("reader", "nixl", UCX_TLS="tcp")
     join(writer, reader, "nixl")
     reader.signal(signal.SIGSTOP)
@@ -173,7 +175,7 @@ def test_a_nixl_write_that_its_readers_death_ends_is_over_too(start: Callable[..
     until(lambda: writer.ask("detach", peer=DECODE))
 
 
-def test_an_offer_is_good_once(start: Callable[..., End], transport: str) -> None:
+def test_an_offer_is_valid_once(start: Callable[..., End], transport: str) -> None:
     writer, reader, other = start("writer", transport), start("reader", transport), start("writer", transport)
     connect = reader.ask("offer", peer=PREFILL, epoch=1)
     assert writer.ask("attach", peer=DECODE, connect=connect) == ""
@@ -182,7 +184,7 @@ def test_an_offer_is_good_once(start: Callable[..., End], transport: str) -> Non
     assert "token" in problem
 
 
-def test_an_offer_that_was_withdrawn_is_good_for_nothing(start: Callable[..., End], transport: str) -> None:
+def test_a_withdrawn_offer_is_void(start: Callable[..., End], transport: str) -> None:
     writer, reader = start("writer", transport), start("reader", transport)
     connect = reader.ask("offer", peer=PREFILL, epoch=1)
     reader.ask("offer", peer=PREFILL, epoch=2)
@@ -191,7 +193,7 @@ def test_an_offer_that_was_withdrawn_is_good_for_nothing(start: Callable[..., En
 
 
 @pytest.mark.parametrize("transport", ["tcp", "nixl", "gloo"])
-def test_a_reader_that_never_answers_is_given_up(start: Callable[..., End], transport: str) -> None:
+def test_attaching_to_a_reader_that_never_answers_fails(start: Callable[..., End], transport: str) -> None:
     writer, reader = start("writer", transport, TEST_ATTACH_TIMEOUT_S="0.5"), start("reader", transport)
     connect = reader.ask("offer", peer=PREFILL, epoch=1)
     reader.signal(signal.SIGSTOP)
@@ -231,12 +233,12 @@ def test_auto_chooses_shared_memory_on_one_host_and_says_why(start: Callable[...
 @pytest.mark.parametrize(
     ("host", "broken"), [("127.0.0.1", ["shm"]), ("0.0.0.0", ["shm"]), ("0.0.0.0", ["shm", "nixl"])]
 )
-def test_auto_falls_back_to_the_next_that_works(start: Callable[..., End], host: str, broken: list[str]) -> None:
-    """The offers of the better transports lead nowhere, as they would from another host."""
+def test_auto_falls_back_to_the_next_working_transport(start: Callable[..., End], host: str, broken: list[str]) -> None:
+    """The offers of the preferred transports lead nowhere, as they would from another host."""
     writer, reader = start("writer", "auto", TEST_HOST=host), start("reader", "auto", TEST_HOST=host)
     connect = json.loads(reader.ask("offer", peer=PREFILL, epoch=1))
     offers = json.loads(connect["endpoint"])
-    assert ("nixl" in offers) == (host == "0.0.0.0"), "NIXL does not work here"
+    assert ("nixl" in offers) == (host == "0.0.0.0"), "NIXL does not work on this machine"
     for name in broken:
         if name in offers:
             offers[name] = f"baton-{'0' * 32}:{'0' * 64}" if name == "shm" else json.dumps({})
@@ -253,7 +255,7 @@ def test_auto_falls_back_to_the_next_that_works(start: Callable[..., End], host:
     assert until(lambda: reader.ask("news"))[0][:2] == [PREFILL, 1]
 
 
-def test_a_pair_without_a_common_transport_is_refused_with_a_sentence(start: Callable[..., End]) -> None:
+def test_a_pair_without_a_common_transport_is_refused_with_an_explanation(start: Callable[..., End]) -> None:
     writer, reader = start("writer", "tcp"), start("reader", "shm")
     problem = writer.ask("attach", peer=DECODE, connect=reader.ask("offer", peer=PREFILL, epoch=1))
     assert problem == "decode-0 takes pages by shm, this prefill node sends by tcp"

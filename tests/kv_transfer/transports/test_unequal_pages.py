@@ -1,4 +1,4 @@
-"""Pages that are longer on one node than on the other, over every transport, between real processes."""
+"""Pages that are longer on one node than on the other, on every transport, between real processes."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from support.transport_node import LAYOUT, page_content
 
 
 def prompt_of(pages: list[np.ndarray]) -> np.ndarray:
-    """Pages [layer][side][head][token][head_dim], in order, as one."""
+    """Concatenates pages of shape [layer][side][head][token][head_dim] along the token dimension."""
     return np.concatenate(pages, axis=3)
 
 
@@ -33,7 +33,7 @@ def test_slices_of_pages_arrive_unchanged_from_another_process(
     tickets = []
     for unit in range(num_units):
         source = sources[unit // per_source]
-        pages = [(source, source, targets[unit // per_target])]  # seeded by its own number
+        pages = [(source, source, targets[unit // per_target])]  # each page is seeded with its own number
         tickets.append(writer.ask("write", peer=DECODE, pages=pages, slices=unit % max(per_source, per_target)))
     finished: list[int] = []
     until(lambda: finished.extend(writer.ask("finished")) or len(finished) == num_units)
