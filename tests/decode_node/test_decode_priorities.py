@@ -1,4 +1,4 @@
-"""Priorities on a decode node decide about pages, slots, rows and retractions; room is kept for outputs."""
+"""Priorities on a decode node decide about pages, slots, rows and retractions; pages are reserved for outputs."""
 
 from collections import Counter
 
@@ -61,7 +61,7 @@ def test_a_slot_is_taken_only_above_the_preemption_threshold(difference: int, is
     node.receive("urgent")
     node.step()
     assert (node.state("low") is State.PAUSED) == is_taken
-    assert low.pages, "its pages stay"
+    assert low.pages, "the preempted request lost its pages"
     assert node.scheduler.totals()["pauses"] == node.scheduler.totals()["preemptions"] == is_taken
     assert node.run() == (["urgent", "low"] if is_taken else ["low", "urgent"])
     assert len(low.output) == 20
@@ -95,7 +95,7 @@ def test_a_paused_request_continues_where_it_was_with_its_history() -> None:
 def test_as_many_requests_are_retracted_as_needed_least_urgent_first() -> None:
     node = Node(num_pages=13)
     for rid, priority in (("middle", 1), ("low", 0), ("lower", 0)):
-        node.run_in(rid, 12, priority, new=40)  # four pages each with the output
+        node.run_in(rid, 12, priority, new=40)  # four pages each, including the output
     node.submit("urgent", 24, 9)
     node.step()
     assert node.granted[-1] == "urgent"
@@ -218,12 +218,12 @@ def test_a_step_computes_at_most_max_requests_prompts() -> None:
         assert len(plan.rows) == num_begun
 
 
-def test_received_requests_without_a_slot_do_not_hold_up_a_more_urgent_transfer() -> None:
+def test_received_requests_without_a_slot_do_not_delay_a_more_urgent_transfer() -> None:
     node = Node(slots=1)
     node.run_in("busy", 8, 5, new=30)
     node.submit("low", 8, 0)
     assert node.grant() == ["low"]
-    node.receive("low")  # it is here, and no slot is free
+    node.receive("low")  # low has arrived, and no slot is free
     node.submit("equal", 8, 0)
     assert node.grant() == []
     node.submit("urgent", 8, 9)
@@ -253,7 +253,7 @@ def test_at_most_max_skip_ahead_smaller_requests_overtake_one_that_does_not_fit(
     assert node.granted[-3:] == ["large", "small2", "small3"]
 
 
-def test_local_prompts_overtake_a_request_that_lacks_pages_only_so_often() -> None:
+def test_local_prompts_overtake_a_request_that_lacks_pages_a_limited_number_of_times() -> None:
     node = Node(num_pages=12, rules=PriorityRules(), max_skip_ahead=1)
     node.run_in("holder", 16, new=3)
     node.submit("large", 44)
@@ -265,7 +265,7 @@ def test_local_prompts_overtake_a_request_that_lacks_pages_only_so_often() -> No
     assert node.run()[-3:] == ["large", "local1", "local2"]
 
 
-def test_room_is_kept_for_the_predicted_output() -> None:
+def test_pages_are_reserved_for_the_predicted_output() -> None:
     for predicted, is_let_in in ((4, True), (40, False)):
         node = Node(num_pages=12, rules=PriorityRules())
         node.run_in("a", 8, new=40).expected_output = predicted

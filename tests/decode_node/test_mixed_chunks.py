@@ -1,4 +1,4 @@
-"""A decode node computes chunks in the same steps as its decode rows, or in turns with them."""
+"""A decode node computes chunks in the same steps as decode rows, or alternates between the two."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from decode_node.scheduler import DecodeLimits, DecodeScheduler, Sampled
 
 
 class Node:
-    """A decode scheduler that computes prompts by itself, eight tokens to a step."""
+    """A decode scheduler that computes prompts itself, eight tokens per step."""
 
     def __init__(self, *, is_mixed: bool, alignment: ChunkAlignment | None = None) -> None:
         allocator = PageAllocator(100)
@@ -36,7 +36,7 @@ class Node:
         self.scheduler.submit(Request(rid, 0, prompt, SamplingParams(max_new_tokens=new)), source=None)
 
     def step(self) -> tuple[int, int]:
-        """Tokens of chunks, and decode rows, in the next step; (0, 0) if there is none."""
+        """Number of chunk tokens and of decode rows in the next step; (0, 0) if there is none."""
         plan = self.scheduler.plan(0.0)
         if plan is None:
             return 0, 0
@@ -48,7 +48,7 @@ class Node:
         return chunks, sum(row.tokens is None for row in plan.rows)
 
 
-def test_mixed_chunks_ride_with_the_decode_rows() -> None:
+def test_mixed_chunks_share_steps_with_decode_rows() -> None:
     node = Node(is_mixed=True)
     node.submit("a", 4)
     assert node.step() == (4, 0)
@@ -56,7 +56,7 @@ def test_mixed_chunks_ride_with_the_decode_rows() -> None:
     assert [node.step() for _ in range(5)] == [(8, 1), (8, 1), (4, 1), (0, 2), (0, 2)]
 
 
-def test_without_mixing_chunks_and_decode_rows_take_turns() -> None:
+def test_without_mixing_chunks_and_decode_rows_alternate() -> None:
     node = Node(is_mixed=False)
     node.submit("a", 4)
     assert node.step() == (4, 0)
@@ -64,7 +64,7 @@ def test_without_mixing_chunks_and_decode_rows_take_turns() -> None:
     assert [node.step() for _ in range(7)] == [(0, 1), (8, 0), (0, 1), (8, 0), (0, 1), (4, 0), (0, 2)]
 
 
-def test_without_mixing_chunks_follow_one_another_while_nothing_decodes() -> None:
+def test_without_mixing_chunks_are_consecutive_while_nothing_decodes() -> None:
     node = Node(is_mixed=False)
     node.submit("a", 20)
     assert [node.step() for _ in range(4)] == [(8, 0), (8, 0), (4, 0), (0, 1)]
@@ -80,8 +80,8 @@ def test_every_request_ends_with_and_without_mixing(is_mixed: bool) -> None:
     assert node.done == {"r": 6, "rr": 7, "rrr": 8, "rrrr": 9}
 
 
-def test_prompts_are_cut_on_a_decode_node_as_on_a_prefill_node() -> None:
+def test_prompts_are_chunked_on_a_decode_node_as_on_a_prefill_node() -> None:
     node = Node(is_mixed=True, alignment=ChunkAlignment(1, 8.0))
     node.submit("a", 20)
-    # A step holds work(8, 0, 8) = 64 + 32: behind 8 there is room for sqrt(16^2 + 192) - 16 = 5.2, so one page.
+    # A step may cost work(8, 0, 8) = 64 + 32. After 8 tokens, sqrt(16^2 + 192) - 16 = 5.2 tokens fit: one page.
     assert [node.step() for _ in range(3)] == [(8, 0), (4, 0), (4, 0)]

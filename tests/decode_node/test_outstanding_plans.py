@@ -19,7 +19,7 @@ def plan_of(node: DecodeNode) -> StepPlan:
 
 
 def commit(node: DecodeNode, plan: StepPlan, *, token: int = 7) -> list[tuple[str, int]]:
-    """The requests that got a token, and the token."""
+    """Requests that got a token in this step, with the token."""
     result = StepResult(plan.step, tuple(token for row in plan.rows if row.sample))
     effects = node.scheduler.commit(result)
     node.check()
@@ -27,14 +27,14 @@ def commit(node: DecodeNode, plan: StepPlan, *, token: int = 7) -> list[tuple[st
 
 
 def ready(node: DecodeNode, rid: str, length: int, priority: int = 0, *, new: int = 9) -> Request:
-    """A request whose prompt has arrived."""
+    """Add a request whose prompt has arrived."""
     request = node.submit(rid, length, priority, new=new)
     assert node.grant() == [rid]
     node.receive(rid)
     return request
 
 
-def test_the_second_plan_continues_where_the_first_ends() -> None:
+def test_the_second_plan_continues_after_the_first() -> None:
     node = DecodeNode()
     request = ready(node, "a", 6)
     first, second = plan_of(node), plan_of(node)
@@ -56,7 +56,7 @@ def test_a_page_is_allocated_for_a_token_that_an_outstanding_step_samples() -> N
 
 def test_no_token_beyond_the_longest_output_is_scheduled() -> None:
     node = DecodeNode()
-    ready(node, "a", 6, new=3)  # its first token came with the prompt
+    ready(node, "a", 6, new=3)  # the first token came with the prompt
     first, second = plan_of(node), plan_of(node)
     assert node.scheduler.plan(node.now) is None
     commit(node, first)
@@ -64,7 +64,7 @@ def test_no_token_beyond_the_longest_output_is_scheduled() -> None:
     assert not node.scheduler.requests
 
 
-def test_a_row_behind_the_token_that_ended_its_request_is_ignored() -> None:
+def test_a_row_planned_after_the_last_token_of_its_request_is_ignored() -> None:
     node = DecodeNode()
     node.scheduler._eos = frozenset({2})
     ready(node, "a", 6)
@@ -74,7 +74,7 @@ def test_a_row_behind_the_token_that_ended_its_request_is_ignored() -> None:
     assert node.allocator.num_free + node.cache.num_pages == node.allocator.num_pages
 
 
-def test_a_late_result_never_reaches_another_request_in_the_slot_of_an_aborted_one() -> None:
+def test_a_late_result_of_an_aborted_request_never_reaches_the_next_request_in_its_slot() -> None:
     node = DecodeNode(slots=1)
     gone = ready(node, "gone", 6)
     slot = (first := plan_of(node)).rows[0].slot
@@ -87,7 +87,7 @@ def test_a_late_result_never_reaches_another_request_in_the_slot_of_an_aborted_o
     assert (gone.output, other.output) == ([7], [7, 2])
 
 
-def test_a_late_result_of_a_retracted_request_is_dropped_when_it_has_been_admitted_again() -> None:
+def test_a_late_result_of_a_retracted_request_is_dropped_after_its_readmission() -> None:
     node = DecodeNode()
     request = ready(node, "a", 6)
     first = plan_of(node)
@@ -101,7 +101,7 @@ def test_a_late_result_of_a_retracted_request_is_dropped_when_it_has_been_admitt
     assert request.output == [7, 2]
 
 
-def test_a_late_result_of_a_paused_request_is_dropped_when_it_is_in_the_batch_again() -> None:
+def test_a_late_result_of_a_paused_request_is_dropped_after_it_resumes() -> None:
     node = DecodeNode(slots=1)
     low = ready(node, "low", 6)
     first = plan_of(node)
@@ -117,18 +117,18 @@ def test_a_late_result_of_a_paused_request_is_dropped_when_it_is_in_the_batch_ag
     assert low.output == [7, 3]
 
 
-def test_pages_that_linger_keep_further_requests_from_being_retracted() -> None:
+def test_lingering_pages_prevent_further_retractions() -> None:
     node = DecodeNode(num_pages=6, rules=PriorityRules())
     for rid in ("a", "b", "c"):
-        ready(node, rid, 7).expected_output = 1  # two pages each, both of which are full after one more token
+        ready(node, rid, 7).expected_output = 1  # two pages each, both full after one more token
     first = plan_of(node)
-    assert node.scheduler.plan(node.now) is None, "every page is in the outstanding step"
-    assert len(node.places.retracted) == 1, "its pages are enough for the others"
+    assert node.scheduler.plan(node.now) is None, "a step was planned although no page is free"
+    assert len(node.places.retracted) == 1, "more requests were retracted than necessary"
     commit(node, first)
     assert len(plan_of(node).rows) == 2
 
 
-def test_steps_are_committed_in_the_order_in_which_they_were_planned() -> None:
+def test_steps_are_committed_in_the_order_of_their_plans() -> None:
     node = DecodeNode()
     ready(node, "a", 6)
     plan_of(node)

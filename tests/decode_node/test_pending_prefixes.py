@@ -17,22 +17,22 @@ def test_pending_pages_are_counted_beyond_the_cached_ones() -> None:
     node.cache.insert_pending((*cached, *range(50, 50 + 4 * PAGE)), node.allocator.alloc(4, Owner.GRANT) or [])
     assert node.cache.num_pending(cached) == 0
     assert node.cache.num_pending((*cached, *range(50, 50 + 2 * PAGE), 7, 7, 7, 7)) == 2
-    assert node.cache.num_pending((*cached, *range(50, 50 + 9 * PAGE))) == 4, "in two nodes since the last question"
+    assert node.cache.num_pending((*cached, *range(50, 50 + 9 * PAGE))) == 4, "a pending prefix was not counted"
     assert node.cache.num_pending((7, *cached)) == 0
     assert node.cache.num_pending(cached, "of another") == 0
 
 
-def test_a_request_with_a_pending_prefix_is_overtaken_so_often_and_then_only_by_requests_that_leave_it_room() -> None:
+def test_a_request_with_a_pending_prefix_is_overtaken_only_within_the_skip_limit_or_if_pages_remain_for_it() -> None:
     node = node_with(20, max_skip_ahead=2)
     node.submit("bringer", 12, first=50)
     assert node.grant() == ["bringer"]
-    # Seven pages beyond the three on their way, and two for its output.
+    # Seven pages beyond the three in flight, and two for the output.
     sharer = node.submit("sharer", 40, first=50)
     for number in range(4):
         node.submit(f"small{number}", 12)
     node.submit("tiny", 3)
     assert node.grant() == ["small0", "small1", "tiny"]
     assert sharer.num_passed == 3
-    assert node.scheduler.totals()["skipped_ahead"] == 1, "the tiny one passed a small one"
+    assert node.scheduler.totals()["skipped_ahead"] == 1, "the tiny request did not overtake exactly one small one"
     node.receive("bringer")
     assert node.grant()[0] == "sharer"

@@ -1,4 +1,4 @@
-"""A retracted request comes back from the cache, by computing here, or from a prefill node."""
+"""A retracted request resumes from the cache, by local computation, or from a prefill node."""
 
 import pytest
 from support.lone_nodes import PAGE
@@ -10,31 +10,31 @@ from decode_node.request_state import State
 
 
 def lose_all(node: Node, rid: str) -> Request:
-    """Retract a running request, and its KV goes from the cache too."""
+    """Retract a running request and evict its KV from the cache."""
     request = node.places.running[rid, 0]
     node.scheduler._preemptor.retract(request, node.now, "for the test")
     node.cache.clear()
     return request
 
 
-def test_a_long_uncached_part_comes_again_from_the_prefill_node() -> None:
-    node = Node(resume_tokens=30)  # it lacks 31
+def test_a_long_uncached_part_is_fetched_from_the_prefill_node() -> None:
+    node = Node(resume_tokens=30)  # 31 tokens are missing
     node.connected.add("prefill")
     request = node.run_in("a", 30, new=9)
     lose_all(node, "a")
     num_output = len(request.output)
-    assert node.step() == [], "it is not computed here"
+    assert node.step() == [], "the missing part was computed locally"
     assert node.grant() == ["a"]
     assert node.scheduler._reservations.by_key[request.key].num_pages == -(-(30 + num_output - 1) // PAGE)
     node.receive("a")
-    assert len(request.output) == num_output, "the token sampled there is not a new one"
+    assert len(request.output) == num_output, "the token sampled by the prefill node was counted as new"
     assert request.num_computed == request.num_tokens - 1
     assert node.run() == ["a"]
     assert len(request.output) == 9
 
 
 @pytest.mark.parametrize(("resume_tokens", "can_resume"), [(None, True), (31, True), (8, False)])
-def test_a_short_part_or_one_without_a_prefill_node_is_computed_here(
+def test_a_short_part_or_one_without_a_prefill_node_is_computed_locally(
     resume_tokens: int | None, can_resume: bool
 ) -> None:
     node = Node(resume_tokens=resume_tokens)
@@ -57,7 +57,7 @@ def test_a_cached_part_is_not_fetched_again() -> None:
     assert node.state("a") in (State.EXTENDING, State.RUNNING)
 
 
-def test_a_part_that_the_prefill_node_does_not_compute_is_computed_here() -> None:
+def test_a_part_refused_by_the_prefill_node_is_computed_locally() -> None:
     node = Node(resume_tokens=8)
     node.connected.add("prefill")
     request = node.run_in("a", 30, new=9)
@@ -65,7 +65,7 @@ def test_a_part_that_the_prefill_node_does_not_compute_is_computed_here() -> Non
     node.grant()
     reserved = node.scheduler._reservations.by_key[request.key].pages
     node.scheduler.not_received(("a", 0), node.now)
-    node.allocator.free(reserved, Owner.GRANT)  # as the receiver does after the fence
+    node.allocator.free(reserved, Owner.GRANT)  # the receiver frees them after the fence
     node.check()
     assert node.grant() == []
     assert node.run() == ["a"]

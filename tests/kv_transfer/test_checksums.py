@@ -51,8 +51,7 @@ class DeviceStore(MemfdStore):
             self.device[page * size : (page + 1) * size] = self.read(page)
 
 
-# ---- the checksums
-# --------------------------------------------------------------------------------------------------
+# ---- the checksums --------------------------------------------------------------------------------------------------
 
 
 def test_a_page_has_the_crc_32_of_its_bytes() -> None:
@@ -255,8 +254,7 @@ def test_damage_to_any_parts_of_pages_of_any_size_is_repaired(
     nodes.close()
 
 
-# ---- all transports
-# -------------------------------------------------------------------------------------------------
+# ---- all transports -------------------------------------------------------------------------------------------------
 
 
 class Ends:

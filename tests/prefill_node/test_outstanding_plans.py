@@ -16,7 +16,7 @@ def plan_of(node: PrefillNode) -> StepPlan:
 
 
 def commit(node: PrefillNode, plan: StepPlan) -> list[tuple[str, int, bool]]:
-    """Of each chunk taken in: its request, its tokens, and whether it was the last."""
+    """For each committed chunk: its request, its tokens, and whether it was the last."""
     effects = node.scheduler.commit(result_of(plan))
     node.scheduler.check()
     node.allocator.check()
@@ -46,7 +46,7 @@ def test_the_next_prompt_begins_while_the_last_chunk_of_another_is_outstanding()
     assert (commit(node, first), commit(node, second)) == ([("a", 8, True)], [("b", 8, True)])
 
 
-def test_a_late_result_never_reaches_another_request_in_the_slot_of_an_aborted_one() -> None:
+def test_a_late_result_of_an_aborted_request_never_reaches_the_next_request_in_its_slot() -> None:
     node = PrefillNode(slots=1, chunk=8)
     gone = node.submit("gone", 8)
     first = plan_of(node)
@@ -60,12 +60,12 @@ def test_a_late_result_never_reaches_another_request_in_the_slot_of_an_aborted_o
     assert gone.output == []
 
 
-def test_a_late_result_of_a_retracted_request_is_dropped_when_it_has_been_admitted_again() -> None:
+def test_a_late_result_of_a_retracted_request_is_dropped_after_its_readmission() -> None:
     node = PrefillNode(num_pages=5, chunk=16)
     low = node.submit("low", 12)
     first = plan_of(node)
     urgent = node.submit("urgent", 12, 20)
-    assert node.scheduler.plan(node.now) is None, "the pages that were taken linger until the step is committed"
+    assert node.scheduler.plan(node.now) is None, "retracted pages were reused before the step was committed"
     assert node.scheduler.take_effects() == [Retracted(low.key)]
     node.scheduler.abort(urgent.key)
     assert node.scheduler.plan(node.now) is None
@@ -75,7 +75,7 @@ def test_a_late_result_of_a_retracted_request_is_dropped_when_it_has_been_admitt
     assert commit(node, again) == [("low", 12, True)]
 
 
-def test_a_prompt_that_is_admitted_again_while_its_old_chunk_is_outstanding_is_computed_once() -> None:
+def test_a_prompt_readmitted_while_its_old_chunk_is_outstanding_is_computed_once() -> None:
     node = PrefillNode(num_pages=20, slots=1, chunk=8)
     low = node.submit("low", 8)
     first = plan_of(node)
@@ -90,7 +90,7 @@ def test_a_prompt_that_is_admitted_again_while_its_old_chunk_is_outstanding_is_c
     assert commit(node, third) == [("low", 8, True)]
 
 
-def test_steps_are_committed_in_the_order_in_which_they_were_planned() -> None:
+def test_steps_are_committed_in_the_order_of_their_plans() -> None:
     node = PrefillNode(chunk=8)
     node.submit("a", 20)
     plan_of(node)

@@ -32,7 +32,7 @@ def test_an_urgent_prompt_overtakes_a_long_one_between_two_of_its_chunks() -> No
     assert node.step() == [("urgent", 4), ("long", 4)]
     assert (node.scheduler.totals()["budget_tokens"], node.scheduler.totals()["budget_tokens_used"]) == (24, 24)
     assert node.run() == ["urgent", "long"]
-    assert node.scheduler.totals()["preemptions"] == 0, "no request had to be retracted"
+    assert node.scheduler.totals()["preemptions"] == 0, "a request was retracted without need"
 
 
 def test_an_equal_prompt_does_not_overtake() -> None:
@@ -43,8 +43,8 @@ def test_an_equal_prompt_does_not_overtake() -> None:
     assert node.run() == ["long", "other"]
 
 
-def test_ageing_lifts_a_prompt_over_those_that_came_much_later() -> None:
-    # 2 per second: priority 0 outranks priority 10 if it came more than 5 s earlier.
+def test_ageing_puts_a_prompt_before_much_later_ones() -> None:
+    # At 2 per second, priority 0 outranks priority 10 if it arrived more than 5 s earlier.
     node = Node(slots=1, chunk=None, rules=PriorityRules(is_enabled=True, aging_per_s=2.0))
     node.submit("busy", 4, 100)
     node.submit("old", 4, 0)
@@ -82,7 +82,7 @@ def test_a_prompt_that_lacks_a_slot_and_pages_takes_both_or_nothing(length: int,
     node = Node(num_pages=14, slots=1)
     node.granted.add(node.submit("granted", 16).key)
     for _ in range(2):
-        node.step(is_sent=False)  # its four pages stay
+        node.step(is_sent=False)  # the prompt keeps its four pages
     node.submit("low", 32)
     node.step()
     node.submit("urgent", length, 50)  # ten pages; without low there are ten
@@ -114,7 +114,7 @@ def test_no_request_is_retracted_if_the_pages_would_not_be_enough() -> None:
     assert node.scheduler.totals()["preemptions"] == 0
 
 
-def test_a_retracted_prompt_does_not_compute_again_what_is_still_cached() -> None:
+def test_a_retracted_prompt_does_not_recompute_what_is_still_cached() -> None:
     node = Node(slots=1)
     node.submit("a", 32, 0)
     node.step()
@@ -140,7 +140,7 @@ def test_a_prompt_inherits_the_priority_of_a_prompt_that_waits_for_its_prefix() 
     node.scheduler.abort(urgent.key)
     node.scheduler.release(urgent.key)
     node.step()
-    assert low.inherited_priority == LOWEST_PRIORITY, "no request waits for it any more"
+    assert low.inherited_priority == LOWEST_PRIORITY, "a priority was inherited although no request waits any more"
     assert node.run() == ["middle", "low"]
 
 
@@ -172,7 +172,7 @@ def test_at_most_max_skip_ahead_small_prompts_overtake_one_that_does_not_fit() -
     node.submit("holder", 24)
     node.step(is_sent=False)
     node.step(is_sent=False)
-    node.step(is_sent=False)  # its six pages stay
+    node.step(is_sent=False)  # the prompt keeps its six pages
     large = node.submit("large", 40)
     for number in range(4):
         node.submit(f"small{number}", 4)
@@ -213,10 +213,10 @@ def test_no_prompt_overtakes_a_granted_one_that_does_not_fit() -> None:
         node.granted.add(request.key)
     node.step(is_sent=False)
     node.submit("small", 4)
-    assert node.step() == [], "free pages are for the prompt whose pages a decode node has granted"
+    assert node.step() == [], "free pages went to a prompt without grants"
 
 
-def test_being_overtaken_counts_from_zero_after_an_admission() -> None:
+def test_the_overtaking_count_restarts_after_an_admission() -> None:
     large, small = Node().submit("large", 4), Node().submit("small", 4)
     for _ in range(3):
         line = SkipAhead(1)

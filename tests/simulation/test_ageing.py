@@ -1,7 +1,7 @@
-"""Ageing protects a request: once it comes first it keeps its slot, its row and its pages.
+"""Ageing protects a request: once it ranks first it keeps its slot, its row and its pages.
 
-Priorities rise by 2 per second and the threshold is 2, so a request of priority 0 comes before one of priority 10 that
-arrived more than 5 s later.
+Priorities rise by 2 per second and the threshold is 2, so a request of priority 0 ranks before one of priority 10
+that arrived more than 5 s later.
 """
 
 import pytest
@@ -72,7 +72,7 @@ def test_an_aged_request_keeps_its_pages(comes_at: float, is_taken: bool) -> Non
 
 
 @pytest.mark.parametrize(("comes_at", "victim"), [(4.0, "old"), (5.1, "urgent")])
-def test_when_the_batch_outgrows_the_pool_an_aged_request_stays(comes_at: float, victim: str) -> None:
+def test_an_aged_request_stays_when_the_batch_outgrows_the_pool(comes_at: float, victim: str) -> None:
     node = DecodeNode(num_pages=8, rules=AGING)
     node.run_in("old", 8, 0, new=40)
     node.now = comes_at
@@ -101,7 +101,7 @@ def test_later_transfers_do_not_delay_the_grant_of_an_aged_request() -> None:
     node.submit("urgent", 8, 10)
     assert node.grant() == ["urgent"]
     node.receive("urgent")  # its prompt has arrived, but there is no free row
-    late = request("old", 0, 1.0)  # it has waited in the gateway until now
+    late = request("old", 0, 1.0)  # waited in the gateway until now
     node.scheduler.submit(late, source="prefill")
     assert node.grant() == ["old"]
 

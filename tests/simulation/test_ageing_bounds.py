@@ -152,7 +152,7 @@ def test_ageing_bounds_the_end_of_every_output_where_rows_are_short(
     kinds: list[tuple[int, int, int | None]], load: float, head: int, burst_s: float, rate: float, lookahead: int,
     num_rows: int, threshold: int,
 ) -> None:  # fmt: skip
-    """With and without preemption of rows, and with requests that wait in the gateway or on the nodes."""
+    """Covers runs with and without preemption of rows, and requests that wait in the gateway or on the nodes."""
     is_sent_late = lookahead < 1_000
     sizes = [kinds[number % len(kinds)] for number in range(60)]
     arrivals = arriving(
@@ -169,12 +169,12 @@ def test_ageing_bounds_the_end_of_every_output_where_rows_are_short(
     places_lost(service, rate)
 
 
-# ---- under a stream of urgent ones ----------------------------------------------------------------------------------
+# ---- a steady load of urgent requests -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_rows", "lookahead"), [(400, 1_000), (4, 4), (1, 0)])
 def test_the_least_urgent_prompt_is_served_among_urgent_ones(num_rows: int, lookahead: int) -> None:
-    """Time spent in the gateway counts on the nodes."""
+    """Time spent in the gateway counts as waiting time on the nodes."""
     each_s = prompt_s(54, is_sent_late=lookahead < 1_000)
     requests = [Sent(0.01, 8, 1, 0), *(Sent(at, 54, 1, HIGHEST) for at in stream(each_s, 12.0))]
     limits = Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=num_rows)
@@ -186,15 +186,15 @@ def test_the_least_urgent_prompt_is_served_among_urgent_ones(num_rows: int, look
     backlog_s = longest_backlog_s(sorted((sent.at, each_s) for sent in requests))
     step_s = STEP_S + TOKEN_S * CHUNK
     assert 2.5 < ended_at(4.0) <= 0.01 + overtaken_s(0, 4.0) + backlog_s + 2 * step_s + 4 * MESSAGE_S
-    assert ended_at(1e-6) > 11.0  # after all of them
+    assert ended_at(1e-6) > 11.0  # after all urgent requests
 
 
 @pytest.mark.parametrize("threshold", [2, 10])
 def test_the_least_urgent_output_finally_keeps_its_row(threshold: int) -> None:
-    """With a threshold below the difference it loses its row repeatedly at first."""
+    """A threshold below the difference lets urgent requests take its row repeatedly at first."""
     requests = [Sent(0.0, PAGE, 40, 0), *(Sent(at + 0.1, PAGE, 10, HIGHEST) for at in stream(row_s(10, 1), 12.0))]
     ended_at = patient(in_rows(requests, 1, 4.0, threshold), requests)
     assert ended_at <= rows_bound_s(requests[0], 4.0, sorted(requests, key=lambda sent: sent.at), 1)
     if threshold == 2:
         assert ended_at > 2.5
-        assert patient(in_rows(requests, 1, 1e-6, threshold), requests) > 11.0  # after all of them
+        assert patient(in_rows(requests, 1, 1e-6, threshold), requests) > 11.0  # after all urgent requests

@@ -119,7 +119,7 @@ def test_ageing_bounds_the_end_of_every_output_where_pages_are_short(
     kinds: list[Kind], load: float, head: int, burst_s: float, rate: float, skip_ahead: int, threshold: int,
     reserved: int | None, lookahead: int,
 ) -> None:  # fmt: skip
-    """With and without preemption, and with a reserve so small that the batch outgrows the pool."""
+    """Covers runs with and without preemption, and a reserve so small that the batch outgrows the pool."""
     sizes = [kinds[number % len(kinds)] for number in range(60)]
     sizes = [(size, min(max_new, size * PAGE - 1), *rest) for size, max_new, *rest in sizes]
     capacity = NUM_PAGES - 1 - max(size for size, *_ in sizes)
@@ -140,7 +140,7 @@ def test_ageing_bounds_the_end_of_every_output_where_pages_are_short(
 
 
 def test_the_least_urgent_output_finally_keeps_its_pages() -> None:
-    """Three requests of 0.09 s each fit at a time. It has its pages first, loses them, and then keeps them."""
+    """Three requests of 0.09 s each fit at a time. The output has pages first, loses them, and then keeps them."""
     each_s = 0.09 / 3
     requests = [Sent(0.0, 4, 28, 0), *(Sent(at + 0.15, 24, 8, HIGHEST) for at in stream(each_s, 12.0))]
     service = in_pages(requests, 4.0, threshold=2, skip_ahead=0, num_pages=27)
@@ -148,4 +148,4 @@ def test_the_least_urgent_output_finally_keeps_its_pages() -> None:
     backlog_s = longest_backlog_s([(sent.at, each_s) for sent in requests])
     assert 2.5 < patient(service, requests) <= overtaken_s(0, 4.0) + backlog_s + 2 * held_s(28)
     service = in_pages(requests, 1e-6, threshold=2, skip_ahead=0, num_pages=27)
-    assert patient(service, requests) > 11.0  # after nearly all of them
+    assert patient(service, requests) > 11.0  # after nearly all urgent requests

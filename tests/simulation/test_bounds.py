@@ -33,7 +33,7 @@ def unlike(number: int, length: int) -> tuple[int, ...]:
 
 
 class Metered(FakeExecutor):
-    """Records the service of each tenant: a prompt when it starts, a token when it is generated."""
+    """Records the service of each tenant: a prompt counts when it starts, a token when it is generated."""
 
     def __init__(self, capacity: Capacity, tenants: list[str]) -> None:
         super().__init__(capacity.num_pages, PAGE, capacity.num_slots)
@@ -58,7 +58,7 @@ class Metered(FakeExecutor):
 
 
 NUM_EACH = 60
-#: What a tenant's requests look like, in turn: tokens of the prompt and of the output.
+#: Tokens of the prompt and of the output of a tenant's requests, in rotation.
 KINDS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=4)
 
 
@@ -156,7 +156,7 @@ CHUNK_S = STEP_S + TOKEN_S * PAGE
 
 
 def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
-    """When each job (release, chunks) ends in a random schedule with preemption between chunks."""
+    """Instants at which the jobs (release, chunks) end in a random schedule with preemption between chunks."""
     ranks = Random(seed).sample(range(len(jobs)), len(jobs))
     left = [chunks for _, chunks in jobs]
     ends = [0.0] * len(jobs)

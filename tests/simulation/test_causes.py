@@ -71,7 +71,7 @@ def test_both_nodes_report_the_same_error_code(cause: Callable[[LocalCluster], N
     for member in cluster.members:
         LocalCluster.tell(cluster, member, Abort("a", 0))
     cluster.settle()
-    assert cluster.failures or num_steps == 7, "no node reports the end of the request"
+    assert cluster.failures or num_steps == 7, "neither node reported the end of the request"
     assert_all_pages_are_back(cluster)
 
 

@@ -1,4 +1,4 @@
-"""A request's class can be changed in every state: turns and charges follow the new class from then on."""
+"""A request's class can change in every state. Turns and charges follow the new class from then on."""
 
 import pytest
 from support.lone_nodes import DecodeNode, PrefillNode

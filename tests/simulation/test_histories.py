@@ -24,7 +24,7 @@ ROOTS = (prompt_of(40, 0), prompt_of(40, 1), (*prompt_of(12, 0), *prompt_of(28, 
 
 
 class History:
-    """One history; ``run`` plays it to its end, and ``judge`` checks the result."""
+    """One random history. ``run`` plays it to its end, and ``judge`` checks the result."""
 
     def __init__(self, seed: int, num_outstanding: int = 1) -> None:
         self.random = random = Random(seed)
@@ -35,7 +35,7 @@ class History:
         self.may_fail = {ErrorCode.OUT_OF_PAGES, ErrorCode.POOL_TOO_SMALL}
         small, large = random.choice([(4, 4), (4, 4), (4, 8), (2, 6), (1, 4)])
         self.page_sizes = (small, large) if random.random() < 0.5 else (large, small)
-        self.num_tokens = (random.randint(12, 24) * 4, random.randint(12, 24) * 4)  # of each pool
+        self.num_tokens = (random.randint(12, 24) * 4, random.randint(12, 24) * 4)  # tokens of each pool
         self.num_tokens = tuple(n - n % size for n, size in zip(self.num_tokens, self.page_sizes, strict=True))
         self.cluster = self._make()
         self.is_faulty = False
@@ -116,7 +116,7 @@ class History:
             "clip_tokens": random.choice([4_096, 2]),
         }
 
-    # ---- what happens -----------------------------------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------------------------------
 
     def run(self, num_events: int = 45) -> None:
         actions = ["submit"] * 8 + ["step"] * 8 + ["leave", "urgency", "odd", "stop", "fault"]
@@ -134,7 +134,7 @@ class History:
         where: dict[str, Any] = {
             "salt": random.choice(["", "", "", "red"]),
             "priority": random.choice([0, 0, 3, 9, -5]),
-            "timeout_s": random.choice([1e6, 1e6, 0.5, 0.05]),  # no gateway enforces these; they only affect the order
+            "timeout_s": random.choice([1e6, 1e6, 0.5, 0.05]),  # not enforced by the gateway; affects only the order
             "tenant": random.choice(["", "a", "b"]),
             "priority_class": random.choice(["", "high"]) if self._has_classes() else "",
             "expected_output": random.choice([0, 0, 2, 30]),
@@ -199,7 +199,7 @@ class History:
         self.is_faulty = True
         self.may_fail |= {ErrorCode.NODE_LOST, ErrorCode.TRANSFER_FAILED}
 
-    # ---- how it ended -----------------------------------------------------------------------------------------------
+    # ---- results ----------------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
         assert_all_pages_are_back(self.cluster)
@@ -234,8 +234,8 @@ def live(seed: int, num_outstanding: int = 1) -> History:
     return history
 
 
-def test_a_request_that_outgrows_the_pool_fails_at_once_and_alone() -> None:
-    """A regression: once retracted, the request stayed first in the queue for ever, and others failed in its place."""
+def test_a_request_that_outgrows_the_pool_fails_at_once_without_affecting_others() -> None:
+    """A regression: once retracted, the request stayed first in the queue, and other requests failed instead."""
     cluster = LocalCluster(
         page_size=4, decode_pages=4, conservativeness=0, resume_tokens=0, limits={"max_skip_ahead": 0},
         rules=PriorityRules(is_enabled=True, preemption_threshold=0),
@@ -257,7 +257,7 @@ def test_a_request_that_outgrows_the_pool_fails_at_once_and_alone() -> None:
 
 
 def test_a_request_retracted_for_a_local_prompt_waits_for_it() -> None:
-    """A regression: the request was granted its pages again at once and retracted again, without end."""
+    """A regression: the request was granted its pages again at once and retracted again, endlessly."""
     cluster = LocalCluster(
         page_size=4, decode_pages=8, conservativeness=0, resume_tokens=0,
         rules=PriorityRules(is_enabled=True, preemption_threshold=0),
@@ -265,7 +265,7 @@ def test_a_request_retracted_for_a_local_prompt_waits_for_it() -> None:
     weak = cluster.submit("weak", prompt_of(14), sampling(4))
     while len(weak.tokens) < 2:
         cluster.step()
-    # It needs 16 tokens, one more for its output and one to spare: 5 of the 8 pages, of which the other holds 4.
+    # The request needs 17 tokens including its output and one to spare: 5 of the 8 pages. The other request holds 4.
     cluster.submit("urgent", prompt_of(16, 1), sampling(1), pair=(None, 0), priority=9)
     cluster.run(200)
     assert weak.output == expected_output(prompt_of(14), 4)
@@ -277,7 +277,8 @@ def test_a_request_retracted_for_a_local_prompt_waits_for_it() -> None:
 
 def test_the_grant_of_a_refused_resume_is_free_for_the_next_request() -> None:
     """A regression: the grant, which arrives after the refusal, was kept for a request that might still arrive. When
-    its pages were granted to another request, that one was refused."""
+    its pages were granted to another request, that one was refused.
+    """
     cluster = LocalCluster(page_size=4)
     cluster.submit("first", prompt_of(8), sampling(2))
     cluster.run()

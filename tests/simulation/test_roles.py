@@ -1,4 +1,4 @@
-"""Both roles together, on an engine whose tokens reveal every wrong page."""
+"""Both roles together, on an engine whose tokens depend on the content of every page."""
 
 from random import Random
 from typing import Any
@@ -51,7 +51,7 @@ def test_a_request_that_ends_with_its_first_token_needs_no_transfer() -> None:
     assert_all_pages_are_back(cluster)
 
 
-def test_a_stop_token_ends_the_output_on_whichever_node_it_is_sampled() -> None:
+def test_a_stop_token_ends_the_output_on_either_node() -> None:
     output = expected_output(prompt_of(40), 5)
     for index in (0, 3):
         cluster = LocalCluster()
@@ -63,7 +63,7 @@ def test_a_stop_token_ends_the_output_on_whichever_node_it_is_sampled() -> None:
         assert_all_pages_are_back(cluster)
 
 
-def test_an_answer_carries_the_number_of_its_question() -> None:
+def test_an_answer_carries_the_number_of_its_query() -> None:
     cluster = LocalCluster()
     for member in cluster.members:
         for question in (Flush(7), GetDecisions(5, 8)):
@@ -72,7 +72,7 @@ def test_an_answer_carries_the_number_of_its_question() -> None:
         assert (type(flushed), flushed.number, type(decisions), decisions.number) == (Flushed, 7, Decisions, 8)
 
 
-def test_a_shared_prefix_is_shipped_once() -> None:
+def test_a_shared_prefix_is_sent_once() -> None:
     cluster = LocalCluster(latency=4)
     shared = prompt_of(64)
     for number in range(4):
@@ -130,7 +130,7 @@ def test_a_request_beyond_the_context_is_refused(
     assert_all_pages_are_back(cluster)
 
 
-def test_a_prompt_computed_again_keeps_its_priority_and_its_age() -> None:
+def test_a_recomputed_prompt_keeps_its_priority_and_its_age() -> None:
     cluster = LocalCluster(
         page_size=4, decode_pages=5, conservativeness=0, resume_tokens=0,
         rules=PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1.0),
@@ -192,7 +192,7 @@ def test_an_output_that_outgrows_the_pool_fails_after_the_last_token_with_room()
     assert answer.error is not None
     assert answer.error.code is ErrorCode.OUT_OF_PAGES
     assert answer.output == expected_output(prompt_of(30), 11)  # KV of 40 tokens, and one token more
-    assert cluster.counters(cluster.decode[0])["retractions"] == 0, "the last request that could run was retracted"
+    assert cluster.counters(cluster.decode[0])["retractions"] == 0, "the last runnable request was retracted"
     cluster.settle()
     assert_all_pages_are_back(cluster)
 
@@ -222,7 +222,7 @@ def test_a_deadline_ends_a_request_in_every_state() -> None:
 def test_a_request_ended_close_to_its_deadline_counts_as_missed_on_both_nodes(
     monkeypatch: pytest.MonkeyPatch, before_s: float, is_missed: bool
 ) -> None:
-    """The gateway ends it, or finally the node itself."""
+    """Either the gateway ends the request, or the node itself does."""
     cluster, missed = LocalCluster(chunk_tokens=16), []
     for member in cluster.members:
         policy = member.role._scheduler.policy
@@ -268,7 +268,7 @@ def test_the_death_of_a_node_frees_the_other_in_every_state(num_steps: int, role
     assert answer.output == expected_output(prompt_of(64), 5)
 
 
-def test_a_lost_gateway_ends_everything() -> None:
+def test_a_lost_gateway_ends_all_requests() -> None:
     cluster = LocalCluster(chunk_tokens=16, latency=3)
     for number in range(5):
         cluster.submit(f"r{number}", prompt_of(64, number), sampling(1000))
@@ -309,7 +309,7 @@ def test_nodes_with_full_pools_do_not_deadlock() -> None:
     assert_all_pages_are_back(cluster)
 
 
-def test_both_nodes_take_in_a_new_class() -> None:
+def test_both_nodes_apply_a_new_class() -> None:
     cluster = LocalCluster(page_size=4, prefill_pages=20, decode_pages=20, max_running=2)
     cluster.submit("a", prompt_of(12), sampling(4))
     for member in cluster.members:
@@ -326,7 +326,7 @@ def test_both_nodes_take_in_a_new_class() -> None:
     ("table", "states", "events"),
     [(PREFILL_TABLE, PrefillState, PrefillEvent), (DECODE_TABLE, DecodeState, DecodeEvent)],
 )
-def test_a_state_table_reaches_done_from_every_state_and_never_leaves_it(table: Any, states: Any, events: Any) -> None:
+def test_every_state_reaches_done_and_done_is_final(table: Any, states: Any, events: Any) -> None:
     done = next(state for state in states if state.value == "done")
     assert not [event for event in events if (done, event) in table]
     for state in states:
@@ -336,7 +336,7 @@ def test_a_state_table_reaches_done_from_every_state_and_never_leaves_it(table: 
             after = {table[here, event] for event in events if (here, event) in table}
             frontier += after - reached
             reached |= after
-        assert done in reached, f"{state} never ends"
+        assert done in reached, f"{state} never reaches done"
 
 
 def test_a_message_may_carry_several_tokens() -> None:

@@ -1,4 +1,4 @@
-"""Both roles under random events, on an engine whose tokens reveal every wrong page."""
+"""Both roles under random events, on an engine whose tokens depend on the content of every page."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st

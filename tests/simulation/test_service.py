@@ -18,8 +18,8 @@ def test_times_of_a_lone_request_are_the_sum_of_its_parts() -> None:
     service.run()
     answer = service.ended["a"]
     # The nodes get the request at 5.001. Prefill takes 10 + 8 ms for 8 tokens; the gateway gets the first token 1 ms
-    # later. By then the grant has arrived, so both pages (1 ms each) leave at once: they arrive at 5.021, the writer
-    # knows at 5.022, and the confirmation arrives at 5.023. Two steps of one row follow, 11 ms each.
+    # later. By then the grant has arrived, so both pages (1 ms each) are sent at once: they arrive at 5.021, the
+    # writer is told at 5.022, and the confirmation arrives at 5.023. Two steps of one row follow, 11 ms each.
     assert answer.stamps_s == pytest.approx([5.020, 5.035, 5.046])
     assert answer.ended_at == pytest.approx(5.046)
     assert answer.timings["prefill_s"] == pytest.approx(0.018)
@@ -90,20 +90,22 @@ def test_pages_are_transmitted_one_after_the_other() -> None:
         service.ask(f"r{number}", prompt_of(400, number), 2)
     service.run()
     first, second = (service.ended[f"r{number}"].stamps_s for number in range(2))
-    # 100 pages of 1 ms each. The first prompt's are computed at 411 ms and away at 511 ms, the second's at 821 and 921.
+    # Each prompt has 100 pages of 1 ms. Those of the first are computed at 411 ms and sent at 511 ms; of the second,
+    # 821 and 921.
     assert first[1] == pytest.approx(0.001 + 0.410 + 0.100 + 0.002 + 0.011 + 0.001, abs=1e-3)
     assert second[1] - first[1] == pytest.approx(0.410, abs=1e-3)
 
 
-def test_a_prompt_with_granted_pages_passes_one_that_does_not_fit() -> None:
+def test_a_prompt_with_granted_pages_overtakes_one_that_does_not_fit() -> None:
     """Found by the test below: A (8 of 11 pages) is computed and waits for the only row of its decode node, kept for
-    B. B waits behind C, which comes first because of its longer output and does not fit beside A."""
+    B. B waits behind C, which comes first because of its longer output and does not fit beside A.
+    """
     service = Service(
         1, 2, limits=Limits(11, 14, chunk_tokens=8, max_running=1), schedule_policy="lof", max_skip_ahead=0,
         disable_radix_cache=True,
     )  # fmt: skip
     for number in range(10):
-        is_long = number in (5, 9)  # A and C; B is the second of the short ones
+        is_long = number in (5, 9)  # A and C; B is the second short request
         length = {5: 29, 9: 13}.get(number, 1)
         service.ask(f"r{number}", prompt_of(length, 0), 2 if is_long else 1)
     service.run()

@@ -1,4 +1,4 @@
-"""``simulate``: its results, determinism, and the options that it refuses."""
+"""The results of ``simulate``, its determinism, and the options that it refuses."""
 
 import json
 import os
@@ -70,8 +70,8 @@ def test_a_shared_prefix_is_found_in_the_cache() -> None:
 def test_a_session_finds_its_own_answers_in_the_cache() -> None:
     found = run("--num-requests=1", "--turns=3", "--input-len=160", "--output-len=33")
     assert found["requests"]["answered"] == 3
-    # The decode node has the KV of 160 + 32 tokens after the first turn; the prefill node only that of the prompt. The
-    # second prompt begins with 193 tokens of the first turn, the third with 193 + 193.
+    # After the first turn, the decode node has the KV of 160 + 32 tokens, and the prefill node only that of the
+    # prompt. The second prompt begins with 193 tokens of the first turn, the third with 193 + 193.
     assert found["nodes"]["decode"]["totals"]["pages_cached"] == 12 + 24
 
 
@@ -130,7 +130,7 @@ def test_traces_are_read_as_in_the_load_tester(tmp_path: Path) -> None:
     found = run(f"--trace={trace}", "--time-scale=2")
     assert found["requests"]["answered"] == 6
     assert found["virtual_s"] == pytest.approx(5.0, abs=0.2)
-    # The second finds the first's 512 shared tokens, the others whole prompts but for the last token's page.
+    # The second prompt finds the first's 512 shared tokens; the others find their whole prompt except the last page.
     assert found["cached_share"] == pytest.approx((512 + 4 * 592) / (6 * 600))
 
 
@@ -158,7 +158,7 @@ def test_impossible_options_are_refused_by_name(words: list[str], sentence: str)
         config(*words)
 
 
-def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_and_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     assert main(["--num-requests=5", "--rate=50", f"--json={file}"]) == 0
     assert "5 sent, 5 answered" in capsys.readouterr().out

@@ -25,7 +25,7 @@ rows_strategy = st.lists(
 
 
 def make_step(rows: list[tuple[int, int]], page_size: int, num_pages: int, device: str, seed: int) -> StepBatch:
-    """A batch of (cached, new) rows with pages scattered over the pool and stale entries after them."""
+    """A batch of (cached, new) rows. Pages are scattered over the pool, and stale entries follow them in the table."""
     random = np.random.default_rng(seed)
     free = random.permutation(num_pages).tolist()
     width = max(-(-(start + new) // page_size) for start, new in rows) + 2
@@ -96,18 +96,18 @@ def test_long_rows_keep_their_precision(backend: str, device: str) -> None:
 def test_long_extends_equal_the_reference_inside_and_on_the_edge_of_tiles(
     backend: str, heads: tuple[int, int, int], dtype: str, device: str
 ) -> None:
-    """Rows ending inside and on the edge of tiles of 32 and 256 tokens, cold and with a prefix, one decoding."""
+    """Rows end inside and on the edge of tiles of 32 and 256 tokens, cold and with a prefix; one row decodes."""
     skip_if_not_served(backend, device)
     compare(backend, device, dtype, [(0, 33), (0, 256), (37, 1), (250, 70), (512, 32), (5, 289)], 16, heads)
 
 
 @pytest.mark.parametrize("backend", FAST)
-def test_a_row_longer_than_one_unit_of_work_is_cut_into_pieces(backend: str) -> None:
+def test_a_row_longer_than_one_unit_of_work_is_split(backend: str) -> None:
     compare(backend, "cpu", "bfloat16", [(30, 1_100)], 64, (2, 1, 32))
 
 
 def test_attention_leaves_the_state_of_matrix_units_to_onednn() -> None:
-    """AMX tiles have a configuration per thread, which oneDNN uses too."""
+    """Each thread has one configuration of the AMX tiles, and oneDNN uses it too."""
     torch.manual_seed(0)
     linear = Linear(torch.randn(64, 64).bfloat16())
     linear.pack()
@@ -119,8 +119,8 @@ def test_attention_leaves_the_state_of_matrix_units_to_onednn() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("backend", FAST)
-def test_places_past_a_rows_last_token_are_never_read(backend: str, dtype: str) -> None:
-    """Every place without a token of the row holds NaN."""
+def test_pool_slots_past_a_rows_last_token_are_never_read(backend: str, dtype: str) -> None:
+    """Every slot of the pool without a token of the row holds NaN."""
     pool = KVPool(PageLayout(2, 2, 32, 16, dtype), 8)
     pool.tensor.fill_(float("nan"))
     batch = make_step([(0, 1), (0, 5), (0, 50)], 16, 8, "cpu", seed=0)

@@ -137,7 +137,7 @@ def test_extends_and_decode_rows_share_steps(models: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_retracted_request_goes_on_with_the_same_tokens(models: Any, device: str) -> None:
+def test_a_retracted_request_continues_with_the_same_tokens(models: Any, device: str) -> None:
     """The request loses slot and pages after four tokens; one extend computes prompt and output in another slot."""
     folder, prompts = models("llama3")
     prompt, expected = prompts[5]
@@ -153,8 +153,8 @@ def test_a_retracted_request_goes_on_with_the_same_tokens(models: Any, device: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_decode_node_goes_on_from_transferred_pages_and_a_first_token(models: Any, device: str) -> None:
-    """Pages go from one executor to another by ``export_page`` and ``landed``, the token by ``Admit.last_token``."""
+def test_a_decode_node_continues_from_transferred_pages_and_a_first_token(models: Any, device: str) -> None:
+    """Pages are copied between executors with ``export_page`` and ``landed``, the token with ``Admit.last_token``."""
     from common.step_plan import Admit, PageDelta, Row, StepPlan
 
     folder, prompts = models("qwen3")

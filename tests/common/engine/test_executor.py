@@ -70,7 +70,7 @@ def test_only_rows_that_sample_give_tokens_in_row_order(executor: TorchExecutor,
         (plan(admits=(Admit(4, GREEDY, 1, None),)), "slot 4 of 4"),
     ],
 )
-def test_a_plan_that_breaks_the_rules_fails_an_assertion(executor: TorchExecutor, bad: StepPlan, words: str) -> None:
+def test_an_invalid_plan_fails_an_assertion(executor: TorchExecutor, bad: StepPlan, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         admitted(executor).run(bad)
     executor.close()
@@ -94,7 +94,7 @@ def test_a_replaced_page_table_entry_is_the_one_read(executor: TorchExecutor) ->
     executor.close()
 
 
-def test_min_tokens_alone_holds_end_tokens_back(folder: Path) -> None:
+def test_min_tokens_alone_suppresses_end_tokens(folder: Path) -> None:
     """The third token of the reference is declared an end token."""
     ((prompt, expected),) = draw_prompts(folder, [30], 4, seed=1)
     third = expected[2]

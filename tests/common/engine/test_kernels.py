@@ -1,4 +1,4 @@
-"""The compiled kernels equal torch and run in torch's threads; without a compiler torch does the work."""
+"""The compiled kernels equal torch and run in its threads; without a compiler, torch computes instead."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_add_rms_norm_equals_torch(
     theirs = x.clone()
     expected = TorchOperations().add_rms_norm(theirs, delta, weight, 1e-6)
     assert_same(compiled.add_rms_norm(x, delta, weight, 1e-6), expected)
-    assert torch.equal(x, theirs), "the residual stream is rounded as in torch"
+    assert torch.equal(x, theirs), "the residual stream is not rounded as in torch"
 
 
 @settings(max_examples=30, deadline=None)
@@ -71,7 +71,7 @@ def test_norm_and_rotate_equals_torch(
     # torch rounds after the norm and after the rotation; the kernel rounds once.
     tolerance = 4 * TOLERANCE[dtype]
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
-    assert torch.equal(found[:, num_heads + num_kv_heads :], qkv[:, num_heads + num_kv_heads :]), "values stay"
+    assert torch.equal(found[:, num_heads + num_kv_heads :], qkv[:, num_heads + num_kv_heads :]), "values changed"
 
 
 @settings(max_examples=30, deadline=None)
@@ -112,7 +112,7 @@ def test_torch_and_the_kernels_share_one_openmp_runtime(compiled: Kernels) -> No
     assert done.stdout.strip() == "1"
 
 
-def test_without_a_compiler_torch_does_the_work_and_the_log_says_so_once(
+def test_without_a_compiler_torch_computes_and_the_log_says_so_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -129,7 +129,9 @@ def test_without_a_compiler_torch_does_the_work_and_the_log_says_so_once(
     assert "no-such-compiler" in caplog.text
 
 
-def test_without_a_home_torch_does_the_work(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_home_directory_torch_computes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A container may run as a user without an entry in /etc/passwd."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)

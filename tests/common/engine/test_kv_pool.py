@@ -22,7 +22,7 @@ def test_the_descriptor_holds_exactly_the_pool(device: str) -> None:
     pool.close()
 
 
-def test_every_number_lies_at_the_offset_of_the_layout() -> None:
+def test_every_element_lies_at_the_offset_of_the_layout() -> None:
     pool = KVPool(LAYOUT, 5)
     keys, values = pool.layer(2)
     assert keys.shape == values.shape == (5, 2, 8, 4)
@@ -37,7 +37,7 @@ def test_every_number_lies_at_the_offset_of_the_layout() -> None:
     pool.close()
 
 
-def test_another_mapping_of_the_descriptor_writes_straight_into_the_pool() -> None:
+def test_another_mapping_of_the_descriptor_writes_directly_into_the_pool() -> None:
     pool = KVPool(LAYOUT, 2)
     with mmap.mmap(pool.fd, 2 * LAYOUT.page_bytes) as other:
         other[LAYOUT.page_bytes : LAYOUT.page_bytes + 4] = b"\0\0\x80\x3f"
@@ -76,7 +76,7 @@ def test_populate_allocates_all_memory_and_keeps_the_content() -> None:
 
 
 def test_populate_starts_with_the_first_page_and_stops_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = PageLayout(num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")  # 1 KiB a page
+    layout = PageLayout(num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")  # 1 KiB per page
     monkeypatch.setattr("common.engine.kv_pool._POPULATE_AT_ONCE", 64 << 10)
     pool = KVPool(layout, 1024)
     assert pool.populate(0.0) == 0
@@ -115,8 +115,8 @@ def test_close_releases_the_descriptor_and_is_idempotent() -> None:
     assert view.count_nonzero() == 0  # a view handed out earlier stays readable
 
 
-def test_a_pool_far_beyond_memory_costs_nothing_until_touched() -> None:
-    """64 GiB: sparse, and addressed beyond 32 bits."""
+def test_a_pool_larger_than_memory_costs_nothing_until_it_is_written() -> None:
+    """The pool is a sparse file of 64 GiB, so offsets exceed 32 bits."""
     layout = PageLayout(32, 8, 128, 16, "bfloat16")
     num_pages = (64 << 30) // layout.page_bytes
     pool = KVPool(layout, num_pages)

@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0)
 TOP_2 = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs_from=1)
 
 
-def test_each_row_gets_its_token_and_the_number_of_alternatives_that_it_asked_for() -> None:
+def test_each_row_gets_its_token_and_the_requested_number_of_alternatives() -> None:
     """The probabilities are 1/8, 2/8 and 5/8; adding a constant to a row's logits changes nothing."""
     logits = torch.tensor([[1.0, 2.0, 5.0]]).log().expand(3, -1) + torch.tensor([[0.0], [3.0], [-50.0]])
     found = token_logprobs(logits, torch.tensor([0, 2, 1]), [2, 0, 9])
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_prompt_logprobs_come_row_by_row_beside_other_rows(folder: Path, device: str) -> None:
+def test_prompt_logprobs_are_returned_by_row_beside_other_rows(folder: Path, device: str) -> None:
     """The first and last of four rows have targets; the second and last sample."""
     config = ModelConfig.load(str(folder))
     executor = load_executor(config, device=device, dtype="float32", num_slots=4, num_pages=40, page_size=16)

@@ -1,4 +1,4 @@
-"""Model configurations: both spellings of rope, unsupported settings, damaged files, and weights that do not match."""
+"""Model configurations: both spellings of rope, unsupported settings, damaged files and mismatched weights."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def rewrite(folder: Path, file: str = "config.json", **changes: Any) -> None:
-    """Change keys of a JSON file; None removes one."""
+    """Change keys of a JSON file; a value of None removes its key."""
     path = folder / file
     content = json.loads(path.read_text()) if path.exists() else {}
     content.update(changes)
@@ -168,7 +168,7 @@ def test_mistrals_window_must_be_null_since_a_missing_key_means_4096(tmp_path: P
     rewrite(folder, sliding_window=4096)
     with pytest.raises(UnsupportedModelError, match="sliding windows are not supported; only"):
         load(folder)
-    rewrite(folder, sliding_window=None)  # takes the key away
+    rewrite(folder, sliding_window=None)  # removes the key
     with pytest.raises(UnsupportedModelError, match="a missing sliding_window means 4096"):
         load(folder)
 

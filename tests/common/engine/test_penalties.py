@@ -43,7 +43,7 @@ def test_repetition_divides_positive_logits_and_multiplies_others_once_per_token
     assert adjusted([4.0, -1.0, 3.0, 5.0], params, (0, 1, 1, 2, 2), prompt_len=2) == [2.0, -2.0, 1.5, 5.0]
 
 
-def test_presence_and_frequency_count_the_output_alone() -> None:
+def test_presence_and_frequency_count_only_the_output() -> None:
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     assert adjusted([1.0, 1.0, 1.0, 1.0], params, (0, 1, 1, 2, 2), prompt_len=2) == [1.0, 0.25, 0.0, 1.0]
 
@@ -63,7 +63,7 @@ def test_a_bias_does_not_lift_min_tokens() -> None:
     assert sample(torch.zeros(1, 3), [draw])[0].item() != 1
 
 
-def test_reported_log_probabilities_are_those_before_penalties() -> None:
+def test_reported_log_probabilities_exclude_penalties() -> None:
     params = SamplingParams(temperature=0.0, presence_penalty=5.0, logit_bias=((0, 100.0),), logprobs=1)
     logits = torch.tensor([[0.1, 0.6, 0.3]]).log()
     tokens, logprobs = sample(logits, [SamplingRow(params, 3, 2, history=TokenHistory((1, 1, 1), 2))])
@@ -86,7 +86,7 @@ params_strategy = st.builds(
 
 
 def naive(logits: list[float], params: SamplingParams, tokens: tuple[int, ...], prompt_len: int) -> list[float]:
-    """The definition, applied to one token of the vocabulary after another."""
+    """The definition, applied to each token of the vocabulary in turn."""
     found = []
     for token, logit in enumerate(logits):
         logit += dict(params.logit_bias).get(token, 0.0)

@@ -26,13 +26,13 @@ def tokens_of(logits: torch.Tensor, params: SamplingParams, num_draws: int = 400
 
 
 def is_acceptable(token: int, logits: list[float], draw: SamplingRow) -> bool:
-    """Whether the definition samples this token; within rounding error of a limit either side is accepted."""
+    """Whether the definition may sample this token. Within rounding error of a limit, both outcomes are accepted."""
     nudges = (0.0, -1e-5, 1e-5)
     return any(naive(logits, draw, cut, where) == token for cut in nudges for where in nudges)
 
 
 def naive(logits: list[float], draw: SamplingRow, cut_nudge: float = 0.0, where_nudge: float = 0.0) -> int:
-    """Sample by the definition, in float64, one token after another."""
+    """Sample by the definition, in float64, one token at a time."""
     params = draw.params
     masked = [
         -math.inf if draw.is_end_masked and token in draw.end_ids else logit for token, logit in enumerate(logits)
@@ -109,7 +109,7 @@ def test_top_k_top_p_and_min_p_keep_exactly_their_tokens(params: SamplingParams,
     assert set(tokens_of(log_of(0.2, 0.3, 0.4, 0.1), params)) == kept
 
 
-def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
+def test_tokens_that_tie_with_the_last_kept_token_are_kept() -> None:
     assert set(tokens_of(log_of(0.4, 0.2, 0.2, 0.2), SamplingParams(top_k=2))) == {0, 1, 2, 3}
 
 
@@ -176,8 +176,8 @@ def test_every_row_of_a_batch_samples_what_the_definition_samples(vocab: int, de
     check()
 
 
-def test_a_nearly_flat_distribution_is_searched_as_a_whole() -> None:
-    """More tokens are kept than the strips that are searched first hold: ties keep all of the better 20,000."""
+def test_a_nearly_flat_distribution_is_searched_completely() -> None:
+    """More tokens are kept than the strips searched first can hold: ties keep all of the best 20,000 tokens."""
     logits = torch.zeros(1, 60_000)
     logits[0, ::3] += 1e-3
     for params in (SamplingParams(top_p=0.3), SamplingParams(top_k=15_000), SamplingParams(min_p=0.9995)):

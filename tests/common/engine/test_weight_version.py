@@ -50,7 +50,7 @@ def shards(folder: Path, *contents: bytes) -> list[Path]:
     return weight_files(folder)
 
 
-def test_one_changed_byte_of_one_shard_changes_the_fingerprint(tmp_path: Path, cache: Path) -> None:
+def test_one_changed_byte_in_one_shard_changes_the_fingerprint(tmp_path: Path, cache: Path) -> None:
     first = fingerprint(shards(tmp_path / "a", b"\0" * 1000, b"\0" * 1000))
     assert len(first) == 32
     assert fingerprint(shards(tmp_path / "copy", b"\0" * 1000, b"\0" * 1000)) == first
