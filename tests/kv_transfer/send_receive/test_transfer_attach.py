@@ -109,7 +109,7 @@ def test_a_pair_reports_its_problem_until_it_is_connected(couple: Couple) -> Non
     assert [pair.problem for pair in couple.receiver.pairs()] == [""]
 
 
-def test_a_break_is_reported_until_it_is_mended(couple: Couple) -> None:
+def test_a_break_is_reported_until_the_pair_is_connected_again(couple: Couple) -> None:
     attach(couple, couple.receiver.connect(PREFILL, "prefill-0"))
     couple.writer.lose(DECODE, "a snap")
     couple.pump()
