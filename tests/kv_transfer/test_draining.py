@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from support.choice_fakes import FakeWriter
+from support.fake_transports import FakeWriter
 from support.kv_fakes import DECODE, LAYOUT, MemfdStore
 
 from common.errors import ErrorCode

@@ -16,9 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gloo_intruder import Intruder, attach, offer, reader, store, threads, writer
 from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, _strangers_leave, until
+from support.raw_gloo_peer import RawGlooPeer, attach, offer, reader, store, threads, writer
+from support.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, _close_raw_peers, until
 
 from common.errors import ConfigError
 from common.wire.messages import Connect
@@ -38,9 +38,9 @@ from kv_transfer.transports.torch_distributed.rendezvous import (
     WRITER,
     form,
 )
-from tests.kv_transfer.test_transports import End, digests, join, nursery, ship, start
+from tests.kv_transfer.test_transports import End, digests, fork_server, join, ship, start
 
-__all__ = ["_strangers_leave", "nursery", "reader", "start", "store", "writer"]
+__all__ = ["_close_raw_peers", "fork_server", "reader", "start", "store", "writer"]
 
 
 # ---- how a group forms ------------------------------------------------------------------------------------------
@@ -126,16 +126,16 @@ def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
 
 def test_an_offer_of_another_transport_is_refused(reader: GroupReader) -> None:
     """The handshakes have the same frames, and differ in their magic word."""
-    stranger = Stranger(reader)
-    stranger.hello(bytes.fromhex(offer(reader).endpoint.split(":")[2]))  # as tcp would
-    assert stranger.is_hung_up()
+    raw_peer = RawTcpPeer(reader)
+    raw_peer.hello(bytes.fromhex(offer(reader).endpoint.split(":")[2]))  # as tcp would
+    assert raw_peer.is_hung_up()
     assert reader.dropped == {"garbage": 1}
 
 
 def test_a_reader_gives_up_on_a_group_without_a_writer(reader: GroupReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_form, "FORM_S", 0.3)
     monkeypatch.setattr(group_backend, "FORM_S", 0.3)
-    assert len(Intruder(reader).shake(offer(reader))) == 32
+    assert len(RawGlooPeer(reader).handshake(offer(reader))) == 32
     [fenced] = until(lambda: reader.poll(0.0))
     assert fenced.reason.endswith("the group did not form within 0 s")
     until(lambda: not threads("form-gloo") + threads("receive-pages"))
@@ -219,10 +219,10 @@ def address(host: str, port: int = 1) -> bytes:
 def test_an_invalid_frame_ends_the_forming_of_a_group(
     reader: GroupReader, frames: Callable[[AuthenticatedConnection], list[bytes]], why: str
 ) -> None:
-    intruder = Intruder(reader)
-    authenticated = intruder.authenticated(offer(reader))
-    until(lambda: reader.poll(0.0) or intruder.connection.recv(1, socket.MSG_PEEK))  # its own address has come
-    intruder.connection.sendall(b"".join(frames(authenticated)))
+    gloo_peer = RawGlooPeer(reader)
+    authenticated = gloo_peer.authenticated(offer(reader))
+    until(lambda: reader.poll(0.0) or gloo_peer.connection.recv(1, socket.MSG_PEEK))  # its own address has come
+    gloo_peer.connection.sendall(b"".join(frames(authenticated)))
     [fenced] = until(lambda: reader.poll(0.0))
     assert (fenced.peer, fenced.epoch) == (PREFILL, 1)
     assert why in fenced.reason
@@ -248,8 +248,8 @@ class Liar(AuthenticatedConnection):
 
 
 def test_a_stranger_in_the_peers_place_is_detected(reader: GroupReader, store: MemfdStore) -> None:
-    intruder = Intruder(reader)
-    authenticated = intruder.authenticated(offer(reader))
+    gloo_peer = RawGlooPeer(reader)
+    authenticated = gloo_peer.authenticated(offer(reader))
     with pytest.raises(OSError):
         form(Liar(authenticated.connection, authenticated.terms, KEY), "gloo", WRITER, Pages(store, "gloo"))
     [fenced] = until(lambda: reader.poll(0.0))

@@ -15,8 +15,8 @@ from itertools import count
 import msgspec
 import pytest
 from hypothesis import example, given, settings
+from support.fork_server import ForkServer
 from support.kv_fakes import DECODE, PREFILL, MemfdStore
-from support.nursery import Nursery
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import from_message
@@ -34,13 +34,16 @@ epochs = count(1)
 
 @pytest.fixture(scope="module")
 def ends() -> Iterator[tuple[End, End]]:
-    nursery = Nursery()
+    fork_server = ForkServer()
     words = ("gloo", KEY.decode())
-    ends = (End(nursery, "writer", *words, TEST_PATIENCE_S="3"), End(nursery, "reader", *words, TEST_PATIENCE_S="3"))
+    ends = (
+        End(fork_server, "writer", *words, TEST_PATIENCE_S="3"),
+        End(fork_server, "reader", *words, TEST_PATIENCE_S="3"),
+    )
     yield ends
     for end in ends:
         end.close()
-    nursery.close()
+    fork_server.close()
 
 
 def exactly(connection: socket.socket, size: int) -> bytes:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from support.choice_fakes import FakeReader, FakeWriter
+from support.fake_transports import FakeReader, FakeWriter
 from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.cache.page_allocator import Owner, PageAllocator

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.nursery import Nursery
-from support.transport_node import LAYOUT, NUM_PAGES
+from support.fork_server import ForkServer
+from support.transport_process import LAYOUT, NUM_PAGES
 
 from tests.kv_transfer.test_transfer_faults import SOME, Cluster
 from tests.kv_transfer.test_transports import until
@@ -21,15 +21,15 @@ FAR = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "32k", "UCX_TCP_RCVBUF": "32k", "TEST
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def fork_server() -> Iterator[ForkServer]:
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
-def cluster(nursery: Nursery) -> Iterator[Cluster]:
-    cluster = Cluster(nursery, "nixl")
+def cluster(fork_server: ForkServer) -> Iterator[Cluster]:
+    cluster = Cluster(fork_server, "nixl")
     for name in ("d0", "p0", "p1"):
         cluster.start(name, **FAR)
     yield cluster

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore, content
-from support.shm_pair import (
+from support.shm_ends import (
     KEY,
     NUM_PAGES,
-    Child,
+    WriterProcess,
     attach,
     child,
     offer,
@@ -42,7 +42,7 @@ __all__ = ["child", "reader", "store", "writer"]
 # ---- pages arrive -----------------------------------------------------------------------------------------------
 
 
-def test_pages_of_another_process_arrive_unchanged(child: Child, reader: ShmReader, store: MemfdStore) -> None:
+def test_pages_of_another_process_arrive_unchanged(child: WriterProcess, reader: ShmReader, store: MemfdStore) -> None:
     assert child.attach(reader, offer(reader)) == ""
     assert child.ask(do="write", peer=DECODE, page=3, value=77) == 1
     assert child.ask(do="write", peer=DECODE, page=NUM_PAGES - 1, value=78) == 1
@@ -117,13 +117,13 @@ def test_attaching_outlasts_a_full_backlog(
 # ---- the fence --------------------------------------------------------------------------------------------------
 
 
-def test_a_detached_writer_is_a_fence(child: Child, reader: ShmReader) -> None:
+def test_a_detached_writer_is_a_fence(child: WriterProcess, reader: ShmReader) -> None:
     child.attach(reader, offer(reader, epoch=4))
     child.ask(do="detach", peer=DECODE)
     assert wait_for_news(reader) == [Fenced(PREFILL, 4, "the prefill node has unmapped the pool")]
 
 
-def test_a_killed_writer_is_proven_dead(child: Child, reader: ShmReader) -> None:
+def test_a_killed_writer_is_proven_dead(child: WriterProcess, reader: ShmReader) -> None:
     child.attach(reader, offer(reader, epoch=4))
     assert reader.poll(0.0) == []
     child.kill()
@@ -132,7 +132,7 @@ def test_a_killed_writer_is_proven_dead(child: Child, reader: ShmReader) -> None
 
 
 def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
-    child: Child, reader: ShmReader, store: MemfdStore
+    child: WriterProcess, reader: ShmReader, store: MemfdStore
 ) -> None:
     allocator = PageAllocator(NUM_PAGES)
     receiver = Receiver(reader, allocator, name="decode-0", digest="model")
@@ -336,7 +336,7 @@ def test_detaching_before_being_attached_is_a_fence(reader: ShmReader, writer: S
     assert wait_for_news(reader) == [Fenced(PREFILL, 1, "the prefill node left before it had the pool")]
 
 
-def test_kill_leaves_nothing_behind(child: Child, reader: ShmReader) -> None:
+def test_kill_leaves_nothing_behind(child: WriterProcess, reader: ShmReader) -> None:
     before = set(os.listdir("/dev/shm"))
     child.attach(reader, offer(reader))
     child.ask(do="write", peer=DECODE, page=1, value=5)
@@ -350,7 +350,7 @@ def test_kill_leaves_nothing_behind(child: Child, reader: ShmReader) -> None:
 
 
 def test_two_offers_and_two_writers_are_told_apart(reader: ShmReader, store: MemfdStore) -> None:
-    first, second = Child(), Child()
+    first, second = WriterProcess(), WriterProcess()
     assert first.attach(reader, offer(reader, 1, "a" * 32)) == ""
     assert second.attach(reader, offer(reader, 2, "b" * 32)) == ""
     second.kill()

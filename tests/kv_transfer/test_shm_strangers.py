@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.shm_pair import NUM_PAGES, Child, attach, child, offer, open_descriptors, reader, store, writer
+from support.shm_ends import NUM_PAGES, WriterProcess, attach, child, offer, open_descriptors, reader, store, writer
 
 from common.errors import ConfigError
 from common.wire.messages import Connect
@@ -102,7 +102,7 @@ def test_a_pool_cannot_shrink_under_its_writers(reader: ShmReader, store: MemfdS
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or platform.machine() != "x86_64", reason="becomes another user by system call")
-def test_another_user_gets_nothing(child: Child, reader: ShmReader) -> None:
+def test_another_user_gets_nothing(child: WriterProcess, reader: ShmReader) -> None:
     connect = offer(reader)
     child.ask(do="setuid", uid=65_534)
     assert child.attach(reader, connect) == "decode-0 runs as another user than this prefill node"

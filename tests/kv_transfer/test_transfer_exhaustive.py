@@ -1,14 +1,14 @@
 """Every interleaving of all events of transfers between two nodes, for scopes small enough to finish.
 
-No page is written after it went to another use, none leaks, and every run ends with nothing held: see ``two_nodes`` for
-what is checked after each step, ``explore`` for how. A scope bounds the number of faults in one run; the order of
+No page is written after it went to another use, none leaks, and every run ends with nothing held. ``two_nodes`` lists
+the checks after each step; ``state_explorer`` does the search. A scope bounds the number of faults in one run; the order of
 everything else (grants, computed pages, writes, arrivals, messages of the two directions, notices) is free.
 """
 
 import logging
 
 import pytest
-from support.explore import Explored, explore
+from support.state_explorer import Exploration, explore
 from support.two_nodes import TwoNodes
 from support.two_nodes_parts import CONNECTION_FAULTS, FAULTS, Scope
 
@@ -22,7 +22,7 @@ def _quiet() -> object:
     logging.disable(logging.NOTSET)
 
 
-def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Explored:
+def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Exploration:
     """Explore a scope, of which about ``num_states`` states are known, so that it cannot become empty unnoticed."""
     found = explore(TwoNodes(scope), 3 * num_states)
     print(f"\n{scope}: {found}")

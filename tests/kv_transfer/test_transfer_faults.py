@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.nursery import Nursery
-from support.transport_node import NUM_PAGES
+from support.fork_server import ForkServer
+from support.transport_process import NUM_PAGES
 
 from tests.kv_transfer.test_transports import End, until
 
@@ -29,16 +29,18 @@ PATIENCE_S = 1.5
 class Cluster:
     """Processes by name, of which the first letter says the role, and the control messages between them."""
 
-    def __init__(self, nursery: Nursery, transport: str) -> None:
+    def __init__(self, fork_server: ForkServer, transport: str) -> None:
         self.transport = transport
         self.ends: dict[str, End] = {}
-        self.under_way: dict[tuple[str, str], deque[str]] = {}  # (from, to) -> messages
+        self.start_request: dict[tuple[str, str], deque[str]] = {}  # (from, to) -> messages
         self.connected: dict[tuple[str, str], None] = {}  # (prefill, decode)
-        self._nursery = nursery
+        self._fork_server = fork_server
 
     def start(self, name: str, **environment: str) -> str:
         role = "sender" if name.startswith("p") else "receiver"
-        self.ends[name] = End(self._nursery, role, self.transport, TEST_INCARNATION=incarnation(name), **environment)
+        self.ends[name] = End(
+            self._fork_server, role, self.transport, TEST_INCARNATION=incarnation(name), **environment
+        )
         return name
 
     def ask(self, name: str, do: str, **words: Any) -> Any:
@@ -50,15 +52,15 @@ class Cluster:
             for peer, message in self.ask(name, "messages"):
                 to = next((other for other in names if incarnation(other) == peer), "")
                 if to:
-                    self.under_way.setdefault((name, to), deque()).append(message)
-        for (sender, to), messages in self.under_way.items():
+                    self.start_request.setdefault((name, to), deque()).append(message)
+        for (sender, to), messages in self.start_request.items():
             if sender not in names or to not in names:
                 continue
             while messages and json.loads(messages[0])["type"] != hold:
                 self.ask(to, "hear", peer=incarnation(sender), message=messages.popleft())
 
     def is_held(self, sender: str, to: str) -> bool:
-        return bool(self.under_way.get((sender, to)))
+        return bool(self.start_request.get((sender, to)))
 
     def begin(self, rid: str, prefill: str, decode: str, num_pages: int) -> None:
         self.ask(prefill, "open", rid=rid, peer=incarnation(decode), num_pages=num_pages)
@@ -114,7 +116,7 @@ class Cluster:
     def part(self, survivor: str, other: str) -> None:
         """The control connection is gone, and ``survivor`` notices."""
         for ends in ((survivor, other), (other, survivor)):
-            self.under_way.pop(ends, None)
+            self.start_request.pop(ends, None)
             self.connected.pop(ends, None)
         self.ask(survivor, "peer_lost", peer=incarnation(other))
 
@@ -131,18 +133,18 @@ def incarnation(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def fork_server() -> Iterator[ForkServer]:
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
-def make(nursery: Nursery) -> Iterator[Callable[[str], Cluster]]:
+def make(fork_server: ForkServer) -> Iterator[Callable[[str], Cluster]]:
     clusters: list[Cluster] = []
 
     def begin(transport: str) -> Cluster:
-        clusters.append(Cluster(nursery, transport))
+        clusters.append(Cluster(fork_server, transport))
         return clusters[-1]
 
     yield begin

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fork_server import ForkServer
 from support.kv_fakes import DECODE, PREFILL
-from support.nursery import Nursery
-from support.transport_node import LAYOUT, NUM_PAGES, page_content
+from support.transport_process import LAYOUT, NUM_PAGES, page_content
 
 TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
 #: Transports whose reader places the bytes, and so needs no word of the writer.
@@ -22,10 +22,10 @@ PLACED = ("tcp", "gloo")
 
 
 class End:
-    """A process with one end of a transport; see ``transport_node``."""
+    """A process with one end of a transport; see ``transport_process``."""
 
-    def __init__(self, nursery: Nursery, role: str, transport: str, key: str = "", **environment: str) -> None:
-        self.process = nursery.start(role, transport, key, **environment)
+    def __init__(self, fork_server: ForkServer, role: str, transport: str, key: str = "", **environment: str) -> None:
+        self.process = fork_server.start(role, transport, key, **environment)
         self.pid: int = self.answer()
         assert self.pid == self.process.pid
 
@@ -66,18 +66,18 @@ def _states(pid: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def fork_server() -> Iterator[ForkServer]:
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
-def start(nursery: Nursery) -> Iterator[Callable[..., End]]:
+def start(fork_server: ForkServer) -> Iterator[Callable[..., End]]:
     ends: list[End] = []
 
     def begin(role: str, transport: str, key: str = "", **environment: str) -> End:
-        ends.append(End(nursery, role, transport, key, **environment))
+        ends.append(End(fork_server, role, transport, key, **environment))
         return ends[-1]
 
     yield begin

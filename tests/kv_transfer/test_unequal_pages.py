@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.kv_fakes import DECODE, PREFILL
-from support.transport_node import LAYOUT, page_content
+from support.transport_process import LAYOUT, page_content
 
-from tests.kv_transfer.test_transports import End, join, nursery, start, transport, until
+from tests.kv_transfer.test_transports import End, fork_server, join, start, transport, until
 
-__all__ = ["nursery", "start", "transport"]
+__all__ = ["fork_server", "start", "transport"]
 
 
 def prompt_of(pages: list[np.ndarray]) -> np.ndarray:

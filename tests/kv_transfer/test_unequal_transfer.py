@@ -143,10 +143,10 @@ class Nodes:
         for key, num_tokens in self.sizes.items():
             first, pages = self.grants[key]
             assert self.completed[key].pages == tuple(pages)
-            shipped = kv(key, num_tokens)[..., first * size :, :]
+            written_unreported = kv(key, num_tokens)[..., first * size :, :]
             if pages:
-                arrived = np.concatenate([view[page] for page in pages], axis=3)[..., : shipped.shape[3], :]
-                assert (arrived == shipped).all(), f"{key}: other numbers"
+                arrived = np.concatenate([view[page] for page in pages], axis=3)[..., : written_unreported.shape[3], :]
+                assert (arrived == written_unreported).all(), f"{key}: other numbers"
         granted = [page for _, pages in self.grants.values() for page in pages]
         rest = [page for page in range(self.target.num_pages) if page not in granted]
         assert not view[rest].any(), "a page was written that was never granted"

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.load_mock import load, mock_server
+from support.mock_server import load, mock_server
 
 from common.config.cli import parse
 from common.errors import ConfigError

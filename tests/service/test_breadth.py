@@ -43,7 +43,7 @@ async def completions(client: Client, prompt: Any, **options: Any) -> list[dict[
     return choices
 
 
-async def test_each_sample_can_be_had_again_alone_by_its_own_seed(client: Client) -> None:
+async def test_each_sample_can_be_reproduced_alone_by_its_own_seed(client: Client) -> None:
     prompts = [prompt_of(70, 1), prompt_of(5, 2)]
     choices = await completions(client, prompts, n=3, seed=4, temperature=1.0)
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4, 5]
@@ -65,7 +65,7 @@ async def test_samples_share_the_whole_pages_of_their_prompt(service: Service, c
     assert moved("pages_sent") == (0 if "prefill-0" not in service.nodes else 5 + 3)
 
 
-async def test_short_prompts_cost_no_transfer_where_decode_computes_them(service: Service, client: Client) -> None:
+async def test_prompts_below_the_threshold_are_prefilled_on_the_decode_node(service: Service, client: Client) -> None:
     modes = {"never": (1, 1), "auto": (0, 1), "always": (0, 0)}
     num_short, num_long = modes[service._gateway_options["local_prefill"]]
     for length, num_handed_over in ((THRESHOLD - 1, num_short), (THRESHOLD, num_long)):
@@ -79,7 +79,7 @@ async def test_short_prompts_cost_no_transfer_where_decode_computes_them(service
             assert is_idle == (not num_handed_over)
 
 
-async def test_a_prompt_is_judged_alike_cold_and_cached_in_one_piece_and_in_chunks(client: Client) -> None:
+async def test_prompt_logprobs_are_equal_cold_and_cached_whole_and_in_chunks(client: Client) -> None:
     prompt = prompt_of(100, 4)
     cold, cached = [(await completions(client, prompt, echo=True, logprobs=2, max_tokens=0))[0] for _ in range(2)]
     values = cold["logprobs"]["token_logprobs"]
@@ -110,7 +110,7 @@ async def test_a_flushed_cache_is_empty(client: Client) -> None:
             assert all(row["num_cached_pages"] == 0 for row in (await client.heartbeats()).values())
 
 
-async def test_penalties_and_biases_hold_on_both_nodes(client: Client) -> None:
+async def test_penalties_and_biases_apply_on_both_nodes(client: Client) -> None:
     prompt = prompt_of(50, 6)
     (plain,) = await completions(client, prompt, temperature=0, max_tokens=12)
     banned = {str(token): -100 for token in plain["token_ids"]}
@@ -125,7 +125,7 @@ async def test_penalties_and_biases_hold_on_both_nodes(client: Client) -> None:
     assert len(set(tired["token_ids"])) > 1
 
 
-async def test_nodes_of_two_models_behind_one_gateway(tmp_path: Path) -> None:
+async def test_one_gateway_serves_nodes_of_two_models(tmp_path: Path) -> None:
     with running(
         tmp_path,
         prefill=0,

@@ -16,12 +16,12 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.fork_server import ForkServer
 from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.nursery import Nursery
-from support.shm_pair import attach as attach_shm
-from support.shm_pair import offer as offer_shm
-from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, until
-from support.tcp_stranger import offer as offer_tcp
+from support.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
+from support.raw_tcp_peer import offer as offer_tcp
+from support.shm_ends import attach as attach_shm
+from support.shm_ends import offer as offer_shm
 
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
@@ -97,23 +97,23 @@ def mangled(frames: Sequence[bytes], changes: Sequence[Change], header_bytes: in
 def test_a_mangled_stream_of_pages_touches_no_page_that_is_not_allowed(changes: list[Change]) -> None:
     store = MemfdStore(NUM_PAGES)
     reader = TcpReader(store, key=KEY, num_connections=1)
-    stranger, again = Stranger(reader), Stranger(reader)
+    raw_peer, again = RawTcpPeer(reader), RawTcpPeer(reader)
     try:
-        assert len(stranger.shake(offer_tcp(reader))) == 32
+        assert len(raw_peer.handshake(offer_tcp(reader))) == 32
         reader.allow(PREFILL, 1, range(4))
-        frames = [stranger.header(page, number=page) + bytes([page + 10]) * SIZE for page in range(6)]
-        stranger.connection.sendall(b"".join(mangled(frames, changes, PAGE_FRAME_BYTES)))
-        stranger.connection.shutdown(socket.SHUT_WR)
+        frames = [raw_peer.header(page, number=page) + bytes([page + 10]) * SIZE for page in range(6)]
+        raw_peer.connection.sendall(b"".join(mangled(frames, changes, PAGE_FRAME_BYTES)))
+        raw_peer.connection.shutdown(socket.SHUT_WR)
         until(lambda: reader.poll(0.0))
         for page in range(NUM_PAGES):
             if page >= 4:
                 assert set(store.read(page)) == {0}, "nobody may write here"
-        assert len(again.shake(offer_tcp(reader, 2))) == 32
+        assert len(again.handshake(offer_tcp(reader, 2))) == 32
         reader.allow(PREFILL, 2, [7])
         again.page(7, 99)
         assert again.answer() == (1, 7)
     finally:
-        stranger.connection.close()
+        raw_peer.connection.close()
         again.connection.close()
         reader.close()
         store.close()
@@ -121,25 +121,25 @@ def test_a_mangled_stream_of_pages_touches_no_page_that_is_not_allowed(changes: 
 
 @settings(max_examples=60, deadline=None)
 @given(changes=changes)
-def test_nobody_gets_in_by_a_mangled_handshake(changes: list[Change]) -> None:
+def test_a_mangled_handshake_is_never_accepted(changes: list[Change]) -> None:
     store = MemfdStore(NUM_PAGES)
     reader = TcpReader(store, key=KEY, num_connections=1)
-    stranger, again = Stranger(reader), Stranger(reader)
+    raw_peer, again = RawTcpPeer(reader), RawTcpPeer(reader)
     try:
         connect = offer_tcp(reader)
         token = bytes.fromhex(connect.endpoint.split(":")[2])
         hello = HELLO.pack(MAGIC, 0, 1, token, b"n" * 32)
         sent = mangled([hello], changes)
         with contextlib.suppress(OSError):
-            stranger.connection.sendall(b"".join(sent))
-            stranger.turn()
+            raw_peer.connection.sendall(b"".join(sent))
+            raw_peer.turn()
             if b"".join(sent) != hello:
-                stranger.connection.shutdown(socket.SHUT_WR)
-                stranger.turn()
+                raw_peer.connection.shutdown(socket.SHUT_WR)
+                raw_peer.turn()
                 assert not reader._offers[PREFILL].threads
-        assert len(again.shake(offer_tcp(reader, 2))) == 32
+        assert len(again.handshake(offer_tcp(reader, 2))) == 32
     finally:
-        stranger.connection.close()
+        raw_peer.connection.close()
         again.connection.close()
         reader.close()
         store.close()
@@ -147,7 +147,7 @@ def test_nobody_gets_in_by_a_mangled_handshake(changes: list[Change]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(changes=changes)
-def test_mangled_acknowledgements_end_no_write_that_they_should_not(changes: list[Change]) -> None:
+def test_mangled_acknowledgements_end_no_other_write(changes: list[Change]) -> None:
     store = MemfdStore(NUM_PAGES)
     writer = TcpWriter(store, key=KEY)
     try:
@@ -183,7 +183,7 @@ def test_mangled_acknowledgements_end_no_write_that_they_should_not(changes: lis
 
 @settings(max_examples=60, deadline=None)
 @given(changes=changes, is_first=st.booleans())
-def test_mangled_packets_get_nobody_a_pool(changes: list[Change], is_first: bool) -> None:
+def test_mangled_packets_never_open_a_pool(changes: list[Change], is_first: bool) -> None:
     store, ours = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
     reader, writer = ShmReader(store, DECODE), ShmWriter(ours)
     try:
@@ -210,7 +210,7 @@ def test_mangled_packets_get_nobody_a_pool(changes: list[Change], is_first: bool
 
 @settings(max_examples=60, deadline=None)
 @given(changes=changes)
-def test_a_writer_maps_no_pool_behind_a_mangled_greeting(changes: list[Change]) -> None:
+def test_a_writer_maps_no_pool_after_a_mangled_greeting(changes: list[Change]) -> None:
     theirs, ours = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
     writer = ShmWriter(ours)
     name = "baton-" + "b" * 32
@@ -240,12 +240,12 @@ def test_a_writer_maps_no_pool_behind_a_mangled_greeting(changes: list[Change]) 
 
 @pytest.fixture(scope="module")
 def nixl_ends() -> Iterator[tuple[End, End]]:
-    nursery = Nursery()
-    ends = (End(nursery, "writer", "nixl", TEST_ATTACH_TIMEOUT_S="5"), End(nursery, "reader", "nixl"))
+    fork_server = ForkServer()
+    ends = (End(fork_server, "writer", "nixl", TEST_ATTACH_TIMEOUT_S="5"), End(fork_server, "reader", "nixl"))
     yield ends
     for end in ends:
         end.close()
-    nursery.close()
+    fork_server.close()
 
 
 @settings(max_examples=25, deadline=None)
@@ -253,7 +253,7 @@ def nixl_ends() -> Iterator[tuple[End, End]]:
     changes=changes,
     field=st.sampled_from(("agent", "pool_at", "probe_at", "watch_address", "voided", "kind", "device", "seal")),
 )
-def test_a_mangled_nixl_offer_is_refused_and_the_next_is_taken(
+def test_a_mangled_nixl_offer_is_refused_and_the_next_is_accepted(
     nixl_ends: tuple[End, End], changes: list[Change], field: str
 ) -> None:
     """The writer is a process of its own: one that NIXL brings down would answer nothing more. It is never told, and so
@@ -300,7 +300,7 @@ def _frames(sender: str, message: Any) -> list[bytes]:
     ],
     ids=["decode to prefill", "prefill to decode"],
 )
-def test_mangled_messages_are_dropped_and_the_next_is_heard(kind: Any, messages: list[Any]) -> None:
+def test_mangled_messages_are_dropped_and_the_next_is_received(kind: Any, messages: list[Any]) -> None:
     context = zmq.Context()
     bound = Mailbox(context, new_incarnation(), kind, bind="tcp://127.0.0.1:*")
     me = new_incarnation()

@@ -82,7 +82,7 @@ async def replace(service: Service, client: Client, name: str) -> None:
 
 
 @pytest.mark.parametrize(("victim", "seed"), [("prefill-1", 0), ("decode-0", 500)])
-async def test_a_killed_node_takes_only_its_own_requests_along(pairs: Service, victim: str, seed: int) -> None:
+async def test_a_killed_node_fails_only_its_own_requests(pairs: Service, victim: str, seed: int) -> None:
     async with pairs.client() as client:
         streaming, waiting, computing = begin_load(client, seed)
         for exchange in streaming:
@@ -96,7 +96,7 @@ async def test_a_killed_node_takes_only_its_own_requests_along(pairs: Service, v
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-1"])
-async def test_a_node_killed_in_idleness_is_missed_by_nobody(pairs: Service, victim: str) -> None:
+async def test_killing_an_idle_node_fails_no_later_request(pairs: Service, victim: str) -> None:
     async with pairs.client() as client:
         await asyncio.gather(*(client.generate(prompt_of(40, 50 + i), 4) for i in range(4)))
         pairs.kill(victim)
@@ -110,7 +110,7 @@ async def test_a_node_killed_in_idleness_is_missed_by_nobody(pairs: Service, vic
         await replace(pairs, client, victim)
 
 
-async def test_a_killed_gateway_ends_everything_and_nodes_find_its_replacement(pairs: Service) -> None:
+async def test_a_killed_gateway_ends_all_requests_and_nodes_register_with_its_replacement(pairs: Service) -> None:
     async with pairs.client() as client:
         exchanges = begin_load(client, seed=4000)
         for exchange in exchanges[0]:
@@ -133,7 +133,7 @@ async def test_a_killed_gateway_ends_everything_and_nodes_find_its_replacement(p
     assert all(counters["requests"] > 4 for counters in totals.values()), "the nodes are the same starts"
 
 
-async def test_without_a_route_the_answer_is_503_at_once_until_a_replacement_comes(pair: Service) -> None:
+async def test_requests_without_a_route_get_503_until_a_replacement_registers(pair: Service) -> None:
     async with pair.client() as client:
         await client.generate(prompt_of(30, 1), 4)
         exchange = client.begin(prompt_of(30, 2), 2000)
@@ -153,7 +153,7 @@ async def test_without_a_route_the_answer_is_503_at_once_until_a_replacement_com
         await replace(pair, client, "decode-0")
 
 
-async def test_a_node_told_to_stop_ends_its_requests_with_a_word(pair: Service) -> None:
+async def test_a_node_that_is_stopped_ends_its_requests_with_a_typed_error(pair: Service) -> None:
     async with pair.client() as client:
         for name in ("prefill-0", "decode-0"):
             streaming = client.begin(prompt_of(30, 2), 800)
@@ -177,9 +177,7 @@ async def test_a_node_told_to_stop_ends_its_requests_with_a_word(pair: Service) 
 
 
 @pytest.mark.parametrize("ending", ["wakes", "dies"])
-async def test_pages_that_a_frozen_prefill_node_might_write_stay_aside_until_it_wakes_or_dies(
-    pair: Service, ending: str
-) -> None:
+async def test_pages_stay_quarantined_until_a_frozen_prefill_node_resumes_or_dies(pair: Service, ending: str) -> None:
     async with pair.client() as client:
 
         async def aside() -> int:
@@ -209,7 +207,7 @@ async def test_pages_that_a_frozen_prefill_node_might_write_stay_aside_until_it_
         await client.generate(prompt_of(40, 12), 4)
 
 
-async def test_a_node_that_falls_silent_counts_as_lost_until_it_speaks_again(
+async def test_a_node_without_heartbeats_is_lost_until_the_next_heartbeat(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     impatient = {"heartbeat_timeout": 2.0}
@@ -233,7 +231,7 @@ async def test_a_node_that_falls_silent_counts_as_lost_until_it_speaks_again(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_twenty_deaths_at_random_moments_leave_nothing_behind(pairs: Service) -> None:
+async def test_twenty_kills_at_random_moments_leak_nothing(pairs: Service) -> None:
     async with pairs.client() as client:
         for number in range(20):
             victim = pairs.nodes[number % 4]
@@ -245,7 +243,7 @@ async def test_twenty_deaths_at_random_moments_leave_nothing_behind(pairs: Servi
             await replace(pairs, client, victim)
 
 
-async def test_a_second_signal_while_stopping_does_no_harm(pair: Service) -> None:
+async def test_a_second_signal_during_shutdown_is_harmless(pair: Service) -> None:
     async with pair.client() as client:
         await client.settled()
     process = pair.processes["decode-0"]

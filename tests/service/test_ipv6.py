@@ -120,7 +120,7 @@ def test_a_request_goes_from_prefill_to_decode_over_ipv6_alone(processes: Proces
 
 
 @needs_ipv6
-def test_serve_does_with_ipv6_what_it_does_without(processes: Processes) -> None:
+def test_serve_works_over_ipv6(processes: Processes) -> None:
     processes.start(
         "serve", [str(ROOT / "scripts" / "serve")], host="::1", port=0, control_host="::1", max_total_tokens=2048
     )
@@ -131,7 +131,7 @@ def test_serve_does_with_ipv6_what_it_does_without(processes: Processes) -> None
 
 
 @pytest.mark.parametrize("name", ["host", "control_host"])
-def test_brackets_belong_to_addresses_with_a_port_only(name: str) -> None:
+def test_brackets_are_accepted_only_in_addresses_with_a_port(name: str) -> None:
     with pytest.raises(ConfigError, match=r"has no brackets: ::1$"):
         GatewayConfig(**{name: "[::1]"})
     with pytest.raises(ConfigError, match="--advertise-host"):

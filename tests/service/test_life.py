@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from support.processes import ROOT, Traces, cpu_seconds, descendants, flags, free_port, spawn
+from support.processes import ROOT, ProcessResources, cpu_seconds, descendants, flags, free_port, spawn
 from support.service import Service
 from support.service_client import Client, prompt_of
 
@@ -100,19 +100,19 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     assert "Traceback" not in serve.said(), serve.said()
 
 
-def wait_for_nothing(traces: Traces, until_s: float) -> None:
+def wait_for_nothing(traces: ProcessResources, until_s: float) -> None:
     """Until nothing is left of what was there."""
     while left := traces.left():
         assert time.monotonic() < until_s, left
         time.sleep(0.02)
 
 
-async def test_serve_idles_cheaply_and_a_sigterm_under_load_ends_all_of_it_within_five_seconds(serve: Serve) -> None:
+async def test_sigterm_under_load_ends_every_process(serve: Serve) -> None:
     pids = serve.pids()
     assert len(pids) == 4, pids
     assert sum("_node" in name for name in pids) == 2, pids
     assert_idle(pids)
-    traces = Traces.of(list(pids.values()))
+    traces = ProcessResources.of(list(pids.values()))
     assert serve.port in traces.tcp
     assert len(traces.tcp) == 4, "HTTP, control, and where each node is reached"
     assert any(name.startswith("@baton-") for name in traces.unix)
@@ -126,8 +126,8 @@ async def test_serve_idles_cheaply_and_a_sigterm_under_load_ends_all_of_it_withi
     wait_for_nothing(traces, asked_at + 5)
 
 
-async def test_ctrl_c_under_load_ends_all_of_it_within_five_seconds(serve: Serve) -> None:
-    traces = Traces.of(list(serve.pids().values()))
+async def test_ctrl_c_under_load_ends_every_process(serve: Serve) -> None:
+    traces = ProcessResources.of(list(serve.pids().values()))
     async with serve.load() as streams:
         asked_at = time.monotonic()
         os.killpg(serve.process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
@@ -136,8 +136,8 @@ async def test_ctrl_c_under_load_ends_all_of_it_within_five_seconds(serve: Serve
     wait_for_nothing(traces, asked_at + 5)
 
 
-async def test_nothing_outlives_a_serve_that_is_killed_under_load(serve: Serve) -> None:
-    traces = Traces.of(list(serve.pids().values()))
+async def test_no_process_outlives_a_killed_serve(serve: Serve) -> None:
+    traces = ProcessResources.of(list(serve.pids().values()))
     async with serve.load() as streams:
         asked_at = time.monotonic()
         serve.process.kill()
@@ -149,7 +149,7 @@ async def test_nothing_outlives_a_serve_that_is_killed_under_load(serve: Serve) 
 # ---- processes of one's own -----------------------------------------------------------------------------------------
 
 
-async def test_nodes_wait_cheaply_for_a_gateway_that_is_not_there_yet_or_no_more(tmp_path: Path) -> None:
+async def test_nodes_wait_for_a_gateway_that_starts_late_or_is_replaced(tmp_path: Path) -> None:
     service = Service(tmp_path / "logs", is_forked=False)
     pids = {}
     try:
@@ -173,7 +173,7 @@ async def test_nodes_wait_cheaply_for_a_gateway_that_is_not_there_yet_or_no_more
         service.wait_until_ready(15)
         async with service.client() as client:
             await check(client)
-        traces = Traces.of(list(pids.values()))
+        traces = ProcessResources.of(list(pids.values()))
         for name in ("prefill-0", "decode-0", "gateway"):
             status, took_s = service.stop(name)
             assert (status, took_s < 5) == (0, True), (name, status, took_s)
@@ -187,7 +187,7 @@ async def check(client: Client) -> None:
     await client.settled()
 
 
-def test_a_node_that_differs_from_the_others_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_a_node_with_another_page_layout_is_refused(tmp_path: Path) -> None:
     service = Service(tmp_path / "logs", is_forked=False, only={"decode-0": {"page_size": 24}})
     try:
         service.start("gateway", "prefill-0")
@@ -199,7 +199,7 @@ def test_a_node_that_differs_from_the_others_is_refused_with_a_sentence(tmp_path
         service.close()
 
 
-def test_a_gateway_whose_port_is_taken_says_so(tmp_path: Path) -> None:
+def test_a_gateway_refuses_a_port_in_use(tmp_path: Path) -> None:
     service = Service(tmp_path / "logs", is_forked=False)
     try:
         service.start("gateway")

@@ -130,7 +130,7 @@ def test_local_and_remote_prompts_share_a_tiny_pool(model: tuple[Path, list[Case
     cluster.close()
 
 
-def test_without_a_radix_cache_tokens_are_the_same_and_no_page_stays(model: tuple[Path, list[Case]]) -> None:
+def test_without_a_radix_cache_tokens_are_the_same_and_no_page_is_kept(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     cluster = LocalCluster(folder, chunk_tokens=64, is_cached=False)
     serve_all(cluster, cases, together=True)

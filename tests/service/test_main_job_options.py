@@ -124,7 +124,7 @@ def test_prompt_logprobs_equal_transformers_cold_and_cached(
     cluster.close()
 
 
-def test_the_number_of_alternatives_is_that_of_the_request(folder: Path, penalised: list[Case]) -> None:
+def test_prompt_logprobs_have_as_many_alternatives_as_requested(folder: Path, penalised: list[Case]) -> None:
     cluster = LocalCluster(folder)
     prompt = penalised[4][0]
     answers = [cluster.submit(f"r{count}", prompt, judged(1, count)) for count in (None, 0, 5)]

@@ -27,7 +27,7 @@ def num_requests(heartbeat: dict[str, Any]) -> int:
     return found
 
 
-async def test_what_the_user_wrote_orders_the_requests(tmp_path: Path) -> None:
+async def test_a_user_defined_policy_orders_requests_on_every_node(tmp_path: Path) -> None:
     (tmp_path / "own_scheduling.py").write_text(MODULE)
     options = {
         "schedule_policy": "own_scheduling:LongestPromptFirst",
@@ -56,7 +56,7 @@ async def test_what_the_user_wrote_orders_the_requests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["gateway", "prefill_node"])
-def test_what_cannot_be_imported_is_refused_with_a_sentence(command: str) -> None:
+def test_a_policy_that_cannot_be_imported_is_refused(command: str) -> None:
     argv = [sys.executable, "-m", command, "--schedule-policy", "own_nothing:Policy", "--port=0", "--control-port=0"]
     result = subprocess.run(
         argv if command == "gateway" else argv[:5], env=environment(), capture_output=True, text=True, timeout=60

@@ -125,7 +125,7 @@ async def refused(client: Client, path: str, body: Any, status: int) -> dict[str
     return error
 
 
-async def test_bad_input_is_refused_at_once_by_the_name_of_its_field(service: Service) -> None:
+async def test_bad_input_is_refused_with_the_name_of_its_field(service: Service) -> None:
     async with service.client() as client:
         before = await client.settled()
         for path, body, field, status in BAD:
@@ -142,7 +142,7 @@ async def test_bad_input_is_refused_at_once_by_the_name_of_its_field(service: Se
             assert (await client.post(path, body))[0] == 200
 
 
-async def test_bad_input_in_between_does_not_disturb_a_stream(service: Service) -> None:
+async def test_bad_input_does_not_disturb_a_running_stream(service: Service) -> None:
     async with service.client() as client:
         expected = (await client.generate(prompt_of(20, 3), 300))["output_ids"]
         exchange = client.begin(prompt_of(20, 3), 300)
@@ -152,7 +152,7 @@ async def test_bad_input_in_between_does_not_disturb_a_stream(service: Service) 
         assert list(exchange.ids) == expected
 
 
-async def test_what_is_not_http_is_hung_up_on(service: Service) -> None:
+async def test_connections_that_do_not_speak_http_are_closed(service: Service) -> None:
     async with service.client() as client:
         for data in (b"\0" * 50, b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"\x16\x03\x01" * 9):
             reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
@@ -169,7 +169,7 @@ async def test_what_is_not_http_is_hung_up_on(service: Service) -> None:
 # ---- too much -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_burst_over_the_bounds_gets_429_with_a_time_and_everything_ends(
+async def test_a_burst_over_the_queue_limit_gets_429_with_retry_after(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     bounds = {"max_queued_requests": 4}
@@ -190,7 +190,7 @@ async def test_a_burst_over_the_bounds_gets_429_with_a_time_and_everything_ends(
             await client.generate(prompt_of(30, 99), 4)
 
 
-async def test_nodes_keep_their_own_bound_when_the_gateway_has_a_larger_one(
+async def test_nodes_enforce_their_own_queue_limit_below_that_of_the_gateway(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     nodes = {"max_queued_requests": 3, "max_running_requests": 2}

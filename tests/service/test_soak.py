@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
     torch.set_num_threads(num_threads)
 
 
-class Crowd:
+class RandomClients:
     """Clients that ask, wait or leave, each in its own time."""
 
     def __init__(self, client: Client, cases: list[Case], seed: int) -> None:
@@ -78,7 +78,7 @@ class Crowd:
             assert exchange.ids == expected[: len(exchange.ids)], f"wrong tokens for a prompt of {len(prompt)}"
 
 
-async def test_answers_stay_exact_while_clients_leave_and_everything_is_short(
+async def test_tokens_stay_exact_under_disconnects_and_small_pools(
     model: tuple[Path, list[Case]], tmp_path: Path
 ) -> None:
     folder, cases = model
@@ -86,7 +86,7 @@ async def test_answers_stay_exact_while_clients_leave_and_everything_is_short(
     options = {"node_options": SHORT_OF_EVERYTHING, "only": POOLS, "variables": hopeful}
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
-            crowd = Crowd(client, cases, seed=1)
+            crowd = RandomClients(client, cases, seed=1)
             await asyncio.wait_for(crowd.work(num_clients=24, num_requests=10), 150)
             totals = await client.settled()
     assert crowd.num_failed == 0
@@ -109,7 +109,7 @@ EXTREMES = {
 @pytest.mark.parametrize(
     "name", [name if name == "one request's pool" else pytest.param(name, marks=pytest.mark.slow) for name in EXTREMES]
 )
-async def test_requests_end_well_and_exact_however_little_there_is_of_something(
+async def test_requests_finish_exactly_at_the_minimum_of_each_resource(
     model: tuple[Path, list[Case]], tmp_path: Path, name: str
 ) -> None:
     folder, cases = model
@@ -117,7 +117,7 @@ async def test_requests_end_well_and_exact_however_little_there_is_of_something(
     hopeful = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
     with running(tmp_path / "logs", folder, node_options=options, variables=hopeful) as service:
         async with service.client() as client:
-            crowd = Crowd(client, cases, seed=3)
+            crowd = RandomClients(client, cases, seed=3)
             await asyncio.wait_for(crowd.work(num_clients=12, num_requests=6), 150)
             await client.settled()
     assert crowd.num_failed == 0
@@ -127,7 +127,7 @@ async def test_requests_end_well_and_exact_however_little_there_is_of_something(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
-async def test_answers_stay_exact_while_nodes_die_as_well(
+async def test_tokens_stay_exact_while_nodes_are_killed(
     model: tuple[Path, list[Case]], tmp_path: Path, seed: int
 ) -> None:
     folder, cases = model
@@ -135,7 +135,7 @@ async def test_answers_stay_exact_while_nodes_die_as_well(
     options = {"node_options": SHORT_OF_EVERYTHING, "only": POOLS, "variables": hopeful}
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
-            crowd = Crowd(client, cases, seed)
+            crowd = RandomClients(client, cases, seed)
             work = asyncio.create_task(crowd.work(num_clients=16, num_requests=150))
             drawn = random.Random(seed)
             while not work.done():
@@ -165,7 +165,7 @@ def figures(service: Service) -> dict[str, tuple[float, int]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_books_memory_and_descriptors_stay_as_they_were_over_an_hours_worth_of_requests(tmp_path: Path) -> None:
+async def test_memory_and_descriptors_do_not_grow_over_12000_requests(tmp_path: Path) -> None:
     """12,000 requests, as many as 3.3 a second make in an hour; of twenty, two leave and one is aborted."""
     with running(tmp_path / "logs") as service:
         async with service.client() as client:

@@ -36,7 +36,7 @@ async def events(client: Client, path: str, body: dict[str, Any]) -> list[dict[s
 # ---- tokens as they are made ----------------------------------------------------------------------------------------
 
 
-async def test_tokens_arrive_one_by_one_over_the_whole_generation(service: Service) -> None:
+async def test_tokens_arrive_one_by_one(service: Service) -> None:
     async with service.client() as client:
         await client.generate(VERSE, 4)
         exchange = await client.begin(VERSE, 300).end()
@@ -44,7 +44,7 @@ async def test_tokens_arrive_one_by_one_over_the_whole_generation(service: Servi
     assert len(exchange.reads) > 150, "tokens came in lumps"
 
 
-async def test_streams_side_by_side_each_arrive_as_they_are_made(service: Service) -> None:
+async def test_concurrent_streams_each_deliver_tokens_as_they_are_generated(service: Service) -> None:
     async with service.client() as client:
         exchanges = [client.begin(prompt_of(20, i), 120) for i in range(6)]
         for exchange in exchanges:
@@ -65,7 +65,7 @@ def check_spread(exchange: Exchange, num_tokens: int) -> None:
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_pieces_of_a_stream_make_up_the_text_of_the_whole_answer(service: Service) -> None:
+async def test_the_events_of_a_stream_concatenate_to_the_non_streamed_text(service: Service) -> None:
     body = {"model": "m", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
     messages = [{"role": "user", "content": "Speak, Größe 🙂!"}]
     async with service.client() as client:
@@ -125,7 +125,7 @@ async def test_a_stop_token_ends_the_output_and_is_not_shown(service: Service) -
 # ---- seeds, log-probabilities, usage --------------------------------------------------------------------------------
 
 
-async def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(service: Service) -> None:
+async def test_the_same_seed_gives_the_same_tokens_alone_and_batched(service: Service) -> None:
     wild = {"temperature": 1.3, "top_p": 0.98, "top_k": 0}
     async with service.client() as client:
 
@@ -142,7 +142,7 @@ async def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(service:
         assert len({tuple(answer["output_ids"]) for answer in unseeded}) == 3
 
 
-async def test_log_probabilities_are_there_for_every_token_of_both_nodes(service: Service) -> None:
+async def test_every_token_of_both_nodes_has_log_probabilities(service: Service) -> None:
     async with service.client() as client:
         answer = await client.generate(VERSE, 12, return_logprob=True, top_logprobs_num=3)
         chosen, tops = (answer["meta_info"][f"output_{kind}_logprobs"] for kind in ("token", "top"))
@@ -165,7 +165,7 @@ async def test_log_probabilities_are_there_for_every_token_of_both_nodes(service
         assert [len(entry["top_logprobs"]) for entry in answer["choices"][0]["logprobs"]["content"]] == [2] * 6
 
 
-async def test_usage_tells_what_was_cached_the_second_time(service: Service) -> None:
+async def test_usage_reports_cached_tokens_of_a_repeated_prompt(service: Service) -> None:
     body = {
         "model": "m", "prompt": prompt_of(100, 77), "max_tokens": 5, "temperature": 0, "ignore_eos": True,
         "stream_options": {"include_usage": True},
@@ -184,7 +184,7 @@ async def test_usage_tells_what_was_cached_the_second_time(service: Service) -> 
 # ---- clients that go away -------------------------------------------------------------------------------------------
 
 
-async def test_a_client_that_goes_away_ends_both_legs_wherever_its_request_is(service: Service) -> None:
+async def test_a_disconnect_ends_the_request_on_both_nodes_in_every_stage(service: Service) -> None:
     async with service.client() as client:
         await client.generate(VERSE, 2)
         before = await client.settled()
@@ -204,7 +204,7 @@ async def test_a_client_that_goes_away_ends_both_legs_wherever_its_request_is(se
             assert (await answer.json())["num_in_flight"] == 0
 
 
-async def test_a_client_that_waits_for_a_whole_answer_may_go_away_too(service: Service) -> None:
+async def test_a_disconnect_during_a_non_streamed_request_ends_it(service: Service) -> None:
     async with service.client() as client:
         before = await client.settled()
         works = [asyncio.create_task(client.generate(prompt_of(30, 600 + i), 3000)) for i in range(3)]

@@ -82,7 +82,7 @@ def num_pages(case: Case, page_size: int) -> int:
     ("name", "page_size", "chunk"),
     [*CHOSEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in CHOSEN)],
 )
-async def test_greedy_tokens_are_those_of_transformers_cold_cached_and_in_company(
+async def test_greedy_tokens_equal_transformers_cold_cached_and_batched(
     models: Any, tmp_path: Path, name: str, page_size: int, chunk: int
 ) -> None:
     folder, cases = models(name)
@@ -134,7 +134,7 @@ def check_cached(before: Totals, after: Totals, cases: list[Case], page_size: in
     assert sent == sum(num_pages(case, page_size) for case in cases) - hits
 
 
-async def test_the_small_model_is_served_exactly_and_its_pages_leave_while_later_chunks_compute(tmp_path: Path) -> None:
+async def test_pages_are_transferred_while_later_chunks_are_computed(tmp_path: Path) -> None:
     cases = draw_prompts(load_reference(SMALL_MODEL), [3, 400, 600], MAX_NEW, seed=5)
     with running(tmp_path / "logs", node_options={"chunked_prefill_size": 32}) as service:
         async with service.client() as client:

@@ -39,7 +39,7 @@ async def pairs(client: Client, name: str, count: int = 1) -> list[dict[str, Any
     raise AssertionError(f"{name} tells of no pair")
 
 
-async def test_pages_travel_by_the_transport_of_the_pair_and_by_nothing_else(
+async def test_pages_travel_only_by_the_transport_of_the_pair(
     service: Service, case: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> None:
     prompt, expected = case

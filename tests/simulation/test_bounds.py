@@ -11,7 +11,7 @@ from random import Random
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.fake_engine import FakeExecutor
-from support.simulated import Limits, Service
+from support.simulated_service import NodeLimits, SimulatedService
 
 from common.node.memory_plan import Capacity
 from common.scheduling.policies.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
@@ -21,7 +21,7 @@ from scripts.simulator.costs import Costs
 PAGE, CHUNK = 4, 32
 STEP_S, TOKEN_S, MESSAGE_S = 0.01, 0.001, 0.001
 COSTS = Costs(STEP_S, TOKEN_S, TOKEN_S, 0.0, MESSAGE_S, 0.0, 1e12)
-ROOMY = Limits(prefill_pages=4_000, decode_pages=4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=400)
+ROOMY = NodeLimits(prefill_pages=4_000, decode_pages=4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=400)
 
 
 def unlike(number: int, length: int) -> tuple[int, ...]:
@@ -97,10 +97,10 @@ def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
         meters.append(Metered(capacity, tenants))
         return meters[-1]
 
-    service = Service(
+    service = SimulatedService(
         0,
         1,
-        limits=Limits(decode_pages=200, page_size=PAGE, chunk_tokens=16, max_running=max_running),
+        limits=NodeLimits(decode_pages=200, page_size=PAGE, chunk_tokens=16, max_running=max_running),
         costs=COSTS,
         engine=engine,
         local_prefill="always",
@@ -133,10 +133,10 @@ def test_a_tenant_with_ten_times_the_load_gets_no_more_service() -> None:
         meters.append(Metered(capacity, tenants))
         return meters[-1]
 
-    service = Service(
+    service = SimulatedService(
         0,
         1,
-        limits=Limits(decode_pages=200, page_size=PAGE, chunk_tokens=16, max_running=2),
+        limits=NodeLimits(decode_pages=200, page_size=PAGE, chunk_tokens=16, max_running=2),
         costs=COSTS,
         engine=engine,
         local_prefill="always",
@@ -186,8 +186,8 @@ def test_edf_meets_every_feasible_set_of_deadlines(jobs: list[tuple[float, int]]
     arrives, and for two messages.
     """
     ends = some_schedule(jobs, seed)
-    service = Service(
-        limits=Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=PAGE, max_running=100),
+    service = SimulatedService(
+        limits=NodeLimits(4_000, 4_000, page_size=PAGE, chunk_tokens=PAGE, max_running=100),
         costs=COSTS,
         schedule_policy="edf",
         prefill_max_requests=1,

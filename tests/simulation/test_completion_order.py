@@ -6,8 +6,8 @@ low values first, which the gateway negates.
 """
 
 import pytest
-from support.lone_nodes import DecodeNode, PrefillNode
-from support.simulated import Limits, Service
+from support.simulated_service import NodeLimits, SimulatedService
+from support.single_nodes import DecodeNode, PrefillNode
 
 from common.config.scheduling import SchedulingOptions
 from decode_node.request_state import Event
@@ -39,8 +39,11 @@ CASES = [
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
 def test_priority_decides_in_the_gateways_queue(priorities: Both, ends: str) -> None:
     """The nodes run one request at a time, so that only the gateway chooses."""
-    service = Service(
-        limits=Limits(max_running=1), enable_priority_scheduling=True, default_priority_value=0, max_dispatch_ahead=0
+    service = SimulatedService(
+        limits=NodeLimits(max_running=1),
+        enable_priority_scheduling=True,
+        default_priority_value=0,
+        max_dispatch_ahead=0,
     )
     service.ask("busy", range(8), 6)
     for rid, priority in zip("ab", priorities, strict=True):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from support.fake_engine import VOCAB_SIZE, expected_output
-from support.local_cluster import LocalCluster, assert_all_pages_are_back, prompt_of, sampling
-from support.rough_cluster import RoughCluster, end_by_client
+from support.faulty_cluster import FaultyCluster, end_by_client
+from support.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
 
 from common.config.scheduling import POLICIES, PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
@@ -41,7 +41,7 @@ class History:
         self.is_faulty = False
         self.can_break = random.random() < 0.6
 
-    def _make(self) -> RoughCluster:
+    def _make(self) -> FaultyCluster:
         random = self.random
         policy = random.choice(POLICIES)
         max_queued = random.choice([None, None, None, 3])
@@ -49,7 +49,7 @@ class History:
             self.may_fail.add(ErrorCode.QUEUE_FULL)
         wire = Wire(latency=random.choice([0, 2, 6]), bytes_per_tick=random.choice([None, 64]), faults=self._faults())
         wire.can_recall = random.random() < 0.7
-        return RoughCluster(
+        return FaultyCluster(
             random,
             slowness=random.choice([0, 0, 2, 5]),
             num_prefill=2,
@@ -202,7 +202,7 @@ class History:
     # ---- how it ended -----------------------------------------------------------------------------------------------
 
     def judge(self) -> None:
-        assert_all_pages_are_back(self.cluster)
+        assert_all_pages_are_released(self.cluster)
         for rid, (prompt, max_new, stop) in self.wanted.items():
             answer = self.cluster.answers[rid]
             expected = expected_output(prompt, max_new)
@@ -253,7 +253,7 @@ def test_a_request_that_outgrows_the_pool_fails_at_once_and_alone() -> None:
     assert cluster.answers["urgent"].output == expected_output(prompt_of(10, 1), 3)
     assert cluster.answers["local"].output == expected_output(prompt_of(8, 2), 3)
     cluster.settle()
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_a_request_retracted_for_a_local_prompt_waits_for_it() -> None:
@@ -272,7 +272,7 @@ def test_a_request_retracted_for_a_local_prompt_waits_for_it() -> None:
     assert cluster.answers["urgent"].output == expected_output(prompt_of(16, 1), 1)
     assert cluster.counters(cluster.decode[0])["retractions"] == 1
     cluster.settle()
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_the_grant_of_a_refused_resume_is_free_for_the_next_request() -> None:

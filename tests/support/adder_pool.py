@@ -54,7 +54,7 @@ def request(length: int, max_new: int = 1, *, start: int | None = None, ignore_e
     return Request(f"r{number}", 0, tuple(range(first, first + length)), sampling)
 
 
-def taken(adder: PrefillAdder) -> list[tuple[int, int, bool]]:
+def chunks_of(adder: PrefillAdder) -> list[tuple[int, int, bool]]:
     return [(chunk.start, chunk.num_tokens, chunk.is_last) for chunk in adder.chunks]
 
 

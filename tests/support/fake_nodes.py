@@ -368,7 +368,7 @@ async def running(folder: Path, *, options: dict[str, Any] | None = None, **conf
 BODY = {"prompt": "a", "max_tokens": 9}
 
 
-async def under_way(stack, body=BODY, path="/v1/completions"):
+async def start_request(stack, body=BODY, path="/v1/completions"):
     """A request that both nodes have received, and its id."""
     prefill, decode = stack.nodes[:2]
     known = set(prefill.generates)

@@ -97,7 +97,7 @@ class WatchedWriter(InProcessWriter):
 
 
 @dataclass
-class Couple:
+class TransferPair:
     """A sender and a receiver, their pools and books, and the messages between them, delivered when a test says so.
 
     Source pages are junk until they are computed and again once they are released, and pages of the decode node are

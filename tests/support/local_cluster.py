@@ -395,7 +395,7 @@ def prompt_of(length: int, first: int = 7) -> tuple[int, ...]:
     return tuple((first + 3 * i) % 101 for i in range(length))
 
 
-def assert_all_pages_are_back(cluster: LocalCluster) -> None:
+def assert_all_pages_are_released(cluster: LocalCluster) -> None:
     for member in cluster.members:
         load = member.role.load()
         assert load.num_running == 0

@@ -63,7 +63,7 @@ def flags(options: dict[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Traces:
+class ProcessResources:
     """What processes hold that others could see: found while they run, and searched for when they are gone.
 
     Attributes:
@@ -78,7 +78,7 @@ class Traces:
     files: frozenset[str]
 
     @classmethod
-    def of(cls, pids: Sequence[int]) -> "Traces":
+    def of(cls, pids: Sequence[int]) -> "ProcessResources":
         inodes: set[str] = set()
         files: set[str] = set()
         for pid in pids:

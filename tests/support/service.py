@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from support.nursery import Forked, Nursery
+from support.fork_server import ForkedProcess, ForkServer
 from support.processes import ROOT, environment, flags, free_port, spawn
 from support.service_client import HEARTBEAT_S, Client
 
@@ -34,9 +34,9 @@ START_TIMEOUT_S = 60.0
 
 
 @cache
-def nursery() -> Nursery:
+def fork_server() -> ForkServer:
     """The one that forks all nodes; it ends with the tests."""
-    started = Nursery(SHAPE_CACHE)
+    started = ForkServer(SHAPE_CACHE)
     atexit.register(started.close)
     return started
 
@@ -69,7 +69,7 @@ class Service:
         self._only = only or {}
         self._variables = variables or {}
         self._is_forked = is_forked
-        self.processes: dict[str, subprocess.Popen[bytes] | Forked] = {}
+        self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._num_starts = 0
 
     # ---- start and end ----------------------------------------------------------------------------------------
@@ -89,7 +89,9 @@ class Service:
             log = self.logs / f"{self._num_starts:03d}-{name}.log"
             module = "gateway" if name == "gateway" else f"{name.split('-')[0]}_node"
             if self._is_forked and module != "gateway":
-                self.processes[name] = nursery().run(module, self._words(name), log, environment() | self._variables)
+                self.processes[name] = fork_server().run(
+                    module, self._words(name), log, environment() | self._variables
+                )
             else:
                 self.processes[name] = spawn([sys.executable, "-m", module, *self._words(name)], log, self._variables)
 

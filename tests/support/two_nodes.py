@@ -1,4 +1,4 @@
-"""A prefill and a decode node, the wire and the control connections between them, as one world for ``explore``.
+"""A prefill and a decode node, the wire and the control connections between them, as one world for ``state_explorer``.
 
 Sender, Receiver, PageAllocator and the in-process wire are the production's own. What is played here is what surrounds
 them: roles (after ``prefill_node.role`` and ``decode_node.role``), control connections, deaths, time. Pages arrive in
@@ -10,7 +10,7 @@ anything, or it has found a leak.
 import io
 from collections.abc import Callable, Iterator
 
-from support.explore import Action
+from support.state_explorer import Action
 from support.two_nodes_actions import actions_of
 from support.two_nodes_parts import FAULTS, JUNK, LAYOUT, Decode, Link, Prefill, Scope, Store, WatchedWriter
 from support.two_nodes_state import Freezer, state_of

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from support.explore import Action
+from support.state_explorer import Action
 from support.two_nodes_parts import PAGE_FAULTS
 
 from common.request import RequestKey

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_engine import expected_output
 from support.local_cluster import LocalCluster
-from support.waiting_fakes import PAGE_SIZE, TOKENS, cache_with, request
+from support.waiting_requests import PAGE_SIZE, TOKENS, cache_with, request
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache

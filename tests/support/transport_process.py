@@ -1,8 +1,8 @@
 """One end of a transport, as a process of its own: obeys a JSON line at a time, and looks after its transport.
 
-    transport_node.py ROLE TRANSPORT [KEY]
+    transport_process.py ROLE TRANSPORT [KEY]
 
-ROLE is writer or reader, or sender or receiver for what is above them (``transfer_node``). Pages are filled and checked
+ROLE is writer or reader, or sender or receiver for the layer above (``transfer_process``). Pages are filled and checked
 by seed. Imports neither torch nor zmq, so that it starts at once.
 """
 
@@ -149,9 +149,9 @@ def _end(role: str, settings: TransportSettings) -> Any:
         return WriterEnd(settings)
     if role == "reader":
         return ReaderEnd(settings)
-    import support.transfer_node as transfer_node
+    import support.transfer_process as transfer_process
 
-    return transfer_node.SenderEnd(settings) if role == "sender" else transfer_node.ReceiverEnd(settings)
+    return transfer_process.SenderEnd(settings) if role == "sender" else transfer_process.ReceiverEnd(settings)
 
 
 def _wake_loop(answers: TextIO, answer: Any) -> None:

@@ -62,10 +62,10 @@ def join(writer: TcpWriter, reader: TcpReader, epoch: int = 1) -> None:
     assert reader.chosen(PREFILL, epoch, "tcp")
 
 
-class Stranger:
+class RawTcpPeer:
     """Sends frames to a data port by hand: the handshake of a writer, and then what a test gives it."""
 
-    met: ClassVar[list["Stranger"]] = []
+    met: ClassVar[list["RawTcpPeer"]] = []
 
     def __init__(self, reader: TcpReader) -> None:
         self.reader = reader
@@ -79,7 +79,7 @@ class Stranger:
         self.connection.sendall(HELLO.pack(magic, index, count, token, b"n" * 32))
         self.turn()
 
-    def shake(self, connect: Connect, *, key: bytes = KEY, index: int = 0) -> bytes:
+    def handshake(self, connect: Connect, *, key: bytes = KEY, index: int = 0) -> bytes:
         """The whole handshake. Returns the last frame, empty if the reader hung up."""
         _, _, token, count = connect.endpoint.split(":")
         self.hello(bytes.fromhex(token), index, int(count), self.reader.magic)
@@ -149,19 +149,19 @@ class Stranger:
 
 
 @pytest.fixture(autouse=True)
-def _strangers_leave() -> Iterator[None]:
+def _close_raw_peers() -> Iterator[None]:
     yield
-    while Stranger.met:
-        Stranger.met.pop().connection.close()
+    while RawTcpPeer.met:
+        RawTcpPeer.met.pop().connection.close()
 
 
 @pytest.fixture
-def stranger(store: MemfdStore) -> Iterator[Stranger]:
+def raw_peer(store: MemfdStore) -> Iterator[RawTcpPeer]:
     """A writer accepted under epoch 1, over one connection, that may write pages 2 and 3."""
     reader = TcpReader(store, key=KEY, num_connections=1)
-    stranger = Stranger(reader)
-    assert len(stranger.shake(offer(reader))) == 32
+    raw_peer = RawTcpPeer(reader)
+    assert len(raw_peer.handshake(offer(reader))) == 32
     reader.allow(PREFILL, 1, [2, 3])
-    yield stranger
-    stranger.connection.close()
+    yield raw_peer
+    raw_peer.connection.close()
     reader.close()

@@ -30,7 +30,7 @@ class Lost:
     """Stands for the end of a connection among its messages."""
 
 
-class RoughCluster(LocalCluster):
+class FaultyCluster(LocalCluster):
     """A cluster whose faults and delays are drawn at random.
 
     Args:
@@ -44,7 +44,7 @@ class RoughCluster(LocalCluster):
         self._slowness = slowness
         self._links: dict[tuple[str, str], deque[tuple[int, Message | Lost]]] = {}
         self._early: dict[str, dict[int, tuple[Member, Tokens]]] = {}  # tokens that came before those before them
-        self._stands_still: dict[str, int] = {}  # until which tick
+        self._stopped_until: dict[str, int] = {}  # until which tick
         self._is_computing: dict[str, int] = {}
         self._unnoticed: dict[tuple[str, str], int] = {}  # connections that broke, which the prefill node hears of then
         self._num_events = 0
@@ -86,7 +86,7 @@ class RoughCluster(LocalCluster):
         while moved:
             moved = False
             for (sender, to), link in list(self._links.items()):
-                if self._stands_still.get(to, 0) > self.wire.num_ticks:
+                if self._stopped_until.get(to, 0) > self.wire.num_ticks:
                     continue
                 while link and link[0][0] <= self.wire.num_ticks:
                     self._arrive(sender, to, link.popleft()[1])
@@ -176,13 +176,13 @@ class RoughCluster(LocalCluster):
 
     def stop_for(self, member: Member, num_ticks: int) -> None:
         """Stop a node as SIGSTOP does, for ``num_ticks``."""
-        self._stands_still[member.name] = self.wire.num_ticks + num_ticks
+        self._stopped_until[member.name] = self.wire.num_ticks + num_ticks
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         self.clock.advance(0.001)
-        moving = [m for m in self.members if self._stands_still.get(m.name, 0) <= self.wire.num_ticks]
+        moving = [m for m in self.members if self._stopped_until.get(m.name, 0) <= self.wire.num_ticks]
         for member in moving:
             if len(member.plans) < self.num_outstanding:
                 self.plan(member)
@@ -210,7 +210,7 @@ class RoughCluster(LocalCluster):
             self.commit(member)
         member.role.tick(self.clock.now())
 
-    def _is_still(self, num_events: int) -> bool:
+    def _is_idle(self, num_events: int) -> bool:
         """Whether nothing has happened since ``num_events``, and nothing will unless time passes."""
         return (
             self._num_events == num_events
@@ -218,7 +218,7 @@ class RoughCluster(LocalCluster):
             and all(not member.plans for member in self.members)
             and not self.wire.num_in_flight
             and not self._unnoticed
-            and all(until <= self.wire.num_ticks - 3 for until in self._stands_still.values())
+            and all(until <= self.wire.num_ticks - 3 for until in self._stopped_until.values())
         )
 
     def finish(self, *, may_wait: bool, max_rounds: int = 1_500) -> None:
@@ -233,7 +233,7 @@ class RoughCluster(LocalCluster):
             num_events = self._num_events
             for _ in range(3):
                 self.step()
-            if self._is_still(num_events) and not all(answer.is_over for answer in self.answers.values()):
+            if self._is_idle(num_events) and not all(answer.is_over for answer in self.answers.values()):
                 waiting = [rid for rid, answer in self.answers.items() if not answer.is_over]
                 assert may_wait, f"nothing moves any more, and these wait: {waiting}"
                 self.clock.advance(0.2)

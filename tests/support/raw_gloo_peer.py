@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, until
+from support.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import Attached, to_message
@@ -49,13 +49,13 @@ def attach(writer: GroupWriter, reader: GroupReader, epoch: int = 1) -> None:
     assert reader.chosen(PREFILL, epoch, "gloo")
 
 
-class Intruder(Stranger):
+class RawGlooPeer(RawTcpPeer):
     """Knows token and key: makes the handshake of a writer, and then sends what a test gives it."""
 
     group: Group
 
     def authenticated(self, connect: Connect) -> AuthenticatedConnection:
-        assert len(self.shake(connect)) == 32
+        assert len(self.handshake(connect)) == 32
         assert self.terms is not None
         return AuthenticatedConnection(self.connection, self.terms, KEY)
 
@@ -79,14 +79,14 @@ class Intruder(Stranger):
 
 
 @pytest.fixture
-def intruder(reader: GroupReader) -> Iterator[Intruder]:
+def gloo_peer(reader: GroupReader) -> Iterator[RawGlooPeer]:
     """Accepted under epoch 1, in a group, and may write pages 2 and 3."""
     source = MemfdStore(NUM_PAGES)
-    intruder = Intruder(reader)
-    intruder.join(offer(reader), Pages(source, "gloo"))
+    gloo_peer = RawGlooPeer(reader)
+    gloo_peer.join(offer(reader), Pages(source, "gloo"))
     reader.allow(PREFILL, 1, [2, 3])
-    yield intruder
-    intruder.group.close()
+    yield gloo_peer
+    gloo_peer.group.close()
     source.close()
 
 

@@ -1,9 +1,9 @@
 """Processes that start in milliseconds: one that has imported what they need forks them.
 
-    nursery.py DESCRIPTOR
+    fork_server.py DESCRIPTOR
 
 The interpreter, torch and NIXL take two seconds of CPU to start; a fork of a process that has them takes next to
-nothing, and is a process of its own like any other. The nursery has one thread when it forks, and no agent, pool or
+nothing, and is a process of its own like any other. The fork server has one thread when it forks, and no agent, pool or
 socket but the one through which it is told what to start.
 """
 
@@ -26,7 +26,7 @@ TESTS = Path(__file__).resolve().parents[1]
 _PR_SET_PDEATHSIG = 1
 
 
-class Nursery:
+class ForkServer:
     """The tests' end: starts the process, and ends it with all that it forked.
 
     Args:
@@ -39,24 +39,26 @@ class Nursery:
         environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(TESTS / "support" / "nursery.py"), str(theirs.fileno())],
+                [sys.executable, str(TESTS / "support" / "fork_server.py"), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **environment, "OPENBLAS_NUM_THREADS": "1", **(variables or {})},
             )
 
-    def start(self, *argv: str, **environment: str) -> "Child":
-        """A process that runs ``transport_node`` with these arguments, and is talked with."""
+    def start(self, *argv: str, **environment: str) -> "TransportProcess":
+        """A process that runs ``transport_process`` with these arguments, and is talked with."""
         (their_in, our_in), (our_out, their_out) = os.pipe(), os.pipe()
         pid = self._ask({"argv": argv, "environment": environment}, [their_in, their_out])
         os.close(their_in)
         os.close(their_out)
-        return Child(self, pid, os.fdopen(our_in, "w"), os.fdopen(our_out))
+        return TransportProcess(self, pid, os.fdopen(our_in, "w"), os.fdopen(our_out))
 
-    def run(self, module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> "Forked":
+    def run(self, module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> "ForkedProcess":
         """A process that does what ``python -m MODULE`` does with these arguments and this environment alone."""
         with open(os.devnull) as nothing, log.open("ab") as output:
             files = [nothing.fileno(), output.fileno(), output.fileno()]
-            return Forked(self, self._ask({"module": module, "argv": argv, "environment": dict(environment)}, files))
+            return ForkedProcess(
+                self, self._ask({"module": module, "argv": argv, "environment": dict(environment)}, files)
+            )
 
     def status(self, pid: int) -> int:
         """Exit status of one that has ended, as ``subprocess`` tells it. Once for each."""
@@ -67,7 +69,7 @@ class Nursery:
             socket.send_fds(self._socket, [json.dumps(order).encode()], descriptors)
             ready, _, _ = select.select([self._socket], [], [], 60)
             answer = self._socket.recv(64) if ready else b""
-        assert answer, "the nursery does not answer"
+        assert answer, "the fork server does not answer"
         return int(answer)
 
     def close(self) -> None:
@@ -75,13 +77,13 @@ class Nursery:
         assert self._process.wait(20) == 0
 
 
-class Forked:
+class ForkedProcess:
     """As much of ``subprocess.Popen`` as tests need."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, fork_server: ForkServer, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._nursery = nursery
+        self._fork_server = fork_server
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.returncode is None:  # until then even a dead one keeps its number
@@ -106,22 +108,22 @@ class Forked:
             finally:
                 os.close(pidfd)
             if ready:
-                self.returncode = self._nursery.status(self.pid)
+                self.returncode = self._fork_server.status(self.pid)
         return self.returncode
 
 
-class Child(Forked):
+class TransportProcess(ForkedProcess):
     """One with whom tests talk."""
 
-    def __init__(self, nursery: Nursery, pid: int, stdin: TextIO, stdout: TextIO) -> None:
-        super().__init__(nursery, pid)
+    def __init__(self, fork_server: ForkServer, pid: int, stdin: TextIO, stdout: TextIO) -> None:
+        super().__init__(fork_server, pid)
         self.stdin, self.stdout = stdin, stdout
 
 
 def main() -> None:
-    """The nursery's own process."""
+    """The fork server's own process."""
     os.environ["NIXL_LOG_LEVEL"] = "WARN"
-    import support.transport_node as transport_node
+    import support.transport_process as transport_process
 
     with contextlib.suppress(ImportError):  # whoever wants it will say what is wrong with it
         import nixl  # noqa: F401
@@ -144,7 +146,7 @@ def main() -> None:
             orders.close()
             if "module" in order:
                 _become(order, descriptors)
-            _live(transport_node, order, descriptors)
+            _live(transport_process, order, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         orders.send(str(pid).encode())
@@ -179,7 +181,7 @@ def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
 
 
 def _settle(descriptors: list[int]) -> None:
-    """Its own standard files, and an end with the nursery's."""
+    """Its own standard files, and an end with the fork server's."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)

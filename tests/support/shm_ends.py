@@ -24,12 +24,12 @@ NUM_PAGES = 8
 KEY = ("r", 0)
 
 
-class Child:
-    """A writer in a process of its own; see ``shm_writer``."""
+class WriterProcess:
+    """A writer in a process of its own; see ``shm_writer_process``."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-        command = [sys.executable, str(TESTS / "support" / "shm_writer.py")]
+        command = [sys.executable, str(TESTS / "support" / "shm_writer_process.py")]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
         )
@@ -68,8 +68,8 @@ class Child:
 
 
 @pytest.fixture
-def child() -> Iterator[Child]:
-    child = Child()
+def child() -> Iterator[WriterProcess]:
+    child = WriterProcess()
     yield child
     child.close()
 

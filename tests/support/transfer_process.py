@@ -1,4 +1,4 @@
-"""One node's end of every transfer, as a process of its own: ``transport_node`` with a Sender or a Receiver above.
+"""One node's end of every transfer, as a process of its own: ``transport_process`` with a Sender or a Receiver above.
 
 The test is the control plane: it carries the messages, and so decides how far a transfer gets. Roles are played by
 what the test orders. Free pages of the decode node are full of ``JUNK`` and looked at whenever its books are asked for,
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from support.kv_fakes import JUNK, MemfdStore
-from support.transport_node import LAYOUT, NUM_PAGES
+from support.transport_process import LAYOUT, NUM_PAGES
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.request import RequestKey

@@ -40,7 +40,7 @@ class World(Protocol):
 
 
 @dataclass
-class Explored:
+class Exploration:
     """What was found.
 
     Attributes:
@@ -64,13 +64,13 @@ def fingerprint(state: object) -> bytes:
     return hashlib.blake2b(into.getbuffer(), digest_size=16).digest()
 
 
-def explore(start: World, max_states: int) -> Explored:
+def explore(start: World, max_states: int) -> Exploration:
     """Every reachable state is checked; and so is that every run ends, whatever happens when.
 
     Raises:
         AssertionError: with the shortest way to what was found.
     """
-    found = Explored(after=[[]])
+    found = Exploration(after=[[]])
     numbers = {fingerprint(start.state()): 0}
     ways: list[tuple[int, Action] | None] = [None]
     depths = [0]
@@ -119,7 +119,7 @@ def _told(ways: list[tuple[int, Action] | None], number: int) -> str:
     return "\n".join(reversed(actions))
 
 
-def _assert_every_run_ends(found: Explored) -> None:
+def _assert_every_run_ends(found: Exploration) -> None:
     """There is no way round in a circle (Kahn's algorithm takes every state away), so each run comes to an end."""
     num_before = [0] * found.num_states
     for afters in found.after:

@@ -23,7 +23,7 @@ COSTS = Costs(0.01, 0.001, 0.001, 0.0, 0.001, 0.001, 32_000.0)
 
 
 @dataclass(frozen=True)
-class Limits:
+class NodeLimits:
     """Limits of the nodes, for both roles except the pools.
 
     Attributes:
@@ -39,7 +39,7 @@ class Limits:
     prefill_running: int | None = None
 
 
-class Service:
+class SimulatedService:
     """A cluster of ``FakeExecutor``s with its requests and answers.
 
     Args:
@@ -51,12 +51,12 @@ class Service:
         num_prefill: int = 1,
         num_decode: int = 1,
         *,
-        limits: Limits | None = None,
+        limits: NodeLimits | None = None,
         costs: Costs = COSTS,
         engine: Callable[[Capacity], Engine] | None = None,
         **options: Any,
     ) -> None:
-        limits = limits or Limits()
+        limits = limits or NodeLimits()
         shared = {"max_prefill_tokens": 16_384, **options}
         node = {name: value for name, value in shared.items() if hasattr(NodeConfig, name)}
         gateway = {name: value for name, value in shared.items() if hasattr(GatewayConfig, name)}
@@ -143,7 +143,7 @@ class Service:
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
-    def assert_all_is_back(self) -> None:
+    def assert_all_is_released(self) -> None:
         """Assert that every page, slot and count has been released."""
         self.settle()
         for node in self.cluster.nodes.values():
@@ -155,7 +155,7 @@ class Service:
         assert self.cluster.gateway.fleet.admission.num_in_flight == 0
         assert self.cluster.network.num_in_flight == 0
 
-    def assert_right(self, rid: str) -> None:
+    def assert_exact_tokens(self, rid: str) -> None:
         """Assert that the tokens are right, and complete if the request succeeded."""
         answer, ask = self.ended[rid], self.asked[rid]
         expected = expected_output(ask.prompt, ask.sampling.max_new_tokens)

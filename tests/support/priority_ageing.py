@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from support.simulated import Limits, Service
+from support.simulated_service import NodeLimits, SimulatedService
 
 from scripts.simulator.costs import Costs
 
@@ -39,7 +39,7 @@ READY_S = 2 * STEP_S + 5 * MESSAGE_S
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentRequest:
     """One request.
 
     Attributes:
@@ -60,7 +60,7 @@ class Sent:
         return (*shared, 1_000 + number, *range(1, self.length - num_shared))
 
 
-def arriving(works_s: Sequence[float], load: float, head: int, burst_s: float) -> list[float]:
+def arrival_times(works_s: Sequence[float], load: float, head: int, burst_s: float) -> list[float]:
     """Arrivals at ``load`` times the capacity: the first ``head`` at once, the others in bursts of ``burst_s``
     seconds."""
     instants, at = [], 0.0
@@ -79,14 +79,18 @@ def longest_backlog_s(arrivals: Sequence[tuple[float, float]]) -> float:
     return most
 
 
-def overtaken_s(priority: int, rate: float) -> float:
+def overtaking_window_s(priority: int, rate: float) -> float:
     """D: how much later a request may arrive and still pass."""
     return (HIGHEST - priority) / rate
 
 
-def served(requests: Sequence[Sent], limits: Limits, costs: Costs, **options: object) -> Service:
+def run_requests(
+    requests: Sequence[SentRequest], limits: NodeLimits, costs: Costs, **options: object
+) -> SimulatedService:
     """Run all requests through one prefill and one decode node."""
-    service = Service(limits=limits, costs=costs, enable_priority_scheduling=True, default_priority_value=0, **options)
+    service = SimulatedService(
+        limits=limits, costs=costs, enable_priority_scheduling=True, default_priority_value=0, **options
+    )
     for number, sent in enumerate(requests):
         service.ask(f"r{number}", sent.prompt(number), sent.max_new, at=sent.at, priority=sent.priority, timeout_s=1e6)
     for node in service.cluster.nodes.values():
@@ -96,7 +100,7 @@ def served(requests: Sequence[Sent], limits: Limits, costs: Costs, **options: ob
     return service
 
 
-def places_lost(service: Service, rate: float) -> Counter[str]:
+def count_preemptions(service: SimulatedService, rate: float) -> Counter[str]:
     """How often each request lost pages, slot or row to another, and check that the other did not arrive too late."""
     lost: Counter[str] = Counter()
     for node in service.cluster.nodes.values():
@@ -116,6 +120,6 @@ def stream(each_s: float, seconds: float, load: float = 0.95) -> list[float]:
     return [0.0] * round(2.0 / each_s) + [number * each_s / load for number in range(1, round(seconds / each_s * load))]
 
 
-def patient(service: Service, requests: Sequence[Sent]) -> float:
+def end_of_lowest_priority(service: SimulatedService, requests: Sequence[SentRequest]) -> float:
     """When the request with priority 0 ended."""
     return service.ended[f"r{[sent.priority for sent in requests].index(0)}"].ended_at
