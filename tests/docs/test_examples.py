@@ -52,7 +52,7 @@ def serving(log: Path, *flags: str) -> Iterator[str]:
         yield line.split()[1]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(60)
         process.stdout.close()
 
 

@@ -64,7 +64,7 @@ async def raw(stack, data, enough=None):
     writer.write(data)
     answer = b""
     with contextlib.suppress(ConnectionError):
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60):
             while (enough is None or enough not in answer) and (piece := await reader.read(1 << 16)):
                 answer += piece
     writer.close()

@@ -293,7 +293,7 @@ class Ends:
         self.allocator.check()
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not is_so():
             assert time.monotonic() < end, "it never came"
             self.turn()

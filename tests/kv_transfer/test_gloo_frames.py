@@ -93,13 +93,13 @@ class Relay:
 
     def end(self) -> bool:
         """Close everything, as soon as it is known what became of it. Returns whether a group has formed."""
-        self._threads[0].join(20)
+        self._threads[0].join(60)
         assert not self._threads[0].is_alive()
         for connection in (self.authenticated.connection, self.outer, self.inner):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
-        self._threads[1].join(20)
+        self._threads[1].join(60)
         if self.group is not None:
             self.group.close()
         return self.group is not None

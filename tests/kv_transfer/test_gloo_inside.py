@@ -76,7 +76,7 @@ def test_forbidding_waits_for_the_copy_under_way(
 
     monkeypatch.setattr(group_backend, "_copy", slow)
     gloo_peer.send(2, 7)
-    assert is_copying.wait(20)
+    assert is_copying.wait(60)
     gloo_peer.reader.forbid([2])
     store.fill(2, 99)  # someone else's by now
     assert gloo_peer.answer() == (1, 2)

@@ -63,7 +63,7 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
         writer.store.fill(index, content(KEY, index))
     sender.finish(KEY, PrefillDone("r", 0, 15, 9), [0, 1, 2, 3])
     events, released = [], []
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (events and released) and time.monotonic() < until:
         select.select(writer.files(), [], [], 0.1)
         receiver.poll(0.0)
@@ -231,7 +231,7 @@ class SlowStore(MemfdStore):
 
     def export_page(self, page: int, into: memoryview) -> None:
         self.has_begun.set()
-        assert self.may_end.wait(30)
+        assert self.may_end.wait(60)
         if self.error is not None:
             raise self.error
         super().export_page(page, into)
@@ -246,7 +246,7 @@ def slow(reader: ShmReader) -> Iterator[tuple[SlowStore, ShmWriter]]:
         source.fill(page, 7)
     assert attach(reader, writer, offer(reader)) == ""
     writer.write(DECODE, [(0, 0), (1, 1), (2, 2)])
-    assert source.has_begun.wait(20)
+    assert source.has_begun.wait(60)
     yield source, writer
     source.may_end.set()
     writer.close()
@@ -286,7 +286,7 @@ def test_detaching_waits_for_the_page_that_is_being_copied_only(
     assert attach(reader, writer, offer(reader, 2)) == ""
     writer.write(DECODE, [(3, 3)])  # after the others in the thread's queue
     done: list[int] = []
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not done and time.monotonic() < until:
         done = writer.done()
     assert done == [2]

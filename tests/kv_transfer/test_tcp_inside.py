@@ -96,7 +96,7 @@ def test_forbidding_waits_for_the_copy_under_way(
 
     monkeypatch.setattr(ReceiveThread, "_receive", slow)
     raw_peer.page(2, 7)
-    assert is_copying.wait(20)
+    assert is_copying.wait(60)
     raw_peer.reader.forbid([2])
     store.fill(2, 99)  # someone else's by now
     assert raw_peer.answer() == (0, 2)

@@ -1,8 +1,8 @@
 """Every interleaving of all events of transfers between two nodes, for scopes small enough to finish.
 
 No page is written after it went to another use, none leaks, and every run ends with nothing held. ``two_nodes`` lists
-the checks after each step; ``state_explorer`` does the search. A scope bounds the number of faults in one run; the order
-of everything else (grants, computed pages, writes, arrivals, messages of the two directions, notices) is free.
+the checks after each step; ``state_explorer`` searches. A scope bounds the number of faults in one run; the order of
+everything else (grants, computed pages, writes, arrivals, messages of the two directions, notices) is free.
 """
 
 import logging

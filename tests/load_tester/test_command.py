@@ -143,7 +143,7 @@ def test_ctrl_c_ends_a_run_whose_server_is_silent() -> None:
         words = ["loadtest", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]
         command = [sys.executable, "-m", "scripts.cli", *words]
         with subprocess.Popen(command, stdout=-1, stderr=-1, start_new_session=True) as process:
-            own, deadline_at = psutil.Process(process.pid), time.monotonic() + 20
+            own, deadline_at = psutil.Process(process.pid), time.monotonic() + 60
             while not (clients := own.children()) and time.monotonic() < deadline_at:
                 time.sleep(0.002)
             time.sleep(0.03)

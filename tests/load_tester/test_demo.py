@@ -53,7 +53,7 @@ def test_the_service_of_a_demo_ends_with_it(
         assert len(family) >= 5, "the service, a gateway, two nodes, a client"
         end(process)
         said = process.stdout.read()
-        assert process.wait(40) == status
+        assert process.wait(60) == status
         _, alive = psutil.wait_procs(family, 30)
     assert not alive
     assert set(os.listdir("/dev/shm")) <= shared

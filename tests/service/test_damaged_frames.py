@@ -1,7 +1,7 @@
-"""Frames that were lost, doubled, swapped, cut, changed or made up, on every socket between nodes.
+"""Frames that are lost, repeated, swapped, cut, changed or invented, on every socket between nodes.
 
-Nobody but who was let in touches a page, and only pages that it may; nothing breaks of it; and whoever means it well
-gets in afterwards.
+Only an accepted peer writes pages, and only pages that it may write. No process fails, and the next valid peer is
+accepted.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ changes = st.lists(
 
 
 def mangled(frames: Sequence[bytes], changes: Sequence[Change], header_bytes: int | None = None) -> list[bytes]:
-    """Frames with these changes. ``header_bytes``: only so many at the beginning of a frame are flipped."""
+    """Applies the changes to the frames; with ``header_bytes``, only the first bytes of a frame are flipped."""
     found = list(frames)
     for kind, a, b in changes:
         if not found:
@@ -107,7 +107,7 @@ def test_a_mangled_stream_of_pages_touches_no_page_that_is_not_allowed(changes: 
         until(lambda: reader.poll(0.0))
         for page in range(NUM_PAGES):
             if page >= 4:
-                assert set(store.read(page)) == {0}, "nobody may write here"
+                assert set(store.read(page)) == {0}, "a page was written without permission"
         assert len(again.handshake(offer_tcp(reader, 2))) == 32
         reader.allow(PREFILL, 2, [7])
         again.page(7, 99)
@@ -193,7 +193,7 @@ def test_mangled_packets_never_open_a_pool(changes: list[Change], is_first: bool
             if packet == token or not packet:
                 continue
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as pending:
-                pending.settimeout(5)
+                pending.settimeout(60)
                 pending.connect(f"\0{reader._name}")
                 pending.send(packet)
                 assert reader.poll(0.0) == []
@@ -241,7 +241,7 @@ def test_a_writer_maps_no_pool_after_a_mangled_greeting(changes: list[Change]) -
 @pytest.fixture(scope="module")
 def nixl_ends() -> Iterator[tuple[End, End]]:
     fork_server = ForkServer()
-    ends = (End(fork_server, "writer", "nixl", TEST_ATTACH_TIMEOUT_S="5"), End(fork_server, "reader", "nixl"))
+    ends = (End(fork_server, "writer", "nixl", TEST_ATTACH_TIMEOUT_S="60"), End(fork_server, "reader", "nixl"))
     yield ends
     for end in ends:
         end.close()
@@ -256,8 +256,8 @@ def nixl_ends() -> Iterator[tuple[End, End]]:
 def test_a_mangled_nixl_offer_is_refused_and_the_next_is_accepted(
     nixl_ends: tuple[End, End], changes: list[Change], field: str
 ) -> None:
-    """The writer is a process of its own: one that NIXL brings down would answer nothing more. It is never told, and so
-    neither comes down nor refuses the reader for good."""
+    """The writer runs in its own process: NIXL aborts a process that loads a mangled offer. The writer refuses such an
+    offer before NIXL sees it, and accepts the next one."""
     writer, reader = nixl_ends
     connect = json.loads(reader.ask("offer", peer=PREFILL, epoch=1))
     offers = json.loads(connect["endpoint"])
@@ -269,14 +269,14 @@ def test_a_mangled_nixl_offer_is_refused_and_the_next_is_accepted(
     problem = writer.ask("attach", peer=DECODE, connect=json.dumps(connect))
     if offer == true:
         assert problem == ""
-        assert until(lambda: writer.ask("news"), 30) == [[DECODE, 1, "", "nixl"]]
+        assert until(lambda: writer.ask("news"), 60) == [[DECODE, 1, "", "nixl"]]
         until(lambda: writer.ask("detach", peer=DECODE))
     else:
         assert problem.startswith("nixl: the endpoint offered by decode-0 is not one of nixl: "), problem
     reader.ask("withdraw", peer=PREFILL)
     reader.ask("news")
     assert writer.ask("attach", peer=DECODE, connect=reader.ask("offer", peer=PREFILL, epoch=2)) == ""
-    assert until(lambda: writer.ask("news"), 30) == [[DECODE, 2, "", "nixl"]]
+    assert until(lambda: writer.ask("news"), 60) == [[DECODE, 2, "", "nixl"]]
     assert reader.ask("chosen", peer=PREFILL, epoch=2, transport="nixl")
     until(lambda: writer.ask("detach", peer=DECODE))
     until(lambda: reader.ask("news"))
@@ -314,12 +314,12 @@ def test_mangled_messages_are_dropped_and_the_next_is_received(kind: Any, messag
         if frames := mangled(_frames(me, messages[number]), changes):
             dealer.send_multipart(frames)
         dealer.send_multipart(_frames(me, messages[0]))
-        heard: list[Any] = []
-        ends = time.monotonic() + 5
-        while not heard or heard[-1].message != messages[0]:
-            heard += bound.receive()
-            assert time.monotonic() < ends, "the next was not heard"
-        assert all(isinstance(letter.message, msgspec.Struct) and letter.sender == me for letter in heard)
+        received: list[Any] = []
+        ends = time.monotonic() + 60
+        while not received or received[-1].message != messages[0]:
+            received += bound.receive()
+            assert time.monotonic() < ends, "the next message was not received"
+        assert all(isinstance(letter.message, msgspec.Struct) and letter.sender == me for letter in received)
 
     try:
         run()

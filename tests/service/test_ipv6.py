@@ -64,7 +64,7 @@ class Processes:
         for process in self._running.values():
             process.terminate()
         for name, process in self._running.items():
-            assert process.wait(30) == 0, self.said(name)
+            assert process.wait(60) == 0, self.said(name)
             assert "Traceback" not in self.said(name), self.said(name)
 
 

@@ -35,7 +35,7 @@ async def busy(client: Client) -> Exchange:
 
 
 async def all_there(client: Client, count: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while await in_flight(client) < count:
             await asyncio.sleep(0.002)
 

@@ -65,7 +65,7 @@ class Service:
         """Send a signal and wait for the end."""
         self.process.send_signal(number)
         self.process.wait(60)
-        self._reader.join(20)
+        self._reader.join(60)
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def test_a_service_can_be_stopped_while_it_loads():
 def test_a_missing_model_ends_the_service_with_an_error():
     with serving("--model", "/nowhere") as service:
         assert service.process.wait(60) == 1
-        service._reader.join(20)
+        service._reader.join(60)
         assert any("/nowhere" in line and "|" in line for line in service.lines), "\n".join(service.lines)
 
 

@@ -174,7 +174,7 @@ class FakeNode:
     def beat(self, **counters: float) -> None:
         self.send(Heartbeat(0, len(self.generates), 10, 5, 0, counters))
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
         """Waits until a condition on the received messages holds."""
         async with asyncio.timeout(timeout_s):
             while not condition():

@@ -74,7 +74,7 @@ class ForkServer:
 
     def close(self) -> None:
         self._socket.close()
-        assert self._process.wait(20) == 0
+        assert self._process.wait(60) == 0
 
 
 class ForkedProcess:

@@ -33,7 +33,7 @@ def mock_server(folder: Path, *flags: str) -> Iterator[MockServer]:
             yield server
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(60)
     server.truth = [json.loads(line) for line in truth.read_text().splitlines()]
 
 

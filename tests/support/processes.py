@@ -1,7 +1,6 @@
-"""Processes of our own that never outlive the tests, and what a process holds that others could see.
+"""Starts processes that never outlive the test run, and finds the ports, sockets and files that they hold.
 
-Every process is started by its own command line, on ports chosen beforehand. The kernel kills them with the test run,
-whatever becomes of that.
+The kernel kills every started process when the test process ends, however it ends.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port on which nobody listens, that the kernel gives to no outgoing connection meanwhile, and never the same."""
+    """Returns an unused port outside the kernel's range for outgoing connections, never the same one twice."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -37,7 +36,7 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    """This process's, without a developer's own options and with one compute thread."""
+    """Returns this process's environment without ``BATON_*`` variables and with one compute thread."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     return {**environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
@@ -49,7 +48,7 @@ def _die_with_parent() -> None:
 def spawn(
     argv: Sequence[str], log: Path, variables: dict[str, str] | None = None, **options: Any
 ) -> "subprocess.Popen[bytes]":
-    """A process that writes what it says into ``log`` and never outlives this one."""
+    """Starts a process that appends its output to ``log`` and never outlives this process."""
     with log.open("ab") as output:
         return subprocess.Popen(
             argv, cwd=ROOT, env=environment() | (variables or {}), stdin=subprocess.DEVNULL, stdout=output,
@@ -58,18 +57,18 @@ def spawn(
 
 
 def flags(options: dict[str, Any]) -> list[str]:
-    """``{"page_size": 4}`` as ``--page-size=4``, and what is True as a flag alone."""
+    """Returns ``{"page_size": 4}`` as ``--page-size=4``, and True as a flag without a value."""
     return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
 
 
 @dataclass(frozen=True)
 class ProcessResources:
-    """What processes hold that others could see: found while they run, and searched for when they are gone.
+    """Named resources of processes, recorded while they run and looked up after they have ended.
 
     Attributes:
         tcp: ports on which they listen.
-        unix: names of their Unix sockets, abstract ones with ``@``.
-        files: paths of shared memory and locks that have a name.
+        unix: names of their Unix sockets; abstract names begin with ``@``.
+        files: paths of named shared memory, locks and temporary files.
     """
 
     pids: frozenset[int]
@@ -88,13 +87,13 @@ class ProcessResources:
                 if found := re.fullmatch(r"socket:\[(\d+)\]", target):
                     inodes.add(found[1])
                 elif target.startswith(sys.prefix):
-                    pass  # libraries, wherever the environment lies
+                    pass  # libraries of the Python environment
                 elif target.startswith(("/dev/shm/", "/tmp/", "/run/")) and not target.endswith(".log"):
                     files.add(target)
         return cls(frozenset(pids), frozenset(_tcp(inodes)), frozenset(_unix(inodes)), frozenset(files))
 
     def left(self) -> str:
-        """What is still there of it, in words; empty if nothing."""
+        """Describes the resources that still exist; empty if none."""
         alive = [pid for pid in self.pids if _is_alive(pid)]
         tcp = sorted(self.tcp & _tcp(None))
         unix = sorted(self.unix & _unix(None))
@@ -118,7 +117,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _tcp(inodes: set[str] | None) -> set[int]:
-    """Ports listened on, through these sockets or by anybody."""
+    """Returns the ports that are listened on, by these sockets or by any."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {
         int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and (inodes is None or row[9] in inodes)
@@ -131,7 +130,7 @@ def _unix(inodes: set[str] | None) -> set[str]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process and its threads have used."""
+    """Returns the CPU time of a process, all threads together."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -145,7 +144,7 @@ def num_descriptors(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children and theirs."""
+    """Returns the process ids of all descendants."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():

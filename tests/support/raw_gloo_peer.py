@@ -61,7 +61,7 @@ class RawGlooPeer(RawTcpPeer):
 
     def join(self, connect: Connect, pages: Pages) -> None:
         self.group = form(self.authenticated(connect), "gloo", WRITER, pages)
-        self.connection.settimeout(20.0)
+        self.connection.settimeout(60)
 
     def announce(self, page: int, value: int) -> None:
         """Announce a page."""

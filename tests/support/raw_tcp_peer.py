@@ -47,7 +47,7 @@ def offer(reader: TcpReader, epoch: int = 1) -> Connect:
     return Connect("decode-0", "model", epoch, to_message(LAYOUT), NUM_PAGES, "tcp", reader.offer(PREFILL, epoch))
 
 
-def until(look: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+def until(look: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if found := look():
@@ -71,7 +71,7 @@ class RawTcpPeer:
         self.reader = reader
         self.met.append(self)
         self.connection = socket.create_connection(("127.0.0.1", reader.port))
-        self.connection.settimeout(20.0)
+        self.connection.settimeout(60)
         self.terms: Terms | None = None
         self.num_sent = 0
 

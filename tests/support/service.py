@@ -1,11 +1,10 @@
-"""A whole service as real processes: what the tests from the outside stand on.
+"""A gateway and nodes as real processes, for tests over HTTP.
 
-The gateway is started by its command line; nodes run theirs in a fork of a process that has torch already, which saves
-each two seconds of CPU, unless ``is_forked=False`` says that they are to start from nothing as a user's do.
+The gateway is started by its command line. A node is forked from a process that has already imported torch, which saves
+two seconds of CPU per node; with ``is_forked=False`` it starts as a user's node does.
 
-Its processes may be started in any order, so that nodes come before the gateway, and a gateway may be replaced.
-``Client.settled`` is the proof that closes most tests: after a fresh heartbeat of every node all pages are back, none
-is quarantined, and no node has found its books out of balance.
+Processes may be started in any order, and each may be killed and replaced. Most tests end with ``Client.settled``:
+after a new heartbeat of every node, all pages are free or cached, none is quarantined, and no check has failed.
 """
 
 import atexit
@@ -35,22 +34,22 @@ START_TIMEOUT_S = 60.0
 
 @cache
 def fork_server() -> ForkServer:
-    """The one that forks all nodes; it ends with the tests."""
+    """The process that forks all nodes; it ends with the test run."""
     started = ForkServer(SHAPE_CACHE)
     atexit.register(started.close)
     return started
 
 
 class Service:
-    """A gateway and nodes, each a process of its own.
+    """A gateway and nodes, each in its own process.
 
     Args:
-        logs: a folder of this service's own for what its processes say.
+        logs: folder for the logs of this service's processes; ``close`` deletes it.
         model: folder of the checkpoint.
-        prefill, decode: how many nodes of each; they are called prefill-0, decode-0 and so on.
-        gateway_options, node_options: further flags; ``only`` adds some for single nodes, by name.
-        variables: of the environment.
-        is_forked: nodes do not have to load torch.
+        prefill, decode: numbers of nodes; their names are prefill-0, decode-0 and so on.
+        gateway_options, node_options: further flags; ``only`` adds flags for single nodes, by name.
+        variables: environment variables for every process.
+        is_forked: fork nodes from a process that has imported torch.
     """
 
     def __init__(
@@ -72,9 +71,9 @@ class Service:
         self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._num_starts = 0
 
-    # ---- start and end ----------------------------------------------------------------------------------------
+    # ---- start and stop ----------------------------------------------------------------------------------------
 
-    def _words(self, name: str) -> list[str]:
+    def _argv(self, name: str) -> list[str]:
         shared = {"model": self.model, "served_model_name": "m", "log_level": "info"}
         if name == "gateway":
             return flags({**shared, "port": self.port, "control_port": self.control_port, **self._gateway_options})
@@ -82,21 +81,19 @@ class Service:
         return flags({**options, **self._only.get(name, {})})
 
     def start(self, *names: str) -> None:
-        """Start processes, by default all, and wait for nothing."""
+        """Start the named processes, by default all, without waiting until they are ready."""
         for name in names or ("gateway", *self.nodes):
-            assert name not in self.processes, f"{name} runs already"
+            assert name not in self.processes, f"{name} is already running"
             self._num_starts += 1
             log = self.logs / f"{self._num_starts:03d}-{name}.log"
             module = "gateway" if name == "gateway" else f"{name.split('-')[0]}_node"
             if self._is_forked and module != "gateway":
-                self.processes[name] = fork_server().run(
-                    module, self._words(name), log, environment() | self._variables
-                )
+                self.processes[name] = fork_server().run(module, self._argv(name), log, environment() | self._variables)
             else:
-                self.processes[name] = spawn([sys.executable, "-m", module, *self._words(name)], log, self._variables)
+                self.processes[name] = spawn([sys.executable, "-m", module, *self._argv(name)], log, self._variables)
 
     def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until the gateway knows all nodes that should run, in their present start."""
+        """Wait until every running node has registered at the gateway, by its current process id."""
         wanted = {process.pid for name, process in self.processes.items() if name != "gateway"}
         ends = time.monotonic() + timeout_s
         while (workers := self._workers()) is None or {worker["register"]["pid"] for worker in workers} != wanted:
@@ -106,7 +103,7 @@ class Service:
             time.sleep(0.02)
 
     def _workers(self) -> list[dict[str, Any]] | None:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request("GET", "/v1/workers")
             found: list[dict[str, Any]] = json.loads(connection.getresponse().read())["workers"]
@@ -117,19 +114,18 @@ class Service:
             connection.close()
 
     def kill(self, *names: str) -> float:
-        """SIGKILL; returns the instant, by ``time.monotonic``, when the last was gone."""
+        """Send SIGKILL; returns the instant, by ``time.monotonic``, at which the last process had ended."""
         for name in names:
             self.processes[name].kill()
         for name in names:
-            self.processes.pop(name).wait(30)
+            self.processes.pop(name).wait(60)
         return time.monotonic()
 
-    def stop(self, name: str, number: signal.Signals = signal.SIGTERM) -> tuple[int, float]:
-        """Ask one to end; its exit status and the seconds it took."""
-        began = time.monotonic()
+    def stop(self, name: str, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal to a process and return its exit status."""
         process = self.processes.pop(name)
         process.send_signal(number)
-        return process.wait(20), time.monotonic() - began
+        return process.wait(60)
 
     def pause(self, name: str) -> None:
         self.processes[name].send_signal(signal.SIGSTOP)
@@ -138,31 +134,31 @@ class Service:
         self.processes[name].send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End everything, and look at what was said: no process may have met an exception that it did not expect."""
+        """Kill all processes and assert that no log contains a traceback."""
         for process in self.processes.values():
             process.send_signal(signal.SIGCONT)
             process.kill()
         for process in self.processes.values():
-            process.wait(30)
+            process.wait(60)
         self.processes.clear()
-        said = self.log()
-        assert "Traceback" not in said, said
+        log = self.log()
+        assert "Traceback" not in log, log
         shutil.rmtree(self.logs)
 
     def log(self) -> str:
-        """Everything that the processes have said so far."""
+        """Return the logs of all processes so far."""
         parts = [f"---- {path.name}\n{path.read_text(errors='replace')}" for path in sorted(self.logs.glob("*.log"))]
         return "\n".join(parts)
 
     def pid(self, name: str) -> int:
         return self.processes[name].pid
 
-    # ---- how to reach it --------------------------------------------------------------------------------------
+    # ---- clients --------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
         connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=60)
+        timeout = aiohttp.ClientTimeout(total=150)
         async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
             client = Client(self, session)
             try:
@@ -173,7 +169,7 @@ class Service:
 
 @contextlib.contextmanager
 def running(logs: Path, model: Path = SMALL_MODEL, **options: Any) -> Iterator[Service]:
-    """A service that is ready, and gone afterwards."""
+    """Start a service, wait until it is ready, and stop it at the end."""
     service = Service(logs, model, **options)
     try:
         service.start()

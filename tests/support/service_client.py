@@ -1,4 +1,4 @@
-"""A client of a whole service: requests under way, what nodes tell of themselves, the proof that all is released."""
+"""A client of a whole service: streamed requests, node counters, and the check that everything is released."""
 
 import asyncio
 import json
@@ -18,15 +18,15 @@ HEARTBEAT_S = 0.1
 
 @dataclass(slots=True)
 class Exchange:
-    """One streamed ``/generate`` under way, or over.
+    """One streamed ``/generate`` request and its response so far.
 
     Attributes:
-        began_at, ended_at: instants by ``time.monotonic``; 0 as long as it has not come.
-        status: of HTTP; 0 before it is there, and for good if the connection broke first.
+        began_at, ended_at: instants by ``time.monotonic``; ``ended_at`` is 0 until the end.
+        status: the HTTP status; 0 until the response begins.
         reads: instants at which bytes arrived.
         arrivals: instant of each output token.
-        body: the last event, or the whole answer if it was an error.
-        is_broken: the connection ended before the answer did.
+        body: the last event.
+        is_broken: the connection closed before the end of the response.
     """
 
     began_at: float
@@ -47,29 +47,29 @@ class Exchange:
 
     @property
     def code(self) -> str:
-        """Of the error; empty without one."""
+        """The error code; empty without an error."""
         return "" if self.error is None else str(self.error["code"])
 
-    async def has(self, num_tokens: int, timeout_s: float = 20.0) -> None:
-        """Waits for so many tokens."""
-        await until(lambda: len(self.arrivals) >= num_tokens or bool(self.ended_at), timeout_s, "no tokens")
+    async def has(self, num_tokens: int, timeout_s: float = 60.0) -> None:
+        """Waits until ``num_tokens`` tokens have arrived."""
+        await until(lambda: len(self.arrivals) >= num_tokens or bool(self.ended_at), timeout_s, "no tokens arrived")
         assert len(self.arrivals) >= num_tokens, f"ended with {self.status} {self.error}"
 
-    async def end(self, timeout_s: float = 30.0) -> "Exchange":
-        """Waits for its end."""
+    async def end(self, timeout_s: float = 120.0) -> "Exchange":
+        """Waits until the response has ended."""
         assert self.work is not None
         await asyncio.wait_for(self.work, timeout_s)
         return self
 
     async def leave(self) -> None:
-        """Go away, as a client whose user has closed the window."""
+        """Closes the connection before the response has ended."""
         assert self.work is not None
         self.work.cancel()
         await asyncio.gather(self.work, return_exceptions=True)
 
 
 class Client:
-    """One user of a service; ``session`` is aiohttp's, for everything that has no method here."""
+    """An HTTP client of a service; ``session`` serves requests that have no method here."""
 
     def __init__(self, service: "Service", session: aiohttp.ClientSession) -> None:
         self.service = service
@@ -77,12 +77,12 @@ class Client:
         self._exchanges: list[Exchange] = []
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
-        """Status and decoded answer."""
+        """Returns status and decoded JSON."""
         async with self.session.post(path, json=body) as answer:
             return answer.status, await answer.json()
 
     async def generate(self, prompt: Sequence[int] | str, max_new: int = 8, **options: Any) -> dict[str, Any]:
-        """The answer of ``/generate``, greedy and of full length unless ``options`` say otherwise."""
+        """Returns the response of ``/generate``; greedy and without stopping at EOS, unless ``options`` override it."""
         status, answer = await self.post("/generate", body_of(prompt, max_new, **options))
         assert status == 200, answer
         assert isinstance(answer, dict)
@@ -97,11 +97,11 @@ class Client:
         return exchange
 
     def forget(self, exchange: Exchange) -> None:
-        """It is over, and of no more interest."""
+        """Drops a finished exchange, so that a long test does not keep all of them."""
         self._exchanges.remove(exchange)
 
     async def leave_all(self) -> None:
-        """Go away from whatever is still under way."""
+        """Closes all requests in flight."""
         await asyncio.gather(*(exchange.leave() for exchange in self._exchanges))
 
     async def _follow(self, exchange: Exchange, body: dict[str, Any]) -> None:
@@ -129,8 +129,8 @@ class Client:
         async with self.session.get("/v1/workers") as answer:
             return {worker["name"]: worker for worker in (await answer.json())["workers"]}
 
-    async def fresh(self, timeout_s: float = 20.0) -> dict[str, dict[str, Any]]:
-        """Rows of which each tells of a moment after this call: of all nodes that should run and are not paused."""
+    async def fresh(self, timeout_s: float = 60.0) -> dict[str, dict[str, Any]]:
+        """Returns the rows of ``/v1/workers`` once every running node has sent a heartbeat after this call."""
         began = time.monotonic()
         rows: dict[str, dict[str, Any]] = {}
         while True:
@@ -140,18 +140,18 @@ class Client:
                     rows[name] = row
             if rows.keys() >= self.service.processes.keys() - {"gateway"}:
                 return rows
-            assert time.monotonic() - began < timeout_s, f"no heartbeats; only {sorted(rows)}\n{self.service.log()}"
+            assert time.monotonic() - began < timeout_s, f"heartbeats only from {sorted(rows)}\n{self.service.log()}"
             await asyncio.sleep(HEARTBEAT_S / 2)
 
     async def heartbeats(self) -> dict[str, dict[str, Any]]:
         return {name: row["heartbeat"] for name, row in (await self.fresh()).items()}
 
     async def counters(self) -> dict[str, dict[str, float]]:
-        """Totals of every node since its start."""
+        """Returns the counters of every node since its start."""
         return {name: heartbeat["counters"] for name, heartbeat in (await self.heartbeats()).items()}
 
-    async def settled(self, timeout_s: float = 9.0) -> dict[str, dict[str, float]]:
-        """Waits until all is released, sooner than by any lease, and proves that it is; returns the nodes' totals."""
+    async def settled(self, timeout_s: float = 60.0) -> dict[str, dict[str, float]]:
+        """Waits until every page, slot and count is released; returns the counters of the nodes."""
         ends = time.monotonic() + timeout_s
         while True:
             rows = await self.fresh()
@@ -167,7 +167,7 @@ class Client:
 
 
 def body_of(prompt: Sequence[int] | str, max_new: int, **options: Any) -> dict[str, Any]:
-    """A body for ``/generate``; ``options`` of the request itself are told from those of sampling by name."""
+    """Returns a body for ``/generate``; options that are not fields of the request become sampling parameters."""
     outer = {"rid", "return_logprob", "top_logprobs_num", "deadline_ms", "cache_salt", "priority"}
     sampling = {"temperature": 0, "max_new_tokens": max_new, "ignore_eos": True}
     sampling |= {name: value for name, value in options.items() if name not in outer}
@@ -178,7 +178,7 @@ def body_of(prompt: Sequence[int] | str, max_new: int, **options: Any) -> dict[s
 
 
 def _take(exchange: Exchange, event: bytes) -> bool:
-    """One server-sent event; True if it was the last."""
+    """Records a server-sent event; True if it is the last."""
     assert event.startswith(b"data: "), event
     if event == b"data: [DONE]":
         return True
@@ -194,7 +194,7 @@ def _take(exchange: Exchange, event: bytes) -> bool:
 
 
 def _held(row: dict[str, Any]) -> str:
-    """What a node has not given back, in words; empty if nothing."""
+    """Describes what a node still holds; empty if nothing."""
     heartbeat = row["heartbeat"]
     missing = row["register"]["num_pages"] - heartbeat["num_free_pages"] - heartbeat["num_cached_pages"]
     found = {
@@ -208,7 +208,7 @@ def _held(row: dict[str, Any]) -> str:
 
 
 async def until(is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Waits for a condition, looking every few milliseconds."""
+    """Polls a condition every 2 ms until it holds; fails with ``what`` after ``timeout_s``."""
     ends = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < ends, what
@@ -216,6 +216,6 @@ async def until(is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    """Token ids that share no prefix with those of another seed."""
+    """Returns random token ids; prompts of different seeds share no prefix."""
     drawn = random.Random(seed)
     return [drawn.randrange(4, 1000) for _ in range(length)]

@@ -116,7 +116,7 @@ def attach(reader: ShmReader, writer: ShmWriter, connect: Connect, *, peer: str 
     raise AssertionError("it never ends")
 
 
-def wait_for_news(reader: ShmReader, timeout_s: float = 20.0) -> list[Fenced]:
+def wait_for_news(reader: ShmReader, timeout_s: float = 60.0) -> list[Fenced]:
     """Sleeps on the reader's own descriptor, as a node does."""
     until = time.monotonic() + timeout_s
     while (left := until - time.monotonic()) > 0:

@@ -120,7 +120,7 @@ class Engine:
         self.may_run = threading.Event()
 
     def run(self, plan: StepPlan) -> StepResult:
-        assert self.may_run.wait(10)
+        assert self.may_run.wait(60)
         if plan.step == 13:
             raise RuntimeError("the device is on fire")
         return StepResult(plan.step, (plan.step,))
