@@ -1,5 +1,6 @@
-"""Several samples, judged prompts, flushed caches, penalties and local prefill over whole services: one with a node of
-each role, one whose decode node keeps short prompts, and a decode node alone.
+"""Samples, prompt log-probabilities, cache flushes, penalties and local prefill over whole services.
+
+Three services: a node of each role, the same with short prompts prefilled on the decode node, and a decode node alone.
 """
 
 from collections.abc import Iterator
@@ -58,25 +59,25 @@ async def test_samples_share_the_whole_pages_of_their_prompt(service: Service, c
     await completions(client, prompt_of(70, 3), n=4, temperature=1.0)  # four whole pages and six tokens
     after = await client.counters()
 
-    def moved(name: str) -> int:
+    def increase(name: str) -> int:
         return int(sum(after[node].get(name, 0) - before[node].get(name, 0) for node in after))
 
-    assert moved("prompt_tokens_computed") == 70 + 3 * 6
-    assert moved("pages_sent") == (0 if "prefill-0" not in service.nodes else 5 + 3)
+    assert increase("prompt_tokens_computed") == 70 + 3 * 6
+    assert increase("pages_sent") == (0 if "prefill-0" not in service.nodes else 5 + 3)
 
 
 async def test_prompts_below_the_threshold_are_prefilled_on_the_decode_node(service: Service, client: Client) -> None:
     modes = {"never": (1, 1), "auto": (0, 1), "always": (0, 0)}
     num_short, num_long = modes[service._gateway_options["local_prefill"]]
-    for length, num_handed_over in ((THRESHOLD - 1, num_short), (THRESHOLD, num_long)):
+    for length, num_transfers in ((THRESHOLD - 1, num_short), (THRESHOLD, num_long)):
         before = await client.counters()
         await completions(client, prompt_of(length, 100 + length))
         after = await client.counters()
-        assert after["decode-0"]["transfers"] - before["decode-0"]["transfers"] == num_handed_over
-        assert after["decode-0"]["local_prefills"] - before["decode-0"]["local_prefills"] == 1 - num_handed_over
+        assert after["decode-0"]["transfers"] - before["decode-0"]["transfers"] == num_transfers
+        assert after["decode-0"]["local_prefills"] - before["decode-0"]["local_prefills"] == 1 - num_transfers
         if "prefill-0" in after:
             is_idle = after["prefill-0"]["requests"] == before["prefill-0"]["requests"]
-            assert is_idle == (not num_handed_over)
+            assert is_idle == (not num_transfers)
 
 
 async def test_prompt_logprobs_are_equal_cold_and_cached_whole_and_in_chunks(client: Client) -> None:
@@ -116,13 +117,13 @@ async def test_penalties_and_biases_apply_on_both_nodes(client: Client) -> None:
     banned = {str(token): -100 for token in plain["token_ids"]}
     (other,) = await completions(client, prompt, temperature=0, max_tokens=12, logit_bias=banned)
     assert not set(other["token_ids"]) & set(plain["token_ids"])
-    wish = next(token for token in range(4, 100) if token not in plain["token_ids"])
-    (loud,) = await completions(client, prompt, temperature=0, max_tokens=5, logit_bias={str(wish): 100})
-    assert loud["token_ids"] == [wish] * 5
-    (tired,) = await completions(
-        client, prompt, temperature=0, max_tokens=8, logit_bias={str(wish): 1}, frequency_penalty=2.0
+    favoured = next(token for token in range(4, 100) if token not in plain["token_ids"])
+    (biased,) = await completions(client, prompt, temperature=0, max_tokens=5, logit_bias={str(favoured): 100})
+    assert biased["token_ids"] == [favoured] * 5
+    (penalised,) = await completions(
+        client, prompt, temperature=0, max_tokens=8, logit_bias={str(favoured): 1}, frequency_penalty=2.0
     )
-    assert len(set(tired["token_ids"])) > 1
+    assert len(set(penalised["token_ids"])) > 1
 
 
 async def test_one_gateway_serves_nodes_of_two_models(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ async def test_sigterm_under_load_ends_every_process(serve: Serve) -> None:
     wait_until_released(resources)
 
 
+@pytest.mark.slow  # test_sigterm_under_load_ends_every_process covers all but the signal
 async def test_ctrl_c_under_load_ends_every_process(serve: Serve) -> None:
     resources = ProcessResources.of(list(serve.pids().values()))
     async with serve.load() as streams:

@@ -1,4 +1,4 @@
-"""A user's own policy and priority function in a real service, on every node and in the gateway."""
+"""User-defined policies and priority functions in a real service, on every node and in the gateway."""
 
 import asyncio
 import subprocess
@@ -17,7 +17,7 @@ class LongestPromptFirst(Policy):
     def order(self, waiting, now):
         return sorted(waiting, key=lambda request: -len(request.prompt))
 
-def very_long_ones_wait(facts):
+def deprioritize_long_prompts(facts):
     return -5 if facts.num_prompt_tokens > 45 else 0
 """
 
@@ -36,7 +36,7 @@ async def test_a_user_defined_policy_orders_requests_on_every_node(tmp_path: Pat
     }
     with running(
         tmp_path / "logs",
-        gateway_options={**options, "priority_function": "own_scheduling:very_long_ones_wait"},
+        gateway_options={**options, "priority_function": "own_scheduling:deprioritize_long_prompts"},
         node_options={**options, "max_running_requests": 1},
         variables={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
     ) as service:
@@ -50,7 +50,7 @@ async def test_a_user_defined_policy_orders_requests_on_every_node(tmp_path: Pat
             await begun.leave()
             await asyncio.gather(*(exchange.end() for exchange in others))
             by_end = sorted(zip(others, lengths, strict=True), key=lambda pair: pair[0].ended_at)
-            # Who came first had nobody to be compared with, and its prompt was computed at once.
+            # The first request met an empty queue, so its prompt was computed without a comparison.
             later = [length for _, length in by_end[1:]]
             assert later == sorted(later, key=lambda length: (length > 45, -length))
 

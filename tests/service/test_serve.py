@@ -1,4 +1,4 @@
-"""``serve``: starts a whole service, keeps it running, and leaves nothing behind."""
+"""``./scripts/serve`` starts a service, restarts its processes, and stops all of them."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Service:
-    """A ``serve`` process with its URL and every line that it has printed."""
+    """A ``serve`` process with its URL and the lines that it has printed."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
@@ -55,22 +55,22 @@ class Service:
     def complete(self, prompt: str) -> tuple[int, str]:
         """HTTP status and text of a greedy completion of 40 tokens."""
         body = {"model": "baton-small", "prompt": prompt, "temperature": 0, "max_tokens": 40}
-        with closing(HTTPConnection(self.url.removeprefix("http://"), timeout=30)) as connection:
+        with closing(HTTPConnection(self.url.removeprefix("http://"), timeout=60)) as connection:
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
             content = json.load(answer)
         return answer.status, content["choices"][0]["text"] if answer.status == 200 else str(content)
 
     def stop(self, number: signal.Signals) -> None:
-        """Send a signal and wait for the end."""
+        """Send a signal and wait until the process has ended."""
         self.process.send_signal(number)
         self.process.wait(60)
         self._reader.join(60)
 
 
 @contextmanager
-def serving(*words: str) -> Iterator[Service]:
-    command = [sys.executable, "-m", "scripts.serving.serve", "--port", "0", "--max-total-tokens", "4096", *words]
+def serving(*flags: str) -> Iterator[Service]:
+    command = [sys.executable, "-m", "scripts.serving.serve", "--port", "0", "--max-total-tokens", "4096", *flags]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output) as process:
         try:
@@ -116,7 +116,7 @@ def test_a_second_signal_does_not_wait_for_a_node_that_hangs():
             time.sleep(0.01)
         service.stop(signal.SIGINT)
         assert service.process.returncode == 130, "serve waited for the node"
-        _, alive = psutil.wait_procs(nodes.values(), 20)
+        _, alive = psutil.wait_procs(nodes.values(), 60)
         assert not alive
 
 
