@@ -123,7 +123,7 @@ def test_pages_that_linger_keep_further_requests_from_being_retracted() -> None:
         ready(node, rid, 7).expected_output = 1  # two pages each, both of which are full after one more token
     first = plan_of(node)
     assert node.scheduler.plan(node.now) is None, "every page is in the outstanding step"
-    assert len(node.places.retracted) == 1, "its pages are enough for the others"
+    assert len(node.table.retracted) == 1, "its pages are enough for the others"
     commit(node, first)
     assert len(plan_of(node).rows) == 2
 

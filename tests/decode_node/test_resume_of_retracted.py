@@ -11,7 +11,7 @@ from decode_node.request_state import State
 
 def lose_all(node: Node, rid: str) -> Request:
     """Retract a running request, and its KV goes from the cache too."""
-    request = node.places.running[rid, 0]
+    request = node.table.running[rid, 0]
     node.scheduler._preemptor.retract(request, node.now, "for the test")
     node.cache.clear()
     return request

@@ -182,7 +182,7 @@ async def test_the_death_of_a_node_ends_its_requests_and_aborts_them_on_the_othe
     assert (await stack.post("/v1/completions", BODY))[0] == 503
     assert (await stack.get("/ready"))[0] == 503
     again = await stack.node(dead.role, dead.register.name)
-    assert any(message == Registered(2, 0.1) for message in again.heard)
+    assert any(message == Registered(2, 0.1) for message in again.received)
     assert await serves(stack)
 
 
@@ -233,7 +233,7 @@ async def test_a_silent_node_is_lost_and_may_register_again(folder):
         await prefill.until(lambda: rid in prefill.aborts)
         await decode.until(lambda: rid in decode.aborts)  # it may have been slow only
         decode.beat()
-        await decode.until(lambda: any(isinstance(message, Unknown) for message in decode.heard))
+        await decode.until(lambda: any(isinstance(message, Unknown) for message in decode.received))
         decode.is_beating = True
         while (await stack.get("/ready"))[0] != 200:
             await asyncio.sleep(0.01)
@@ -276,7 +276,7 @@ async def test_a_replacement_with_the_same_name_is_accepted_while_the_old_connec
     await old.kill()
     stack.nodes.remove(old)
     third = await stack.node("decode", "decode")
-    assert any(isinstance(message, Registered) and message.starts == 2 for message in third.heard)
+    assert any(isinstance(message, Registered) and message.starts == 2 for message in third.received)
     assert await serves(stack)
 
 
@@ -290,7 +290,7 @@ async def test_a_node_of_another_model_is_refused_with_a_sentence(stack):
 async def test_tokens_of_an_unknown_request_are_answered_with_an_abort(stack):
     prefill = stack.nodes[0]
     prefill.tokens("unknown", 0, (65,))
-    await prefill.until(lambda: Abort("unknown", 0) in prefill.heard)
+    await prefill.until(lambda: Abort("unknown", 0) in prefill.received)
 
 
 async def test_tokens_of_another_node_are_refused(stack):

@@ -222,7 +222,7 @@ async def test_a_changed_priority_reaches_both_nodes(folder):
     async with queued(folder, schedule_low_priority_values_first=True) as stack:
         assert await stack.post("/v1/requests/first/priority", {"priority": 5}) == (200, {"changed": 1})
         for node in stack.nodes:
-            await node.until(lambda node=node: Reprioritize("first", node.attempt("first"), -5) in node.heard)
+            await node.until(lambda node=node: Reprioritize("first", node.attempt("first"), -5) in node.received)
 
 
 async def test_the_class_of_a_request_can_be_changed_anywhere(folder):
@@ -231,7 +231,7 @@ async def test_the_class_of_a_request_can_be_changed_anywhere(folder):
         assert await stack.post("/v1/requests/first/priority", {"priority_class": "high"}) == (200, {"changed": 1})
         for node in stack.nodes:
             told = Reprioritize("first", node.attempt("first"), LOWEST_PRIORITY, "high")
-            await node.until(lambda node=node, told=told: told in node.heard)
+            await node.until(lambda node=node, told=told: told in node.received)
         _, answer = await stack.get("/v1/workers/gateway/decisions")
         assert "from the class low to high" in answer["decisions"][-1]["reason"]
     assert set(stack.nodes[0].generates) == {"first", "a", "b", "c"}

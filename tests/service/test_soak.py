@@ -1,6 +1,6 @@
 """Random load: prompts that share prefixes, small pools, disconnects and killed nodes.
 
-Every complete response has exactly the tokens of the reference, so a page that is written late or read stale would show.
+Every complete response has exactly the tokens of the reference, so a page written late or read stale would show.
 The slow tests run longer, and watch memory over 12,000 requests.
 """
 

@@ -45,9 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
                 shutil.copy(path, folder)
         cases = draw_prompts(load_reference(folder), LENGTHS, MAX_NEW, seed=8)
         firsts = {prompt[0] for prompt, _ in cases}
-        assert len(firsts) == len(cases) and WARM_UP not in firsts, (
-            "with pages of one token these prompts would share pages"
-        )
+        assert len(firsts) == len(cases) and WARM_UP not in firsts, "with pages of one token these would share pages"
         return folder, cases
 
     num_threads = torch.get_num_threads()
@@ -146,9 +144,7 @@ async def test_pages_are_transferred_while_later_chunks_are_computed(tmp_path: P
                 await generate(client, case, rid="mine")  # the id of a finished request may be reused
             totals = await client.settled()
     assert totals["prefill-0"]["chunked_requests"] == 2
-    assert totals["prefill-0"]["overlapped_transfers"] == 2, (
-        "the first page arrived only after the last chunk had begun"
-    )
+    assert totals["prefill-0"]["overlapped_transfers"] == 2, "no page arrived before the last chunk had begun"
     assert totals["prefill-0"]["pages_overlapped"] > 2
 
 

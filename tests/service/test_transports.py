@@ -1,4 +1,4 @@
-"""Over each transport, a whole service produces the tokens of ``transformers`` and sends all pages by that transport."""
+"""A whole service over each transport: exact tokens, and all pages by that transport alone."""
 
 import asyncio
 import os

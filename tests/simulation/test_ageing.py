@@ -75,9 +75,9 @@ def test_when_the_batch_outgrows_the_pool_an_aged_request_stays(comes_at: float,
     node.run_in("old", 8, 0, new=40)
     node.now = comes_at
     node.run_in("urgent", 8, 10, new=40)
-    while not node.places.retracted:
+    while not node.table.retracted:
         node.step()
-    assert [key[0] for key in node.places.retracted] == [victim]
+    assert [key[0] for key in node.table.retracted] == [victim]
 
 
 def test_the_lowest_effective_priority_is_preempted() -> None:

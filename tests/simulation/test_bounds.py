@@ -112,7 +112,7 @@ def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
     for number, (length, max_new) in enumerate(requests):
         tenant = tenants[number]
         at = late_s if tenant == "light" else 0.0
-        service.ask(f"r{number}", unlike(number, length), max_new, at=at, tenant=tenant, seed=number)
+        service.submit(f"r{number}", unlike(number, length), max_new, at=at, tenant=tenant, seed=number)
     service.events.at(late_s, lambda: has_come.append(len(meters[0].history)))
     service.run(is_checked=False)
     longest = max(length for length, _ in requests)
@@ -143,7 +143,7 @@ def test_a_tenant_with_ten_times_the_load_gets_no_more_service() -> None:
         schedule_policy="fair",
     )
     for number, tenant in enumerate(tenants):
-        service.ask(f"r{number}", unlike(number, 16), 8, tenant=tenant, seed=number)
+        service.submit(f"r{number}", unlike(number, 16), 8, tenant=tenant, seed=number)
     service.run(is_checked=False)
     begun = [begun for _, begun in meters[0].history if begun["light"] < 10]
     # Two are sent before the other tenant's requests arrive; then they alternate.
@@ -195,7 +195,7 @@ def test_edf_meets_every_feasible_set_of_deadlines(jobs: list[tuple[float, int]]
     )
     for number, ((released, chunks), end) in enumerate(zip(jobs, ends, strict=True)):
         timeout_s = end - released + CHUNK_S + 2 * MESSAGE_S + 1e-6
-        service.ask(f"r{number}", unlike(number, chunks * PAGE), 1, at=released, timeout_s=timeout_s)
+        service.submit(f"r{number}", unlike(number, chunks * PAGE), 1, at=released, timeout_s=timeout_s)
     service.run(is_checked=False)
     late = [rid for rid, answer in service.ended.items() if answer.error is not None]
     assert not late, f"{late} missed deadlines that could be met"

@@ -172,8 +172,8 @@ class History:
     def urgency(self) -> None:
         if self.cluster.answers:
             rid, priority = self.random.choice(sorted(self.cluster.answers)), self.random.randint(-9, 20)
-            for leg in self.cluster.answers[rid].legs:
-                self.cluster.tell(leg, Reprioritize(rid, 0, priority))
+            for node in self.cluster.answers[rid].nodes:
+                self.cluster.tell(node, Reprioritize(rid, 0, priority))
 
     def odd(self) -> None:
         message = self.random.choice([Flush(), GetDecisions(100)])

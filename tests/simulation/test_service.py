@@ -14,7 +14,7 @@ from common.errors import ErrorCode
 
 def test_times_of_a_lone_request_are_the_sum_of_its_parts() -> None:
     service = SimulatedService()
-    service.ask("a", prompt_of(8), 3, at=5.0)
+    service.submit("a", prompt_of(8), 3, at=5.0)
     service.run()
     answer = service.ended["a"]
     # The nodes get the request at 5.001. Prefill takes 10 + 8 ms for 8 tokens; the gateway gets the first token 1 ms
@@ -30,7 +30,7 @@ def test_times_of_a_lone_request_are_the_sum_of_its_parts() -> None:
 def test_two_outputs_share_a_batch() -> None:
     service = SimulatedService()
     for number in range(2):
-        service.ask(f"r{number}", prompt_of(4, number), 2)
+        service.submit(f"r{number}", prompt_of(4, number), 2)
     service.run()
     # The first request is alone in its step (10 + 4 ms from 1 ms on), because it arrived a moment earlier.
     first, second = (service.ended[f"r{number}"] for number in range(2))
@@ -47,7 +47,7 @@ def test_a_run_is_deterministic() -> None:
             2, 2, limits=NodeLimits(prefill_pages=20, decode_pages=14, max_running=3, chunk_tokens=8)
         )
         for number in range(30):
-            service.ask(f"r{number}", prompt_of(1 + number * 7 % 40, number % 3), 1 + number % 9, at=number * 0.013)
+            service.submit(f"r{number}", prompt_of(1 + number * 7 % 40, number % 3), 1 + number % 9, at=number * 0.013)
         service.run(is_checked=False)
         return [(rid, answer.stamps_s, answer.ids) for rid, answer in service.ended.items()]
 
@@ -56,7 +56,7 @@ def test_a_run_is_deterministic() -> None:
 
 def test_a_deadline_ends_a_request_at_its_instant() -> None:
     service = SimulatedService()
-    service.ask("late", prompt_of(8), 200, timeout_s=2.0)
+    service.submit("late", prompt_of(8), 200, timeout_s=2.0)
     service.run()
     answer = service.ended["late"]
     assert answer.error is not None
@@ -69,7 +69,7 @@ def test_a_deadline_ends_a_request_at_its_instant() -> None:
 def test_requests_beyond_the_queue_are_refused_at_once() -> None:
     service = SimulatedService(limits=NodeLimits(max_running=2), max_queued_requests=3)
     for number in range(8):
-        service.ask(f"r{number}", prompt_of(8), 5)
+        service.submit(f"r{number}", prompt_of(8), 5)
     service.run()
     assert [error.code for error in service.refused.values()] == [ErrorCode.QUEUE_FULL] * 3
     assert len(service.ended) == 5
@@ -79,7 +79,7 @@ def test_requests_beyond_the_queue_are_refused_at_once() -> None:
 def test_decode_nodes_compute_prompts_without_a_prefill_node() -> None:
     service = SimulatedService(0, 1, local_prefill="always")
     for number in range(6):
-        service.ask(f"r{number}", prompt_of(20, number), 6)
+        service.submit(f"r{number}", prompt_of(20, number), 6)
     service.run()
     for rid in service.ended:
         service.assert_exact_tokens(rid)
@@ -89,7 +89,7 @@ def test_decode_nodes_compute_prompts_without_a_prefill_node() -> None:
 def test_pages_are_transmitted_one_after_the_other() -> None:
     service = SimulatedService(limits=NodeLimits(prefill_pages=200, decode_pages=200, chunk_tokens=None))
     for number in range(2):
-        service.ask(f"r{number}", prompt_of(400, number), 2)
+        service.submit(f"r{number}", prompt_of(400, number), 2)
     service.run()
     first, second = (service.ended[f"r{number}"].stamps_s for number in range(2))
     # 100 pages of 1 ms each. The first prompt's are computed at 411 ms and away at 511 ms, the second's at 821 and 921.
@@ -107,7 +107,7 @@ def test_a_prompt_with_granted_pages_passes_one_that_does_not_fit() -> None:
     for number in range(10):
         is_long = number in (5, 9)  # A and C; B is the second of the short ones
         length = {5: 29, 9: 13}.get(number, 1)
-        service.ask(f"r{number}", prompt_of(length, 0), 2 if is_long else 1)
+        service.submit(f"r{number}", prompt_of(length, 0), 2 if is_long else 1)
     service.run()
     for rid in service.ended:
         service.assert_exact_tokens(rid)
@@ -180,7 +180,7 @@ def test_every_request_ends_and_every_page_is_released(
     limits = NodeLimits(*pools, chunk_tokens=8, max_running=max_running)
     service = SimulatedService(num_prefill, nodes[1], limits=limits, **given_options)
     for number, request in enumerate(requests):
-        service.ask(
+        service.submit(
             f"r{number}",
             prompt_of(request["length"], request["first"]),
             request["max_new"],

@@ -1,4 +1,4 @@
-"""Books, cache and the makings of a ``PrefillAdder``, as the tests of admission begin. Pages have 4 tokens."""
+"""A page allocator, a radix cache and ``PrefillAdder``s over them, for tests of admission. Pages have 4 tokens."""
 
 from itertools import count
 from typing import Any
@@ -16,7 +16,7 @@ _names = count()
 
 
 class Pool:
-    """Books, cache and the makings of an adder."""
+    """A page allocator and a radix cache, and adders over them."""
 
     def __init__(self, num_pages: int, page_size: int = PAGE, *, is_enabled: bool = True) -> None:
         self.page_size = page_size
@@ -25,7 +25,7 @@ class Pool:
 
     @property
     def num_tokens(self) -> int:
-        """Free and evictable memory."""
+        """Free and evictable memory in tokens."""
         return (self.allocator.num_free + self.cache.num_evictable_pages) * self.page_size
 
     def adder(
@@ -47,7 +47,7 @@ class Pool:
 
 
 def request(length: int, max_new: int = 1, *, start: int | None = None, ignore_eos: bool = False) -> Request:
-    """A request of its own tokens, or of ``start, start + 1, ...``."""
+    """Return a request with the prompt ``start, start + 1, ...``, by default with tokens of no other request."""
     number = next(_names)
     first = number * 1000 if start is None else start
     sampling = SamplingParams(max_new_tokens=max_new, ignore_eos=ignore_eos)
@@ -59,7 +59,7 @@ def chunks_of(adder: PrefillAdder) -> list[tuple[int, int, bool]]:
 
 
 def compute(pool: Pool, adder: PrefillAdder) -> None:
-    """What a role does after the step: count the chunks as computed and cache them."""
+    """Count the chunks as computed and cache them, as a role does after the step."""
     for chunk in adder.chunks:
         chunk.request.num_computed += chunk.num_tokens
         cache_computed(pool.cache, chunk.request)

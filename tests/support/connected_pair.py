@@ -1,4 +1,4 @@
-"""A sender and a receiver that are connected, as most tests of transfers begin; a slow wire, and one that breaks."""
+"""A connected sender and receiver, and transfers in the states from which tests begin."""
 
 import pytest
 from support.kv_fakes import DECODE, TransferPair
@@ -18,7 +18,7 @@ def pair() -> TransferPair:
 
 
 def slow() -> TransferPair:
-    """One page (64 bytes) a tick, and a tick of latency."""
+    """Return a pair whose wire moves one page (64 bytes) a tick with a latency of one tick."""
     pair = TransferPair(Wire(latency=1, bytes_per_tick=64))
     pair.connect()
     return pair
@@ -31,7 +31,7 @@ def failure(pair: TransferPair, key: RequestKey = KEY) -> TransferFailed:
 
 
 def written_unreported(pair: TransferPair, num_pages: int) -> None:
-    """A transfer whose pages and PrefillDone have been written and not reported yet."""
+    """Bring a transfer to where all pages and PrefillDone are written but not yet reported."""
     pair.open(KEY, num_pages)
     pair.begin(KEY, num_pages)
     pair.hear_decode()
@@ -40,14 +40,14 @@ def written_unreported(pair: TransferPair, num_pages: int) -> None:
 
 
 def break_data_connection(pair: TransferPair) -> None:
-    """The data connection breaks; both ends notice."""
-    pair.writer.lose(DECODE, "a snap")
+    """Break the data connection; both ends notice."""
+    pair.writer.lose(DECODE, "connection broken")
     pair.pump()
     pair.poll()
 
 
 def half_written(pair: TransferPair) -> list[int]:
-    """A transfer of four pages, of which one has arrived and a second is on its way."""
+    """Begin a transfer of four pages, of which one has arrived and a second is in flight."""
     pair.open(KEY, 4)
     pages = pair.begin(KEY, 4)
     pair.hear_decode()

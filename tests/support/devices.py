@@ -1,4 +1,4 @@
-"""The devices that engine tests run on: the CPU everywhere, CUDA where there is one."""
+"""The devices of the engine tests: the CPU, and CUDA on machines that have it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Drives an executor with plans made by hand, without a scheduler; pages are scattered over the pool."""
+"""Drives an executor step by step without a scheduler; pages are scattered over the pool."""
 
 from collections.abc import Sequence
 
@@ -15,19 +15,21 @@ class Driver:
     def __init__(self, executor: TorchExecutor) -> None:
         self.executor = executor
         self.page_size = executor.pool.layout.page_size
-        # Even pages come after odd ones, so that neighbouring tokens are not on neighbouring pages.
+        # Even pages come after odd ones, so that consecutive tokens are not on consecutive pages.
         pages = range(executor.pool.num_pages)
         self.free = [*pages[::2], *pages[1::2]]
         self.steps = 0
 
-    def start(self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY, shared: int = 0) -> "Text":
-        """Make a request; its first ``shared`` tokens are not computed, and the test sets their pages."""
-        text = Text(self, slot, list(prompt), params)
+    def start(
+        self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY, shared: int = 0
+    ) -> "DrivenRequest":
+        """Return a request; its first ``shared`` tokens are not computed, and the test sets their pages."""
+        text = DrivenRequest(self, slot, list(prompt), params)
         text.num_computed = shared
         return text
 
-    def step(self, *extends: tuple["Text", int]) -> None:
-        """Run one step that extends each request by so many tokens (0: all known tokens)."""
+    def step(self, *extends: tuple["DrivenRequest", int]) -> None:
+        """Run one step that extends each request by a number of tokens; 0 means all known tokens."""
         admits, deltas, rows, sampling = [], [], [], []
         for text, count in extends:
             admits += text.take_admit()
@@ -45,13 +47,13 @@ class Driver:
             text.output.append(token)
             text.logprobs.append(logprob)
 
-    def finish(self, texts: Sequence["Text"], max_new: int, chunk: int = 0) -> None:
+    def finish(self, texts: Sequence["DrivenRequest"], max_new: int, chunk: int = 0) -> None:
         """Run steps until every request has ``max_new`` output tokens; prompts are computed in chunks."""
         while waiting := [text for text in texts if len(text.output) < max_new]:
             self.step(*((text, chunk) for text in waiting))
 
 
-class Text:
+class DrivenRequest:
     """A request with its tokens, its pages and the number of computed tokens."""
 
     def __init__(self, driver: Driver, slot: int, prompt: list[int], params: SamplingParams) -> None:
@@ -64,7 +66,7 @@ class Text:
         self._driver = driver
         self.params = params
         self._is_admitted = False
-        self._num_told = 0
+        self._num_reported_pages = 0
 
     def take_admit(self) -> list[Admit]:
         if self._is_admitted:
@@ -86,6 +88,6 @@ class Text:
     def take_pages(self, num_tokens: int) -> list[PageDelta]:
         while len(self.pages) * self._driver.page_size < num_tokens:
             self.pages.append(self._driver.free.pop())
-        fresh = self.pages[self._num_told :]
-        first, self._num_told = self._num_told, len(self.pages)
+        fresh = self.pages[self._num_reported_pages :]
+        first, self._num_reported_pages = self._num_reported_pages, len(self.pages)
         return [PageDelta(self.slot, first, tuple(fresh))] if fresh else []

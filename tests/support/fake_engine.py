@@ -1,8 +1,8 @@
-"""An engine without a model whose tokens betray every wrong page.
+"""An engine without a model whose tokens reveal every wrong page.
 
-The "KV" of a position is a running hash over all tokens up to it. The next token is a function of their sum, read
-back from the pages as attention would. So one page that is stale, overwritten, misplaced or given away too soon
-changes every token after it, and the output no longer equals ``expected_output``.
+The "KV" of a position is a running hash over all tokens up to it. The next token is a function of the sum of all
+hashes, read back from the pages as attention would. A page that is stale, overwritten, misplaced or released too soon
+changes every later token, and the output no longer equals ``expected_output``.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ VOCAB_SIZE = 50_000
 
 
 def mix(state: int, token: int) -> int:
-    """The running hash one token later; 32 bits, never zero."""
+    """Return the running hash after one more token; 32 bits, never zero."""
     value = (state * 0x9E3779B1 + token * 0x85EBCA77 + 0x165667B1) & 0xFFFFFFFF
     value ^= value >> 15
     return value * 0xC2B2AE3D & 0xFFFFFFFF | 1
 
 
 def expected_output(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """What the engine must say after ``prompt``."""
+    """Return the tokens that the engine must produce after ``prompt``."""
     state = total = 0
     for token in prompt:
         state = mix(state, token)
@@ -38,7 +38,7 @@ def expected_output(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 
 
 class FakePool:
-    """A ``PageStore`` of 4 bytes of hash per token (and 4 of nothing, since keys have values)."""
+    """A ``PageStore`` with 4 bytes of hash per token as the key, and 4 unused bytes as the value."""
 
     fd = -1
     is_mapped = is_in_place = True
@@ -60,7 +60,7 @@ class FakePool:
 
 
 class FakeExecutor:
-    """Runs plans over a ``FakePool``; checks that a plan is one that a real engine could run."""
+    """Runs plans over a ``FakePool`` and asserts that each plan is valid."""
 
     def __init__(self, num_pages: int, page_size: int, num_slots: int) -> None:
         self.pool = FakePool(num_pages, page_size)

@@ -1,8 +1,8 @@
 """A small tokenizer, and nodes without an engine for tests of the gateway alone.
 
-A ``FakeNode`` runs on the test's event loop and speaks the real control plane over real sockets. By default a pair
-repeats the prompt's own tokens: the prefill node sends output token 0 and the decode node the rest, or all of them if
-it gets the prompt alone. A test takes over by setting ``on_generate``.
+A ``FakeNode`` runs on the test's event loop and speaks the real control protocol over real sockets. By default a pair
+repeats the tokens of the prompt: the prefill node sends output token 0 and the decode node the rest, or all of them for
+a local prefill. A test sets ``on_generate`` to change that.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ PADDED_VOCAB = 512
 
 
 def make_tokenizer() -> Tokenizer:
-    """A byte-level BPE tokenizer of about 320 ids, the last few of them special."""
+    """Returns a byte-level BPE tokenizer of about 320 ids, the last few of them special."""
     tokenizer = Tokenizer(models.BPE())
     pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -82,7 +82,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_model_folder(folder: Path) -> Path:
-    """Writes the files that the gateway reads of a checkpoint."""
+    """Writes the files of a checkpoint that the gateway reads."""
     make_tokenizer().save(str(folder / "tokenizer.json"))
     config = {
         "chat_template": TEMPLATE,
@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_register(role: str, name: str, **changes: Any) -> Register:
-    """The registration of a node of the tiny model."""
+    """Returns the registration of a node of the tiny model."""
     fields: dict[str, Any] = {
         "role": role,
         "name": name,
@@ -125,14 +125,14 @@ def make_register(role: str, name: str, **changes: Any) -> Register:
 
 
 class FakeNode:
-    """One start of one node.
+    """A node without an engine; each object has its own process id.
 
     Attributes:
-        heard: every message from the gateway, in order.
-        generates, aborts: those of these kinds, by rid; but for what ``round_trip`` asks.
-        on_generate: called with the node and each ``Generate``; by default the echo.
-        num_cached_pages: what it says it has forgotten when it is told to; None for no answer.
-        decisions: what it says it has decided; None for no answer.
+        received: every message from the gateway, in order.
+        generates, aborts: ``Generate`` by rid, and rids of ``Abort``, except those of ``round_trip``.
+        on_generate: called with the node and each ``Generate``; ``echo`` by default.
+        num_cached_pages: the reply to ``Flush``; None for no reply.
+        decisions: the reply to ``GetDecisions``; None for no reply.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class FakeNode:
         self.role = role
         self.register = make_register(role, name or role, **changes)
         self.incarnation = new_incarnation()
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.generates: dict[str, Generate] = {}
         self._attempts = {} if attempts is None else attempts
         self.aborts: list[str] = []
@@ -161,11 +161,11 @@ class FakeNode:
     def tokens(self, rid: str, index: int, tokens: tuple[int, ...], **fields: Any) -> None:
         self.send(Tokens(rid, self.attempt(rid), index, tokens, **fields))
 
-    def fail(self, rid: str, code: ErrorCode, message: str = "as the test wants", retry_after_s: float = 0.0) -> None:
+    def fail(self, rid: str, code: ErrorCode, message: str = "failed by the test", retry_after_s: float = 0.0) -> None:
         self.send(Failed(rid, self.attempt(rid), code, message, retry_after_s))
 
     def attempt(self, rid: str) -> int:
-        """The attempt of a request as any node of the stack has received it; 0 for an unknown request."""
+        """Returns the attempt number of a request that any node of the stack has received; 0 if none has."""
         return self.generates[rid].attempt if rid in self.generates else self._attempts.get(rid, 0)
 
     def leave(self) -> None:
@@ -189,11 +189,11 @@ class FakeNode:
         """
         rid = next(self._round_trips)
         self.send(Tokens(rid, 0, 0, (65,)))
-        await self.until(lambda: Abort(rid, 0) in self.heard)
+        await self.until(lambda: Abort(rid, 0) in self.received)
 
     @property
     def is_registered(self) -> bool:
-        return any(isinstance(message, Registered) for message in self.heard)
+        return any(isinstance(message, Registered) for message in self.received)
 
     async def registered(self) -> "FakeNode":
         await self.until(lambda: self.is_registered)
@@ -205,7 +205,7 @@ class FakeNode:
 
     @property
     def refusal(self) -> str:
-        return next((message.reason for message in self.heard if isinstance(message, Refused)), "")
+        return next((message.reason for message in self.received if isinstance(message, Refused)), "")
 
     async def _run(self) -> None:
         next_beat = 0.0
@@ -222,7 +222,7 @@ class FakeNode:
     def _receive(self) -> list[Any]:
         letters = self.mailbox.receive()
         for letter in letters:
-            self.heard.append(letter.message)
+            self.received.append(letter.message)
             if isinstance(letter.message, Generate):
                 self.generates[letter.message.rid] = letter.message
                 self._attempts[letter.message.rid] = letter.message.attempt
@@ -239,7 +239,7 @@ class FakeNode:
         return letters
 
     async def kill(self, last_words: Callable[[], None] = lambda: None) -> None:
-        """Disconnects, after sending these messages, if any."""
+        """Disconnects; ``last_words`` may send messages before."""
         if self._work.done():
             return
         self._work.cancel()
@@ -251,7 +251,7 @@ class FakeNode:
 
 
 def echo(node: FakeNode, generate: Generate) -> None:
-    """Repeats the prompt's tokens up to the maximum."""
+    """Repeats the tokens of the prompt up to ``max_new_tokens``."""
     prompt, limit = generate.prompt, generate.sampling.max_new_tokens
     output = tuple(prompt[i % len(prompt)] for i in range(limit))
     with_logprobs = generate.sampling.logprobs is not None
@@ -268,7 +268,7 @@ def echo(node: FakeNode, generate: Generate) -> None:
             logprobs=logprobs[:1],
             cached_tokens=len(prompt) // 2,
             finish="length" if limit == 1 else "",
-            prompt_logprobs=judged(generate),
+            prompt_logprobs=prompt_logprobs_of(generate),
             timings={"prefill_queue_s": 0.25, "prefill_s": 0.5},
         )
     if node.role == "prefill":
@@ -279,8 +279,8 @@ def echo(node: FakeNode, generate: Generate) -> None:
         node.tokens(generate.rid, i, output[i : i + 1], logprobs=logprobs[i : i + 1], finish=finish, timings=timings)
 
 
-def judged(generate: Generate) -> tuple[TokenLogprobs, ...]:
-    """The prompt token at position i has the log-probability -i; its alternatives are the ids after it."""
+def prompt_logprobs_of(generate: Generate) -> tuple[TokenLogprobs, ...]:
+    """Returns -i as the log-probability of the prompt token at position i, with the next ids as alternatives."""
     first, count = generate.sampling.prompt_logprobs_from, generate.sampling.logprobs or 0
     if first is None:
         return ()
@@ -292,7 +292,7 @@ def judged(generate: Generate) -> tuple[TokenLogprobs, ...]:
 
 
 def silent(node: FakeNode, generate: Generate) -> None:
-    """Sends nothing; the test sends for the node."""
+    """Sends nothing; the test sends messages itself."""
 
 
 class Stack:
@@ -321,7 +321,7 @@ class Stack:
         return await self.node("prefill", **changes), await self.node("decode", **changes)
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        """Status and JSON of an answer."""
+        """Returns status and JSON of a response."""
         data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         headers = {"Content-Type": "application/json", **headers}
         async with self.client.post(self.url + path, data=data, headers=headers) as answer:
@@ -333,7 +333,7 @@ class Stack:
             return answer.status, await (answer.json() if is_json else answer.text())
 
     async def stream(self, path: str, body: Any) -> list[Any]:
-        """The events of a stream: decoded JSON, or the text ``[DONE]``."""
+        """Returns the events of a stream: decoded JSON, or the text ``[DONE]``."""
         async with self.client.post(self.url + path, json={**body, "stream": True}) as answer:
             assert answer.status == 200, await answer.text()
             assert answer.content_type == "text/event-stream"
@@ -341,7 +341,7 @@ class Stack:
 
 
 async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    """Server-sent events as they arrive."""
+    """Yields server-sent events as they arrive."""
     async for line in answer.content:
         if line.startswith(b"data: "):
             data = line[6:].strip()
@@ -350,7 +350,7 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, *, options: dict[str, Any] | None = None, **config: Any) -> AsyncIterator[Stack]:
-    """A gateway over the tiny model, ready for nodes."""
+    """Starts a gateway with the tiny model."""
     values: dict[str, Any] = {"port": 0, "control_port": 0, "served_model_name": MODEL, "model": str(folder), **config}
     resolved = GatewayConfig(**values)
     gateway = Gateway(resolved, model_folders(resolved), **(options or {}))
@@ -369,7 +369,7 @@ BODY = {"prompt": "a", "max_tokens": 9}
 
 
 async def start_request(stack, body=BODY, path="/v1/completions"):
-    """A request that both nodes have received, and its id."""
+    """Sends a request and waits until both nodes have received it; returns its response task and its id."""
     prefill, decode = stack.nodes[:2]
     known = set(prefill.generates)
     call = asyncio.ensure_future(stack.client.post(stack.url + path, json=body))

@@ -1,4 +1,4 @@
-"""Fake transports that attach, fail and detach when a test says so."""
+"""Fake transports that attach, fail and detach on a test's command."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from kv_transfer.transports.base import Attached, AttachError, Fenced
 
 
 class FakeWriter:
-    """A writer that attaches, fails and detaches when a test says so."""
+    """A writer that attaches, fails and detaches on a test's command; ``refuses`` is the error of every attachment."""
 
     def __init__(self, name: str, store: MemfdStore, refuses: str = "") -> None:
         self.name = name

@@ -1,7 +1,7 @@
-"""A ``LocalCluster`` with delayed messages, slow engines, broken connections and nodes that stand still.
+"""A ``LocalCluster`` with delayed messages, slow engines, broken connections and suspended nodes.
 
-Whatever is drawn is drawn from the ``Random`` that is handed in. Two nodes' messages keep their order, as on a socket,
-but overtake those of other nodes. Every message is encoded and decoded on its way, as strictly as in production.
+All random choices come from the given ``Random``. Messages between two nodes keep their order, as on a socket, but may
+overtake those of other nodes. Every message is encoded and strictly decoded, as in production.
 """
 
 from collections import deque
@@ -27,26 +27,28 @@ DECODERS: dict[str, Any] = {
 
 
 class Lost:
-    """Stands for the end of a connection among its messages."""
+    """Marks the end of a connection in its queue of messages."""
 
 
 class FaultyCluster(LocalCluster):
-    """A cluster whose faults and delays are drawn at random.
+    """A cluster with random faults and delays.
 
     Args:
-        random: draws everything.
-        slowness: the most ticks of a message or a step.
-        others: as for ``LocalCluster``.
+        random: source of all random choices.
+        slowness: maximum delay of a message or a step in ticks.
+        others: arguments of ``LocalCluster``.
     """
 
     def __init__(self, random: Random, *, slowness: int = 3, **others: Any) -> None:
         self._random = random
         self._slowness = slowness
         self._links: dict[tuple[str, str], deque[tuple[int, Message | Lost]]] = {}
-        self._early: dict[str, dict[int, tuple[Member, Tokens]]] = {}  # tokens that came before those before them
-        self._stopped_until: dict[str, int] = {}  # until which tick
+        self._early: dict[str, dict[int, tuple[Member, Tokens]]] = {}  # tokens that arrived before their predecessors
+        self._stopped_until: dict[str, int] = {}  # tick at which each node resumes
         self._is_computing: dict[str, int] = {}
-        self._unnoticed: dict[tuple[str, str], int] = {}  # connections that broke, which the prefill node hears of then
+        self._unnoticed: dict[
+            tuple[str, str], int
+        ] = {}  # broken connections, and the tick at which the prefill node notices
         self._num_events = 0
         super().__init__(**others)
 
@@ -113,7 +115,7 @@ class FaultyCluster(LocalCluster):
             member.role.on_peer(sender, DECODERS[sender.split("-")[0]].decode(ENCODE(message)), now)
 
     def _hear_gateway(self, sender: str, message: Message | Lost) -> None:
-        """Take tokens in their order, as the gateway does."""
+        """Process tokens in order, as the gateway does."""
         if isinstance(message, Lost):
             self._gateway_lost(sender)
             return
@@ -134,18 +136,18 @@ class FaultyCluster(LocalCluster):
     def _all(self) -> list[Member]:
         return [*self.prefill, *self.decode, *self._dead]
 
-    # ---- what goes wrong --------------------------------------------------------------------------------------------
+    # ---- faults -----------------------------------------------------------------------------------------------------
 
     _dead: tuple[Member, ...] = ()
 
     def _gateway_lost(self, name: str) -> None:
         for rid, answer in self.answers.items():
-            if not answer.is_over and any(leg.name == name for leg in answer.legs):
+            if not answer.is_over and any(node.name == name for node in answer.nodes):
                 answer.error = Failed(rid, 0, ErrorCode.NODE_LOST, f"{name} was lost")
                 self.abort(rid)
 
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
-        """End a node as kill -9 does. What it has sent still arrives; then each node notices, at its own time."""
+        """End a node as SIGKILL does. Its messages in flight still arrive; then each node notices at its own time."""
         member.is_alive = False
         member.plans.clear()
         self._dead = (*self._dead, member)
@@ -159,7 +161,7 @@ class FaultyCluster(LocalCluster):
             self._post(member.name, other.name, Lost())
 
     def cut(self, prefill: Member, decode: Member) -> None:
-        """Break the control connection of two nodes; the prefill node may notice it only after the next one."""
+        """Break the control connection of two nodes; the prefill node may notice only after the next connection."""
         for ends in ((prefill.name, decode.name), (decode.name, prefill.name)):
             self._links.pop(ends, None)
         self._post(prefill.name, decode.name, Lost())
@@ -211,7 +213,7 @@ class FaultyCluster(LocalCluster):
         member.role.tick(self.clock.now())
 
     def _is_idle(self, num_events: int) -> bool:
-        """Whether nothing has happened since ``num_events``, and nothing will unless time passes."""
+        """Return whether nothing has happened since ``num_events`` and nothing can until time passes."""
         return (
             self._num_events == num_events
             and not any(self._links.values())
@@ -222,10 +224,10 @@ class FaultyCluster(LocalCluster):
         )
 
     def finish(self, *, may_wait: bool, max_rounds: int = 1_500) -> None:
-        """Step until every answer is over, and a little longer.
+        """Step until every response has ended, and some steps more.
 
         Args:
-            may_wait: whether a request may have to wait for a lease to expire; otherwise standing still is a deadlock.
+            may_wait: a request may wait for a lease to expire; otherwise an idle cluster is a deadlock.
         """
         for _ in range(max_rounds):
             if all(answer.is_over for answer in self.answers.values()):
@@ -235,22 +237,22 @@ class FaultyCluster(LocalCluster):
                 self.step()
             if self._is_idle(num_events) and not all(answer.is_over for answer in self.answers.values()):
                 waiting = [rid for rid, answer in self.answers.items() if not answer.is_over]
-                assert may_wait, f"nothing moves any more, and these wait: {waiting}"
+                assert may_wait, f"deadlock: the cluster is idle while these wait: {waiting}"
                 self.clock.advance(0.2)
         open_answers = [rid for rid, answer in self.answers.items() if not answer.is_over]
         assert not open_answers, f"not over after {max_rounds} rounds: {open_answers}"
         for _ in range(40):
             self.step()
-        for _ in range(8 if may_wait else 0):  # leases run out
+        for _ in range(8 if may_wait else 0):  # leases expire
             self.clock.advance(10.0)
             for _ in range(10):
                 self.step()
 
 
 def end_by_client(cluster: LocalCluster, rid: str, why: str) -> Answer:
-    """The client leaves, or its deadline passes; the gateway tells both nodes."""
+    """End a request by a disconnect or its deadline; the gateway aborts it on both nodes."""
     answer = cluster.answers[rid]
     answer.finish = why
-    for leg in answer.legs:
-        cluster.tell(leg, Abort(rid, 0))
+    for node in answer.nodes:
+        cluster.tell(node, Abort(rid, 0))
     return answer

@@ -1,10 +1,9 @@
-"""Processes that start in milliseconds: one that has imported what they need forks them.
+"""Starts processes in milliseconds by forking a process that has already imported torch and NIXL.
 
     fork_server.py DESCRIPTOR
 
-The interpreter, torch and NIXL take two seconds of CPU to start; a fork of a process that has them takes next to
-nothing, and is a process of its own like any other. The fork server has one thread when it forks, and no agent, pool or
-socket but the one through which it is told what to start.
+The interpreter, torch and NIXL take two seconds of CPU to start; a fork takes next to nothing. The fork server has one
+thread when it forks, and no agent, pool or socket except the one over which it receives commands.
 """
 
 import contextlib
@@ -27,10 +26,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """The tests' end: starts the process, and ends it with all that it forked.
+    """Starts the fork server, and ends it with all processes that it forked.
 
     Args:
-        variables: of its environment, for what is read when torch is loaded.
+        variables: environment variables that torch reads when it is loaded.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
@@ -45,31 +44,31 @@ class ForkServer:
             )
 
     def start(self, *argv: str, **environment: str) -> "TransportProcess":
-        """A process that runs ``transport_process`` with these arguments, and is talked with."""
+        """Forks a process that runs ``transport_process`` and returns it with pipes for its commands and replies."""
         (their_in, our_in), (our_out, their_out) = os.pipe(), os.pipe()
-        pid = self._ask({"argv": argv, "environment": environment}, [their_in, their_out])
+        pid = self._request({"argv": argv, "environment": environment}, [their_in, their_out])
         os.close(their_in)
         os.close(their_out)
         return TransportProcess(self, pid, os.fdopen(our_in, "w"), os.fdopen(our_out))
 
     def run(self, module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> "ForkedProcess":
-        """A process that does what ``python -m MODULE`` does with these arguments and this environment alone."""
+        """Forks a process that does the same as ``python -m MODULE`` with these arguments and this environment."""
         with open(os.devnull) as nothing, log.open("ab") as output:
             files = [nothing.fileno(), output.fileno(), output.fileno()]
             return ForkedProcess(
-                self, self._ask({"module": module, "argv": argv, "environment": dict(environment)}, files)
+                self, self._request({"module": module, "argv": argv, "environment": dict(environment)}, files)
             )
 
     def status(self, pid: int) -> int:
-        """Exit status of one that has ended, as ``subprocess`` tells it. Once for each."""
-        return self._ask({"ended": pid}, [])
+        """Returns the exit status of an ended process, as ``subprocess`` does; only once for each process."""
+        return self._request({"ended": pid}, [])
 
-    def _ask(self, order: dict[str, Any], descriptors: list[int]) -> int:
+    def _request(self, order: dict[str, Any], descriptors: list[int]) -> int:
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(order).encode()], descriptors)
             ready, _, _ = select.select([self._socket], [], [], 60)
             answer = self._socket.recv(64) if ready else b""
-        assert answer, "the fork server does not answer"
+        assert answer, "the fork server did not reply in 60 s"
         return int(answer)
 
     def close(self) -> None:
@@ -78,7 +77,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """As much of ``subprocess.Popen`` as tests need."""
+    """The part of ``subprocess.Popen`` that tests need."""
 
     def __init__(self, fork_server: ForkServer, pid: int) -> None:
         self.pid = pid
@@ -86,7 +85,7 @@ class ForkedProcess:
         self._fork_server = fork_server
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self.returncode is None:  # until then even a dead one keeps its number
+        if self.returncode is None:  # until it is reaped, its pid is not reused
             os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -94,7 +93,7 @@ class ForkedProcess:
 
     def wait(self, timeout_s: float = 60.0) -> int:
         status = self._ended(timeout_s)
-        assert status is not None, f"process {self.pid} does not end"
+        assert status is not None, f"process {self.pid} did not end in {timeout_s:g} s"
         return status
 
     def poll(self) -> int | None:
@@ -113,7 +112,7 @@ class ForkedProcess:
 
 
 class TransportProcess(ForkedProcess):
-    """One with whom tests talk."""
+    """A forked process with pipes to its standard input and output."""
 
     def __init__(self, fork_server: ForkServer, pid: int, stdin: TextIO, stdout: TextIO) -> None:
         super().__init__(fork_server, pid)
@@ -121,11 +120,11 @@ class TransportProcess(ForkedProcess):
 
 
 def main() -> None:
-    """The fork server's own process."""
+    """Runs the fork server."""
     os.environ["NIXL_LOG_LEVEL"] = "WARN"
     import support.transport_process as transport_process
 
-    with contextlib.suppress(ImportError):  # whoever wants it will say what is wrong with it
+    with contextlib.suppress(ImportError):  # a test that needs it reports the error
         import nixl  # noqa: F401
     orders = socket.socket(fileno=int(sys.argv[1]))
     while True:
@@ -140,23 +139,23 @@ def main() -> None:
         if "module" in order:
             import common.engine.executor
             import common.node.worker_main  # noqa: F401
-        assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
         pid = os.fork()
         if not pid:
             orders.close()
             if "module" in order:
-                _become(order, descriptors)
-            _live(transport_process, order, descriptors)
+                _run_module(order, descriptors)
+            _run_main(transport_process, order, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         orders.send(str(pid).encode())
 
 
-def _live(program: Any, order: dict[str, Any], descriptors: list[int]) -> None:
-    """In the forked process: its ``main`` with its own input, output, arguments and environment, to the end."""
+def _run_main(program: Any, order: dict[str, Any], descriptors: list[int]) -> None:
+    """In the forked process: runs ``main`` with its own standard files, arguments and environment, then exits."""
     status = 1
     try:
-        _settle(descriptors)
+        _adopt_descriptors(descriptors)
         os.environ.update(order["environment"])
         sys.argv[1:] = order["argv"]
         program.main()
@@ -168,9 +167,9 @@ def _live(program: Any, order: dict[str, Any], descriptors: list[int]) -> None:
         os._exit(status)
 
 
-def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
-    """In the forked process: go on as if the interpreter had just been started with this module."""
-    _settle(descriptors)
+def _run_module(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """In the forked process: continues as if the interpreter had just been started with this module."""
+    _adopt_descriptors(descriptors)
     os.chdir(TESTS.parent)
     os.environ.clear()
     os.environ.update(order["environment"])
@@ -180,8 +179,8 @@ def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
     sys.exit()
 
 
-def _settle(descriptors: list[int]) -> None:
-    """Its own standard files, and an end with the fork server's."""
+def _adopt_descriptors(descriptors: list[int]) -> None:
+    """Installs the standard files; the kernel kills the process when the fork server ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)

@@ -1,4 +1,4 @@
-"""Pools and pairs for transfer tests: a pool in a memfd, and a prefill and a decode node joined by queues."""
+"""Fakes for transfer tests: a pool in a memfd, and a prefill and a decode node joined by queues."""
 
 import mmap
 import os
@@ -19,7 +19,7 @@ from scripts.simulator.inprocess_transport import InProcessReader, InProcessWrit
 PREFILL = "p" * 32
 DECODE = "d" * 32
 LAYOUT = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=4, dtype="float32")  # 64 bytes a page
-JUNK = 0xEE  # content of pages that must not be read
+JUNK = 0xEE  # fills pages that must not be read
 
 
 class MemfdStore:
@@ -56,12 +56,12 @@ class MemfdStore:
 
 
 def content(key: RequestKey, index: int) -> int:
-    """The byte that fills page ``index`` of this prompt; never ``JUNK``."""
+    """Return the byte that fills page ``index`` of this prompt; never ``JUNK``."""
     return (sum(key[0].encode()) * 31 + key[1] * 7 + index) % 200 + 1
 
 
 def owner_of(allocator: PageAllocator, page: int, *candidates: Owner) -> Owner:
-    """Which of these owns the page; it fails if none does."""
+    """Return the owner of the page among the candidates; fail if it has another."""
     for owner in candidates[:-1]:
         try:
             allocator.move([page], owner, owner)
@@ -73,9 +73,9 @@ def owner_of(allocator: PageAllocator, page: int, *candidates: Owner) -> Owner:
 
 
 class WatchedWriter(InProcessWriter):
-    """Checks page by page that a source page is still held and that a target page is in no other use.
+    """Asserts at each write that the source page is still held and the target page still reserved.
 
-    Writes to a peer that was dropped may read anything.
+    Writes to a dropped peer may read any page.
     """
 
     def __init__(
@@ -98,11 +98,10 @@ class WatchedWriter(InProcessWriter):
 
 @dataclass
 class TransferPair:
-    """A sender and a receiver, their pools and books, and the messages between them, delivered when a test says so.
+    """A sender and a receiver with their pools; a test delivers the messages between them.
 
-    Source pages are junk until they are computed and again once they are released, and pages of the decode node are
-    junk when they are granted; what ``Completed`` brings must be the prompt. ``WatchedWriter`` looks at every single
-    write.
+    Source pages contain junk until they are computed and after their release. Pages of the decode node contain junk
+    when they are granted, and the prompt when ``Completed`` arrives. ``WatchedWriter`` checks every write.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -135,7 +134,7 @@ class TransferPair:
     # ---- the prefill node ---------------------------------------------------------------------------------------
 
     def open(self, key: RequestKey, num_pages: int) -> None:
-        """A request of that many pages, the last one partial, begins to be computed."""
+        """Open a request of ``num_pages`` pages, the last one partial."""
         pages = self.source_allocator.alloc(num_pages, Owner.REQUEST)
         assert pages is not None
         self.source_pages[key] = pages
@@ -143,7 +142,7 @@ class TransferPair:
         self.settle()
 
     def compute(self, key: RequestKey, num_pages: int) -> None:
-        """Whole pages 0 .. num_pages are computed."""
+        """Compute the first ``num_pages`` pages."""
         pages = self.source_pages[key][:num_pages]
         for index, page in enumerate(pages):
             self.source.fill(page, content(key, index))
@@ -166,7 +165,7 @@ class TransferPair:
     # ---- the decode node ----------------------------------------------------------------------------------------
 
     def begin(self, key: RequestKey, num_pages: int, first: int = 0) -> list[int]:
-        """Expect a prompt of that many pages, of which the first ``first`` are here; returns the reserved pages."""
+        """Expect a prompt of ``num_pages`` pages, the first ``first`` cached; return the reserved pages."""
         pages = self.allocator.alloc(num_pages - first, Owner.GRANT)
         assert pages is not None
         for page in pages:
@@ -185,36 +184,36 @@ class TransferPair:
         self.receiver.poll(self.now)
         self.settle()
 
-    # ---- between them -------------------------------------------------------------------------------------------
+    # ---- connections and messages---------------------------------------------------------------------------------
 
     def connect(self, *name: str) -> None:
-        """A connection, from the offer to the answer; perhaps the prefill node has a name."""
+        """Connect both ends, from the offer to the reply."""
         self.to_prefill.append(self.receiver.connect(PREFILL, *name))
         self.settle()
         self.run()
 
     def hear_prefill(self) -> None:
-        """The decode node gets its next message."""
+        """Deliver the next message to the decode node."""
         self.receiver.on_message(PREFILL, self.to_decode.popleft(), self.now)
         self.settle()
 
     def hear_decode(self) -> None:
-        """The prefill node gets its next message."""
+        """Deliver the next message to the prefill node."""
         self.sender.on_message(DECODE, self.to_prefill.popleft(), self.now)
         self.settle()
 
     def drain_to_decode(self) -> None:
-        """The decode node gets every message that is on its way, and those that follow from them."""
+        """Deliver all messages to the decode node, including those that these cause."""
         while self.to_decode:
             self.hear_prefill()
 
     def drain_to_prefill(self) -> None:
-        """The prefill node gets every message that is on its way, and those that follow from them."""
+        """Deliver all messages to the prefill node, including those that these cause."""
         while self.to_prefill:
             self.hear_decode()
 
     def disconnect(self) -> None:
-        """The control connection breaks: what is under way is lost, and both sides notice."""
+        """Break the control connection: messages in flight are lost, and both ends notice."""
         self.to_decode.clear()
         self.to_prefill.clear()
         self.sender.peer_lost(DECODE)
@@ -226,7 +225,7 @@ class TransferPair:
         self.check()
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Step until nothing is left to do."""
         for _ in range(200):
             self.tick()
             for link in self.receiver._connections.by_peer.values():
@@ -238,10 +237,10 @@ class TransferPair:
                 return
             self.drain_to_decode()
             self.drain_to_prefill()
-        raise AssertionError("it never ends")
+        raise AssertionError("not finished after 200 ticks")
 
     def settle(self) -> None:
-        """Collect messages and events, play both roles' part in the release of pages, and check everything."""
+        """Collect messages and events, release pages as the roles do, and check both ends."""
         messages, released = self.sender.take()
         assert all(peer == DECODE for peer, _ in messages)
         self.to_decode.extend(message for _, message in messages)
@@ -272,7 +271,7 @@ class TransferPair:
                 assert set(self.target.read(page)) == {content(event.key, index)}, f"page {index} has other bytes"
 
     def give_back(self, key: RequestKey) -> None:
-        """The decode node is done with a completed request, and frees its pages."""
+        """Free the pages of a completed request at the decode node."""
         event = self.events[key]
         assert isinstance(event, Completed)
         self.allocator.free(event.pages, Owner.REQUEST)

@@ -1,4 +1,4 @@
-"""A connection of the load tester on a fake transport, fed by hand as a real transport does."""
+"""A connection of the load tester on a fake transport, to which a test delivers bytes."""
 
 import asyncio
 from typing import Any
@@ -20,7 +20,7 @@ class FakeTransport(asyncio.Transport):
 
 
 class FedConnection:
-    """One connection with a request sent; ``ended`` and ``lost`` are the calls to its owner."""
+    """A connection that has sent a request; ``ended`` and ``lost`` record the calls to its owner."""
 
     def __init__(self) -> None:
         self.ended: list[Exchange] = []
@@ -38,10 +38,10 @@ class FedConnection:
         self.lost.append(exchange)
 
     def receive(self, data: bytes) -> None:
-        """The server sends this."""
+        """Delivers bytes from the server."""
         if not self.transport.is_aborted:
             self.connection.data_received(data)
 
     def hang_up(self) -> None:
-        """The server closes the connection."""
+        """Closes the connection from the side of the server."""
         self.connection.connection_lost(None)

@@ -1,4 +1,4 @@
-"""Hand-made records for tests of what is computed from them."""
+"""Request records for tests of the load tester's analysis."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ PLAIN: dict[str, Any] = {
 
 
 def record(*stamps: float, at: float = 0.0, late: float = 0.0, **fields: Any) -> RequestRecord:
-    """A record of a request intended at ``at``, sent ``late`` seconds later, with tokens at ``stamps``."""
+    """Return a record of a request intended at ``at``, sent ``late`` seconds later, with tokens at ``stamps``."""
     own = {
         "intended_s": at,
         "released_s": at + late,

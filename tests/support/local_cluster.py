@@ -1,9 +1,8 @@
 """Prefill and decode nodes in one process, stepped by hand, with real roles, schedulers, caches and transfer sessions.
 
-Only sockets and the clock are missing. Messages are carried over between steps (between plan and commit too, as happens
-in a node whose engine runs in a thread), pages over an in-process wire, and the books of every node are proved after
-every event. The cluster plays the gateway's part: it joins tokens by index and tells the other leg when a request has
-ended.
+Only sockets and the clock are replaced. Messages are delivered between steps, and between plan and commit as in a node
+whose engine runs in a thread. Pages travel over an in-process wire, and every node is checked after every step. The
+cluster acts as the gateway: it joins tokens by index and tells the other node when a request has ended.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ from scripts.simulator.inprocess_transport import InProcessReader, InProcessWrit
 
 @dataclass(slots=True)
 class Member:
-    """One node: its role, its engine, and its name among the others."""
+    """A node of the cluster: its name, its role and its engine."""
 
     name: str
     role: Any
@@ -43,7 +42,7 @@ class Member:
     transport: Any
     plans: list[Any] = field(default_factory=list)  # outstanding, oldest first
     is_alive: bool = True
-    is_planned_out: bool = False  # there was nothing to plan at the last attempt
+    is_planned_out: bool = False  # the last call of plan returned None
 
     @property
     def peer(self) -> Peer:
@@ -52,9 +51,9 @@ class Member:
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to one request, as far as it has arrived."""
+    """The response to a request so far; ``nodes`` are those that serve the request."""
 
-    legs: list[Member]
+    nodes: list[Member]
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs | None] = field(default_factory=dict)
     finish: str = ""
@@ -75,19 +74,21 @@ class Answer:
 
 
 class LocalCluster:
-    """Args:
-    folder: of the model, in float32 everywhere; None for the engine of ``fake_engine``.
-    num_prefill, num_decode: nodes.
-    page_size, chunk_tokens: of all nodes.
-    prefill_pages, decode_pages: size of each pool.
-    latency: ticks (steps of the cluster) that a page travels.
-    decode_page_size: if decode nodes have pages of another size.
-    limits: fields of both roles' ``Limits`` by name, each where the role has it.
-    options: what policies are made with.
-    wants_checksums: of every page that travels.
-    wire: instead of one with this latency.
-    num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is committed,
-        which is the latest that an engine could.
+    """A cluster of prefill and decode nodes.
+
+    Args:
+        folder: model folder, loaded in float32; None for the engine of ``fake_engine``.
+        num_prefill, num_decode: numbers of nodes.
+        page_size, chunk_tokens: of all nodes.
+        prefill_pages, decode_pages: size of each pool.
+        latency: ticks (steps of the cluster) that a page is in flight.
+        decode_page_size: page size of decode nodes, if it differs.
+        limits: fields of ``PrefillLimits`` and ``DecodeLimits`` by name; each applies where the role has it.
+        options: scheduling options of the policies.
+        wants_checksums: verify every transferred page.
+        wire: a wire instead of one with ``latency``.
+        num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is
+            committed, the latest possible moment.
     """
 
     def __init__(
@@ -237,8 +238,8 @@ class LocalCluster:
         """Send a request to a pair of nodes, decode node first, or to a decode node alone."""
         decode = self.decode[pair[1]]
         prefill = None if pair[0] is None else self.prefill[pair[0]]
-        legs = [decode] if prefill is None else [prefill, decode]
-        answer = self.answers[rid] = Answer(legs)
+        nodes = [decode] if prefill is None else [prefill, decode]
+        answer = self.answers[rid] = Answer(nodes)
         message = Generate(
             rid,
             0,
@@ -251,8 +252,8 @@ class LocalCluster:
             priority=priority,
             **others,
         )
-        for leg in reversed(legs):
-            self.tell(leg, message)
+        for node in reversed(nodes):
+            self.tell(node, message)
         return answer
 
     def tell(self, member: Member, message: Message) -> None:
@@ -261,17 +262,17 @@ class LocalCluster:
             member.role.on_gateway(message, self.clock.now())
 
     def abort(self, rid: str) -> None:
-        for leg in self.answers[rid].legs:
-            self.tell(leg, Abort(rid, 0))
+        for node in self.answers[rid].nodes:
+            self.tell(node, Abort(rid, 0))
 
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
-        """End a node as kill -9 does. The other nodes notice, and its requests fail, as the gateway would have it."""
+        """End a node as SIGKILL does. The other nodes notice unless ``is_noticed`` is false, and its requests fail."""
         member.is_alive = False
         member.plans.clear()
         if member in self.prefill:
             member.transport.die()
         for rid, answer in self.answers.items():
-            if member in answer.legs and not answer.is_over:
+            if member in answer.nodes and not answer.is_over:
                 answer.error = Failed(rid, 0, ErrorCode.NODE_LOST, f"{member.name} was killed")
                 self.abort(rid)
         for other in self.members:
@@ -279,7 +280,7 @@ class LocalCluster:
                 other.role.peer_lost(member.name, self.clock.now())
 
     def replace(self, member: Member, num_pages: int) -> Member:
-        """Put a new node in the place of a dead one."""
+        """Replace a dead node by a new one."""
         nodes = self.prefill if member in self.prefill else self.decode
         self.num_starts += 1
         name = f"{member.name.split('-')[0]}-{len(nodes)}.{self.num_starts}".ljust(32, ".")
@@ -288,7 +289,7 @@ class LocalCluster:
         return fresh
 
     def run(self, max_steps: int = 20_000) -> None:
-        """Step until every answer is over."""
+        """Step until every response has ended."""
         for _ in range(max_steps):
             if all(answer.is_over for answer in self.answers.values()):
                 return
@@ -298,7 +299,7 @@ class LocalCluster:
         )
 
     def settle(self, num_steps: int = 10) -> None:
-        """A few more steps, so that the last messages arrive."""
+        """Run some more steps, so that the last messages arrive."""
         for _ in range(num_steps):
             self.step()
 
@@ -369,13 +370,13 @@ class LocalCluster:
                 answer.tokens[message.index + offset] = token
                 answer.logprobs[message.index + offset] = message.logprobs[offset] if message.logprobs else None
             answer.finish = answer.finish or message.finish
-            assert message.index == 0 or not message.prompt_logprobs, "log-probabilities of the prompt came late"
+            assert message.index == 0 or not message.prompt_logprobs, "prompt log-probabilities arrived late"
             answer.prompt_logprobs += message.prompt_logprobs
             answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
         if answer.is_over:
-            for leg in answer.legs:
-                if leg is not sender:
-                    self.tell(leg, Abort(message.rid, 0))
+            for node in answer.nodes:
+                if node is not sender:
+                    self.tell(node, Abort(message.rid, 0))
 
     def counters(self, member: Member) -> dict[str, float]:
         counters: dict[str, float] = member.role.counters()
@@ -402,4 +403,4 @@ def assert_all_pages_are_released(cluster: LocalCluster) -> None:
         assert load.num_waiting == 0
         assert load.num_quarantined_pages == 0
         num_pages = member.executor.pool.num_pages
-        assert load.num_free_pages + load.num_cached_pages == num_pages, "a page is lost"
+        assert load.num_free_pages + load.num_cached_pages == num_pages, "a page leaked"

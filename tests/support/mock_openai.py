@@ -5,7 +5,7 @@ streams ``max_tokens`` tokens on ``/v1/completions``, ``/v1/chat/completions`` a
 request arrived and when each of its tokens was written, on the machine's monotonic clock; SIGTERM writes the records
 to ``--truth`` as JSON lines.
 
-Faults: ``--capacity`` (further requests wait), ``--stall AT:FOR`` (nothing moves in that time), ``--drop N`` (every
+Faults: ``--capacity`` (further requests wait), ``--stall AT:FOR`` (no token is sent in that time), ``--drop N`` (every
 N-th connection is cut in mid-stream), ``--refuse N`` (every N-th request gets a 500), ``--slam N`` (every N-th
 connection is cut before any response), ``--sour N`` (every N-th stream has an error event), ``--hang N`` (every N-th
 stream stops), ``--wrong-usage``, ``--bunch N`` (N tokens per event), ``--split`` (writes cut into small parts),
@@ -74,7 +74,7 @@ class Mock:
         method, path, _ = line.split(" ")
         body = json.loads(await reader.readexactly(int(fields.get("content-length", 0))) or b"{}")
         if self.options.want and self.options.want not in head.lower().replace(": ", ":"):
-            _whole(writer, 401, {"error": {"message": "who are you?"}})
+            _whole(writer, 401, {"error": {"message": "invalid credentials"}})
             return True
         if method == "GET":
             self._get(path, writer)
@@ -107,7 +107,7 @@ class Mock:
             return False
         if _is_nth(number, options.refuse):
             truth["flaw"] = "refuse"
-            _whole(writer, 500, {"error": {"message": "out of luck", "type": "server_error", "code": "internal"}})
+            _whole(writer, 500, {"error": {"message": "internal error", "type": "server_error", "code": "internal"}})
             return True
         await self.queue.enter()
         try:

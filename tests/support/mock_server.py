@@ -1,4 +1,4 @@
-"""Starts ``mock_openai.py`` as its own process and reads its truth when it has stopped."""
+"""Starts ``mock_openai.py`` as a process and reads its records when it has stopped."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from scripts.load_tester.run import run_load
 
 
 class MockServer:
-    """A running mock. ``truth`` is filled after the ``with``."""
+    """A running mock server; ``truth`` is filled at the end of the ``with`` block."""
 
     def __init__(self, url: str) -> None:
         self.url = url

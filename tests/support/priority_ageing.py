@@ -1,10 +1,9 @@
-"""Requests below capacity, and the bound on their wait where priorities age; for tests in virtual time.
+"""Request series below capacity, and the bound on waiting times under priority aging; for tests in virtual time.
 
-docs/scheduling.md derives the formula. A request of priority p stands before all requests that arrive more than
-D = (highest priority - p) / rate after it: they neither pass it nor take its resources. Requests that are there by then
-may come first. Their work is bounded if the load is below capacity: by B, the longest backlog of a server of that
-capacity under these arrivals (Lindley's recursion), and by the time until an occupied place becomes free. So a request
-is served after at most D + B + that time, plus its own work.
+docs/scheduling.md derives the formula. Requests that arrive more than D = (highest priority - p) / rate after a request
+of priority p neither overtake it nor take its resources. Earlier arrivals may run first. Below capacity their work is
+bounded by B, the longest backlog of a server of that capacity under these arrivals (Lindley's recursion), and by the
+time until a slot becomes free. So a request is served after at most D + B + that time, plus its own work.
 """
 
 from collections import Counter, deque
@@ -27,7 +26,7 @@ BURSTS_S = st.sampled_from([0.0, 0.5, 2.0])
 PRIORITIES = st.sampled_from([0, 3, 10, 10])
 #: Prompts of one group share a prefix; None for no group.
 GROUPS = st.sampled_from([None, None, 0, 0, 1])
-#: No shrinking: it would take minutes.
+#: Without shrinking, which would take minutes.
 SETTINGS = settings(
     max_examples=30,
     deadline=None,
@@ -40,7 +39,7 @@ READY_S = 2 * STEP_S + 5 * MESSAGE_S
 
 @dataclass(frozen=True)
 class SentRequest:
-    """One request.
+    """A request of a series.
 
     Attributes:
         at: arrival in seconds.
@@ -61,8 +60,7 @@ class SentRequest:
 
 
 def arrival_times(works_s: Sequence[float], load: float, head: int, burst_s: float) -> list[float]:
-    """Arrivals at ``load`` times the capacity: the first ``head`` at once, the others in bursts of ``burst_s``
-    seconds."""
+    """Return arrivals at ``load`` times the capacity: ``head`` at once, then bursts every ``burst_s`` seconds."""
     instants, at = [], 0.0
     for number, work_s in enumerate(works_s):
         instants.append(at if not burst_s else at // burst_s * burst_s)
@@ -71,7 +69,7 @@ def arrival_times(works_s: Sequence[float], load: float, head: int, burst_s: flo
 
 
 def longest_backlog_s(arrivals: Sequence[tuple[float, float]]) -> float:
-    """The longest backlog of a work-conserving server; each arrival is an instant and its work."""
+    """Return the longest backlog of a work-conserving server; each arrival is an instant and its work."""
     backlog = most = last = 0.0
     for at, work_s in arrivals:
         backlog = max(0.0, backlog - (at - last)) + work_s
@@ -80,7 +78,7 @@ def longest_backlog_s(arrivals: Sequence[tuple[float, float]]) -> float:
 
 
 def overtaking_window_s(priority: int, rate: float) -> float:
-    """D: how much later a request may arrive and still pass."""
+    """Return D, by how many seconds a request may arrive later and still overtake."""
     return (HIGHEST - priority) / rate
 
 
@@ -92,16 +90,18 @@ def run_requests(
         limits=limits, costs=costs, enable_priority_scheduling=True, default_priority_value=0, **options
     )
     for number, sent in enumerate(requests):
-        service.ask(f"r{number}", sent.prompt(number), sent.max_new, at=sent.at, priority=sent.priority, timeout_s=1e6)
+        service.submit(
+            f"r{number}", sent.prompt(number), sent.max_new, at=sent.at, priority=sent.priority, timeout_s=1e6
+        )
     for node in service.cluster.nodes.values():
-        node.role._scheduler.decisions._ring = deque(maxlen=MAX_DECISIONS)  # keeps all decisions
+        node.role._scheduler.decisions._ring = deque(maxlen=MAX_DECISIONS)  # keep all decisions
     service.run(is_checked=False, max_events=1_000_000)
     assert not service.refused
     return service
 
 
 def count_preemptions(service: SimulatedService, rate: float) -> Counter[str]:
-    """How often each request lost pages, slot or row to another, and check that the other did not arrive too late."""
+    """Count how often each request lost pages or its slot, and assert that the other request arrived within D."""
     lost: Counter[str] = Counter()
     for node in service.cluster.nodes.values():
         decisions = node.role._scheduler.decisions
@@ -116,10 +116,10 @@ def count_preemptions(service: SimulatedService, rate: float) -> Counter[str]:
 
 
 def stream(each_s: float, seconds: float, load: float = 0.95) -> list[float]:
-    """Arrivals: two seconds of work at first, then ``load`` times the capacity."""
+    """Return arrivals: two seconds of work at once, then ``load`` times the capacity."""
     return [0.0] * round(2.0 / each_s) + [number * each_s / load for number in range(1, round(seconds / each_s * load))]
 
 
 def end_of_lowest_priority(service: SimulatedService, requests: Sequence[SentRequest]) -> float:
-    """When the request with priority 0 ended."""
+    """Return the instant at which the request with priority 0 ended."""
     return service.ended[f"r{[sent.priority for sent in requests].index(0)}"].ended_at

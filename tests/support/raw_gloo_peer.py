@@ -1,4 +1,4 @@
-"""Readers and writers of Gloo in this process, and an intruder that knows token and key."""
+"""Readers and writers of Gloo in this process, and a peer with valid token and key that sends frames by hand."""
 
 import threading
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def attach(writer: GroupWriter, reader: GroupReader, epoch: int = 1) -> None:
 
 
 class RawGlooPeer(RawTcpPeer):
-    """Knows token and key: makes the handshake of a writer, and then sends what a test gives it."""
+    """A peer that joins a group with valid token and key, and then sends the frames that a test gives it."""
 
     group: Group
 
@@ -64,13 +64,12 @@ class RawGlooPeer(RawTcpPeer):
         self.connection.settimeout(60)
 
     def announce(self, page: int, value: int) -> None:
-        """Announce a page."""
         frame = self.frame(page, value)
-        self.connection.sendall(frame[:PAGE_FRAME_BYTES] + frame[-MAC_BYTES:])  # the bytes go another way
+        self.connection.sendall(frame[:PAGE_FRAME_BYTES] + frame[-MAC_BYTES:])  # the bytes of the page go through Gloo
         self.num_sent += 1
 
     def send(self, page: int, value: int, changed: int | None = None) -> None:
-        """Announce a page and send it, or something else."""
+        """Announce a page and send it, with the byte at index ``changed`` flipped."""
         self.announce(page, value)
         data = torch.full((SIZE,), value, dtype=torch.uint8)
         if changed is not None:
@@ -80,7 +79,7 @@ class RawGlooPeer(RawTcpPeer):
 
 @pytest.fixture
 def gloo_peer(reader: GroupReader) -> Iterator[RawGlooPeer]:
-    """Accepted under epoch 1, in a group, and may write pages 2 and 3."""
+    """A peer in a group under epoch 1 that may write pages 2 and 3."""
     source = MemfdStore(NUM_PAGES)
     gloo_peer = RawGlooPeer(reader)
     gloo_peer.join(offer(reader), Pages(source, "gloo"))

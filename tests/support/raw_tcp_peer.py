@@ -1,4 +1,4 @@
-"""A data port: a reader and a writer of TCP in this process, and a stranger that sends frames by hand."""
+"""A reader and a writer of TCP in this process, and a peer that sends frames by hand."""
 
 import socket
 import time
@@ -53,7 +53,7 @@ def until(look: Callable[[], Any], timeout_s: float = 60.0) -> Any:
         if found := look():
             return found
         time.sleep(0.002)
-    raise AssertionError("it never came")
+    raise AssertionError(f"not within {timeout_s:g} s")
 
 
 def join(writer: TcpWriter, reader: TcpReader, epoch: int = 1) -> None:
@@ -63,13 +63,13 @@ def join(writer: TcpWriter, reader: TcpReader, epoch: int = 1) -> None:
 
 
 class RawTcpPeer:
-    """Sends frames to a data port by hand: the handshake of a writer, and then what a test gives it."""
+    """A peer that makes the handshake of a writer, and then sends the frames that a test gives it."""
 
-    met: ClassVar[list["RawTcpPeer"]] = []
+    open_peers: ClassVar[list["RawTcpPeer"]] = []
 
     def __init__(self, reader: TcpReader) -> None:
         self.reader = reader
-        self.met.append(self)
+        self.open_peers.append(self)
         self.connection = socket.create_connection(("127.0.0.1", reader.port))
         self.connection.settimeout(60)
         self.terms: Terms | None = None
@@ -80,7 +80,7 @@ class RawTcpPeer:
         self.turn()
 
     def handshake(self, connect: Connect, *, key: bytes = KEY, index: int = 0) -> bytes:
-        """The whole handshake. Returns the last frame, empty if the reader hung up."""
+        """Makes the whole handshake; returns the last frame, empty if the reader closed the connection."""
         _, _, token, count = connect.endpoint.split(":")
         self.hello(bytes.fromhex(token), index, int(count), self.reader.magic)
         nonce, _ = WELCOME.unpack(self.receive(WELCOME.size))
@@ -92,7 +92,7 @@ class RawTcpPeer:
         return self.receive(32)
 
     def turn(self) -> None:
-        """Time for the reader to hear it."""
+        """Gives the reader time to receive it."""
         for _ in range(5):
             self.reader.poll(0.0)
             time.sleep(0.002)
@@ -120,7 +120,7 @@ class RawTcpPeer:
         return header + self.terms.seal(KEY, b"pages").mac(header)
 
     def frame(self, page: int, value: int, *, size: int = SIZE, **words: Any) -> bytes:
-        """A header, the bytes of a page or a part, and the mac of both."""
+        """Returns a header, the bytes of a page or slice, and the MAC of both."""
         assert self.terms is not None
         header, data = self.header(page, size=size, **words), bytes([value]) * size
         body = self.terms.seal(KEY, b"pages").body(header)
@@ -136,7 +136,7 @@ class RawTcpPeer:
         self.page(page, value, size=page_slice.num_bytes(LAYOUT), page_slice=page_slice)
 
     def answer(self) -> tuple[int, int] | None:
-        """(was it placed, page) of the next acknowledgement; None if the reader hung up."""
+        """Returns (is placed, page) of the next acknowledgement; None if the reader closed the connection."""
         frame = self.receive(DONE_FRAME_BYTES)
         if not frame:
             return None
@@ -151,13 +151,13 @@ class RawTcpPeer:
 @pytest.fixture(autouse=True)
 def _close_raw_peers() -> Iterator[None]:
     yield
-    while RawTcpPeer.met:
-        RawTcpPeer.met.pop().connection.close()
+    while RawTcpPeer.open_peers:
+        RawTcpPeer.open_peers.pop().connection.close()
 
 
 @pytest.fixture
 def raw_peer(store: MemfdStore) -> Iterator[RawTcpPeer]:
-    """A writer accepted under epoch 1, over one connection, that may write pages 2 and 3."""
+    """A peer accepted under epoch 1, over one connection, that may write pages 2 and 3."""
     reader = TcpReader(store, key=KEY, num_connections=1)
     raw_peer = RawTcpPeer(reader)
     assert len(raw_peer.handshake(offer(reader))) == 32

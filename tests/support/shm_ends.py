@@ -1,4 +1,4 @@
-"""A pool in shared memory and its writers: in this process, and in one of its own."""
+"""A reader of a shared-memory pool, with writers in this process and in another one."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ KEY = ("r", 0)
 
 
 class WriterProcess:
-    """A writer in a process of its own; see ``shm_writer_process``."""
+    """A writer in its own process; see ``shm_writer_process``."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
@@ -103,7 +103,7 @@ def offer(reader: ShmReader, epoch: int = 1, peer: str = PREFILL) -> Connect:
 
 
 def attach(reader: ShmReader, writer: ShmWriter, connect: Connect, *, peer: str = DECODE) -> str:
-    """In this process. Returns the problem, empty if none."""
+    """Attach a writer of this process; return the problem, empty if none."""
     try:
         writer.attach(peer, connect)
     except AttachError as error:
@@ -113,11 +113,11 @@ def attach(reader: ShmReader, writer: ShmWriter, connect: Connect, *, peer: str 
         if news := writer.poll():
             assert news == [Attached(peer, connect.epoch, news[0].problem)]
             return news[0].problem
-    raise AssertionError("it never ends")
+    raise AssertionError("not attached after 100 turns")
 
 
 def wait_for_news(reader: ShmReader, timeout_s: float = 60.0) -> list[Fenced]:
-    """Sleeps on the reader's own descriptor, as a node does."""
+    """Wait on the reader's descriptors for news, as a node does; empty after ``timeout_s``."""
     until = time.monotonic() + timeout_s
     while (left := until - time.monotonic()) > 0:
         select.select(reader.files(), [], [], left)

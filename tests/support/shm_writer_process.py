@@ -1,7 +1,7 @@
-"""A prefill node's half of the shared-memory tests, as a process of its own: obeys one JSON line at a time.
+"""A writer of shared memory as a process that reads commands as JSON lines from its standard input.
 
-``attach`` waits for the reader to let it in; ``write`` fills a page of its own pool and writes it; ``detach`` lets
-go. Each is answered by one line. Imports neither torch nor zmq, so that it starts at once.
+``attach`` waits until the reader accepts; ``write`` fills a page of its own pool and writes it; ``detach`` disconnects.
+The reply to each is one line. The process imports neither torch nor zmq, so that it starts quickly.
 """
 
 import json

@@ -90,10 +90,10 @@ class SimulatedService:
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
-    def ask(
+    def submit(
         self, rid: str, prompt: Sequence[int], max_new: int, *, at: float = 0.0, seed: int = 0, **more: Any
     ) -> None:
-        """Send a request at an instant; ``more`` are fields of ``GenerateRequest``."""
+        """Submit a request at the instant ``at``; ``more`` are fields of ``GenerateRequest``."""
         sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, ignore_eos=True, seed=seed)
         ask = self.asked[rid] = GenerateRequest(rid, rid, tuple(prompt), sampling, model=MODEL, **more)
         self.events.at(at, self._send, ask)
@@ -135,7 +135,7 @@ class SimulatedService:
         return not self.events.is_idle
 
     def settle(self, seconds: float = 30.0) -> None:
-        """Let some time pass, so that the last messages arrive."""
+        """Let time pass, so that the last messages arrive."""
         until = self.events.now() + seconds
         self.events.at(until, lambda: None)
         while self.events.now() < until:
@@ -156,7 +156,7 @@ class SimulatedService:
         assert self.cluster.network.num_in_flight == 0
 
     def assert_exact_tokens(self, rid: str) -> None:
-        """Assert that the tokens are right, and complete if the request succeeded."""
+        """Assert that all tokens are exact, and complete if the request succeeded."""
         answer, ask = self.ended[rid], self.asked[rid]
         expected = expected_output(ask.prompt, ask.sampling.max_new_tokens)
         assert tuple(answer.ids) == expected[: len(answer.ids)], f"{rid} got wrong tokens"
@@ -164,5 +164,5 @@ class SimulatedService:
 
 
 def prompt_of(length: int, first: int = 7) -> tuple[int, ...]:
-    """A prompt; those with the same ``first`` share a prefix."""
+    """Return a prompt; prompts with the same ``first`` share a prefix."""
     return tuple((first + 3 * i) % 101 for i in range(length))

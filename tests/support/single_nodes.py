@@ -1,4 +1,4 @@
-"""Single schedulers: steps compute at once, transfers end when the test says so, and every step is checked."""
+"""A prefill or a decode scheduler alone: the test ends transfers, and every step is checked."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ ON = PriorityRules(is_enabled=True, preemption_threshold=2)
 
 
 class PrefillNode:
-    """A prefill scheduler whose steps compute at once. Computed prompts leave, and their pages come back."""
+    """A prefill scheduler whose steps complete immediately; pages of computed prompts are released."""
 
     def __init__(
         self, *, num_pages: int = 100, slots: int = 8, chunk: int | None = 8, rules: Any = None, skip_ahead: int = 2
@@ -48,7 +48,7 @@ class PrefillNode:
         return request
 
     def step(self, *, is_sent: bool = True) -> list[tuple[str, int]]:
-        """One step. Returns each request of the step with the tokens computed for it."""
+        """Run a step; return each request of the step with the number of computed tokens."""
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
         self.scheduler.check()
@@ -71,7 +71,7 @@ class PrefillNode:
 
 
 class DecodeNode:
-    """A decode scheduler whose transfers end when the test says so, and whose engine samples 7."""
+    """A decode scheduler whose transfers the test ends and whose engine always samples token 7."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class DecodeNode:
         self.done: list[str] = []
         self.granted: list[str] = []
         self.num_submitted = 0
-        self.connected: set[str] = set()  # prefill nodes that would compute a request again
+        self.connected: set[str] = set()  # prefill nodes that can compute a request again
         self.scheduler = DecodeScheduler(
             self.cache,
             self.allocator,
@@ -99,7 +99,7 @@ class DecodeNode:
             eos_token_ids=(),
             is_connected=self.connected.__contains__,
         )
-        self.places = self.scheduler._table
+        self.table = self.scheduler._table
 
     def submit(
         self,
@@ -129,7 +129,7 @@ class DecodeNode:
         return request
 
     def grant(self) -> list[str]:
-        """Requests that get their pages now."""
+        """Reserve pages; return the requests that got theirs."""
         self.scheduler.grant(self.now)
         return self.take_grants()
 
@@ -144,7 +144,7 @@ class DecodeNode:
             self.scheduler.received((rid, 0), token=7)
 
     def step(self) -> list[str]:
-        """One step. Returns the requests that got a token, in order."""
+        """Run a step; return the requests that got a token, in order."""
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
         self.take_grants()
@@ -160,10 +160,10 @@ class DecodeNode:
         """Step until every request has ended; transfers take no time."""
         for _ in range(1_000):
             self.grant()
-            self.receive(*[rid for rid, _ in self.places.receiving])
-            if not self.step() and not self.places.requests:
+            self.receive(*[rid for rid, _ in self.table.receiving])
+            if not self.step() and not self.table.requests:
                 return self.done
-        raise AssertionError(f"never ends: {self.places.states}")
+        raise AssertionError(f"not finished after 1000 steps: {self.table.states}")
 
     def check(self) -> None:
         self.scheduler.check()
@@ -171,7 +171,7 @@ class DecodeNode:
         self.cache.check()
 
     def state(self, rid: str) -> State:
-        return self.places.states[rid, 0]
+        return self.table.states[rid, 0]
 
 
 def result_of(plan: StepPlan) -> StepResult:

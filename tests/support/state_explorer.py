@@ -1,7 +1,8 @@
-"""Every state that a small world can get into, by any order of its actions; breadth first, so that what fails is short.
+"""Explores every state that a small world can reach by any order of its actions.
 
-A world is copied by pickling. Two of them are one state when their ``state()`` is equal, which is compared by a hash of
-its bytes (pickled without memory of what is shared, so that equal values have equal bytes).
+The search is breadth first, so that a failure has a shortest path. Worlds are copied by pickling. Two worlds are the
+same state if the hashes of their pickled ``state()`` are equal; it is pickled without the memo, so that equal values
+have equal bytes.
 """
 
 import hashlib
@@ -17,36 +18,37 @@ Action = tuple[Any, ...]
 
 class World(Protocol):
     def freeze(self) -> bytes:
-        """This world as bytes, of which ``pickle.loads`` makes a copy."""
+        """Returns bytes from which ``pickle.loads`` makes a copy of this world."""
         ...
 
     def actions(self) -> Iterable[Action]:
-        """What can happen now; nothing at all at an end."""
+        """Returns the possible actions; none in a final state."""
         ...
 
     def do(self, action: Action) -> None: ...
 
     def state(self) -> object:
-        """Everything that what follows depends on, in plain values."""
+        """Returns plain values that determine all further behaviour."""
         ...
 
     def check(self) -> None:
-        """Raises AssertionError if this state must not be."""
+        """Raises AssertionError if this state violates an invariant."""
         ...
 
     def check_end(self) -> None:
-        """Raises AssertionError if it must not end here."""
+        """Raises AssertionError if this final state violates an invariant."""
         ...
 
 
 @dataclass
 class Exploration:
-    """What was found.
+    """The result of a search.
 
     Attributes:
-        num_states, num_steps: states, and actions that lead from one to another.
-        num_ends: states in which nothing can happen any more.
-        longest: actions from the beginning to the farthest state, by the shortest way.
+        num_states, num_steps: states, and actions that lead from one state to another.
+        num_ends: final states.
+        longest: length of the shortest path to the farthest state.
+        after: for each state the states that follow it.
     """
 
     num_states: int = 0
@@ -65,14 +67,14 @@ def fingerprint(state: object) -> bytes:
 
 
 def explore(start: World, max_states: int) -> Exploration:
-    """Every reachable state is checked; and so is that every run ends, whatever happens when.
+    """Check every reachable state, and that every run ends.
 
     Raises:
-        AssertionError: with the shortest way to what was found.
+        AssertionError: a check failed; the message contains the shortest path to the state.
     """
     found = Exploration(after=[[]])
     numbers = {fingerprint(start.state()): 0}
-    ways: list[tuple[int, Action] | None] = [None]
+    paths: list[tuple[int, Action] | None] = [None]
     depths = [0]
     frontier = deque([(0, start.freeze())])
     while frontier:
@@ -80,22 +82,22 @@ def explore(start: World, max_states: int) -> Exploration:
         here: World = pickle.loads(frozen)
         actions = list(here.actions())
         for place, action in enumerate(actions, 1):
-            world: World = here if place == len(actions) else pickle.loads(frozen)  # a copy less for each state
+            world: World = here if place == len(actions) else pickle.loads(frozen)  # saves one copy per state
             try:
                 world.do(action)
                 name = fingerprint(world.state())
-                after = numbers.setdefault(name, len(ways))
-                if after == len(ways):
+                after = numbers.setdefault(name, len(paths))
+                if after == len(paths):
                     world.check()
             except AssertionError as error:
-                raise AssertionError(f"{error}\n{_told(ways, number)}\n  {action}") from error
+                raise AssertionError(f"{error}\n{_path_to(paths, number)}\n  {action}") from error
             if after == number:
                 continue
             found.after[number].append(after)
             found.num_steps += 1
-            if after == len(ways):
+            if after == len(paths):
                 assert after < max_states, f"more than {max_states} states"
-                ways.append((number, action))
+                paths.append((number, action))
                 depths.append(depths[number] + 1)
                 found.after.append([])
                 frontier.append((after, world.freeze()))
@@ -104,23 +106,23 @@ def explore(start: World, max_states: int) -> Exploration:
             try:
                 pickle.loads(frozen).check_end()
             except AssertionError as error:
-                raise AssertionError(f"{error}\n{_told(ways, number)}") from error
-    found.num_states = len(ways)
+                raise AssertionError(f"{error}\n{_path_to(paths, number)}") from error
+    found.num_states = len(paths)
     found.longest = max(depths)
     _assert_every_run_ends(found)
     return found
 
 
-def _told(ways: list[tuple[int, Action] | None], number: int) -> str:
+def _path_to(paths: list[tuple[int, Action] | None], number: int) -> str:
     actions = []
-    while (way := ways[number]) is not None:
-        number, action = way
+    while (path := paths[number]) is not None:
+        number, action = path
         actions.append(f"  {action}")
     return "\n".join(reversed(actions))
 
 
 def _assert_every_run_ends(found: Exploration) -> None:
-    """There is no way round in a circle (Kahn's algorithm takes every state away), so each run comes to an end."""
+    """Assert that the states form no cycle (Kahn's algorithm removes all of them), so that every run ends."""
     num_before = [0] * found.num_states
     for afters in found.after:
         for after in afters:
@@ -133,4 +135,4 @@ def _assert_every_run_ends(found: Exploration) -> None:
             num_before[after] -= 1
             if not num_before[after]:
                 free.append(after)
-    assert num_taken == found.num_states, "a run can go round for ever"
+    assert num_taken == found.num_states, "a run can loop for ever"

@@ -1,8 +1,8 @@
-"""One node's end of every transfer, as a process of its own: ``transport_process`` with a Sender or a Receiver above.
+"""One end of transfers as a process: ``transport_process`` with a Sender or a Receiver on top.
 
-The test is the control plane: it carries the messages, and so decides how far a transfer gets. Roles are played by
-what the test orders. Free pages of the decode node are full of ``JUNK`` and looked at whenever its books are asked for,
-so a write that comes too late is seen.
+The test acts as the control plane: it carries the messages and so decides how far a transfer gets. It also takes the
+part of the role. Free pages of the decode node are filled with ``JUNK`` and verified by ``books``, which detects writes
+after a release.
 """
 
 import random
@@ -23,7 +23,7 @@ from kv_transfer.transports.negotiation import TransportSettings, open_reader, o
 
 
 def num_tokens(num_pages: int) -> int:
-    """Of a prompt of so many pages, the last one not quite full."""
+    """Return the length of a prompt of ``num_pages`` pages, the last one partial."""
     return num_pages * LAYOUT.page_size - 1
 
 
@@ -36,7 +36,7 @@ def put(store: MemfdStore, page: int, data: bytes) -> None:
 
 
 class TransferEnd:
-    """What both ends have in common. ``outgoing``: messages that the test has not fetched, [peer, JSON]."""
+    """The part that both ends share; ``outgoing`` are messages that the test has not fetched yet, [peer, JSON]."""
 
     def __init__(self) -> None:
         self.store = MemfdStore(NUM_PAGES, LAYOUT)
@@ -60,7 +60,7 @@ class SenderEnd(TransferEnd):
         self.released: dict[str, bool] = {}
 
     def turn(self) -> None:
-        """Pages are written only when the test says so."""
+        """Pump without writing; only ``do_pump`` writes pages."""
         self.sender.pump(time.monotonic(), 0)
         self._settle()
 
@@ -77,7 +77,7 @@ class SenderEnd(TransferEnd):
         self._settle()
 
     def do_open(self, rid: str, peer: str, num_pages: int) -> None:
-        """The request is known, and all of its prompt is computed at once."""
+        """Open a request whose prompt is computed immediately."""
         key = (rid, 0)
         pages = self.allocator.alloc(num_pages, Owner.REQUEST)
         assert pages is not None
@@ -173,7 +173,7 @@ class ReceiverEnd(TransferEnd):
         self._settle()
 
     def do_give_back(self, rid: str) -> None:
-        """The answer is over, and its pages have not changed meanwhile."""
+        """End the request, and assert that its pages have not changed."""
         self._look_at(rid)
         self.allocator.free(self.kept.pop(rid), Owner.REQUEST)
         self._settle()
@@ -183,5 +183,5 @@ class ReceiverEnd(TransferEnd):
         self.allocator.check()
         junk = bytes([JUNK]) * LAYOUT.page_bytes
         for page in self.allocator._stack:
-            assert self.store.read(page) == junk, f"page {page} is free, and was written"
+            assert self.store.read(page) == junk, f"page {page} is free and was written"
         return {"free": self.allocator.num_free, "aside": self.receiver.num_quarantined, "ends": self.ends}

@@ -1,9 +1,9 @@
-"""One end of a transport, as a process of its own: obeys a JSON line at a time, and looks after its transport.
+"""One end of a transport as a process that reads commands as JSON lines from its standard input.
 
     transport_process.py ROLE TRANSPORT [KEY]
 
 ROLE is writer or reader, or sender or receiver for the layer above (``transfer_process``). Pages are filled and checked
-by seed. Imports neither torch nor zmq, so that it starts at once.
+by seed. The process imports neither torch nor zmq, so that it starts quickly.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def page_content(seed: int, layout: PageLayout = LAYOUT) -> bytes:
 
 
 def layout_here() -> PageLayout:
-    """This process's pages: ``TEST_PAGE_SIZE`` tokens long, where it is set."""
+    """Return the page layout of this process; ``TEST_PAGE_SIZE`` sets its page size."""
     return replace(LAYOUT, page_size=int(os.environ.get("TEST_PAGE_SIZE", LAYOUT.page_size)))
 
 
@@ -68,7 +68,7 @@ class WriterEnd:
         return ""
 
     def do_write(self, peer: str, pages: list[tuple[int, int, int]], slices: int = 0) -> int:
-        """(seed, our page, the peer's page); number of the slice pair of each, where page sizes differ"""
+        """Write pages given as (seed, own page, peer's page); ``slices`` selects the slice pair."""
         size = self.store.layout.page_bytes
         for seed, source, _ in pages:
             self.store.memory[source * size : (source + 1) * size] = page_content(seed, self.store.layout)
@@ -111,7 +111,7 @@ class ReaderEnd:
         self.transport.withdraw(peer)
 
     def do_fill(self, pages: list[tuple[int, int]]) -> None:
-        """(seed, page)"""
+        """Fill pages given as (seed, page)."""
         size = self.store.layout.page_bytes
         for seed, page in pages:
             self.store.memory[page * size : (page + 1) * size] = page_content(seed, self.store.layout)
@@ -120,9 +120,12 @@ class ReaderEnd:
         return [hashlib.sha256(self.store.read(page)).hexdigest() for page in pages]
 
 
-def _set_patience() -> None:
-    """``TEST_PATIENCE_S``: every time that a transport waits for a peer. ``TEST_ATTACH_TIMEOUT_S``, ``TEST_STALL_S``:
-    one of them. ``TEST_HOLD_S``: for how long NIXL's writer may hold the loop to begin writes."""
+def _set_timeouts() -> None:
+    """Set the timeouts of transports from environment variables.
+
+    ``TEST_PATIENCE_S`` sets all of them, ``TEST_ATTACH_TIMEOUT_S`` and ``TEST_STALL_S`` one each. ``TEST_HOLD_S`` is
+    the time for which NIXL's writer may hold the loop to begin writes.
+    """
     nixl_writer.HOLD_S = float(os.environ.get("TEST_HOLD_S", nixl_writer.HOLD_S))
     patience_s = os.environ.get("TEST_PATIENCE_S")
     attach_s = os.environ.get("TEST_ATTACH_TIMEOUT_S", patience_s)
@@ -136,8 +139,8 @@ def _set_patience() -> None:
                 setattr(sys.modules[module], name, float(value_s))
 
 
-def _set_place() -> None:
-    """``TEST_FAR``: as far as NIXL can tell, writers are on another host. ``TEST_RECLAIM_S``: patience with them."""
+def _set_host() -> None:
+    """With ``TEST_FAR`` set, writers appear to be on another host; ``TEST_RECLAIM_S`` is the timeout of ``Reclaim``."""
     receive_table.RECLAIM_S = float(os.environ.get("TEST_RECLAIM_S", receive_table.RECLAIM_S))
     if os.environ.get("TEST_FAR"):
         nixl_reader.host_id = lambda: "elsewhere"
@@ -154,7 +157,7 @@ def _end(role: str, settings: TransportSettings) -> Any:
     return transfer_process.SenderEnd(settings) if role == "sender" else transfer_process.ReceiverEnd(settings)
 
 
-def _wake_loop(answers: TextIO, answer: Any) -> None:
+def _reply(answers: TextIO, answer: Any) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 
@@ -163,12 +166,12 @@ def main() -> None:
     role, name, key = sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
     incarnation = os.environ.get("TEST_INCARNATION", ("p" if role == "writer" else "d") * 32)
     host = os.environ.get("TEST_HOST", "127.0.0.1")
-    _set_place()
+    _set_host()
     end = _end(role, TransportSettings(name, incarnation, host, key.encode()))
-    _set_patience()
+    _set_timeouts()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # UCX and others say what they have to say on the standard output
-    _wake_loop(answers, os.getpid())
+    os.dup2(2, 1)  # UCX and others log to the standard output
+    _reply(answers, os.getpid())
     pending = b""
     while True:
         ready, _, _ = select.select([0, *end.transport.files()], [], [], 0.02)
@@ -192,11 +195,11 @@ def main() -> None:
             elif what == "close":
                 end.transport.close()
                 end.store.close()
-                _wake_loop(answers, "closed")
+                _reply(answers, "closed")
                 return
             else:
                 answer = getattr(end, f"do_{what}")(**command)
-            _wake_loop(answers, answer)
+            _reply(answers, answer)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A prefill and a decode node, the wire and the control connections between them, as one world for ``state_explorer``.
+"""A prefill and a decode node, the wire and the control connections between them, as a world for ``state_explorer``.
 
-Sender, Receiver, PageAllocator and the in-process wire are the production's own. What is played here is what surrounds
-them: roles (after ``prefill_node.role`` and ``decode_node.role``), control connections, deaths, time. Pages arrive in
-any order, and a message whenever its turn has come; faults, of which a run has ``Scope.num_faults``, break that order
-too. When nothing else can happen the deadlines of requests run out, then leases do; so a run ends when no node holds
-anything, or it has found a leak.
+Sender, Receiver, PageAllocator and the in-process wire are those of production. This module imitates what surrounds
+them: the roles (``prefill_node.role`` and ``decode_node.role``), control connections, deaths and time. Pages arrive in
+any order, and messages in the order of their connection; faults, at most ``Scope.num_faults`` in a run, break that
+order too. When nothing else can happen, deadlines expire, then leases. So every run ends with no pages held, unless
+there is a leak.
 """
 
 import io
@@ -33,14 +33,14 @@ class TwoNodes:
         self.scope = scope
         self.now = 0.0
         self.num_faults = 0
-        self.num_breaks = 0  # of data connections alone, which are mended
-        self.is_late = False  # a deadline ran out, since each node had given all of its pages to another request
+        self.num_breaks = 0  # of data connections, which are restored
+        self.is_late = False  # a deadline expired while each node had given all of its pages to another request
         self.num_starts = 0
-        self.wire = Wire(latency=1, can_recall=scope.can_recall)  # its time stands still: pages arrive by hand
+        self.wire = Wire(latency=1, can_recall=scope.can_recall)  # it never ticks: actions deliver its pages
         self.links: list[Link] = []
         self.keys: list[RequestKey] = [(chr(ord("a") + n), 0) for n in range(len(scope.sizes))]
         self.sizes = dict(zip(self.keys, scope.sizes, strict=True))
-        self.routes: dict[RequestKey, tuple[str, str]] = {}  # the starts of both nodes that a request is given to
+        self.routes: dict[RequestKey, tuple[str, str]] = {}  # names of the nodes that serve each request
         self.prefill = self._start_prefill()
         self.decode = self._start_decode()
 
@@ -69,7 +69,7 @@ class TwoNodes:
     def content(self, key: RequestKey, index: int) -> int:
         return 16 * (self.keys.index(key) + 1) + index
 
-    # ---- what happens -------------------------------------------------------------------------------------------
+    # ---- actions ------------------------------------------------------------------------------------------------
 
     def actions(self) -> Iterator[Action]:
         return actions_of(self)
@@ -97,7 +97,7 @@ class TwoNodes:
         node.sender.open(key, self._route(key)[1])
 
     def _compute(self, key: RequestKey) -> None:
-        """One more page of the prompt; with the last one it is computed."""
+        """Compute one more page of the prompt; the last one completes it."""
         node, size = self.prefill, self.sizes[key]
         index = node.num_computed[key]
         node.num_computed[key] += 1
@@ -171,7 +171,7 @@ class TwoNodes:
         self.decode.receiver.poll(self.now)
 
     def _retry(self) -> None:
-        """The pause after a break is over."""
+        """End the pause before a reconnection."""
         receiver = self.decode.receiver
         self.now = max(self.now, *(link.retry_at or 0.0 for link in receiver._connections.by_peer.values()))
         receiver.poll(self.now)
@@ -199,7 +199,7 @@ class TwoNodes:
             assert len(event.pages) == self.sizes[event.key] - self.scope.first, "complete without all of its pages"
             for index, page in enumerate(event.pages, self.scope.first):
                 assert set(node.store.read(page)) == {self.content(event.key, index)}, f"page {index} has other bytes"
-            node.allocator.free(event.pages, Owner.GRANT)  # an answer of no length: others want the pages at once
+            node.allocator.free(event.pages, Owner.GRANT)  # an empty response: its pages are free at once
 
     # ---- the control connections --------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class TwoNodes:
         self._overtake(number, queue, 0)
 
     def _lose(self, number: int, queue: str, at: int) -> None:
-        """A connection that loses a message is torn, but what else is on its way may still come."""
+        """Lose a message, which breaks the connection; later messages in flight may still arrive."""
         del getattr(self.links[number], queue)[at]
         self.links[number].is_torn = True
 
@@ -257,7 +257,7 @@ class TwoNodes:
                     link.to_prefill.append(message)
                 return
 
-    # ---- pages on their way, and deaths -------------------------------------------------------------------------
+    # ---- pages in flight, and deaths -----------------------------------------------------------------------------
 
     def _arrive(self, number: int) -> None:
         self.wire.arrive(number)
@@ -294,33 +294,37 @@ class TwoNodes:
         self.decode = self._start_decode()
 
     def watch(self, writer: WatchedWriter, peer: str, source: int, target: int) -> None:
-        """A page is about to be written: it must be a request's own at both ends. Where the writer has let go of the
-        peer, it may read what it likes, as long as no node believes that the page has come, or ever will."""
+        """Assert before a write that both pages belong to the same request.
+
+        After the writer has dropped the peer it may read any page, as long as no node counts the page as arrived.
+        """
         assert writer is self.prefill.writer, "a dead node writes"
-        is_in_sight = writer._readers[peer] is self.decode.reader  # else into the memory of a dead process
+        is_alive = writer._readers[peer] is self.decode.reader  # else the memory of a dead process
         if peer in writer._leaving:
-            assert not is_in_sight or self._is_awaited(target), f"page {target} is written late, and has another use"
+            assert not is_alive or self._is_awaited(target), f"page {target} is written after it was reused"
             return
         found = [(key, pages.index(source)) for key, pages in self.prefill.pages.items() if source in pages]
-        assert found, f"source page {source} is read and was given away"
+        assert found, f"source page {source} is read after its release"
         key, index = found[0]
-        assert set(self.prefill.store.read(source)) == {self.content(key, index)}, "a page leaves that is not computed"
-        if not is_in_sight:
+        assert set(self.prefill.store.read(source)) == {self.content(key, index)}, (
+            "a page is sent before it is computed"
+        )
+        if not is_alive:
             return
         session = self.decode.receiver._table.sessions.get(key)
-        assert session is not None, f"page {target} is written for {key}, which is over"
+        assert session is not None, f"page {target} is written for {key}, which has ended"
         assert session.pages[index - self.scope.first] == target, f"page {target} is not that of page {index} of {key}"
 
     def _is_awaited(self, page: int) -> bool:
-        """Is this page of the decode node set aside, in whatever state, for what has not come?"""
+        """Whether this page of the decode node is reserved for a page that has not arrived."""
         sessions = self.decode.receiver._table.sessions.values()
         found = [(s, s.first + s.pages.index(page)) for s in sessions if page in s.pages]
         return bool(found) and found[0][1] not in found[0][0]._arrived
 
-    # ---- after each ---------------------------------------------------------------------------------------------
+    # ---- after each action ---------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Send and act on what came of it, until nothing does; then bring free pages into one order."""
+        """Send messages and process events of both nodes; then sort the free pages, so that equal states are equal."""
         prefill, decode = self.prefill, self.decode
         messages, released = prefill.sender.take()
         for peer, message in messages:
@@ -337,7 +341,7 @@ class TwoNodes:
             self._send_from_decode(peer, message)
         for event in events:
             self._on_event(event)
-            assert not decode.receiver.take()[1], "news of news"
+            assert not decode.receiver.take()[1], "an event caused another event"
         self.links = [link for link in self.links if link.is_open_at_prefill or link.is_open_at_decode]
         for allocator in (prefill.allocator, decode.allocator):
             allocator._stack.sort(reverse=True)
@@ -356,7 +360,7 @@ class TwoNodes:
         assert allocator.count(Owner.GRANT) + allocator.count(Owner.QUARANTINE) == known, "granted pages leak"
 
     def check_end(self) -> None:
-        assert not self.wire.num_in_flight, "a page is on its way for ever"
+        assert not self.wire.num_in_flight, "a page is in flight for ever"
         assert not self.prefill.sender._table.all(), "a transfer never ends at prefill"
         assert not self.decode.receiver._table.sessions, "a transfer never ends at decode"
         assert not self.prefill.pages and self.prefill.allocator.num_free == self.scope.num_pages, "source pages leak"
@@ -365,11 +369,11 @@ class TwoNodes:
         assert all(key in self.decode.ended for key in self.decode.begun), "a request hangs at decode"
         if self.num_faults == self.num_breaks and self.scope.can_recall and not self.is_late:
             assert list(self.decode.ended.values()) == ["Completed"] * len(self.keys), (
-                "nothing was wrong, and it failed"
+                "a request failed without a fault"
             )
             assert list(self.prefill.released.values()) == [True] * len(self.keys)
 
-    # ---- copies, and which states are one -----------------------------------------------------------------------
+    # ---- copies and state ---------------------------------------------------------------------------------------
 
     def freeze(self) -> bytes:
         into = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What can happen next in a world of two nodes: their own steps, messages and pages that arrive, faults, and time."""
+"""The possible actions in a world of two nodes: their steps, arrivals of messages and pages, faults, and time."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def actions_of(world: "TwoNodes") -> Iterator[Action]:
-    """Everything that may happen next; nothing when no node holds anything."""
+    """Return all possible actions; none when no node holds anything."""
     free = [*_of_prefill(world), *_of_decode(world), *_of_links(world)]
     yield from free
     if world.num_faults < world.scope.num_faults:
@@ -93,7 +93,7 @@ def _faults(world: "TwoNodes") -> Iterator[Action]:
     if world.prefill.sender._table.early:
         yield ("lease",)
     if len(world.prefill.sender._table.tombstones) and not any(link.to_prefill for link in world.links):
-        yield ("tombstones",)  # a tombstone stands for longer than any message is on its way
+        yield ("tombstones",)  # a tombstone outlives every message in flight
 
 
 def _expected(world: "TwoNodes") -> list[RequestKey]:
@@ -101,7 +101,7 @@ def _expected(world: "TwoNodes") -> list[RequestKey]:
 
 
 def _of_time(world: "TwoNodes") -> Iterator[Action]:
-    """Nothing else can happen: deadlines run out, then leases."""
+    """When nothing else can happen, deadlines expire, then leases."""
     late = [("deadline at prefill", key) for key in world.prefill.pages]
     late += [("deadline at decode", key) for key in _expected(world)]
     yield from late

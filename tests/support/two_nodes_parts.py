@@ -1,4 +1,4 @@
-"""What a world of two nodes is made of: its scope, its faults, what each start of a node has, and what joins them."""
+"""The parts of a world of two nodes: scope, faults, nodes and control connections."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,15 +27,15 @@ FAULTS = MESSAGE_FAULTS + PAGE_FAULTS[:2] + NODE_FAULTS + ROLE_FAULTS + TIME_FAU
 
 @dataclass(frozen=True)
 class Scope:
-    """How much there is to explore.
+    """The size of the state space.
 
     Attributes:
         sizes: pages of each request.
-        first: pages of each that the decode node holds already.
-        num_pages: of either pool.
-        faults, num_faults: kinds, and how many in one run.
+        first: leading pages of each request that the decode node has cached.
+        num_pages: size of either pool.
+        faults, num_faults: kinds of faults, and the maximum number in one run.
         can_recall: see ``Wire``.
-        has_checksums: pages that come with a changed byte (``corrupt``) are detected; otherwise they are not.
+        has_checksums: corrupted pages are detected.
     """
 
     sizes: tuple[int, ...] = (2, 1)
@@ -78,16 +78,16 @@ class Watching(Protocol):
 
 
 class WatchedWriter(InProcessWriter):
-    """Shows the world every single write before it happens."""
+    """Reports every write to the world before it happens."""
 
     world: Watching
-    is_refused = False  # the next attachment will come to nothing
+    is_refused = False  # the next attachment fails
 
     def attach(self, peer: str, connect: Connect) -> None:
         super().attach(peer, connect)
         if self.is_refused:
             self.is_refused = False
-            self._news[-1] = Attached(peer, connect.epoch, "it was not to be")
+            self._news[-1] = Attached(peer, connect.epoch, "refused by the test")
 
     def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
         self.world.watch(self, peer, source, target)
@@ -96,7 +96,7 @@ class WatchedWriter(InProcessWriter):
 
 @dataclass(eq=False)
 class Prefill:
-    """One start of the prefill node. ``pages``: of requests that are open; ``released``: whether it went well."""
+    """A prefill node; ``pages`` of open requests, ``released`` with success of each ended request."""
 
     name: str
     store: Store
@@ -112,7 +112,7 @@ class Prefill:
 
 @dataclass(eq=False)
 class Decode:
-    """One start of the decode node. ``ended``: how; ``dialled``: prefill nodes."""
+    """A decode node; ``ended`` maps each request to the event that ended it, ``dialled`` holds its prefill nodes."""
 
     name: str
     store: Store
@@ -127,7 +127,7 @@ class Decode:
 
 @dataclass(eq=False)
 class Link:
-    """A control connection. Either end is open until it has noticed that the connection is torn."""
+    """A control connection; each end is open until it notices the break."""
 
     prefill: str
     decode: str

@@ -1,4 +1,4 @@
-"""Copies of a world of two nodes, and which of its states are one: fast, since there are very many."""
+"""Fast copies and comparable states of a world of two nodes."""
 
 import pickle
 from collections import Counter
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Freezer(pickle.Pickler):
-    """Fast where much is copied often; counters, which nothing depends on, stay behind."""
+    """A pickler with fast paths for frequent types; counters, on which nothing depends, are dropped."""
 
     dispatch_table = {  # noqa: RUF012
         Counter: lambda counter: (_counter, ()),
@@ -54,7 +54,7 @@ def _counter() -> Counter[str]:
 
 
 def _allocator(num_pages: int, owners: bytes, free: bytes) -> PageAllocator:
-    """Books without steps: transfers know of none, so what keeps them is one for all copies."""
+    """Restore an allocator; the parts that only steps change are shared by all copies."""
     allocator = PageAllocator.__new__(PageAllocator)
     vars(allocator).update(vars(_fresh_books(num_pages)))
     allocator._owner = np.frombuffer(bytearray(owners), np.int8)
@@ -78,7 +78,7 @@ def _of_allocator(allocator: PageAllocator) -> object:
 
 
 def _of_choice(transport: object) -> object:
-    """A writer's tickets are as many as those of the one below it, and are numbered alike."""
+    """Return the state of a negotiating transport; its tickets equal those of the transport below."""
     if isinstance(transport, NegotiatingWriter):
         attempts = [
             (peer, a.connect.epoch, a.offers, len(a.rest), a.is_attached, a.failures)
@@ -91,7 +91,7 @@ def _of_choice(transport: object) -> object:
 
 
 def state_of(world: "TwoNodes") -> object:
-    """Everything that what follows depends on, in plain values: equal ones are one state."""
+    """Return plain values that determine all further behaviour; worlds with equal values are in the same state."""
     prefill, decode = world.prefill, world.decode
     writes = prefill.sender._queue
     tickets = sorted(writes._tickets)

@@ -1,4 +1,4 @@
-"""Requests that wait, and what of them is cached, as the tests of orders begin."""
+"""Waiting requests, and caches that hold some of their prefixes, for tests of orderings."""
 
 from typing import Any
 

@@ -128,7 +128,7 @@ def test_missed_deadlines_count_where_the_requests_waited(lookahead: int) -> Non
     )
     for number in range(60):
         timeout_s = 0.3 if number % 2 else 20.0
-        service.ask(f"r{number}", range(7 * number, 7 * number + 20), 6, at=0.02 * number, timeout_s=timeout_s)
+        service.submit(f"r{number}", range(7 * number, 7 * number + 20), 6, at=0.02 * number, timeout_s=timeout_s)
     service.run(is_checked=False)
     missed = sum(answer.error is not None for answer in service.ended.values())
     assert missed >= 10
