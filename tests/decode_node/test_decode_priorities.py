@@ -3,8 +3,8 @@
 from collections import Counter
 
 import pytest
-from support.single_nodes import ON, result_of
-from support.single_nodes import DecodeNode as Node
+from support.scheduling.single_nodes import ON, result_of
+from support.scheduling.single_nodes import DecodeNode as Node
 
 from common.cache.page_allocator import Owner
 from common.config.scheduling import PriorityRules

@@ -1,7 +1,7 @@
 """A decode node plans a second step before it commits the first."""
 
 import pytest
-from support.single_nodes import DecodeNode, result_of
+from support.scheduling.single_nodes import DecodeNode, result_of
 
 from common.config.scheduling import PriorityRules
 from common.request import Request

@@ -1,8 +1,8 @@
 """A retracted request comes back from the cache, by computing here, or from a prefill node."""
 
 import pytest
-from support.single_nodes import PAGE
-from support.single_nodes import DecodeNode as Node
+from support.scheduling.single_nodes import PAGE
+from support.scheduling.single_nodes import DecodeNode as Node
 
 from common.cache.page_allocator import Owner
 from common.request import Request

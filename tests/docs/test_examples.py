@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support.processes import environment, free_port
+from support.service.processes import environment, free_port
 
 from common.plugins import RequestFacts, load_policy, load_priority_function
 from common.request import Request

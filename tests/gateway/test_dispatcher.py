@@ -1,7 +1,7 @@
 """The dispatcher without sockets, step by step."""
 
 import pytest
-from support.fake_nodes import make_register
+from support.gateway.fake_nodes import make_register
 
 from common.clock import ManualClock
 from common.config.gateway import GatewayConfig

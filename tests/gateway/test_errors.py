@@ -5,7 +5,7 @@ import dataclasses
 import threading
 
 import pytest
-from support.fake_nodes import MODEL, folder, running, silent
+from support.gateway.fake_nodes import MODEL, folder, running, silent
 
 from common.errors import ErrorCode
 from common.wire.messages import Generate

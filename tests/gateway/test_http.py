@@ -7,7 +7,7 @@ import json
 from urllib.parse import urlsplit
 
 import pytest
-from support.fake_nodes import folder, running
+from support.gateway.fake_nodes import folder, running
 
 __all__ = ["folder"]
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
-from support.fake_nodes import echo, events, folder, running, silent
+from support.gateway.fake_nodes import echo, events, folder, running, silent
 
 from common.errors import ErrorCode
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from support.fake_nodes import MODEL, folder, make_model_folder, make_tokenizer, running, silent
+from support.gateway.fake_nodes import MODEL, folder, make_model_folder, make_tokenizer, running, silent
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError

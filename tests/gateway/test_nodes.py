@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import zmq
-from support.fake_nodes import BODY, echo, error_of, events, folder, running, silent, start_request
+from support.gateway.fake_nodes import BODY, echo, error_of, events, folder, running, silent, start_request
 
 from common.errors import ErrorCode
 from common.wire.messages import Abort, Registered, Unknown

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
-from support.fake_nodes import echo, folder, running, silent
+from support.gateway.fake_nodes import echo, folder, running, silent
 
 from common.request import LOWEST_PRIORITY
 from common.wire.messages import Decision, Reprioritize

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from support.fake_nodes import MODEL, FakeNode, events, folder, silent
+from support.gateway.fake_nodes import MODEL, FakeNode, events, folder, silent
 
 __all__ = ["folder"]
 

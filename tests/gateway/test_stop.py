@@ -2,7 +2,7 @@
 
 import asyncio
 
-from support.fake_nodes import BODY, FakeNode, error_of, events, folder, running, silent, start_request
+from support.gateway.fake_nodes import BODY, FakeNode, error_of, events, folder, running, silent, start_request
 
 __all__ = ["folder"]
 

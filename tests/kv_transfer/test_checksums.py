@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore, TransferPair, content
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore, TransferPair, content
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout

@@ -1,8 +1,8 @@
 """Connections of a prefill and a decode node: which nodes fit, and what an earlier epoch can still do."""
 
 import msgspec
-from support.connected_pair import KEY, failure, pair, slow, written_unreported
-from support.kv_fakes import DECODE, PREFILL, TransferPair
+from support.kv.connected_pair import KEY, failure, pair, slow, written_unreported
+from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode

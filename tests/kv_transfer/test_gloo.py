@@ -16,9 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.raw_gloo_peer import RawGlooPeer, attach, offer, reader, store, threads, writer
-from support.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, _close_raw_peers, until
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.raw_gloo_peer import RawGlooPeer, attach, offer, reader, store, threads, writer
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, _close_raw_peers, until
 
 from common.errors import ConfigError
 from common.wire.messages import Connect
@@ -350,7 +350,7 @@ def test_an_address_that_is_not_ours_is_refused_with_the_flag_named(store: Memfd
 
 def test_torch_is_not_imported_for_other_transports() -> None:
     program = (
-        "import sys; sys.path.insert(0, 'tests'); from support.kv_fakes import MemfdStore;"
+        "import sys; sys.path.insert(0, 'tests'); from support.kv.kv_fakes import MemfdStore;"
         "from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer;"
         "open_reader(MemfdStore(1), TransportSettings('auto')), open_writer(MemfdStore(1), TransportSettings('tcp'));"
         "sys.exit('torch' in sys.modules)"

@@ -15,8 +15,8 @@ from itertools import count
 import msgspec
 import pytest
 from hypothesis import example, given, settings
-from support.fork_server import ForkServer
-from support.kv_fakes import DECODE, PREFILL, MemfdStore
+from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
+from support.service.fork_server import ForkServer
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import from_message

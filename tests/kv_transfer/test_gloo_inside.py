@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, PREFILL, MemfdStore
-from support.raw_gloo_peer import RawGlooPeer, attach, gloo_peer, offer, reader, store, threads, writer
-from support.raw_tcp_peer import KEY, NUM_PAGES, SIZE, _close_raw_peers, until
+from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
+from support.kv.raw_gloo_peer import RawGlooPeer, attach, gloo_peer, offer, reader, store, threads, writer
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, _close_raw_peers, until
 
 from kv_transfer.transports.base import Fenced
 from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES

@@ -3,8 +3,8 @@
 They hold no source pages, and no message says that they are over before they are.
 """
 
-from support.connected_pair import KEY, written_unreported
-from support.kv_fakes import DECODE, PREFILL, TransferPair
+from support.kv.connected_pair import KEY, written_unreported
+from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import AttachError, to_message

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.fork_server import ForkServer
-from support.transport_process import LAYOUT, NUM_PAGES
+from support.kv.transport_process import LAYOUT, NUM_PAGES
+from support.service.fork_server import ForkServer
 
 from tests.kv_transfer.test_transfer_faults import SOME, Cluster
 from tests.kv_transfer.test_transports import until

@@ -1,8 +1,8 @@
 """A data connection that breaks while the control connection holds: how often it is mended, and what that costs."""
 
 import pytest
-from support.connected_pair import KEY, break_data_connection, half_written, slow, written_unreported
-from support.kv_fakes import DECODE, PREFILL, TransferPair
+from support.kv.connected_pair import KEY, break_data_connection, half_written, slow, written_unreported
+from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.wire.messages import Connect, Grant, PrefillDone, Refused, TransferAck

@@ -1,8 +1,8 @@
 """A data connection that breaks and whose transfers do not all go on: cancels, aborts, deaths, and failed tries."""
 
 import pytest
-from support.connected_pair import KEY, break_data_connection, half_written, slow, written_unreported
-from support.kv_fakes import DECODE, PREFILL, TransferPair, owner_of
+from support.kv.connected_pair import KEY, break_data_connection, half_written, slow, written_unreported
+from support.kv.kv_fakes import DECODE, PREFILL, TransferPair, owner_of
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode

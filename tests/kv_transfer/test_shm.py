@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore, content
-from support.shm_ends import (
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore, content
+from support.kv.shm_ends import (
     KEY,
     NUM_PAGES,
     WriterProcess,

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.shm_ends import NUM_PAGES, WriterProcess, attach, child, offer, open_descriptors, reader, store, writer
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.shm_ends import NUM_PAGES, WriterProcess, attach, child, offer, open_descriptors, reader, store, writer
 
 from common.errors import ConfigError
 from common.wire.messages import Connect

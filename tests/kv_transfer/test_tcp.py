@@ -6,8 +6,8 @@ import socket
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.raw_tcp_peer import (
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.raw_tcp_peer import (
     KEY,
     NUM_PAGES,
     SIZE,

@@ -1,7 +1,7 @@
 """Sender and receiver over the in-process wire: the order of pages, and that each comes back exactly once."""
 
-from support.connected_pair import KEY, pair, slow, written_unreported
-from support.kv_fakes import TransferPair
+from support.kv.connected_pair import KEY, pair, slow, written_unreported
+from support.kv.kv_fakes import TransferPair
 
 from common.wire.messages import PagesWritten, PrefillDone
 from kv_transfer.events import Completed, Finished

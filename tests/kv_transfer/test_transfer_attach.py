@@ -3,8 +3,8 @@
 import logging
 
 import pytest
-from support.connected_pair import KEY
-from support.kv_fakes import DECODE, PREFILL, TransferPair
+from support.kv.connected_pair import KEY
+from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
 from common.wire.messages import AttachFailed, Connect, Connected, PairState, Refused
 from kv_transfer.events import Completed, TransferFailed

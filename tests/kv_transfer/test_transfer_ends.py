@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import pytest
-from support.connected_pair import KEY, failure, pair, slow, written_unreported
-from support.kv_fakes import PREFILL, TransferPair
+from support.kv.connected_pair import KEY, failure, pair, slow, written_unreported
+from support.kv.kv_fakes import PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode

@@ -8,9 +8,9 @@ everything else (grants, computed pages, writes, arrivals, messages of the two d
 import logging
 
 import pytest
-from support.state_explorer import Exploration, explore
-from support.two_nodes import TwoNodes
-from support.two_nodes_parts import CONNECTION_FAULTS, FAULTS, Scope
+from support.exploration.state_explorer import Exploration, explore
+from support.exploration.two_nodes import TwoNodes
+from support.exploration.two_nodes_parts import CONNECTION_FAULTS, FAULTS, Scope
 
 DAMAGE = (*FAULTS, "corrupt")
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.fork_server import ForkServer
-from support.transport_process import NUM_PAGES
+from support.kv.transport_process import NUM_PAGES
+from support.service.fork_server import ForkServer
 
 from tests.kv_transfer.test_transports import End, until
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, TransferPair
+from support.kv.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.request import RequestKey

@@ -1,8 +1,8 @@
 """Messages that are invalid or come twice: refused with a sentence or counted, and nothing changes."""
 
 import pytest
-from support.connected_pair import KEY, pair, written_unreported
-from support.kv_fakes import DECODE, PREFILL, MemfdStore, TransferPair
+from support.kv.connected_pair import KEY, pair, written_unreported
+from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore, TransferPair
 
 from common.cache.page_allocator import PageAllocator
 from common.wire.messages import (

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fork_server import ForkServer
-from support.kv_fakes import DECODE, PREFILL
-from support.transport_process import LAYOUT, NUM_PAGES, page_content
+from support.kv.kv_fakes import DECODE, PREFILL
+from support.kv.transport_process import LAYOUT, NUM_PAGES, page_content
+from support.service.fork_server import ForkServer
 
 TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
 #: Transports whose reader places the bytes, and so needs no word of the writer.

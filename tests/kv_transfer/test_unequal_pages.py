@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.kv_fakes import DECODE, PREFILL
-from support.transport_process import LAYOUT, page_content
+from support.kv.kv_fakes import DECODE, PREFILL
+from support.kv.transport_process import LAYOUT, page_content
 
 from tests.kv_transfer.test_transports import End, fork_server, join, start, transport, until
 

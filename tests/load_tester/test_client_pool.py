@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.mock_server import MockServer, load, mock_server
+from support.load.mock_server import MockServer, load, mock_server
 
 from scripts.load_tester import run
 from scripts.load_tester.client import client_pool, client_process

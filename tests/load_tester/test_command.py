@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.mock_server import load, mock_server
+from support.load.mock_server import load, mock_server
 
 from common.config.cli import parse
 from common.errors import ConfigError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.service import SMALL_MODEL
+from support.service.service import SMALL_MODEL
 
 from common.config.cli import parse
 from common.errors import ConfigError

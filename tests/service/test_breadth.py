@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.service import SMALL_MODEL, Service, running
-from support.service_client import Client, prompt_of
+from support.service.client import Client, prompt_of
+from support.service.service import SMALL_MODEL, Service, running
 
 MODES = {"pair": "never", "short": "auto", "alone": "always"}
 THRESHOLD = 40

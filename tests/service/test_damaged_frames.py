@@ -16,12 +16,12 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fork_server import ForkServer
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
-from support.raw_tcp_peer import offer as offer_tcp
-from support.shm_ends import attach as attach_shm
-from support.shm_ends import offer as offer_shm
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
+from support.kv.raw_tcp_peer import offer as offer_tcp
+from support.kv.shm_ends import attach as attach_shm
+from support.kv.shm_ends import offer as offer_shm
+from support.service.fork_server import ForkServer
 
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.service import Service, running
-from support.service_client import Client, Exchange, prompt_of
+from support.service.client import Client, Exchange, prompt_of
+from support.service.service import Service, running
 
 OPTIONS = {"chunked_prefill_size": 16, "max_running_requests": 4, "max_total_tokens": 16384}
 LOST = {"node_lost", "shutting_down", "transfer_failed"}

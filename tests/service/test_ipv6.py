@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import ROOT, flags, spawn
-from support.service import SMALL_MODEL
+from support.service.processes import ROOT, flags, spawn
+from support.service.service import SMALL_MODEL
 
 from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig

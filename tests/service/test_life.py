@@ -11,9 +11,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from support.processes import ROOT, ProcessResources, descendants, flags, free_port, spawn
-from support.service import Service
-from support.service_client import Client, prompt_of
+from support.service.client import Client, prompt_of
+from support.service.processes import ROOT, ProcessResources, descendants, flags, free_port, spawn
+from support.service.service import Service
 
 TIMEOUT_S = 60.0
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.local_cluster import LocalCluster
-from support.reference_models import FAMILIES, draw_prompts, load_reference, make_model
+from support.cluster.local_cluster import LocalCluster
+from support.engine.reference_models import FAMILIES, draw_prompts, load_reference, make_model
 
 from common.sampling_params import SamplingParams
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.local_cluster import Answer, LocalCluster
-from support.reference_models import draw_prompts, load_reference, make_model, prompt_logprobs
+from support.cluster.local_cluster import Answer, LocalCluster
+from support.engine.reference_models import draw_prompts, load_reference, make_model, prompt_logprobs
 
 from common.sampling_params import SamplingParams, TokenLogprobs
 

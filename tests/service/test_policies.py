@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import ROOT, environment
-from support.service import running
+from support.service.processes import ROOT, environment
+from support.service.service import running
 
 MODULE = """
 from common.scheduling.policies.base import Policy

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from support.service import Service, running
-from support.service_client import Client, Exchange, prompt_of, until
+from support.service.client import Client, Exchange, prompt_of, until
+from support.service.service import Service, running
 
 OPTIONS = {"enable_priority_scheduling": True, "schedule_policy": "fair"}
 

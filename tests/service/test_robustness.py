@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from support.service import Service, running
-from support.service_client import Client, prompt_of
+from support.service.client import Client, prompt_of
+from support.service.service import Service, running
 
 from common.wire.messages import PROTOCOL_VERSION, Abort, Grant, Header, Heartbeat, Message, Ping, Tokens
 from common.wire.process_id import new_incarnation

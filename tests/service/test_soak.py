@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.processes import num_descriptors, resident_bytes
-from support.reference_models import draw_prompts, generate, load_reference, make_model
-from support.service import SMALL_MODEL, Service, running
-from support.service_client import Client, prompt_of
+from support.engine.reference_models import draw_prompts, generate, load_reference, make_model
+from support.service.client import Client, prompt_of
+from support.service.processes import num_descriptors, resident_bytes
+from support.service.service import SMALL_MODEL, Service, running
 
 MAX_NEW = 24
 Case = tuple[tuple[int, ...], tuple[int, ...]]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.service import Service, running
-from support.service_client import Client, Exchange, prompt_of
+from support.service.client import Client, Exchange, prompt_of
+from support.service.service import Service, running
 
 OPTIONS = {"chunked_prefill_size": 16, "max_running_requests": 8, "max_total_tokens": 16384}
 VERSE = "ROMEO:\n"

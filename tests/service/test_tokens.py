@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.reference_models import LLAMA3_ROPE, draw_prompts, load_reference, make_model
-from support.service import SMALL_MODEL, Service, running
-from support.service_client import Client
+from support.engine.reference_models import LLAMA3_ROPE, draw_prompts, load_reference, make_model
+from support.service.client import Client
+from support.service.service import SMALL_MODEL, Service, running
 
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3": {}, "llama": {"rope_parameters": LLAMA3_ROPE}}
 LENGTHS = [1, 15, 16, 17, 64, 65, 130, 600]

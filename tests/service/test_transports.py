@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.reference_models import draw_prompts, load_reference
-from support.service import SMALL_MODEL, Service, running
-from support.service_client import Client, prompt_of
+from support.engine.reference_models import draw_prompts, load_reference
+from support.service.client import Client, prompt_of
+from support.service.service import SMALL_MODEL, Service, running
 
 NUM_NEW = 12
 

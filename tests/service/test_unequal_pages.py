@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.service import Service
-from support.service_client import prompt_of
+from support.service.client import prompt_of
+from support.service.service import Service
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 47, 100, 260)
 Answers = list[list[int]]

@@ -5,7 +5,7 @@ arrived more than 5 s later.
 """
 
 import pytest
-from support.single_nodes import DecodeNode, PrefillNode
+from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
 from common.config.scheduling import PriorityRules
 from common.request import Request

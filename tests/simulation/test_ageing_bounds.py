@@ -1,6 +1,6 @@
 """Ageing bounds every wait for a prefill node and for a row of a decode node; in virtual time.
 
-``tests/support/priority_ageing.py`` and docs/scheduling.md explain the formula.
+``tests/support/simulation/priority_ageing.py`` and docs/scheduling.md explain the formula.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.priority_ageing import (
+from support.simulation.priority_ageing import (
     BURSTS_S,
     GROUPS,
     HIGHEST,
@@ -30,7 +30,7 @@ from support.priority_ageing import (
     run_requests,
     stream,
 )
-from support.simulated_service import NodeLimits, SimulatedService
+from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from scripts.simulator.costs import Costs
 

@@ -1,6 +1,6 @@
 """Ageing bounds every wait for pages of a decode node, retractions and shared prefixes included; in virtual time.
 
-``tests/support/priority_ageing.py`` and docs/scheduling.md explain the formula.
+``tests/support/simulation/priority_ageing.py`` and docs/scheduling.md explain the formula.
 """
 
 from collections import Counter
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.priority_ageing import (
+from support.simulation.priority_ageing import (
     BURSTS_S,
     GROUPS,
     HIGHEST,
@@ -30,7 +30,7 @@ from support.priority_ageing import (
     run_requests,
     stream,
 )
-from support.simulated_service import NodeLimits, SimulatedService
+from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from scripts.simulator.costs import Costs
 

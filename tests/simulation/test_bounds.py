@@ -10,8 +10,8 @@ from random import Random
 
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.fake_engine import FakeExecutor
-from support.simulated_service import NodeLimits, SimulatedService
+from support.cluster.fake_engine import FakeExecutor
+from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from common.node.memory_plan import Capacity
 from common.scheduling.policies.fair import INPUT_WEIGHT, OUTPUT_WEIGHT

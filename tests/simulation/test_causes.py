@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from support.local_cluster import LocalCluster, Member, assert_all_pages_are_released, prompt_of, sampling
+from support.cluster.local_cluster import LocalCluster, Member, assert_all_pages_are_released, prompt_of, sampling
 
 from common.errors import ErrorCode
 from common.wire.messages import Abort, Failed, Message

@@ -1,7 +1,7 @@
 """A request's class can be changed in every state: turns and charges follow the new class from then on."""
 
 import pytest
-from support.single_nodes import DecodeNode, PrefillNode
+from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
 from common.config.scheduling import PriorityRules
 from common.decision_log import DecisionLog

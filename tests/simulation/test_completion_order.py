@@ -6,8 +6,8 @@ low values first, which the gateway negates.
 """
 
 import pytest
-from support.simulated_service import NodeLimits, SimulatedService
-from support.single_nodes import DecodeNode, PrefillNode
+from support.scheduling.single_nodes import DecodeNode, PrefillNode
+from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from common.config.scheduling import SchedulingOptions
 from decode_node.request_state import Event

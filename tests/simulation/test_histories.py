@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.fake_engine import VOCAB_SIZE, expected_output
-from support.faulty_cluster import FaultyCluster, end_by_client
-from support.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
+from support.cluster.fake_engine import VOCAB_SIZE, expected_output
+from support.cluster.faulty_cluster import FaultyCluster, end_by_client
+from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
 
 from common.config.scheduling import POLICIES, PriorityRules, SchedulingOptions
 from common.errors import ErrorCode

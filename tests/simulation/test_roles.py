@@ -4,8 +4,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.fake_engine import expected_output
-from support.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
+from support.cluster.fake_engine import expected_output
+from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
 
 from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode

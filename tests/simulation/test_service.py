@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.simulated_service import NodeLimits, SimulatedService, prompt_of
+from support.simulation.simulated_service import NodeLimits, SimulatedService, prompt_of
 
 from common.config.scheduling import POLICIES
 from common.config.shared import Role

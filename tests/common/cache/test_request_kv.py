@@ -1,6 +1,6 @@
 """A request's pages in the cache after its chunks, and their release."""
 
-from support.adder_pool import CONTINUE, Pool, chunks_of, compute, request
+from support.scheduling.adder_pool import CONTINUE, Pool, chunks_of, compute, request
 
 from common.cache.radix_cache import pack
 from common.cache.request_kv import packed_tokens, release

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import zmq
-from support.kv_fakes import MemfdStore
+from support.kv.kv_fakes import MemfdStore
 
 from common.cache.page_allocator import PageAllocator
 from common.cache.page_layout import PageLayout

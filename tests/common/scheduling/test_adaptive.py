@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
-from support.local_cluster import LocalCluster
-from support.simulated_service import NodeLimits, SimulatedService
+from support.cluster.local_cluster import LocalCluster
+from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from common.cache.prefix_watch import PrefixWatch
 from common.request import Request

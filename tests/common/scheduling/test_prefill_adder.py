@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.adder_pool import CONTINUE, NO_TOKEN, OTHER, Pool, chunks_of, compute, request
+from support.scheduling.adder_pool import CONTINUE, NO_TOKEN, OTHER, Pool, chunks_of, compute, request
 
 from common.cache.page_allocator import Owner
 from common.cache.request_kv import release

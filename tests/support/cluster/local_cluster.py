@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from support.fake_engine import VOCAB_SIZE, FakeExecutor
+from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor
 
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache

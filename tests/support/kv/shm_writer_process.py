@@ -10,7 +10,7 @@ import sys
 import time
 
 import msgspec
-from support.kv_fakes import MemfdStore
+from support.kv.kv_fakes import MemfdStore
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import AttachError

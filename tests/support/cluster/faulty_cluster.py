@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from support.local_cluster import Answer, LocalCluster, Member
+from support.cluster.local_cluster import Answer, LocalCluster, Member
 
 from common.errors import ErrorCode
 from common.wire.messages import Abort, Connect, Failed, FromDecode, FromGateway, FromNode, FromPrefill, Message, Tokens

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from support.fake_engine import VOCAB_SIZE, FakeExecutor, expected_output
+from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor, expected_output
 
 from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig

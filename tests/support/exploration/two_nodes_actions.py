@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from support.state_explorer import Action
-from support.two_nodes_parts import PAGE_FAULTS
+from support.exploration.state_explorer import Action
+from support.exploration.two_nodes_parts import PAGE_FAULTS
 
 from common.request import RequestKey
 
 if TYPE_CHECKING:
-    from support.two_nodes import TwoNodes
+    from support.exploration.two_nodes import TwoNodes
 
 
 def actions_of(world: "TwoNodes") -> Iterator[Action]:

@@ -1,6 +1,6 @@
 """A mock model server with known latencies, for testing load generators.
 
-It runs as its own process (``python tests/support/mock_openai.py --ttft 0.05 --itl 0.01``), prints its port, and
+It runs as its own process (``python tests/support/load/mock_openai.py --ttft 0.05 --itl 0.01``), prints its port, and
 streams ``max_tokens`` tokens on ``/v1/completions``, ``/v1/chat/completions`` and ``/generate``. It records when each
 request arrived and when each of its tokens was written, on the machine's monotonic clock; SIGTERM writes the records
 to ``--truth`` as JSON lines.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from support.simulated_service import NodeLimits, SimulatedService
+from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from scripts.simulator.costs import Costs
 

@@ -1,7 +1,7 @@
 """A connected sender and receiver, and transfers in the states from which tests begin."""
 
 import pytest
-from support.kv_fakes import DECODE, TransferPair
+from support.kv.kv_fakes import DECODE, TransferPair
 
 from common.request import RequestKey
 from kv_transfer.events import TransferFailed

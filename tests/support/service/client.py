@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 if TYPE_CHECKING:
-    from support.service import Service
+    from support.service.service import Service
 
 HEARTBEAT_S = 0.1
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import Attached, to_message

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import msgspec
-from support.kv_fakes import JUNK, MemfdStore
-from support.transport_process import LAYOUT, NUM_PAGES
+from support.kv.kv_fakes import JUNK, MemfdStore
+from support.kv.transport_process import LAYOUT, NUM_PAGES
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.request import RequestKey

@@ -10,10 +10,10 @@ there is a leak.
 import io
 from collections.abc import Callable, Iterator
 
-from support.state_explorer import Action
-from support.two_nodes_actions import actions_of
-from support.two_nodes_parts import FAULTS, JUNK, LAYOUT, Decode, Link, Prefill, Scope, Store, WatchedWriter
-from support.two_nodes_state import Freezer, state_of
+from support.exploration.state_explorer import Action
+from support.exploration.two_nodes_actions import actions_of
+from support.exploration.two_nodes_parts import FAULTS, JUNK, LAYOUT, Decode, Link, Prefill, Scope, Store, WatchedWriter
+from support.exploration.two_nodes_state import Freezer, state_of
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.request import RequestKey

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from support.two_nodes_parts import LAYOUT, Scope
+from support.exploration.two_nodes_parts import LAYOUT, Scope
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
@@ -14,7 +14,7 @@ from kv_transfer.page_mapping import Units
 from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 
 if TYPE_CHECKING:
-    from support.two_nodes import TwoNodes
+    from support.exploration.two_nodes import TwoNodes
 
 
 class Freezer(pickle.Pickler):

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from support.fork_server import ForkedProcess, ForkServer
-from support.processes import ROOT, environment, flags, free_port, spawn
-from support.service_client import HEARTBEAT_S, Client
+from support.service.client import HEARTBEAT_S, Client
+from support.service.fork_server import ForkedProcess, ForkServer
+from support.service.processes import ROOT, environment, flags, free_port, spawn
 
 from common.node.worker_main import SHAPE_CACHE
 

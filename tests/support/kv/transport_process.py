@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 import msgspec
-from support.kv_fakes import MemfdStore
+from support.kv.kv_fakes import MemfdStore
 
 from common.cache.page_layout import PageLayout
 from common.wire.messages import Connect
@@ -152,7 +152,7 @@ def _end(role: str, settings: TransportSettings) -> Any:
         return WriterEnd(settings)
     if role == "reader":
         return ReaderEnd(settings)
-    import support.transfer_process as transfer_process
+    import support.kv.transfer_process as transfer_process
 
     return transfer_process.SenderEnd(settings) if role == "sender" else transfer_process.ReceiverEnd(settings)
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
 
 
@@ -38,7 +38,7 @@ class ForkServer:
         environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(TESTS / "support" / "fork_server.py"), str(theirs.fileno())],
+                [sys.executable, str(TESTS / "support" / "service" / "fork_server.py"), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **environment, "OPENBLAS_NUM_THREADS": "1", **(variables or {})},
             )
@@ -122,7 +122,7 @@ class TransportProcess(ForkedProcess):
 def main() -> None:
     """Runs the fork server."""
     os.environ["NIXL_LOG_LEVEL"] = "WARN"
-    import support.transport_process as transport_process
+    import support.kv.transport_process as transport_process
 
     with contextlib.suppress(ImportError):  # a test that needs it reports the error
         import nixl  # noqa: F401

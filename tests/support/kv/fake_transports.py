@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from support.kv_fakes import MemfdStore
+from support.kv.kv_fakes import MemfdStore
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair

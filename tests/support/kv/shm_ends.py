@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.wire.messages import Connect
 from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 NUM_PAGES = 8
 KEY = ("r", 0)
 
@@ -29,7 +29,7 @@ class WriterProcess:
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-        command = [sys.executable, str(TESTS / "support" / "shm_writer_process.py")]
+        command = [sys.executable, str(TESTS / "support" / "kv" / "shm_writer_process.py")]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
         )
