@@ -226,7 +226,7 @@ def test_an_invalid_frame_ends_the_forming_of_a_group(
     [fenced] = until(lambda: reader.poll(0.0))
     assert (fenced.peer, fenced.epoch) == (PREFILL, 1)
     assert why in fenced.reason
-    until(lambda: not threads("form-gloo") + threads("receive-pages"), 5.0)  # long before Gloo's own time-out
+    until(lambda: not threads("form-gloo") + threads("receive-pages"))
 
 
 @settings(max_examples=200, deadline=None)

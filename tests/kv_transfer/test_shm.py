@@ -157,7 +157,7 @@ def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
     receiver.poll(1e6)
     assert allocator.count(Owner.QUARANTINE) == 4
     child.kill()
-    select.select(reader.files(), [], [], 20.0)
+    select.select(reader.files(), [], [], 60)
     receiver.poll(1e6)
     receiver.check()
     assert allocator.num_free == NUM_PAGES
@@ -260,7 +260,7 @@ def test_the_loop_goes_on_while_pages_are_copied_and_is_woken_when_they_are_in_p
     writer.done()
     assert select.select(writer.files(), [], [], 0)[0] == []
     source.may_end.set()
-    assert select.select(writer.files(), [], [], 20)[0] == list(writer.files())
+    assert select.select(writer.files(), [], [], 60)[0] == list(writer.files())
     assert writer.done() == [1]
     assert [set(store.read(page)) for page in range(4)] == [{7}, {7}, {7}, {0}]
     assert writer.counters() == {"bytes_by_shm": 3 * LAYOUT.page_bytes}
@@ -299,13 +299,13 @@ def test_a_copy_that_fails_breaks_the_pair_with_a_sentence_that_names_it(
     source, writer = slow
     source.error = RuntimeError("the device is lost")
     source.may_end.set()
-    assert select.select(writer.files(), [], [], 20)[0]
+    assert select.select(writer.files(), [], [], 60)[0]
     why = "writing into the shared memory of decode-0 failed: the device is lost"
     assert writer.poll() == [Attached(DECODE, 1, why)]
     assert (writer.poll(), writer.done()) == ([], [])
     source.error = None
     writer.write(DECODE, [(3, 3)])
-    assert select.select(writer.files(), [], [], 20)[0]
+    assert select.select(writer.files(), [], [], 60)[0]
     assert writer.done() == []
     assert writer.detach(DECODE) is True
 

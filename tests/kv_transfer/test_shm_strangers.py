@@ -137,7 +137,7 @@ def _as_nobody(act: Any) -> Any:
 
 def _visit(reader: ShmReader) -> socket.socket:
     pending = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pending.settimeout(20)
+    pending.settimeout(60)
     pending.connect(f"\0{reader._name}")
     return pending
 

@@ -208,10 +208,10 @@ def test_the_loop_is_woken_by_acknowledgements_and_ends(reader: TcpReader, write
     assert select.select(writer.files(), [], [], 0)[0] == []
     reader.allow(PREFILL, 1, [0])
     writer.write(DECODE, [(0, 0)])
-    assert select.select(writer.files(), [], [], 5)[0] == list(writer.files())
+    assert select.select(writer.files(), [], [], 60)[0] == list(writer.files())
     assert until(writer.done) == [1]
     writer.detach(DECODE)
-    assert select.select(reader.files(), [], [], 5)[0] == list(reader.files())
+    assert select.select(reader.files(), [], [], 60)[0] == list(reader.files())
 
 
 def test_a_port_that_is_taken_is_refused_with_the_flag_named(reader: TcpReader, store: MemfdStore) -> None:

@@ -116,7 +116,7 @@ def test_another_decode_node_cannot_touch_a_transfer(pair: TransferPair) -> None
     pair.begin(KEY, 2)
     pair.hear_decode()
     pair.finish(KEY)
-    raw_peer = "x" * 32
+    stranger = "x" * 32
     reader = InProcessReader(pair.wire, MemfdStore(16))
     connect = Receiver(reader, PageAllocator(16), digest="model").connect(PREFILL)
     for message in (
@@ -126,14 +126,14 @@ def test_another_decode_node_cannot_touch_a_transfer(pair: TransferPair) -> None
         Grant("r", 0, 1, 0, (4,)),
         Grant("r", 1, 1, 0, (4,)),
     ):
-        pair.sender.on_message(raw_peer, message, 0.0)
+        pair.sender.on_message(stranger, message, 0.0)
     messages, released = pair.sender.take()
     assert not released
-    answers = [message for peer, message in messages if peer == raw_peer]
+    answers = [message for peer, message in messages if peer == stranger]
     assert [type(message) for message in answers] == [Connected, Closed, Closed]  # nothing yet about attempt 1
     pair.to_decode.extend(message for peer, message in messages if peer == DECODE)
     pair.open(("r", 2), 2)
-    pair.sender.on_message(raw_peer, Grant("r", 2, 1, 0, (5,)), 0.0)
+    pair.sender.on_message(stranger, Grant("r", 2, 1, 0, (5,)), 0.0)
     ((_, closed),), _ = pair.sender.take()
     assert closed == Closed("r", 2, "unknown", "this request goes to another decode node")
     pair.run()

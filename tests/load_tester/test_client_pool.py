@@ -201,5 +201,5 @@ def test_client_processes_end_with_their_parent(tmp_path: Path) -> None:
             until_asked(server, 2)
             clients = psutil.Process(process.pid).children(recursive=True)
             process.kill()
-    _, alive = psutil.wait_procs(clients, 20)
+    _, alive = psutil.wait_procs(clients, 60)
     assert clients and not alive

@@ -156,10 +156,10 @@ def test_a_prompt_computed_again_keeps_its_priority_and_its_age() -> None:
 def test_a_resume_beyond_the_context_is_refused() -> None:
     """A regression: it broke a step and stopped the node."""
     cluster = LocalCluster(limits={"context_length": 48})
-    [member], raw_peer = cluster.prefill, "s" * 32
-    member.role.on_peer(raw_peer, Resume("a", 0, prompt_of(48), timeout_s=9.0), 0.0)
+    [member], stranger = cluster.prefill, "s" * 32
+    member.role.on_peer(stranger, Resume("a", 0, prompt_of(48), timeout_s=9.0), 0.0)
     [(to, closed)] = member.role.outbox.peers
-    assert to == raw_peer
+    assert to == stranger
     assert isinstance(closed, Closed) and closed.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
     assert member.role.plan(0.0) is None
 
