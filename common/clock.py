@@ -11,21 +11,5 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The monotonic clock of the machine."""
-
     def now(self) -> float:
         return time.monotonic()
-
-
-class ManualClock:
-    """A clock that a test or a simulation advances."""
-
-    def __init__(self, start: float = 0.0) -> None:
-        self._now = start
-
-    def now(self) -> float:
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        assert seconds >= 0
-        self._now += seconds

@@ -9,9 +9,15 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+MAX_COMPILE_S = 120.0  # for one file
+_FLAGS = ("-fPIC", "-fvisibility=hidden")
+
+
+class BuildError(Exception):
+    """A library cannot be built; the message is the compiler's output or the reason."""
 
 
 @dataclass(frozen=True)
@@ -19,70 +25,60 @@ class Library:
     """Sources and flags of a shared library.
 
     Attributes:
-        name: start of the file's name.
         sources: C files, each compiled separately.
         headers: included files, which count in the hash.
         flags: compiler flags beside those that a shared library needs.
-        libraries: linker flags, such as ``-lm``.
     """
 
     name: str
-    sources: Sequence[Path]
-    headers: Sequence[Path] = ()
-    flags: Sequence[str] = ()
-    libraries: Sequence[str] = ()
+    sources: tuple[Path, ...]
+    headers: tuple[Path, ...]
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
 
 
-#: Errors of ``build_library``; RuntimeError means that the user has no home folder.
-BUILD_ERRORS = (OSError, subprocess.SubprocessError, RuntimeError)
-_FLAGS = ("-fPIC", "-fvisibility=hidden")
-
-
-def build_library(library: Library, timeout_s: float = 120.0) -> Path:
+def build_library(library: Library) -> Path:
     """Return the library's file; compile it if it does not exist yet.
 
     Raises:
-        OSError, subprocess.SubprocessError, RuntimeError: there is no compiler, it fails, it takes longer than
-            ``timeout_s`` seconds for a file, or the library cannot be stored.
+        BuildError: there is no compiler, it fails or takes too long, or the library cannot be stored.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
-    file = folder / f"{library.name}-{_fingerprint(library)}.so"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            made = _compile(library, Path(place), timeout_s)
-            made.replace(file)  # atomic, as other processes may compile at the same time
-    return file
+    try:
+        folder = cache_folder()
+        file = folder / f"{library.name}-{_fingerprint(library)}.so"
+        if not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                _compile(library, Path(place)).replace(file)  # atomic: other processes may compile at the same time
+        return file
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        raise BuildError(str(getattr(error, "stderr", None) or error).strip()[:500]) from error
 
 
-def build_failure(error: BaseException) -> str:
-    """Return the compiler's output, or else the message of the error."""
-    return str(getattr(error, "stderr", None) or error).strip()[:500]
+def cache_folder() -> Path:
+    """The folder for files that are computed once per machine. Raises RuntimeError: the user has no home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
 
 
-def _compile(library: Library, place: Path, timeout_s: float) -> Path:
+def _compile(library: Library, place: Path) -> Path:
     compiler = os.environ.get("CC", "cc")
     objects = [place / f"{source.stem}.o" for source in library.sources]
     for source, target in zip(library.sources, objects, strict=True):
-        _run(timeout_s, compiler, *_FLAGS, *library.flags, "-c", str(source), "-o", str(target))
+        _run(compiler, *_FLAGS, *library.flags, "-c", str(source), "-o", str(target))
     made = place / "library.so"
     # Without the flags, since -fopenmp would link an OpenMP runtime.
-    _run(timeout_s, compiler, "-shared", *map(str, objects), *library.libraries, "-o", str(made))
+    _run(compiler, "-shared", *map(str, objects), *library.libraries, "-o", str(made))
     return made
 
 
-def _run(timeout_s: float, *command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s)
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=MAX_COMPILE_S)
 
 
 def _fingerprint(library: Library) -> str:
-    digest = hashlib.sha256()
-    for file in (*library.sources, *library.headers):
-        digest.update(file.read_bytes())
-    words = (*_FLAGS, *library.flags, *library.libraries, os.environ.get("CC", "cc"), platform.machine())
-    digest.update(" ".join(words).encode())
-    digest.update(_processor().encode())
-    return digest.hexdigest()[:32]
+    words = (*_FLAGS, *library.flags, *library.libraries, os.environ.get("CC", "cc"), platform.machine(), _processor())
+    files = [file.read_bytes() for file in (*library.sources, *library.headers)]
+    return hashlib.sha256(b"".join(files) + " ".join(words).encode()).hexdigest()[:32]
 
 
 def _processor() -> str:

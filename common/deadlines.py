@@ -7,11 +7,7 @@ from common.request import Request, RequestKey
 
 
 class Deadlines:
-    """Deadlines of the requests of a scheduler.
-
-    Args:
-        requests: current requests by key; deadlines of other requests are ignored.
-    """
+    """Deadlines of a scheduler's current ``requests``; deadlines of other requests are ignored."""
 
     def __init__(self, requests: Mapping[RequestKey, Request]) -> None:
         self._requests = requests

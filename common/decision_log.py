@@ -6,52 +6,32 @@ formatted when it is read.
 
 from collections import OrderedDict, deque
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
+
+from common.wire.messages import Decision
 
 MAX_REASON = 4_000
 #: Number of requests whose last reason for waiting is remembered.
 MAX_WAITS = 10_000
 
 
-class Decided(NamedTuple):
-    """One decision, with the fields of ``messages.Decision``.
-
-    Attributes:
-        ago_s: age of the decision in seconds.
-        rid: request id; empty if the decision is about the whole node.
-        action: one word: admit, pause, retract, refuse ...
-        reason: reason in words.
-    """
-
-    ago_s: float
-    rid: str
-    action: str
-    reason: str
-
-
 class DecisionLog:
-    """A ring of the last ``maxlen`` decisions.
-
-    Attributes:
-        num_noted: number of decisions since the start.
-    """
+    """A ring of the last ``maxlen`` decisions."""
 
     def __init__(self, maxlen: int = 1_024) -> None:
         self._ring: deque[tuple[float, str, str, str, tuple[Any, ...]]] = deque(maxlen=maxlen)
         self._waits: OrderedDict[str, tuple[Any, ...]] = OrderedDict()  # last noted reason of each waiting request
-        self.num_noted = 0
 
     def note(self, now: float, rid: str, action: str, reason: str, *args: Any) -> None:
         """Note a decision, and drop the oldest if there are too many.
 
         Args:
-            now: seconds of the caller's clock.
+            rid: request id; empty if the decision is about the whole node.
+            action: one word: admit, pause, retract, refuse ...
             reason: template for ``str.format``.
             args: numbers and strings for the template; mutable objects could change before they are formatted.
         """
-        self.num_noted += 1
-        if rid in self._waits:
-            del self._waits[rid]
+        self._waits.pop(rid, None)
         self._ring.append((now, rid, action, reason, args))
 
     def note_wait(self, now: float, rid: str, reason: str, *args: Any) -> None:
@@ -70,16 +50,13 @@ class DecisionLog:
             before, after: priority and class; a class of None in ``after`` means that the class stays.
         """
         (priority, name), (priority_now, name_now) = before, after
-        if name_now is None or name_now == name:
-            self.note(now, rid, "reprioritize", "from {} to {}", priority, priority_now)
-        else:
-            reason = "from {} to {}, from the class {} to {}"
-            self.note(now, rid, "reprioritize", reason, priority, priority_now, name, name_now)
+        reason = "from {} to {}" if name_now in (None, name) else "from {} to {}, from the class {} to {}"
+        self.note(now, rid, "reprioritize", reason, priority, priority_now, name, name_now)
 
-    def last(self, limit: int, now: float) -> tuple[Decided, ...]:
+    def last(self, limit: int, now: float) -> tuple[Decision, ...]:
         """Return at most ``limit`` of the latest decisions, newest last."""
         newest = list(islice(reversed(self._ring), limit))
         return tuple(
-            Decided(max(now - at, 0.0), rid, action, reason.format(*args)[:MAX_REASON])
+            Decision(max(now - at, 0.0), rid, action, reason.format(*args)[:MAX_REASON])
             for at, rid, action, reason, args in reversed(newest)
         )

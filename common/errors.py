@@ -1,53 +1,39 @@
 """The errors of requests, of starts and of our own code.
 
-A request ends in tokens or in exactly one ``ErrorCode``, which nodes, gateway and clients see. Its HTTP status is
-defined here. A ``ConfigError`` ends a process at start, with a message that names the flag.
+A request ends in tokens or in exactly one ``ErrorCode``, which nodes, gateway and clients see. A ``ConfigError`` ends a
+process at start, with a message that names the flag.
 """
 
 from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
-    """Cause of a failed request; clients see the value as ``error.code``."""
+    """Cause of a failed request, which clients see as ``error.code``, and its HTTP status."""
 
-    INVALID_REQUEST = "invalid_request"
-    AUTHENTICATION = "authentication"
-    MODEL_NOT_FOUND = "model_not_found"
-    NOT_FOUND = "not_found"
-    BODY_TOO_LARGE = "body_too_large"
-    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-    POOL_TOO_SMALL = "pool_too_small"
-    NOT_SUPPORTED = "not_supported"
-    QUEUE_FULL = "queue_full"
-    NO_ROUTE = "no_route"
-    NODE_LOST = "node_lost"
-    TRANSFER_FAILED = "transfer_failed"
-    OUT_OF_PAGES = "out_of_pages"
-    DEADLINE_EXCEEDED = "deadline_exceeded"
-    ABORTED = "aborted"
-    SHUTTING_DOWN = "shutting_down"
-    INTERNAL = "internal"
+    status: int
 
+    def __new__(cls, value: str, status: int) -> "ErrorCode":
+        code = str.__new__(cls, value)
+        code._value_, code.status = value, status
+        return code
 
-HTTP_STATUS: dict[ErrorCode, int] = {
-    ErrorCode.INVALID_REQUEST: 400,
-    ErrorCode.AUTHENTICATION: 401,
-    ErrorCode.MODEL_NOT_FOUND: 404,
-    ErrorCode.NOT_FOUND: 404,
-    ErrorCode.BODY_TOO_LARGE: 413,
-    ErrorCode.CONTEXT_LENGTH_EXCEEDED: 400,
-    ErrorCode.POOL_TOO_SMALL: 400,
-    ErrorCode.NOT_SUPPORTED: 400,
-    ErrorCode.QUEUE_FULL: 429,
-    ErrorCode.NO_ROUTE: 503,
-    ErrorCode.NODE_LOST: 502,
-    ErrorCode.TRANSFER_FAILED: 502,
-    ErrorCode.OUT_OF_PAGES: 503,
-    ErrorCode.DEADLINE_EXCEEDED: 504,
-    ErrorCode.ABORTED: 499,
-    ErrorCode.SHUTTING_DOWN: 503,
-    ErrorCode.INTERNAL: 500,
-}
+    INVALID_REQUEST = "invalid_request", 400
+    AUTHENTICATION = "authentication", 401
+    MODEL_NOT_FOUND = "model_not_found", 404
+    NOT_FOUND = "not_found", 404
+    BODY_TOO_LARGE = "body_too_large", 413
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded", 400
+    POOL_TOO_SMALL = "pool_too_small", 400
+    NOT_SUPPORTED = "not_supported", 400
+    QUEUE_FULL = "queue_full", 429
+    NO_ROUTE = "no_route", 503
+    NODE_LOST = "node_lost", 502
+    TRANSFER_FAILED = "transfer_failed", 502
+    OUT_OF_PAGES = "out_of_pages", 503
+    DEADLINE_EXCEEDED = "deadline_exceeded", 504
+    ABORTED = "aborted", 499
+    SHUTTING_DOWN = "shutting_down", 503
+    INTERNAL = "internal", 500
 
 
 class BatonError(Exception):
@@ -83,7 +69,7 @@ class RequestError(BatonError):
 
     @property
     def status(self) -> int:
-        return HTTP_STATUS[self.code]
+        return self.code.status
 
 
 class InvariantError(AssertionError):

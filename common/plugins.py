@@ -24,7 +24,6 @@ class RequestFacts:
     """Properties of a request that a priority function may use.
 
     Attributes:
-        model: name of the model in the API.
         tenant, priority_class: empty: none.
         priority: priority in the request; None: none. Higher is more urgent here, whatever the flags say.
         num_prompt_tokens, max_new_tokens: length of the prompt, and largest length of the output.
@@ -60,23 +59,19 @@ class PriorityFunction:
 
     def __init__(self, function: Callable[[RequestFacts], Any], spec: str) -> None:
         self._function = function
-        self._failures = _FailureLog(f"--priority-function {spec}")
-
-    @property
-    def num_failures(self) -> int:
-        return self._failures.count
+        self.failures = _FailureLog(f"--priority-function {spec}")
 
     def __call__(self, facts: RequestFacts) -> int | None:
         """Return the priority, higher is more urgent; None: keep the priority of the request."""
         try:
             priority = self._function(facts)
         except Exception as error:
-            self._failures.add("failed, so requests keep their own priorities", error=error)
+            self.failures.add("failed, so requests keep their own priorities", error=error)
             return None
         if priority is None:
             return None
         if type(priority) is not int or not LOWEST_PRIORITY < priority <= -LOWEST_PRIORITY - 1:
-            self._failures.add(f"returned {priority!r}, which is not a 32-bit integer")
+            self.failures.add(f"returned {priority!r}, which is not a 32-bit integer")
             return None
         return priority
 
@@ -90,20 +85,16 @@ class UserPolicy(Policy):
         self._failures = _FailureLog(f"--schedule-policy {spec}")
 
     @property
-    def reason(self) -> str:  # type: ignore[override]  # the user's
+    def reason(self) -> str:  # type: ignore[override]  # a constant in the base class
         return str(getattr(self._policy, "reason", ""))
 
     @property
-    def overtakes(self) -> bool:  # type: ignore[override]  # the user's
+    def overtakes(self) -> bool:  # type: ignore[override]
         return bool(getattr(self._policy, "overtakes", False))
 
     @property
-    def choice(self) -> str:  # type: ignore[override]  # the user's
+    def choice(self) -> str:  # type: ignore[override]
         return str(getattr(self._policy, "choice", ""))
-
-    @property
-    def num_failures(self) -> int:
-        return self._failures.count
 
     def totals(self) -> dict[str, float]:
         return {"own_policy_failures": float(self._failures.count)}
@@ -148,7 +139,13 @@ def load_policy(spec: str) -> Policy | None:
     if not is_user_defined(spec):
         return None
     flag = f"--schedule-policy {spec}"
-    policy = _made(_imported(spec, flag), flag)
+    make = _imported(spec, flag)
+    if not callable(make):
+        raise ConfigError(f"{flag} is not a class or a function that returns a policy")
+    try:
+        policy = make()
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(f"{flag} cannot be constructed without arguments: {error}") from error
     missing = [hook for hook in _HOOKS if not callable(getattr(policy, hook, None))]
     if missing:
         raise ConfigError(
@@ -185,12 +182,3 @@ def _imported(spec: str, flag: str) -> Any:
             raise ConfigError(f"{flag}: {found.__name__} has no {name}")
         found = getattr(found, part)
     return found
-
-
-def _made(found: Any, flag: str) -> Any:
-    if not callable(found):
-        raise ConfigError(f"{flag} is not a class or a function that returns a policy")
-    try:
-        return found()
-    except Exception as error:  # the user's class may raise anything
-        raise ConfigError(f"{flag} cannot be constructed without arguments: {error}") from error

@@ -21,9 +21,6 @@ class Request:
     """A request on one node. Only the node's scheduler and its ``PrefillAdder`` change it.
 
     Attributes:
-        rid, attempt: request id and number of the attempt.
-        prompt: token ids of the prompt.
-        sampling: validated parameters.
         salt: requests with different salts never share cached pages.
         priority: higher is more urgent.
         priority_class, tenant: the class and tenant that are charged; empty: none.
@@ -35,7 +32,6 @@ class Request:
         num_passed: number of requests that were admitted before this one because it did not fit.
         watch: cached length on this node, while the request waits.
         is_charged: whether the prompt has been charged to tenant and class.
-        output: tokens sampled so far, on any node.
         pages: page table; page i holds the KV of tokens from ``i * page_size`` on.
         own: the entries of ``pages`` that belong to the request (``Owner.REQUEST``) and not to the radix cache.
         node: radix node whose path is locked for this request.

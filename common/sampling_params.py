@@ -66,7 +66,6 @@ class TokenLogprobs:
     """Natural log-probabilities at one position, of the unchanged distribution of the model.
 
     Attributes:
-        token: log-probability of the sampled token or prompt token.
         top: (token id, log-probability) of the most likely tokens, best first.
     """
 

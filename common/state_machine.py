@@ -10,13 +10,9 @@ S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E", bound=StrEnum)
 
 
-class IllegalTransitionError(InvariantError):
-    """An event happened in a state whose table has no entry for it."""
-
-
 def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
-    """Return the state after ``event``. Raises IllegalTransitionError: the table has no such entry."""
+    """Return the state after ``event``. Raises InvariantError: the table has no such entry."""
     try:
         return table[state, event]
     except KeyError:
-        raise IllegalTransitionError(f"{event} cannot happen in state {state}") from None
+        raise InvariantError(f"{event} cannot happen in state {state}") from None

@@ -46,8 +46,6 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step of the engine. The executor applies admits, then page deltas, then rows."""
-
     step: int
     admits: tuple[Admit, ...]
     pages: tuple[PageDelta, ...]
@@ -59,7 +57,6 @@ class StepResult:
     """Result of a step.
 
     Attributes:
-        step: number of the plan.
         tokens: one sampled token id for each row with ``sample``, in row order.
         logprobs: aligned with ``tokens``; None for rows that did not ask. Empty if no row asked.
         prompt_logprobs: one tuple for each row with ``targets``, in row order, with one entry per target.

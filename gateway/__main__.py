@@ -5,6 +5,7 @@ import logging
 import signal
 import sys
 
+import uvloop
 import zmq
 
 from common.config.cli import resolve
@@ -41,22 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         gateway = Gateway(config, model_folders(config))
-        with asyncio.Runner(loop_factory=fast_loop()) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(gateway))
     except (ConfigError, OSError, zmq.ZMQError) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def fast_loop() -> "type[asyncio.AbstractEventLoop] | None":
-    """uvloop's event loop if it is installed, else the standard one."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
-    return loop
 
 
 if __name__ == "__main__":

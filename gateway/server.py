@@ -47,7 +47,6 @@ class Gateway:
     """One gateway.
 
     Args:
-        config: resolved configuration.
         folders: where the tokenizer files of each model are, by name; the first is the default model.
         header_timeout_s, body_timeout_s: how slowly a client may send; idle connections live as long as the first.
     """
@@ -100,10 +99,10 @@ class Gateway:
             metrics=self._metrics,
         )
         self._http = HttpServer(
-            GenerateRoutes(services).routes() | AdminRoutes(services).routes(),
+            {**GenerateRoutes(services).routes(), **AdminRoutes(services).routes()},
             authenticator=self._authenticator,
             limits=self._body_limits,
-            observer=self._metrics,
+            metrics=self._metrics,
         )
         self._control.start()
         self._runner = web.ServerRunner(
@@ -140,7 +139,6 @@ class Gateway:
     async def stop(self) -> None:
         """Refuses new requests, gives those in flight two seconds, and ends the rest with an error."""
         self._http.begin_stop()
-        self._control.begin_stop()
         for site in list(self._runner.sites):
             await site.stop()
         until = self._clock.now() + GRACE_S

@@ -8,7 +8,7 @@ one page of either pool: it is all of the smaller page, and one of several parts
 from dataclasses import dataclass
 
 from common.cache.page_layout import PageLayout
-from kv_transfer.page_slices import PageSlice, SlicePair, whole
+from kv_transfer.page_slices import PageSlice, SlicePair
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Units:
 
 def parts_of(layout: PageLayout, num_units: int) -> tuple[PageSlice, ...]:
     """The slices of a page that is cut into so many units, in order."""
-    everything, tokens = whole(layout), layout.page_size // num_units
+    tokens = layout.page_size // num_units
     assert tokens * num_units == layout.page_size
-    return tuple(everything._replace(token=number * tokens, num_tokens=tokens) for number in range(num_units))
+    return tuple(PageSlice(number * tokens, tokens) for number in range(num_units))
 
 
 def units_of(source_size: int, target_size: int) -> Units:
@@ -75,7 +75,3 @@ class PageMapping:
         if num_tokens is not None:
             return self.theirs.num_pages(num_tokens)
         return self.units.num_target_pages(num_source_pages * self.units.per_source)
-
-    def pair_number(self, unit: int) -> int:
-        """Which of ``slice_pairs`` moves this unit."""
-        return unit % len(self.slice_pairs)

@@ -1,13 +1,13 @@
 """Slices of pages, and what a write moves when it does not move whole pages. Pure arithmetic.
 
-A ``PageSlice`` names layers, heads and tokens of a page. A ``SlicePair`` names a slice of our page and the slice of the
-peer's page that it becomes; both hold the same numbers of layers, heads and tokens. The bytes of a slice lie in runs,
-as many as the contiguous pieces of memory that the two pages share. On one stream (TCP, Gloo) they travel in the order
-of the runs, which is ``[layer][key or value][head][token][head_dim]`` of the slice.
+A ``PageSlice`` names tokens of a page. A ``SlicePair`` names a slice of our page and the slice of the peer's page that
+it becomes; both hold the same number of tokens. The bytes of a slice lie in runs, as many as the contiguous pieces of
+memory that the two pages share. On one stream (TCP, Gloo) they travel in the order of the runs, which is
+``[layer][key or value][head][token][head_dim]`` of the slice.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
@@ -16,63 +16,35 @@ from common.cache.page_layout import ITEM_BYTES, PageLayout
 
 
 class PageSlice(NamedTuple):
-    """Part of a page: keys and values of these layers, heads and tokens (the first of each, and how many)."""
+    """Part of a page: the keys and values of ``num_tokens`` tokens, from ``token`` on."""
 
-    layer: int
-    num_layers: int
-    head: int
-    num_heads: int
     token: int
     num_tokens: int
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        return (self.num_layers, self.num_heads, self.num_tokens)
-
     def is_within(self, layout: PageLayout) -> bool:
         """Whether the slice is not empty and lies inside a page."""
-        return (
-            min(self.layer, self.head, self.token) >= 0
-            and min(self.counts) > 0
-            and self.layer + self.num_layers <= layout.num_layers
-            and self.head + self.num_heads <= layout.num_kv_heads
-            and self.token + self.num_tokens <= layout.page_size
-        )
+        return 0 <= self.token < self.token + self.num_tokens <= layout.page_size
 
     def overlaps(self, other: "PageSlice") -> bool:
-        return (
-            self.layer < other.layer + other.num_layers
-            and other.layer < self.layer + self.num_layers
-            and self.head < other.head + other.num_heads
-            and other.head < self.head + self.num_heads
-            and self.token < other.token + other.num_tokens
-            and other.token < self.token + self.num_tokens
-        )
+        return self.token < other.token + other.num_tokens and other.token < self.token + self.num_tokens
 
     def num_bytes(self, layout: PageLayout) -> int:
-        token_bytes = layout.head_dim * ITEM_BYTES[layout.dtype]
-        return 2 * self.num_layers * self.num_heads * self.num_tokens * token_bytes
+        return layout.page_bytes // layout.page_size * self.num_tokens
 
     def runs(self, layout: PageLayout) -> list[tuple[int, int]]:
         """(offset in the page, bytes) of its contiguous parts, in order, each as long as possible."""
         assert self.is_within(layout)
+        if self.num_tokens == layout.page_size:
+            return [(0, layout.page_bytes)]
         token_bytes = layout.head_dim * ITEM_BYTES[layout.dtype]
-        length = self.num_tokens * token_bytes
-        runs: list[tuple[int, int]] = []
-        layers = range(self.layer, self.layer + self.num_layers)
-        heads = range(self.head, self.head + self.num_heads)
-        for layer, is_value, head in product(layers, (False, True), heads):
-            at = layout.offset(0, layer=layer, value=is_value, head=head) + self.token * token_bytes
-            if runs and sum(runs[-1]) == at:
-                runs[-1] = (runs[-1][0], runs[-1][1] + length)
-            else:
-                runs.append((at, length))
-        return runs
+        planes = product(range(layout.num_layers), (False, True), range(layout.num_kv_heads))
+        starts = [layout.offset(0, layer=layer, value=is_value, head=head) for layer, is_value, head in planes]
+        return [(start + self.token * token_bytes, self.num_tokens * token_bytes) for start in starts]
 
 
 def whole(layout: PageLayout) -> PageSlice:
     """The slice that is all of a page."""
-    return PageSlice(0, layout.num_layers, 0, layout.num_kv_heads, 0, layout.page_size)
+    return PageSlice(0, layout.page_size)
 
 
 @dataclass(frozen=True)
@@ -89,8 +61,8 @@ class SlicePair:
     target: PageSlice
 
     def __post_init__(self) -> None:
-        assert self.source.counts == self.target.counts
-        assert (self.ours.head_dim, self.ours.dtype) == (self.theirs.head_dim, self.theirs.dtype)
+        assert self.source.num_tokens == self.target.num_tokens
+        assert replace(self.ours, page_size=self.theirs.page_size) == self.theirs
 
     @cached_property
     def num_bytes(self) -> int:
@@ -121,6 +93,11 @@ def _join(sources: Iterator[tuple[int, int]], targets: Iterator[tuple[int, int]]
             target + length,
             num_target - length,
         )
+
+
+def whole_pages(layout: PageLayout) -> SlicePair:
+    """The pair of slices that are all of a page, where both ends have the same layout."""
+    return SlicePair(layout, whole(layout), layout, whole(layout))
 
 
 def copy(slices: SlicePair, source: memoryview, target: memoryview) -> None:

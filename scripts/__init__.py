@@ -1,1 +1,1 @@
-"""What a user types: one module per command, and the supervisor that runs all roles on one machine."""
+"""The commands, one module for each, and the supervisor that runs all roles on one machine."""

@@ -23,11 +23,7 @@ RANKS: dict[str, Callable[[TreeNode], Any]] = {
 
 
 class EvictionQueue:
-    """Evictable leaves, in the order of an eviction policy.
-
-    Args:
-        policy: least recently used, least often used, oldest, or least urgent (then least recently used) first.
-    """
+    """Evictable leaves, in the order of an eviction policy."""
 
     def __init__(self, policy: EvictionPolicy = "lru") -> None:
         self._rank = RANKS[policy]

@@ -24,17 +24,11 @@ Indices = NDArray[np.intp]
 
 
 def _as_indices(pages: Sequence[int]) -> Indices:
-    """Convert to a numpy index array; ``array`` reads a list twice as fast as numpy.
-
-    Raises:
-        OverflowError: a number is negative.
-    """
+    """Convert to a numpy index array; ``array`` reads a list twice as fast as numpy, and refuses negative numbers."""
     return np.frombuffer(array("I", pages), np.uint32).astype(np.intp)
 
 
 class Owner(IntEnum):
-    """Owner of a page."""
-
     FREE = 0  # on the free list, or lingering
     RADIX = 1  # a node of the radix cache
     REQUEST = 2  # a single request
@@ -56,9 +50,7 @@ class PageAllocator:
         self._owner: NDArray[np.int8] = np.zeros(num_pages, np.int8)
         self._counts = [0] * len(Owner)
         self._counts[Owner.FREE] = num_pages
-        self._lingering: deque[tuple[int, Sequence[int]]] = (
-            deque()
-        )  # last step that began before the free, and its pages
+        self._lingering: deque[tuple[int, Sequence[int]]] = deque()  # last step begun before the free, and its pages
         self._steps: deque[int] = deque()
         self._last_ended = -1
         self._mark: Indices = np.zeros(num_pages, np.intp)  # scratch, to find pages named twice
@@ -70,7 +62,7 @@ class PageAllocator:
         return len(self._stack)
 
     def count(self, owner: Owner) -> int:
-        """Return the number of pages of this owner; lingering pages count as FREE."""
+        """The number of pages of this owner; lingering pages count as FREE."""
         return self._counts[owner]
 
     def alloc(self, count: int, owner: Owner) -> list[int] | None:
@@ -89,7 +81,6 @@ class PageAllocator:
         return pages
 
     def move(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
-        """Move pages from one owner to another."""
         assert Owner.FREE not in (source, target)
         if not pages:
             return
@@ -129,16 +120,12 @@ class PageAllocator:
             self.num_lingering -= len(pages)
             self._stack.extend(pages)
 
-    def _indices(self, pages: Sequence[int]) -> Indices:
-        """Return pages as an index array; asserts that each is in range and that none occurs twice."""
+    def _owned(self, pages: Sequence[int], owner: Owner) -> Indices:
+        """Return pages as an index array; asserts that none occurs twice and that all belong to ``owner``."""
         indices = _as_indices(pages)
         numbers = self._numbers[: len(indices)]
         self._mark[indices] = numbers
         assert np.count_nonzero(self._mark[indices] == numbers) == len(indices), "a page is named twice"
-        return indices
-
-    def _owned(self, pages: Sequence[int], owner: Owner) -> Indices:
-        indices = self._indices(pages)
         assert self._owner[indices].tobytes().count(owner) == len(indices), self._complaint(indices, owner)
         return indices
 

@@ -6,7 +6,6 @@ heads is one piece for the keys and one for the values of each layer. Offsets ar
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -17,7 +16,6 @@ class PageLayout:
 
     Attributes:
         num_layers, num_kv_heads, head_dim: dimensions of the model, or of this rank's part where heads are split.
-        page_size: tokens per page.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
     """
 
@@ -59,22 +57,7 @@ class PageLayout:
         return -(-num_tokens // self.page_size)
 
 
-class PageShape(Protocol):
-    """The fields that ``PageLayout`` and its control message share."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-
-
-def layout_conflict(one: PageShape, other: PageShape) -> str:
+def layout_conflict(one: PageLayout, other: PageLayout) -> str:
     """Return the reason why two nodes cannot transfer pages between them; empty if they can.
 
     Page sizes may differ if one is a multiple of the other; everything else must be equal.

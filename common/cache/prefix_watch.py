@@ -16,10 +16,8 @@ __all__ = ["PrefixWatch", "WatchIndex"]
 class WatchIndex:
     """The watches of one tree.
 
-    Args:
-        page_bytes: length of a packed page.
-        descend: function of a ready child, a key and an offset in the key; splits the child where the key differs, and
-            returns the shared part.
+    ``descend`` takes a ready child, a key and an offset in the key, splits the child where the key differs, and returns
+    the shared part.
     """
 
     def __init__(self, page_bytes: int, descend: Callable[[TreeNode, TokenKey, int], TreeNode]) -> None:
@@ -35,13 +33,11 @@ class WatchIndex:
         self._store(watch, node, offset // TOKEN_BYTES)
 
     def remove(self, watch: PrefixWatch) -> None:
-        """Remove a watch."""
         node = watch.node
         assert node is not None
         page = self._next_page(watch)
-        group = node.watchers[page]
-        del group[watch]
-        if not group:
+        del node.watchers[page][watch]
+        if not node.watchers[page]:
             del node.watchers[page]
         watch.node = None
 
@@ -52,31 +48,19 @@ class WatchIndex:
         for watch in parent.watchers.pop(node.key[: self._page_bytes], ()):
             self.place(watch, parent, watch.num_tokens * TOKEN_BYTES)
 
-    def leaf_removed(self, leaf: TreeNode, parent: TreeNode) -> None:
-        """Move watches from a removed leaf to its former parent."""
-        self._move_up(leaf, parent, len(leaf.key) // TOKEN_BYTES)
-
-    def leaf_trimmed(self, leaf: TreeNode, num_bytes: int) -> None:
-        """Shorten the watches at a leaf that has lost ``num_bytes`` bytes at its end."""
-        self._move_up(leaf, leaf, num_bytes // TOKEN_BYTES)
-
-    def _move_up(self, leaf: TreeNode, node: TreeNode, num_tokens: int) -> None:
-        """Move the watches of a leaf to ``node``, with ``num_tokens`` fewer cached tokens."""
+    def move_up(self, leaf: TreeNode, node: TreeNode, num_bytes: int) -> None:
+        """Move the watches of a leaf to ``node``; the last ``num_bytes`` of their keys are not cached any more."""
         groups = list(leaf.watchers.values())
         leaf.watchers.clear()
         for group in groups:
             for watch in group:
-                self._store(watch, node, watch.num_tokens - num_tokens)
+                self._store(watch, node, watch.num_tokens - num_bytes // TOKEN_BYTES)
 
     def _store(self, watch: PrefixWatch, node: TreeNode, num_tokens: int) -> None:
         watch.node = node
         watch.num_tokens = num_tokens
         page = self._next_page(watch)
-        group = node.watchers.get(page)
-        if group is None:
-            node.watchers[page] = {watch: None}
-        else:
-            group[watch] = None
+        node.watchers.setdefault(page, {})[watch] = None
 
     def _next_page(self, watch: PrefixWatch) -> bytes:
         start = watch.num_tokens * TOKEN_BYTES

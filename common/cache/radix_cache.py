@@ -35,10 +35,7 @@ class RadixCache:
     """The prefix cache of one page pool.
 
     Args:
-        allocator: records the owners of pages.
-        page_size: tokens per page.
         is_enabled: False: inserts keep nothing and nothing matches.
-        eviction: the order in which leaves are evicted.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class RadixCache:
         while node is not None and (child := node.children.get(key[offset : offset + self._page_bytes])):
             node = self._shared_part(child, key, offset)
             offset += len(node.key)
-            num_pending += len(node.pages) if node.is_pending else 0
+            num_pending += 0 if node.pending is None else len(node.pages)
         return num_pending
 
     def _walk(self, root: TreeNode, key: TokenKey) -> tuple[TreeNode, int, TreeNode | None]:
@@ -152,7 +149,6 @@ class RadixCache:
         return watch
 
     def unwatch(self, watch: PrefixWatch) -> None:
-        """Remove a watch."""
         node = watch.node
         if node is not None:
             self._watches.remove(watch)
@@ -173,7 +169,8 @@ class RadixCache:
         The tree adopts the pages of tokens that it lacks: they move from ``Owner.REQUEST`` to ``Owner.RADIX``. Pages of
         tokens that it has stay with the caller. The insert stops before a pending node.
         """
-        key = self._whole(tokens, pages)
+        key = pack(tokens)
+        assert len(key) == len(pages) * self._page_bytes, "tokens must be whole pages"
         root = self._roots.get(salt) or TreeNode(None, b"", [], salt=salt)
         if not self.is_enabled:
             return Inserted(root, len(pages), 0)
@@ -182,7 +179,7 @@ class RadixCache:
         first = offset // self._page_bytes
         if pending is not None or first == len(pages):
             return Inserted(node, len(pages), 0)
-        adopted = [*pages[first:]] if first else list(pages)
+        adopted = list(pages[first:])
         self._allocator.move(adopted, Owner.REQUEST, Owner.RADIX)
         leaf = self._attach(node, key[offset:], adopted, priority)
         self._count_ready(leaf)
@@ -213,7 +210,8 @@ class RadixCache:
 
     def make_ready(self, pending: Pending) -> TreeNode:
         """Complete a transfer: its pages move to ``Owner.RADIX``. Returns the deepest node, without a lock."""
-        nodes = self._end(pending)
+        nodes = pending.nodes
+        assert nodes, "this transfer was already completed or dropped"
         self._allocator.move(pending.pages, Owner.GRANT, Owner.RADIX)
         self._time += 1
         for node in pending.node.path():
@@ -227,23 +225,13 @@ class RadixCache:
 
     def drop_pending(self, pending: Pending) -> list[int]:
         """Remove the nodes of a failed transfer. Returns its pages in order; they stay with ``Owner.GRANT``."""
-        nodes = self._end(pending)
-        pages = pending.pages
+        nodes, pages = pending.nodes, pending.pages
+        assert nodes, "this transfer was already completed or dropped"
         above = nodes[0].parent
         for node in reversed(nodes):
             self._detach(node)
         self.unlock(above)
         return pages
-
-    def _end(self, pending: Pending) -> list[TreeNode]:
-        assert not pending.is_over, "this transfer was already completed or dropped"
-        pending.is_over = True
-        return pending.nodes
-
-    def _whole(self, tokens: Sequence[int] | TokenKey, pages: Sequence[int]) -> TokenKey:
-        key = pack(tokens)
-        assert len(key) == len(pages) * self._page_bytes, "tokens must be whole pages"
-        return key
 
     def _raise_priority(self, node: TreeNode, priority: int) -> None:
         """Raise the priority of a node and its ancestors, which are at least as urgent as their descendants."""
@@ -270,7 +258,7 @@ class RadixCache:
 
     def lock(self, node: TreeNode | None) -> None:
         """Protect a node and its ancestors from eviction; does nothing for a root or None."""
-        assert node is None or not node.is_pending, "a pending node cannot be used"
+        assert node is None or node.pending is None, "a pending node cannot be used"
         while node is not None and node.parent is not None:
             if not node.locks:
                 self.num_evictable_pages -= len(node.pages)
@@ -278,7 +266,6 @@ class RadixCache:
             node = node.parent
 
     def unlock(self, node: TreeNode | None) -> None:
-        """Release one lock of a node and its ancestors."""
         lowest = node
         while node is not None and node.parent is not None:
             assert node.locks > 0, "a node without a lock is unlocked"
@@ -301,14 +288,16 @@ class RadixCache:
                 break
             missing -= len(leaf.pages)
             freed += leaf.pages
-            self._drop(leaf)
+            parent = leaf.parent
+            self._detach(leaf)
+            if parent is not None:
+                self._leaves.offer(parent)
         self.num_pages -= len(freed)
         self.num_evictable_pages -= len(freed)
         self._allocator.free(freed, Owner.RADIX)
         return len(freed)
 
     def clear(self) -> int:
-        """Evict all evictable pages and return their number."""
         return self.evict(self.num_evictable_pages)
 
     def _trim(self, leaf: TreeNode, num_pages: int, freed: list[int]) -> None:
@@ -316,14 +305,8 @@ class RadixCache:
         freed += leaf.pages[-num_pages:]
         del leaf.pages[-num_pages:]
         leaf.key = leaf.key[: -num_pages * self._page_bytes]
-        self._watches.leaf_trimmed(leaf, num_pages * self._page_bytes)
+        self._watches.move_up(leaf, leaf, num_pages * self._page_bytes)
         self._leaves.offer(leaf)
-
-    def _drop(self, leaf: TreeNode) -> None:
-        parent = leaf.parent
-        self._detach(leaf)
-        if parent is not None:
-            self._leaves.offer(parent)
 
     def _detach(self, node: TreeNode) -> None:
         """Remove a leaf from the tree, and its root too if nothing else is below it."""
@@ -333,7 +316,7 @@ class RadixCache:
         del parent.children[node.key[: self._page_bytes]]
         node.parent = None
         if node.watchers:
-            self._watches.leaf_removed(node, parent)
+            self._watches.move_up(node, parent, len(node.key))
         self._drop_if_empty(parent)
 
     # ---- proving ----------------------------------------------------------------------------------------------------
@@ -357,7 +340,7 @@ class RadixCache:
             self._check_node(node)
             invariant(seen.isdisjoint(node.pages), "a page is in the tree twice")
             seen.update(node.pages)
-            if node.is_pending:
+            if node.pending is not None:
                 num_pending += len(node.pages)
                 continue
             num_pages += len(node.pages)
@@ -385,7 +368,6 @@ class RadixCache:
             not parent.pending or parent.pending is node.pending, "a node is below a pending node of another transfer"
         )
         invariant(parent.parent is None or parent.last_used >= node.last_used, "a node was used without its parent")
-        invariant(node.pending is None or not node.pending.is_over, "a finished transfer left a pending node")
         if node.watchers:
             self._watches.check(node, b"".join(part.key for part in node.path()))
         invariant(node.in_heap or not node.is_evictable_leaf, "an evictable leaf is not in the eviction heap")

@@ -5,7 +5,7 @@ that are not full yet, and duplicates of pages that the cache already had.
 """
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import TOKEN_BYTES, Inserted, RadixCache, TokenKey, TreeNode, pack
+from common.cache.radix_cache import TOKEN_BYTES, Inserted, RadixCache, TokenKey, pack
 from common.request import Request
 
 
@@ -17,8 +17,8 @@ def packed_tokens(request: Request, num_tokens: int) -> TokenKey:
     return request.packed[: num_tokens * TOKEN_BYTES]
 
 
-def cache_computed(cache: RadixCache, request: Request) -> int:
-    """Insert the full pages computed so far into the cache and lock them. Returns the number of adopted pages.
+def cache_computed(cache: RadixCache, request: Request) -> None:
+    """Insert the full pages computed so far into the cache and lock them.
 
     Called whenever ``num_computed`` has grown. If another request has inserted part of the tokens since, the pages
     stay the request's own until ``release``: otherwise the request would lock the other request's prefix beside its
@@ -26,22 +26,16 @@ def cache_computed(cache: RadixCache, request: Request) -> int:
     """
     num_pages = request.num_computed // cache.page_size
     if num_pages <= len(request.pages) - len(request.own):
-        return 0  # all of these are cached already
+        return  # all of these are cached already
     key = packed_tokens(request, num_pages * cache.page_size)
     num_locked = 0 if request.node is None else sum(len(node.pages) for node in request.node.path())
     if len(cache.match(key, request.salt).pages) > num_locked:
-        return 0
+        return
     inserted = _insert(cache, request, num_pages)
     if inserted.num_adopted:
-        move_lock(cache, request, inserted.node)
-    return inserted.num_adopted
-
-
-def move_lock(cache: RadixCache, request: Request, node: TreeNode | None) -> None:
-    """Replace the request's locked node by another."""
-    cache.lock(node)  # before the unlock, so that common ancestors stay locked
-    cache.unlock(request.node)
-    request.node = node
+        cache.lock(inserted.node)  # before the unlock, so that common ancestors stay locked
+        cache.unlock(request.node)
+        request.node = inserted.node
 
 
 def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, keep: bool) -> None:

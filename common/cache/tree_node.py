@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 TOKEN_BYTES = 4
 
@@ -19,6 +19,7 @@ def pack(tokens: Sequence[int] | TokenKey) -> TokenKey:
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
+@dataclass(slots=True, eq=False)
 class TreeNode:
     """A run of tokens and the pages with their KV. A root has no tokens, no pages and no parent.
 
@@ -30,56 +31,30 @@ class TreeNode:
         locks: number of locks on this node and below it.
         last_used: time of the last match or insert that passed through the node.
         num_uses: number of matches and inserts that passed through the node.
-        created: time at which the tokens entered the tree.
         priority: highest priority of the requests that inserted the tokens or a continuation.
         pending: transfer that still writes the pages; None once they are ready.
-        in_heap: whether the eviction queue holds the node.
         serial: order of creation, which decides between equal ranks in the same way in every run.
         watchers: watches whose cached tokens end at this node, by the page that follows.
     """
 
-    __slots__ = (
-        "children",
-        "created",
-        "in_heap",
-        "key",
-        "last_used",
-        "locks",
-        "num_uses",
-        "pages",
-        "parent",
-        "pending",
-        "priority",
-        "salt",
-        "serial",
-        "watchers",
-    )
-
-    def __init__(
-        self, parent: "TreeNode | None", key: TokenKey, pages: list[int], *, serial: int = 0, salt: str = ""
-    ) -> None:
-        self.parent = parent
-        self.key = key
-        self.pages = pages
-        self.salt = salt
-        self.serial = serial
-        self.children: dict[TokenKey, TreeNode] = {}
-        self.locks = 0
-        self.last_used = 0
-        self.num_uses = 0
-        self.created = 0
-        self.priority = 0
-        self.pending: Pending | None = None
-        self.in_heap = False
-        self.watchers: Watchers = {}
+    parent: "TreeNode | None"
+    key: TokenKey
+    pages: list[int]
+    serial: int = 0
+    salt: str = ""
+    children: "dict[TokenKey, TreeNode]" = field(default_factory=dict)
+    locks: int = 0
+    last_used: int = 0
+    num_uses: int = 0
+    created: int = 0
+    priority: int = 0
+    pending: "Pending | None" = None
+    in_heap: bool = False
+    watchers: Watchers = field(default_factory=dict)
 
     @property
     def is_evictable_leaf(self) -> bool:
         return not self.children and not self.locks and self.pending is None and self.parent is not None
-
-    @property
-    def is_pending(self) -> bool:
-        return self.pending is not None
 
     def path(self) -> "list[TreeNode]":
         """Return the nodes from below the root to this node."""
@@ -96,11 +71,10 @@ class Pending:
     """Handle of the nodes that one transfer will fill: ``node``, and nodes above it with the same handle."""
 
     node: TreeNode
-    is_over: bool = False
 
     @property
     def nodes(self) -> list[TreeNode]:
-        """The nodes from top to bottom; more than one after a match has split the first."""
+        """The nodes from top to bottom: more than one after a match has split the first, none after the transfer."""
         return [node for node in self.node.path() if node.pending is self]
 
     @property
@@ -137,6 +111,7 @@ class Inserted:
     num_adopted: int
 
 
+@dataclass(slots=True, eq=False)
 class PrefixWatch:
     """The cached length of one waiting request.
 
@@ -146,9 +121,6 @@ class PrefixWatch:
         node: deepest node of the cached tokens: a root if nothing is cached, None if the cache is disabled.
     """
 
-    __slots__ = ("key", "node", "num_tokens")
-
-    def __init__(self, key: TokenKey) -> None:
-        self.key = key
-        self.num_tokens = 0
-        self.node: TreeNode | None = None
+    key: TokenKey
+    num_tokens: int = 0
+    node: TreeNode | None = None

@@ -10,8 +10,6 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """Options of a node's KV pool, batches and steps; the simulator has the same."""
-
     page_size: int = option(16, "Tokens per KV page, the unit of caching and transfer.", minimum=1, maximum=65536)
     max_total_tokens: int | None = option(
         None, "Size of a node's KV pool in tokens. Without it: as --memory-fraction allows.", minimum=1
@@ -57,7 +55,6 @@ class Batching:
 
 
 def check_batching(config: Any) -> None:
-    """Raises ConfigError: options of ``Batching`` contradict each other."""
     chunk = config.chunked_prefill_size
     if chunk == 0:
         raise ConfigError("--chunked-prefill-size 0 would compute nothing; give -1 to turn chunking off")

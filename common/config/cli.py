@@ -20,12 +20,7 @@ from common.errors import ConfigError
 
 Config = TypeVar("Config")
 
-CLASSES: dict[str, type] = {
-    "serve": ServeConfig,
-    "gateway": GatewayConfig,
-    "prefill": NodeConfig,
-    "decode": NodeConfig,
-}
+CLASSES: dict[str, type] = {"serve": ServeConfig, "gateway": GatewayConfig, "prefill": NodeConfig, "decode": NodeConfig}
 
 #: Commands with a configuration in their own package, and the prefix of their environment variables.
 OTHER_COMMANDS = {"loadtest": "BATON_LOADTEST_", "simulate": "BATON_SIMULATE_"}
@@ -35,10 +30,8 @@ def resolve(cls: type[Config], argv: Sequence[str] | None = None, *, command: st
     """Return the configuration of a command; exits the process on ``--help`` and on a mistake.
 
     Args:
-        cls: configuration class of the command.
         argv: words after the program's name; None: those of this process.
         command: ``gateway``, ``prefill``, ``decode``, ``serve``, ...: the table in the file, and the role of a node.
-        help: description of the command for ``--help``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -49,11 +42,7 @@ def resolve(cls: type[Config], argv: Sequence[str] | None = None, *, command: st
 
 
 def parse(cls: type[Config], words: Sequence[str], *, command: str, help: str = "") -> Config:
-    """Like ``resolve``, but raise on a mistake.
-
-    Raises:
-        ConfigError: a flag, key, value or combination is invalid; the message names it.
-    """
+    """Like ``resolve``, but raises ConfigError on a mistake; the message names the flag, key or value."""
     for word in words:
         flag = word.split("=")[0]
         if flag in NOT_YET:

@@ -13,17 +13,13 @@ from common.wire.address import check_brackets, check_reach
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Options of the gateway's router and admission; the simulator has the same."""
-
     local_prefill: LocalPrefill = option(
         "never",
         "Whether decode nodes compute prompts themselves: never, auto (short prompts only) or always (without prefill"
         " nodes).",
     )
     local_prefill_threshold: int = option(
-        64,
-        "With --local-prefill auto: a decode node computes prompts with fewer uncached tokens than this.",
-        minimum=1,
+        64, "With --local-prefill auto: a decode node computes prompts with fewer uncached tokens than this.", minimum=1
     )
     max_queued_requests: int | None = option(
         None, "Requests that may wait at a node, and at the gateway for each model; further ones get 429.", minimum=0
@@ -44,8 +40,6 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    """Options of the HTTP server and of the control socket, for the gateway and ``serve``."""
-
     host: str = option("127.0.0.1", "Address of the HTTP server.")
     port: int = option(8000, "Port of the HTTP server; 0 takes a free port.", minimum=0, maximum=65535)
     control_host: str = option("127.0.0.1", "Address on which the gateway listens for nodes.")
@@ -77,8 +71,6 @@ class HttpOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(Routing, HttpOptions, TenantOptions, SchedulingOptions, ModelOptions):
-    """Configuration of ``gateway``."""
-
     control_port: int = option(
         8001, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
     )

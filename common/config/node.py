@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from common.config.batching import Batching
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions
-from common.config.shared import (
-    EngineOptions,
-    ModelOptions,
-    Role,
-    check_engine,
-)
+from common.config.shared import EngineOptions, ModelOptions, Role, check_engine
 from common.errors import ConfigError
 from common.wire.address import check_reach, host_and_port
 
@@ -33,9 +28,7 @@ class NodeConfig(Batching, EngineOptions, SchedulingOptions, ModelOptions):
         0, "Prefill nodes: port to listen on for decode nodes; 0 takes a free port.", minimum=0, maximum=65535
     )
     data_interface: str | None = option(
-        None,
-        "Decode nodes: address to receive KV pages on. Without it: --advertise-host.",
-        metavar="ADDRESS",
+        None, "Decode nodes: address to receive KV pages on. Without it: --advertise-host.", metavar="ADDRESS"
     )
     max_queued_requests: int | None = option(
         None, "Requests that may wait at this node; further ones are refused.", minimum=0
@@ -60,7 +53,6 @@ class NodeConfig(Batching, EngineOptions, SchedulingOptions, ModelOptions):
 
     @property
     def node_name(self) -> str:
-        """``--name``, or role, host and process id."""
         return self.name or f"{self.role}-{platform.node()}-{os.getpid()}"
 
     @property

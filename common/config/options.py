@@ -35,7 +35,6 @@ def option(
         default: value if neither flag, variable nor file sets the option; None requires a type that allows it.
         help: one or more sentences for ``--help``, which appends the default.
         minimum, maximum: inclusive bounds of a number.
-        metavar: name of the value in ``--help``.
         is_secret: never shown; child processes get it in the environment and not on the command line.
     """
     metadata = {"help": help, "minimum": minimum, "maximum": maximum, "metavar": metavar, "is_secret": is_secret}
@@ -44,8 +43,6 @@ def option(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a configuration class."""
-
     name: str
     default: Any
     help: str
@@ -126,11 +123,7 @@ def merge(
 
 
 def unknown_variables(environ: Mapping[str, str], known: Iterable[str], other_prefixes: tuple[str, ...] = ()) -> None:
-    """Refuse unknown BATON_* variables, except those with the prefix of another command.
-
-    Raises:
-        ConfigError: a variable is unknown; the message names it and the most similar known one.
-    """
+    """Raise ConfigError for an unknown BATON_* variable, unless it has the prefix of another command."""
     known = list(known)
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(other_prefixes):

@@ -21,12 +21,10 @@ class PriorityRules:
     """The effect of priorities and priority classes.
 
     Attributes:
-        is_enabled: whether priorities have an effect; otherwise all requests are equal.
         preemption_threshold: a waiting request preempts a running one only if its priority is higher by more than this.
         aging_per_s: added to a priority for each second of waiting. A request that comes before another by then cannot
             be preempted by it any more, whatever their priorities.
         class_weights: weights by name of the class, in the order of the flag; empty without classes.
-        default_class: class of requests that name none.
     """
 
     is_enabled: bool = False
@@ -38,8 +36,6 @@ class PriorityRules:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingOptions:
-    """Scheduling options of the gateway, nodes, ``serve`` and the simulator."""
-
     schedule_policy: str = option(
         "fcfs",
         "Order of waiting requests: fcfs (by arrival), lpm (longest cached prefix), dfs-weight (subtree of the cache "
@@ -99,7 +95,6 @@ class SchedulingOptions:
 
     @property
     def tenant_weights(self) -> dict[str, float]:
-        """Weights of --tenant-shares by tenant."""
         return parse_weights(self.tenant_shares, "--tenant-shares")
 
     @property
@@ -131,7 +126,6 @@ class SchedulingOptions:
 
     @property
     def is_retracted_by_priority(self) -> bool:
-        """Whether the least urgent request is retracted first."""
         return self.retraction_policy == "priority" or (
             self.retraction_policy == "auto" and self.enable_priority_scheduling
         )
@@ -169,7 +163,6 @@ def parse_weights(texts: Iterable[str], flag: str) -> dict[str, float]:
 
 
 def check_scheduling(config: Any) -> None:
-    """Raises ConfigError: scheduling options contradict each other; the message names the flag."""
     check_policy(config.schedule_policy)
     _check_policy_options(config)
     _check_classes(config)
@@ -177,13 +170,9 @@ def check_scheduling(config: Any) -> None:
 
 
 def _check_policy_options(config: Any) -> None:
-    for name, default, policy in (
-        ("lpm_degrade_threshold", 128, "lpm"),
-        ("schedule_seed", 0, "random"),
-        ("tenant_shares", (), "fair"),
-    ):
-        if getattr(config, name) != default and config.schedule_policy != policy:
-            raise ConfigError(f"{_flag(name)} has no effect without --schedule-policy {policy}; add that")
+    for name, policy in (("lpm_degrade_threshold", "lpm"), ("schedule_seed", "random"), ("tenant_shares", "fair")):
+        if config.schedule_policy != policy:
+            _check_without(config, (name,), f"--schedule-policy {policy}")
     config.tenant_weights  # noqa: B018  # raises if a weight is invalid
 
 
@@ -192,17 +181,11 @@ def _check_priorities(config: Any) -> None:
     if function is not None and not is_user_defined(function):
         raise ConfigError(f"--priority-function must be MODULE:NAME, not {function!r}")
     if not config.enable_priority_scheduling:
-        for name in (
-            "default_priority_value",
-            "schedule_low_priority_values_first",
-            "priority_aging_per_second",
-            "priority_function",
-        ):
-            if getattr(config, name) not in (None, False, 0.0):
-                raise ConfigError(f"{_flag(name)} has no effect without --enable-priority-scheduling; add that")
-        if config.priority_scheduling_preemption_threshold != PREEMPTION_THRESHOLD:
-            flag = _flag("priority_scheduling_preemption_threshold")
-            raise ConfigError(f"{flag} has no effect without --enable-priority-scheduling; add that")
+        names = (
+            *("default_priority_value", "schedule_low_priority_values_first", "priority_aging_per_second"),
+            *("priority_function", "priority_scheduling_preemption_threshold"),
+        )
+        _check_without(config, names, "--enable-priority-scheduling")
         if config.retraction_policy == "priority":
             raise ConfigError("--retraction-policy priority needs --enable-priority-scheduling; add that")
     elif config.abort_on_priority_when_disabled:
@@ -226,8 +209,11 @@ def _check_aging(config: Any) -> None:
         )
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _check_without(config: Any, names: Iterable[str], flag: str) -> None:
+    """Raises ConfigError: one of these options is set, but has an effect only with ``flag``."""
+    for name in names:
+        if getattr(config, name) != getattr(SchedulingOptions, name):
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect without {flag}; add that")
 
 
 def _check_classes(config: Any) -> None:
@@ -238,7 +224,6 @@ def _check_classes(config: Any) -> None:
 
 
 def check_policy(name: str) -> None:
-    """Raises ConfigError: the policy is unknown."""
     if name not in POLICIES and not is_user_defined(name):
         raise ConfigError(
             f"--schedule-policy {name} is unknown; use one of {', '.join(POLICIES)}, or MODULE:NAME for your own"
@@ -246,5 +231,4 @@ def check_policy(name: str) -> None:
 
 
 def is_user_defined(name: str) -> bool:
-    """Whether ``name`` has the form MODULE:NAME of an object of the user's own."""
     return re.fullmatch(_USER_DEFINED, name) is not None

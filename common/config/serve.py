@@ -14,8 +14,6 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Batching, EngineOptions, Routing, HttpOptions, TenantOptions, SchedulingOptions, ModelOptions):
-    """Configuration of ``serve``: a gateway and nodes on one machine."""
-
     prefill: int = option(1, "Number of prefill nodes; 0 with --local-prefill always.", minimum=0, maximum=256)
     decode: int = option(1, "Number of decode nodes.", minimum=1, maximum=256)
     control_port: int = option(0, "Port on which the gateway listens for nodes; 0 takes a free port.", maximum=65535)
@@ -34,7 +32,6 @@ class ServeConfig(Batching, EngineOptions, Routing, HttpOptions, TenantOptions, 
 
 
 def check_local_prefill(config: Any) -> None:
-    """Raises ConfigError: no node would compute prompts, or prefill nodes would have no work."""
     if config.prefill == 0 and config.local_prefill != "always":
         raise ConfigError("--prefill 0 leaves no node to compute prompts: add --local-prefill always")
     if config.prefill > 0 and config.local_prefill == "always":

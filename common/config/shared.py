@@ -49,8 +49,6 @@ IN_PROCESS = "connects nodes of one process, in tests and in the simulator; give
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of every command that serves a model."""
-
     model: str = option(
         SMALL_MODEL, "Folder with a checkpoint in the Hugging Face layout, or a hub id.", metavar="DIR_OR_ID"
     )
@@ -65,7 +63,6 @@ class ModelOptions:
 
     @property
     def served_name(self) -> str:
-        """Name of the model in the API."""
         if self.served_model_name:
             return self.served_model_name
         if self.model == SMALL_MODEL:
@@ -75,8 +72,6 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of the engine and of the transport, for nodes and ``serve``."""
-
     device: str = option(
         "auto", "Device to compute on: auto (CUDA if there is a GPU), cpu, cuda or cuda:N.", metavar="DEVICE"
     )
@@ -130,7 +125,6 @@ class EngineOptions:
 
 
 def check_engine(config: Any) -> None:
-    """Check the combination of engine, scheduling and batching options. Raises ConfigError."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {config.device!r}")
     if config.transport == "inprocess":
@@ -153,6 +147,5 @@ def check_engine(config: Any) -> None:
 
 
 def check_revision(config: Any) -> None:
-    """Raises ConfigError: --revision is given for a local folder."""
     if config.revision is not None and Path(config.model).is_dir():
         raise ConfigError(f"--revision is for hub models, but --model {config.model} is a folder; leave one out")

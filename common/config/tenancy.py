@@ -8,7 +8,7 @@ from common.config.options import option
 from common.errors import ConfigError
 
 #: In --tenant-quotas: every tenant that is not named.
-EVERYBODY_ELSE = "*"
+OTHER_TENANTS = "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,6 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True)
 class TenantOptions:
-    """Tenant options of the gateway and ``serve``."""
-
     tenant_keys: str | None = option(
         None,
         "File with the keys of tenants, which clients send as bearer tokens. Each line holds a tenant's name and a "
@@ -48,7 +46,6 @@ class TenantOptions:
 
 
 def check_tenancy(config: Any) -> None:
-    """Raises ConfigError: tenant options contradict each other; the message names the flag."""
     parse_quotas(config.tenant_quotas)
     if config.tenant_keys is None and not config.tenant_header:
         for flag, value in (("--tenant-quotas", config.tenant_quotas), ("--tenant-shares", config.tenant_shares)):

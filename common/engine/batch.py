@@ -21,7 +21,6 @@ class RowArrays:
         starts: ``[R]`` cached tokens before the row's first new token.
         num_new: ``[R]`` new tokens, at least 1.
         page_table: ``[R, W]`` int32; entries past a row's own pages are stale.
-        page_size: tokens per page.
     """
 
     starts: Ints
@@ -50,7 +49,6 @@ class StepBatch:
     """Input of the model and of the attention backends for one step.
 
     Attributes:
-        rows: the rows on the host.
         lengths, first_new: the rows' properties of the same names, computed once.
         positions: ``[N]`` int64 on the device, position of each new token in its request.
         token_pages, token_offsets: ``[N]`` int64 on the device, page and place in it of each new token's KV.

@@ -17,8 +17,6 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 class StoredTensor(NamedTuple):
-    """One tensor's entry in a safetensors header."""
-
     file: Path
     dtype: str  # as safetensors writes it: F32, BF16, F16, ...
     shape: tuple[int, ...]
@@ -75,12 +73,7 @@ def read_json(file: Path, *, required: bool = True) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of the checkpoint, sorted by name: the files of its index, or all in the folder.
-
-    Raises:
-        ConfigError: the index is damaged.
-        UnsupportedModelError: there are no safetensors files at all.
-    """
+    """Return the safetensors files of the checkpoint, sorted by name: the files of its index, or all in the folder."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map", {})
@@ -98,7 +91,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the header entries of all tensors by name, sorted by name.
 
     Raises:
-        ConfigError: a file of the index is missing, or a header is damaged.
+        ConfigError: the index or a header is damaged, or a file of the index is missing.
         UnsupportedModelError: there are no safetensors files at all.
     """
     found: dict[str, StoredTensor] = {}
@@ -137,15 +130,14 @@ class Numbers:
         self._folder = folder
 
     def positive(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ConfigError(f"{self._folder}/config.json: {key} should be a positive integer, not {value!r}")
-        return value
+        return int(self._number(key, default, (int,), "a positive integer"))
 
     def real(self, key: str, default: float | None = None) -> float:
-        value = self._config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ConfigError(f"{self._folder}/config.json: {key} should be a positive number, not {value!r}")
-        return float(value)
+        return float(self._number(key, default, (int, float), "a positive number"))
+
+    def _number(self, key: str, default: float | None, kinds: tuple[type, ...], what: str) -> Any:
+        given = self._config.get(key)
+        value: Any = default if given is None else given
+        if type(value) not in kinds or value <= 0:
+            raise ConfigError(f"{self._folder}/config.json: {key} should be {what}, not {value!r}")
+        return value

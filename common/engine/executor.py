@@ -32,9 +32,6 @@ class Slot:
     """One row of the request table, without its page numbers, which are in the executor's page table.
 
     Attributes:
-        sampling: parameters of the slot's request.
-        prompt_len: tokens of its original prompt.
-        end_ids: tokens that end its output.
         history: its tokens so far; None without penalties.
         num_pages: entries of its page table that are set.
     """
@@ -47,14 +44,7 @@ class Slot:
 
 
 class TorchExecutor:
-    """Runs step plans on one device.
-
-    Args:
-        model: the decoder with loaded weights.
-        pool: the KV pool that attention reads and writes.
-        attention: an attention backend over that pool.
-        num_slots: rows of the request table.
-    """
+    """Runs step plans on one device."""
 
     def __init__(self, model: Decoder, pool: KVPool, attention: AttentionBackend, *, num_slots: int) -> None:
         config = model.config
@@ -70,11 +60,7 @@ class TorchExecutor:
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Apply admits, page deltas and rows, in this order.
-
-        Returns:
-            One sampled token for each row with ``sample``, in row order. The KV of all rows is in the pool by then.
-        """
+        """Apply admits, page deltas and rows, in this order. The KV of all rows is in the pool when this returns."""
         with torch.inference_mode():
             for admit in plan.admits:
                 self._admit(admit)
@@ -222,10 +208,6 @@ def load_executor(
     """Load a checkpoint's weights, allocate the KV pool and return an executor over both.
 
     Args:
-        config: configuration from ``ModelConfig.load``, with the folder of the weights.
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: type of weights, activations and KV: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-        attention: ``auto``, ``reference``, ``torch`` or ``cpu``.
         num_pages: pages of the KV pool; a function is called once the weights are in memory.
         num_threads: compute threads of the process (torch's OpenMP team); None leaves their number as it is.
     Raises:

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.compile_native import BUILD_ERRORS, Library, build_failure, build_library
+from common.compile_native import BuildError, Library, build_library
 
 log = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+Pair = tuple[Tensor, Tensor]
 LANES = 16  # every width must be a multiple of this
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
@@ -26,8 +27,8 @@ MAX_QUERIES = 16
 _FOLDER = Path(__file__).parent
 LIBRARY = Library(
     "kernels",
-    sources=[_FOLDER / name for name in ("kernels.c", "attention/paged_attention.c", "attention/amx_attention.c")],
-    headers=[_FOLDER / name for name in ("kernels.h", "attention/paged.h")],
+    sources=tuple(_FOLDER / name for name in ("kernels.c", "attention/paged_attention.c", "attention/amx_attention.c")),
+    headers=(_FOLDER / "kernels.h", _FOLDER / "attention/paged.h"),
     flags=("-O3", "-march=native", "-fopenmp"),
     libraries=("-lm",),
 )
@@ -51,7 +52,10 @@ class Paged(Structure):
 
 
 class Kernels:
-    """The library's functions, for contiguous CPU tensors whose widths are multiples of ``LANES``."""
+    """The library's functions, for contiguous CPU tensors whose widths are multiples of ``LANES``.
+
+    ``common.engine.layers.Operations`` describes the first three; ``norm_and_rotate`` works in place.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._add_rms_norm = library.baton_add_rms_norm
@@ -62,8 +66,7 @@ class Kernels:
         self._silu_and_multiply.argtypes = (c_void_p, c_void_p, c_long, c_long, c_int)
         self._paged_attention = library.baton_paged_attention
         self._paged_attention.argtypes = (
-            *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long),
-            *(c_void_p, c_float, c_int),
+            *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_float, c_int),
         )
         self._write_kv = library.baton_write_kv
         self._write_kv.argtypes = (POINTER(Paged), c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_long, c_int)
@@ -76,29 +79,13 @@ class Kernels:
         self.has_amx = bool(library.baton_has_amx())
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """See ``common.engine.layers.Operations``."""
         assert x.is_contiguous() and (delta is None or delta.is_contiguous())
         out = torch.empty_like(x)
-        self._add_rms_norm(
-            x.data_ptr(),
-            None if delta is None else delta.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            *x.shape,
-            eps,
-            DTYPES[x.dtype],
-        )
+        change = None if delta is None else delta.data_ptr()
+        self._add_rms_norm(x.data_ptr(), change, weight.data_ptr(), out.data_ptr(), *x.shape, eps, DTYPES[x.dtype])
         return out
 
-    def norm_and_rotate(
-        self,
-        qkv: Tensor,
-        num_heads: int,
-        norms: tuple[Tensor, Tensor] | None,
-        rotary: tuple[Tensor, Tensor],
-        eps: float,
-    ) -> Tensor:
-        """See ``common.engine.layers.Operations``; works in place."""
+    def norm_and_rotate(self, qkv: Tensor, num_heads: int, norms: Pair | None, rotary: Pair, eps: float) -> Tensor:
         assert qkv.is_contiguous()
         cos, sin = rotary
         q_norm, k_norm = (norm.data_ptr() for norm in norms) if norms else (None, None)
@@ -110,7 +97,6 @@ class Kernels:
         return qkv
 
     def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
-        """See ``common.engine.layers.Operations``."""
         assert gate_up.is_contiguous()
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
@@ -120,8 +106,7 @@ class Kernels:
     def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
         """Compute attention for ``pieces``: ``[P, 4]`` int64 of (row, first query, queries, position of the first)."""
         self._paged_attention(
-            *(kv, pieces.data_ptr(), len(pieces), q.data_ptr(), q.stride(0)),
-            *(out.data_ptr(), scale, DTYPES[q.dtype]),
+            *(kv, pieces.data_ptr(), len(pieces), q.data_ptr(), q.stride(0)), *(out.data_ptr(), scale, DTYPES[q.dtype])
         )
 
     def amx_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
@@ -147,6 +132,6 @@ def load_kernels() -> Kernels | None:
     """Return the kernels, compiled at the first call on a machine; None if they cannot be compiled."""
     try:
         return Kernels(ctypes.CDLL(str(build_library(LIBRARY))))
-    except (*BUILD_ERRORS, AttributeError) as error:
-        log.warning("cannot compile the CPU kernels, using torch's, which are slower: %s", build_failure(error))
+    except (BuildError, OSError, AttributeError) as error:
+        log.warning("cannot compile the CPU kernels, using torch's, which are slower: %s", error)
         return None

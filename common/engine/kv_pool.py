@@ -50,17 +50,13 @@ class KVPool:
         on_cpu = self.device.type == "cpu"
         self.tensor = self._landing if on_cpu else torch.zeros(shape, dtype=dtype, device=self.device)
         self._moves = None if on_cpu else torch.cuda.Stream(self.device)
-        self._is_open = True
 
     @property
     def is_mapped(self) -> bool:
         """Whether ``memory`` is the pool itself."""
         return self.tensor is self._landing
 
-    @property
-    def is_in_place(self) -> bool:
-        """Whether incoming pages need no copy to the device."""
-        return self.is_mapped
+    is_in_place = is_mapped  # incoming pages then need no copy to the device
 
     @property
     def device_pages(self) -> torch.Tensor | None:
@@ -111,7 +107,7 @@ class KVPool:
     def landed(self, pages: Sequence[int]) -> None:
         """Copy pages that have arrived in ``memory`` to the device; does nothing where ``memory`` is the pool."""
         assert self._landing is not None
-        if self.tensor is self._landing:
+        if self.is_mapped:
             return
         with torch.cuda.stream(self._moves):
             for page in pages:
@@ -120,9 +116,8 @@ class KVPool:
 
     def close(self) -> None:
         """Release the memory. Idempotent. Views keep the mapping alive, but not the descriptor."""
-        if not self._is_open:
+        if self._landing is None:
             return
-        self._is_open = False
         self._landing = None
         self.tensor = torch.empty(0)
         os.close(self.fd)

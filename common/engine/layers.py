@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.engine.kernels import LANES, Kernels, load_kernels
+from common.engine.kernels import LANES, Pair, load_kernels
 from common.engine.model_config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
 
 
@@ -109,8 +109,6 @@ def rotations(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tu
 
 # ---- element-wise operations -----------------------------------------------------------------------------------------
 
-Pair = tuple[Tensor, Tensor]
-
 
 class Operations(Protocol):
     """The operations between matrix products: in torch on any device, in C on CPUs where the kernels compile.
@@ -146,8 +144,6 @@ class Operations(Protocol):
 
 
 class TorchOperations:
-    """``Operations`` in torch, on any device."""
-
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:
             x += delta
@@ -177,5 +173,4 @@ def make_operations(config: ModelConfig, device: torch.device) -> Operations:
     widths = (config.hidden_size, config.intermediate_size, config.head_dim // 2)
     if device.type != "cpu" or any(width % LANES for width in widths):
         return TorchOperations()
-    kernels: Kernels | None = load_kernels()
-    return kernels or TorchOperations()
+    return load_kernels() or TorchOperations()

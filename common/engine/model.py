@@ -96,12 +96,11 @@ def allocate_weights(
 
 
 class Decoder:
-    """Computes hidden states and logits from tokens, positions and paged KV."""
-
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         device = weights.embedding.device
         self.config = config
         self.weights = weights
+        self._eps = config.rms_norm_eps
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self._ops: Operations = make_operations(config, device)
 
@@ -132,10 +131,6 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states ``[rows, hidden]`` to float32 logits ``[rows, vocab]``."""
         return self.weights.head(self._ops.add_rms_norm(hidden, None, self.weights.norm, self._eps)).float()
-
-    @property
-    def _eps(self) -> float:
-        return self.config.rms_norm_eps
 
     def _qkv(self, layer: LayerWeights, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Return rotated queries ``[N, heads, head_dim]``, and rotated keys and values ``[N, kv_heads, head_dim]``."""

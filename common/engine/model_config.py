@@ -106,7 +106,6 @@ class ModelConfig:
     """Configuration of a decoder-only model of a supported family.
 
     Attributes:
-        folder: folder with config.json and the safetensors files.
         family: ``qwen3``, ``qwen2``, ``llama`` or ``mistral``.
         dtype: the type of most of the checkpoint's tensors; ``auto`` resolves to it.
         context_length: longest prompt and output together, in tokens, rope scaling included.

@@ -5,8 +5,7 @@ token. It counts distinct tokens, so that its size depends on the text and not o
 the request's tokens alone, not on the batch or on the node that sampled them.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -65,17 +64,7 @@ class TokenHistory:
         return np.concatenate([self._prompt, self.output])
 
 
-class PenaltyRow(Protocol):
-    """The fields of ``sampler.SamplingRow`` that penalties need."""
-
-    @property
-    def params(self) -> SamplingParams: ...
-
-    @property
-    def history(self) -> TokenHistory | None: ...
-
-
-def apply_penalties(logits: Tensor, rows: Sequence[PenaltyRow]) -> None:
+def apply_penalties(logits: Tensor, rows: Iterable[tuple[SamplingParams, TokenHistory | None]]) -> None:
     """Apply biases, the repetition penalty, then presence and frequency penalties, in place.
 
     The repetition penalty divides positive logits and multiplies others (CTRL, arXiv:1909.05858) for tokens of prompt
@@ -83,13 +72,12 @@ def apply_penalties(logits: Tensor, rows: Sequence[PenaltyRow]) -> None:
 
     Args:
         logits: ``[R, vocab]`` float32, contiguous.
-        rows: R rows; a row with penalties has a history.
+        rows: parameters of the R rows; a row with penalties has a history.
     """
     biases: list[Entry] = []
     repetitions: list[Entry] = []
     occurrences: list[Entry] = []
-    for row, asked in enumerate(rows):
-        params, history = asked.params, asked.history
+    for row, (params, history) in enumerate(rows):
         if params.logit_bias:
             bias = dict(params.logit_bias)
             biases.append((row, np.array([*bias], np.int64), np.array([*bias.values()], np.float32)))

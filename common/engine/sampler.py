@@ -31,10 +31,7 @@ class SamplingRow:
     """One token to sample.
 
     Attributes:
-        params: sampling parameters of the request.
         position: position of the token in the request; the prompt has positions ``0 .. prompt_len - 1``.
-        prompt_len: tokens of the original prompt.
-        end_ids: tokens that end the output.
         history: the request's tokens so far; None without penalties.
     """
 
@@ -54,7 +51,6 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, tuple[T
 
     Args:
         logits: ``[R, vocab]`` float32; changed in place by biases, penalties, and ``min_tokens``.
-        rows: the R rows to sample.
     Returns:
         Tokens ``[R]`` int64 on the logits' device, and log-probabilities of the unchanged distribution, None for rows
         that did not ask (``()`` if no row asked).
@@ -63,7 +59,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, tuple[T
     assert len(logits) == len(rows)
     asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     raw = logits[asked] if asked else None  # a copy
-    apply_penalties(logits, rows)
+    apply_penalties(logits, [(row.params, row.history) for row in rows])
     for index, row in enumerate(rows):
         if row.is_end_masked:
             logits[index, list(row.end_ids)] = -math.inf
@@ -76,18 +72,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, tuple[T
             index_of = torch.tensor(chosen, device=logits.device)
             part = logits if len(chosen) == len(rows) else logits[index_of]
             tokens[index_of] = method(part, tokens[index_of], [rows[i] for i in chosen])
-    return tokens, _align(raw, tokens, rows, asked) if raw is not None else ()
-
-
-def _align(
-    raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], asked: Sequence[int]
-) -> tuple[TokenLogprobs | None, ...]:
-    """Return log-probabilities for the rows that asked, whose unchanged logits are ``raw``; None for other rows."""
-    found: list[TokenLogprobs | None] = [None] * len(rows)
+    if raw is None:
+        return tokens, ()
     counts = [rows[index].params.logprobs or 0 for index in asked]
-    for index, logprobs in zip(asked, token_logprobs(raw, tokens[asked], counts), strict=True):
-        found[index] = logprobs
-    return tuple(found)
+    found = dict(zip(asked, token_logprobs(raw, tokens[asked], counts), strict=True))
+    return tokens, tuple(map(found.get, range(len(rows))))
 
 
 def _is_truncated(params: SamplingParams) -> bool:
@@ -143,7 +132,7 @@ def _sample_likely_strips(logits: Tensor, likeliest: Tensor, rows: Sequence[Samp
     values = strips.gather(1, chosen[:, :, None].expand(-1, -1, size)).flatten(1)
     best = logits.gather(1, likeliest[:, None])
     truncation = _Truncation(rows, vocab, logits.device)
-    threshold = truncation.threshold(values, best, _mass(logits, best, truncation) if truncation.needs_mass else None)
+    threshold = truncation.threshold(values, best, logits)
     place = _invert(truncation.weights(values, best, threshold), truncation.uniforms)
     tokens = chosen.gather(1, place[:, None] // size)[:, 0] * size + place % size
     is_unsure = (threshold <= truncation.scaled(bound, best))[:, 0].tolist()
@@ -158,17 +147,9 @@ def _sample_whole_rows(logits: Tensor, likeliest: Tensor, rows: Sequence[Samplin
     """Sample tokens ``[R]`` for random rows from the whole of each row."""
     truncation = _Truncation(rows, logits.shape[1], logits.device)
     best = logits.gather(1, likeliest[:, None])
-    threshold = None
-    if any(_is_truncated(row.params) for row in rows):
-        threshold = truncation.threshold(
-            logits, best, _mass(logits, best, truncation) if truncation.needs_mass else None
-        )
+    is_truncated = any(_is_truncated(row.params) for row in rows)
+    threshold = truncation.threshold(logits, best, logits) if is_truncated else None
     return _invert(truncation.weights(logits, best, threshold), truncation.uniforms)
-
-
-def _mass(logits: Tensor, best: Tensor, truncation: "_Truncation") -> Tensor:
-    """Return the sum of all weights of each row, ``[R, 1]`` float64."""
-    return _RunningSums(truncation.weights(logits, best, None)).total
 
 
 class _RunningSums:
@@ -241,13 +222,13 @@ class _Truncation:
             return scaled.exp_()
         return scaled.masked_fill_(scaled < threshold, -math.inf).exp_()
 
-    def threshold(self, logits: Tensor, best: Tensor, mass: Tensor | None) -> Tensor:
+    def threshold(self, logits: Tensor, best: Tensor, whole: Tensor) -> Tensor:
         """Return the smallest scaled logit that is kept, ``[R, 1]``, by min-p, by top-k and by top-p after top-k.
 
         Args:
             logits: ``[R, width]`` of the whole vocabulary or of its likeliest part; the result is minus infinity for a
                 row whose part does not suffice to tell.
-            mass: the result of ``_mass``; required if ``needs_mass``.
+            whole: ``[R, vocab]``, the logits of the whole vocabulary.
         """
         if not self.has_ranks:
             return self.min_scaled.clamp(max=0.0)
@@ -256,7 +237,8 @@ class _Truncation:
         running = _RunningSums(ranked.exp())
         last = self.top_k.clamp(max=width) - 1
         kept_mass = running.at(last)
-        if mass is not None:
+        if self.needs_mass:
+            mass = _RunningSums(self.weights(whole, best, None)).total
             kept_mass = torch.where(self.top_k < self.vocab, kept_mass, mass)
         reach = running.find(self.top_p * kept_mass, is_beyond=False)
         found = ranked.gather(1, torch.minimum(reach, last))

@@ -18,7 +18,7 @@ from common.request import Request
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.scheduling.policies.base import Policy
 from common.step_plan import StepPlan, StepResult
-from common.wire.messages import Decision, Decisions, Generate, GetDecisions, Message, PairState, Resume, Tokens
+from common.wire.messages import Decisions, Generate, GetDecisions, Message, PairState, Resume, Tokens
 
 #: The gateway ends a request at its deadline. A node that has heard nothing by then ends it so much later.
 DEADLINE_GRACE_S = 5.0
@@ -123,7 +123,7 @@ def report_missed_deadline(policy: Policy, request: Request | None, now: float) 
 
 def decisions_message(decisions: DecisionLog, message: GetDecisions, now: float) -> Decisions:
     """The answer to ``GetDecisions``."""
-    return Decisions(tuple(Decision(*decided) for decided in decisions.last(message.limit, now)), message.number)
+    return Decisions(decisions.last(message.limit, now), message.number)
 
 
 def check_pages(allocator: PageAllocator, cache: RadixCache, requests: Iterable[Request]) -> None:

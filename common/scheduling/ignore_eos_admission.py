@@ -24,7 +24,6 @@ class Growth:
     Attributes:
         num_tokens: prompt and output tokens now. The last output token never gets KV, which leaves one token of
             reserve.
-        num_pages: pages in its page table.
         num_left: tokens that it still produces.
         num_private: pages that are returned when it ends.
         is_late: it may end later than its token count says.
@@ -38,7 +37,6 @@ class Growth:
 
     @classmethod
     def of(cls, request: Request, num_left: int, *, is_late: bool) -> "Growth":
-        """The growth of an admitted request."""
         num_private = len(request.own) + num_private_pages(request.node)
         return cls(request.num_tokens, len(request.pages), num_left, num_private, is_late)
 

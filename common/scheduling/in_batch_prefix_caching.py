@@ -43,8 +43,6 @@ def prefix_limits_from_environ(environ: Mapping[str, str]) -> InBatchPrefixLimit
 
 
 class InBatchPrefixes:
-    """The prefixes of the prompts that are computed in the step being planned."""
-
     def __init__(self, page_size: int, limits: InBatchPrefixLimits, computing: Iterable[Request] = ()) -> None:
         self._page_size = page_size
         self._limits = limits
@@ -58,7 +56,6 @@ class InBatchPrefixes:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """Add a request whose prompt is being computed."""
         self._add(packed_tokens(request, len(request.prompt)), request)
 
     def holder_of(self, request: Request, cache: RadixCache) -> Request | None:
@@ -72,8 +69,7 @@ class InBatchPrefixes:
         return self._holder(key, request.salt, cache.match(key, request.salt).num_tokens)
 
     def defer_or_add(self, request: Request) -> bool:
-        """Whether a waiting request should wait for one added before. If not, and little of it is cached, it is
-        added."""
+        """Whether a waiting request should wait for one added before; if not and little of it is cached, add it."""
         watch = request.watch
         if watch is None or watch.num_tokens > self._limits.max_cached:
             return False

@@ -48,12 +48,7 @@ def ratio_constants_from_environ(environ: Mapping[str, str]) -> RatioConstants:
 
 
 class NewTokenRatio:
-    """The ratio of one node, updated with each step.
-
-    Args:
-        constants: of the rule.
-        conservativeness: ``--schedule-conservativeness``; a value above 1 reserves more and retracts less.
-    """
+    """The ratio of one node, updated with each step. A ``conservativeness`` above 1 reserves more and retracts less."""
 
     def __init__(self, constants: RatioConstants, conservativeness: float = 1.0) -> None:
         assert conservativeness >= 0

@@ -43,13 +43,11 @@ class RequestOrdering:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request) -> None:
-        """Note that a request joined the queue."""
         self.policy.arrived(request)
         if self._classes is not None:
             self._classes.arrived(self._class_of(request))
 
     def left(self, request: Request) -> None:
-        """Note that a request left the queue: it was admitted, was aborted or failed."""
         self.policy.left(request)
         if self._classes is not None:
             self._classes.left(self._class_of(request))
@@ -64,14 +62,12 @@ class RequestOrdering:
             self.served(request, num_input=num_input)
 
     def served(self, request: Request, *, num_input: int = 0, num_output: int = 0) -> None:
-        """Charge for computed prompt tokens and for output tokens of a request."""
         if self.is_charging:
             self.policy.served(request, num_input=num_input, num_output=num_output)
             if self._classes is not None:
                 self._classes.charge(self._class_of(request), weighted_tokens(num_input, num_output))
 
     def decoded(self, requests: Sequence[Request]) -> None:
-        """Charge for one output token of each request."""
         if self.is_charging:
             self.policy.decoded(requests)
             if self._classes is not None:
@@ -90,21 +86,13 @@ class RequestOrdering:
     # ---- the order --------------------------------------------------------------------------------------------------
 
     def sort(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        """The waiting requests in the order in which they are served.
-
-        Args:
-            waiting: in order of arrival.
-            now: seconds of the node's clock.
-        """
+        """The waiting requests, given in order of arrival, in the order in which they are served."""
         return self.by_priority(self.policy.order(waiting, now))
 
     def merge(self, begun: Sequence[Request], waiting: Sequence[Request], now: float) -> Sequence[Request]:
         """Begun and waiting requests in one order, in which a more urgent waiting request comes before a begun one.
 
         A policy that ``overtakes`` orders all of them; otherwise begun requests come first among equals.
-
-        Args:
-            begun: in the order in which they began.
         """
         if self.policy.overtakes:
             return self.by_priority(self.policy.order([*begun, *waiting], now))
@@ -135,21 +123,14 @@ class RequestOrdering:
         """The value that requests are sorted by, highest first. The difference between two requests never changes."""
         return self.priority(request) - self.rules.aging_per_s * request.arrived_at
 
-    def inheritable_priority(self, waiting: Request, holder: Request) -> int:
-        """The priority that ``holder`` inherits while ``waiting`` waits for it.
+    def inherit_priority(self, waiting: Request, holder: Request, inherited: dict[RequestKey, int]) -> None:
+        """Raise the holder's entry in ``inherited`` to the priority that it has while ``waiting`` waits for it.
 
         An older holder inherits less, by what it has aged more, so that it does not come before the waiting request.
         Otherwise two holders could preempt each other in turn.
         """
-        priority = self.priority(waiting)
-        if not self.rules.is_enabled or holder.arrived_at >= waiting.arrived_at:
-            return priority
-        age_s = waiting.arrived_at - holder.arrived_at
-        return max(LOWEST_PRIORITY, priority - math.ceil(self.rules.aging_per_s * age_s))
-
-    def inherit_priority(self, waiting: Request, holder: Request, inherited: dict[RequestKey, int]) -> None:
-        """Raise the holder's entry in ``inherited`` to the priority that it inherits from ``waiting``."""
-        priority = self.inheritable_priority(waiting, holder)
+        age_s = max(waiting.arrived_at - holder.arrived_at, 0.0) if self.rules.is_enabled else 0.0
+        priority = self.priority(waiting) - math.ceil(self.rules.aging_per_s * age_s)
         inherited[holder.key] = max(inherited.get(holder.key, LOWEST_PRIORITY), priority)
 
     # ---- preemption -------------------------------------------------------------------------------------------------

@@ -26,11 +26,7 @@ ALL_REQUESTS: Group = ("\0", ANY_PREFIX)  # "\0" is no tenant's name
 
 
 class OutputLengthPredictor:
-    """Predicts output lengths for one model.
-
-    Args:
-        max_groups: tenants and prefixes to remember; the least recently used ones are forgotten first.
-    """
+    """Predicts output lengths for one model. Beyond ``max_groups``, the least recently used groups are forgotten."""
 
     def __init__(self, max_groups: int = 10_000) -> None:
         self._max_groups = max_groups
@@ -45,12 +41,7 @@ class OutputLengthPredictor:
         return 0
 
     def learn(self, tenant: str, prompt: Sequence[int], num_output: int, *, is_cut: bool) -> None:
-        """Record an output that has ended.
-
-        Args:
-            num_output: its length in tokens.
-            is_cut: it ended at its limit, not by itself.
-        """
+        """Record an output that has ended, by itself or (``is_cut``) at its limit."""
         for group in _groups(tenant, prompt):
             count, mean = self._means.get(group, (0, 0.0))
             length = max(num_output, mean) if is_cut else num_output

@@ -29,8 +29,6 @@ from common.step_plan import Admit, Row, StepResult
 
 
 class AddResult(Enum):
-    """The outcome of adding one request."""
-
     CONTINUE = auto()  # it is in the batch; try the next
     NO_TOKEN = auto()  # it does not fit into memory now
     OTHER = auto()  # memory is not the reason: the batch is full
@@ -44,7 +42,6 @@ class Budgets:
         total_tokens: free and evictable memory minus what admitted requests are still expected to need.
         input_tokens: ``--max-prefill-tokens``.
         chunk_tokens: ``--chunked-prefill-size``; None computes prompts whole. It is raised to the alignment.
-        alignment: where prompts may be cut, and whether work is counted.
     """
 
     total_tokens: int
@@ -110,11 +107,7 @@ class ChunkResult:
 
 
 def chunk_results(chunks: Sequence[Chunk], result: StepResult, *, num_before: int = 0) -> list[ChunkResult]:
-    """Split the result of a step by chunk.
-
-    Args:
-        num_before: rows of the step before the chunks, each of which sampled one token.
-    """
+    """Split the result of a step by chunk; ``num_before`` rows before the chunks sampled one token each."""
     tokens = iter(result.tokens[num_before:])
     logprobs = iter(result.logprobs[num_before:] or (None,) * len(result.tokens))
     prompt_logprobs = iter(result.prompt_logprobs)
@@ -141,7 +134,6 @@ class PrefillAdder:
     """One batch that is being built; each step has a new one.
 
     Args:
-        budgets: of this batch.
         max_requests: the largest number of chunks; None for no limit.
         clip: the most output tokens that are reserved for one request.
         reserve_output: count the outputs of admitted requests; true on the node that decodes them.
@@ -314,7 +306,6 @@ class PrefillAdder:
         return math.ceil(expected_left(request, self._ratio, self._clip))
 
     def _reserve(self, request: Request) -> int:
-        """Output tokens to reserve room for."""
         if not self._reserve_output:
             return 0
         return math.ceil(expected_left(request, 1.0, self._clip))
@@ -332,5 +323,4 @@ class PrefillAdder:
         return num_pages * self._page_size
 
     def _rounded(self, num_tokens: int) -> int:
-        """``num_tokens`` rounded up to whole pages."""
         return -(-num_tokens // self._page_size) * self._page_size

@@ -9,11 +9,7 @@ MAX_SKIP_AHEAD = 8
 
 
 class SkipAhead:
-    """The requests that did not fit into the step being planned.
-
-    Args:
-        limit: requests that may pass one that does not fit while it waits; 0 keeps the order strictly.
-    """
+    """The requests that did not fit into the step being planned. At most ``limit`` requests pass each of them."""
 
     def __init__(self, limit: int = MAX_SKIP_AHEAD) -> None:
         self._limit = limit
@@ -32,7 +28,6 @@ class SkipAhead:
         return self._is_closed or (not is_awaited and self.is_closed)
 
     def close(self) -> None:
-        """Let no further request pass, whatever the limit."""
         self._is_closed = True
 
     @property
@@ -41,7 +36,6 @@ class SkipAhead:
         return [request for request in self._deferred if request.num_passed >= self._limit]
 
     def refuse(self, request: Request) -> None:
-        """Note that a request does not fit."""
         self._refused.append(request)
 
     def defer(self, request: Request) -> None:

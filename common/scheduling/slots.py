@@ -26,7 +26,6 @@ class SlotPool:
         self._num_admissions = 0
 
     def __len__(self) -> int:
-        """The number of free slots."""
         return len(self._free)
 
     def take(self, request: Request) -> None:
@@ -49,11 +48,7 @@ class SlotPool:
 
 
 class OutstandingSteps(Generic[E]):
-    """Planned steps in order, until each is committed.
-
-    Args:
-        allocator: holds back freed pages while a step may still use them.
-    """
+    """Planned steps in order, until each is committed. The allocator holds back pages that are freed meanwhile."""
 
     def __init__(self, allocator: PageAllocator) -> None:
         self._allocator = allocator

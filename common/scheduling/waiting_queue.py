@@ -13,12 +13,8 @@ from common.scheduling.ordering import RequestOrdering
 class WaitingQueue(MutableMapping[RequestKey, Request]):
     """Waiting requests by key, in order of arrival.
 
-    The ordering is told of every request that enters or leaves, and the radix cache keeps the cached length of every
-    waiting request up to date (``Request.watch``).
-
-    Args:
-        order: the order in which requests are served.
-        cache: of this node; None in the gateway.
+    The ordering is told of every request that enters or leaves. The radix cache (None in the gateway) keeps the cached
+    length of every waiting request up to date (``Request.watch``).
     """
 
     def __init__(self, order: RequestOrdering, cache: RadixCache | None = None) -> None:
@@ -28,7 +24,6 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         self._num_by_priority: Counter[int] = Counter()
 
     def sorted(self, now: float) -> Sequence[Request]:
-        """The requests in the order in which they are served."""
         return self._order.sort(list(self._requests.values()), now)
 
     @property
@@ -42,11 +37,9 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         self._requests = {request.key: request, **self._requests}
 
     def reprioritize(self, request: Request, priority: int, priority_class: str | None) -> None:
-        """Change a request's priority. A waiting request keeps its place among its new equals.
+        """Change the priority of a request in this queue or past it, and its class unless that is None.
 
-        Args:
-            request: in this queue or past it.
-            priority_class: None keeps the request's class.
+        A waiting request keeps its place among its new equals.
         """
         is_waiting = self._requests.get(request.key) is request
         if is_waiting:

@@ -14,11 +14,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_and_port(text: str, flag: str) -> tuple[str, int]:
-    """Split ``host:port`` or ``[v6]:port``.
-
-    Raises:
-        ConfigError: ``text`` is neither; the message names ``flag``.
-    """
+    """Split ``host:port`` or ``[v6]:port``. Raises ConfigError: ``text`` is neither; the message names ``flag``."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"{flag} must be HOST:PORT, not {text!r}")

@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -37,25 +37,19 @@ _PING = msgspec.msgpack.encode(Ping())
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A decoded message, and the incarnation of its sender."""
-
     sender: str
     message: Any
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionEvents:
-    """Whether connections were made and closed since the last call."""
-
-    connected: bool = False
-    disconnected: bool = False
+class ConnectionEvents(NamedTuple):
+    connected: bool
+    disconnected: bool
 
 
 class Mailbox:
     """A ZMQ socket with a strict codec.
 
     Args:
-        context: ZMQ context of the process.
         incarnation: incarnation of this process, and the routing identity of a connecting mailbox.
         accepts: union of the message types to accept.
         bind, connect: ``tcp://host:port``; exactly one of the two. Port 0 binds a free port, see ``address``.
@@ -109,12 +103,10 @@ class Mailbox:
 
     @property
     def address(self) -> str:
-        """The bound endpoint, ``tcp://host:port``."""
         return str(self._socket.get(zmq.LAST_ENDPOINT).decode().rstrip("\0"))
 
     @property
     def port(self) -> int:
-        """The bound port."""
         return int(self.address.rpartition(":")[2])
 
     @property

@@ -4,6 +4,7 @@ A ZMQ message has two frames: a ``Header`` and one of the structs below, both Me
 are durations in seconds, since two machines have no common clock.
 """
 
+import dataclasses
 from typing import Annotated, Literal
 
 import msgspec
@@ -31,7 +32,6 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     """First frame of every message.
 
     Attributes:
-        sender: incarnation of the sending process.
         target: incarnation of the receiving process; empty: any process at the address.
     """
 
@@ -58,17 +58,9 @@ class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, layout: PageLayout) -> "LayoutMessage":
-        """Convert from a ``PageLayout``."""
-        return cls(
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            page_size=layout.page_size,
-            dtype=layout.dtype,  # type: ignore[arg-type]  # PageLayout allows only these three names
-        )
+        return cls(**dataclasses.asdict(layout))
 
     def layout(self) -> PageLayout:
-        """Convert to a ``PageLayout``."""
         return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, self.dtype)
 
 
@@ -186,6 +178,13 @@ class Deregister(Message, frozen=True, tag="deregister"):
 # ---- a request, at both nodes ---------------------------------------------------------------------------------------
 
 
+class RequestMessage(Message, frozen=True):
+    """Base class of the messages about one attempt at a request."""
+
+    rid: Id
+    attempt: Count
+
+
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A node of a pair, in a specific start."""
 
@@ -194,11 +193,9 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: Text
 
 
-class Generate(Message, frozen=True, tag="generate"):
+class Generate(RequestMessage, frozen=True, tag="generate"):
     """gateway -> both nodes of a pair, or a decode node alone: one attempt at a request."""
 
-    rid: Id
-    attempt: Count
     prompt: tuple[int, ...]
     sampling: SamplingParams
     prefill: Peer | None  # None: the decode node computes the prompt
@@ -212,27 +209,20 @@ class Generate(Message, frozen=True, tag="generate"):
     waited_s: Annotated[float, Meta(ge=0)] = 0.0  # seconds since the request reached the gateway
 
 
-class Abort(Message, frozen=True, tag="abort"):
+class Abort(RequestMessage, frozen=True, tag="abort"):
     """gateway -> both nodes: end this attempt, since the client left, has all it needs, or the other node failed."""
 
-    rid: Id
-    attempt: Count
 
-
-class Reprioritize(Message, frozen=True, tag="reprioritize"):
+class Reprioritize(RequestMessage, frozen=True, tag="reprioritize"):
     """gateway -> both nodes: changes the priority, and perhaps the class, of a request."""
 
-    rid: Id
-    attempt: Count
     priority: int
     priority_class: ShortText | None = None  # None: unchanged
 
 
-class Tokens(Message, frozen=True, tag="tokens"):
+class Tokens(RequestMessage, frozen=True, tag="tokens"):
     """node -> gateway: output tokens from ``index`` on. The prefill node sends token 0, the decode node the rest."""
 
-    rid: Id
-    attempt: Count
     index: Count
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
@@ -242,11 +232,9 @@ class Tokens(Message, frozen=True, tag="tokens"):
     timings: dict[str, float] = {}
 
 
-class Failed(Message, frozen=True, tag="failed"):
+class Failed(RequestMessage, frozen=True, tag="failed"):
     """node -> gateway: the attempt failed on this node."""
 
-    rid: Id
-    attempt: Count
     code: ErrorCode
     message: Text
     retry_after_s: Annotated[float, Meta(ge=0)] = 0.0
@@ -270,15 +258,11 @@ class Connect(Message, frozen=True, tag="connect"):
 
 
 class Connected(Message, frozen=True, tag="connected"):
-    """prefill -> decode: the pool is attached; grants of this epoch are accepted.
-
-    Attributes:
-        num_units: parts of a page of the decode node; above 1 if pages of the prefill node are smaller.
-    """
+    """prefill -> decode: the pool is attached; grants of this epoch are accepted."""
 
     epoch: Count
     transport: Id
-    num_units: Annotated[int, Meta(ge=1, le=65536)] = 1
+    num_units: Annotated[int, Meta(ge=1, le=65536)] = 1  # parts of each page of the decode node
     why: Sentence = ""  # why this transport was chosen
 
 
@@ -292,24 +276,20 @@ class AttachFailed(Message, frozen=True, tag="attach_failed"):
 # ---- a transfer -----------------------------------------------------------------------------------------------------
 
 
-class Grant(Message, frozen=True, tag="grant"):
+class Grant(RequestMessage, frozen=True, tag="grant"):
     """decode -> prefill: write page ``first + i`` of the prompt into page ``pages[i]`` of the decode node.
 
     The decode node has, or does not need, prompt pages that it never grants.
     """
 
-    rid: Id
-    attempt: Count
     epoch: Count
     first: Count
     pages: tuple[Count, ...]
 
 
-class PagesWritten(Message, frozen=True, tag="pages_written"):
+class PagesWritten(RequestMessage, frozen=True, tag="pages_written"):
     """prefill -> decode: one part of these pages of the prompt is written."""
 
-    rid: Id
-    attempt: Count
     epoch: Count
     indices: tuple[Count, ...]  # of the pages in the prompt
     part: Count = 0  # number of the part of each page
@@ -317,42 +297,33 @@ class PagesWritten(Message, frozen=True, tag="pages_written"):
     num_resends: Count = 0  # number of times that these parts were written again
 
 
-class Resend(Message, frozen=True, tag="resend"):
+class Resend(RequestMessage, frozen=True, tag="resend"):
     """decode -> prefill: this part of these pages has a wrong checksum; write it again."""
 
-    rid: Id
-    attempt: Count
     epoch: Count
     indices: tuple[Count, ...]
     part: Count
     number: Annotated[int, Meta(ge=1)]  # number of resends, this one included, so that a repeated message has no effect
 
 
-class PrefillDone(Message, frozen=True, tag="prefill_done"):
+class PrefillDone(RequestMessage, frozen=True, tag="prefill_done"):
     """prefill -> decode: the prompt is computed, and the first token sampled. May arrive before the last pages."""
 
-    rid: Id
-    attempt: Count
     num_tokens: Annotated[int, Meta(ge=1)]  # prompt tokens whose KV is written or being written
     token: Count  # the first output token
     logprobs: TokenLogprobs | None = None
 
 
-class TransferAck(Message, frozen=True, tag="transfer_ack"):
+class TransferAck(RequestMessage, frozen=True, tag="transfer_ack"):
     """decode -> prefill: all pages have arrived; the prefill node may release them."""
 
-    rid: Id
-    attempt: Count
 
-
-class Resume(Message, frozen=True, tag="resume"):
+class Resume(RequestMessage, frozen=True, tag="resume"):
     """decode -> prefill: compute the tokens of a retracted request again, like a prompt.
 
     The transfer of its pages has a higher attempt number of its own. The gateway does not see it.
     """
 
-    rid: Id
-    attempt: Count
     prompt: tuple[Count, ...]
     timeout_s: Annotated[float, Meta(gt=0)]
     cache_salt: Text = ""
@@ -362,18 +333,13 @@ class Resume(Message, frozen=True, tag="resume"):
     waited_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class AbortTransfer(Message, frozen=True, tag="abort_transfer"):
+class AbortTransfer(RequestMessage, frozen=True, tag="abort_transfer"):
     """decode -> prefill: stop writing for this transfer, and confirm with ``Closed``."""
 
-    rid: Id
-    attempt: Count
 
-
-class Closed(Message, frozen=True, tag="closed"):
+class Closed(RequestMessage, frozen=True, tag="closed"):
     """prefill -> decode: no write of this transfer is in flight or will start. This is the writer's fence."""
 
-    rid: Id
-    attempt: Count
     reason: Literal["finished", "cancelled", "aborted", "failed", "unknown"]
     message: Text = ""
     code: ErrorCode = ErrorCode.TRANSFER_FAILED  # code of a failure, which both nodes report to the gateway

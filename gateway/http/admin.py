@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
 from aiohttp import web
 
 from common.config.gateway import GatewayConfig
 from common.config.options import options_of
 from common.errors import ErrorCode, RequestError
-from gateway.http.app import HttpCall, Route, json_response
-from gateway.http.protocol import AbortRequest, Codec, DetokenizeRequest, PriorityChange, TokenizeRequest, refuse
+from gateway.http.app import HttpCall, Routes, json_response
+from gateway.http.protocol import AbortRequest, DetokenizeRequest, PriorityChange, TokenizeRequest, decode, refuse
 from gateway.http.services import Services
 from gateway.workers.served_models import ServedModel
 
@@ -25,31 +26,28 @@ DECISIONS, MAX_DECISIONS = 100, 1_000
 
 
 class AdminRoutes:
-    """Handlers of the administrative endpoints."""
-
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._codec = Codec()
         self._started_at = services.clock.now()
         self._created = int(time.time())
         self._page = (Path(__file__).parent / "page.html").read_bytes()
 
-    def routes(self) -> dict[str, Route]:
+    def routes(self) -> Routes:
         return {
-            "/v1/models": Route({"GET": self._list_models}),
-            "/v1/models/*": Route({"GET": self._one_model}),
-            "/tokenize": Route({"POST": self._tokenize}),
-            "/detokenize": Route({"POST": self._detokenize}),
-            "/abort_request": Route({"POST": self._abort_request}),
-            "/v1/requests/*": Route({"POST": self._reprioritize}),
-            "/flush_cache": Route({"POST": self._flush_cache}, ignores_body=True),
-            "/health": Route({"GET": self._health}),
-            "/ready": Route({"GET": self._ready}),
-            "/metrics": Route({"GET": self._metrics_text}),
-            "/server_info": Route({"GET": self._server_info}),
-            "/v1/workers": Route({"GET": self._workers}),
-            "/v1/workers/*": Route({"GET": self._decisions}),
-            "/": Route({"GET": self._live_page}),
+            "/v1/models": {"GET": self._list_models},
+            "/v1/models/*": {"GET": self._one_model},
+            "/tokenize": {"POST": self._tokenize},
+            "/detokenize": {"POST": self._detokenize},
+            "/abort_request": {"POST": self._abort_request},
+            "/v1/requests/*": {"POST": self._reprioritize},
+            "/flush_cache": {"POST": self._flush_cache},
+            "/health": {"GET": self._health},
+            "/ready": {"GET": self._ready},
+            "/metrics": {"GET": self._metrics_text},
+            "/server_info": {"GET": self._server_info},
+            "/v1/workers": {"GET": self._workers},
+            "/v1/workers/*": {"GET": self._decisions},
+            "/": {"GET": self._live_page},
         }
 
     # ---- models and their tokens -------------------------------------------------------------------------------------
@@ -70,7 +68,7 @@ class AdminRoutes:
         }
 
     async def _tokenize(self, call: HttpCall) -> web.Response:
-        body = self._codec.decode(TokenizeRequest, call.body)
+        body = decode(TokenizeRequest, call.body)
         model = self._services.inputs.model(body.model)
         given = [name for name in ("prompt", "text", "messages") if getattr(body, name) is not None]
         if len(given) != 1:
@@ -100,7 +98,7 @@ class AdminRoutes:
         )
 
     async def _detokenize(self, call: HttpCall) -> web.Response:
-        body = self._codec.decode(DetokenizeRequest, call.body)
+        body = decode(DetokenizeRequest, call.body)
         model = self._services.inputs.model(body.model)
         tokens: list[Any] = body.tokens
         is_batch = bool(tokens) and isinstance(tokens[0], list)
@@ -114,7 +112,7 @@ class AdminRoutes:
     # ---- requests in flight, and caches ------------------------------------------------------------------------------
 
     async def _abort_request(self, call: HttpCall) -> web.Response:
-        body = self._codec.decode(AbortRequest, call.body)
+        body = decode(AbortRequest, call.body)
         if body.abort_all == (body.rid is not None):
             raise refuse("give either rid or abort_all: true", "rid")
         count = self._services.dispatcher.abort_matching(body.rid, call.tenant)
@@ -124,7 +122,7 @@ class AdminRoutes:
         rid, _, what = below(call, "/v1/requests/").rpartition("/")
         if what != "priority":
             raise RequestError(ErrorCode.NOT_FOUND, "this path does not exist")
-        body = self._codec.decode(PriorityChange, call.body)
+        body = decode(PriorityChange, call.body)
         change = self._services.priorities.change(body.priority, body.priority_class)
         count = self._services.dispatcher.reprioritize(rid, call.tenant, *change)
         if not count:
@@ -148,8 +146,6 @@ class AdminRoutes:
         return json_response({"status": "ok"})
 
     async def _ready(self, call: HttpCall) -> web.Response:
-        if self._services.control.is_stopping:
-            raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         ready = {model.name: model.pool.registry.is_ready for model in self._services.models}
         if not any(ready.values()):
             raise self._services.models[0].pool.no_route()
@@ -202,7 +198,7 @@ class AdminRoutes:
         limit = limit_of(call)
         if name == OWN_DECISIONS:
             own = self._services.dispatcher.decisions.last(limit, self._services.clock.now())
-            return json_response({"worker": name, "decisions": [decided._asdict() for decided in own]})
+            return json_response({"worker": name, "decisions": list(map(msgspec.structs.asdict, own))})
         nodes = [node for node in self._services.control.pools.workers() if name in (node.incarnation, node.name)]
         if not nodes:
             raise RequestError(ErrorCode.NOT_FOUND, f"no node has the name or the incarnation {name[:200]!r}")

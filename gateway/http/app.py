@@ -9,21 +9,24 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_exceptions import HTTPException
 
-from common.errors import HTTP_STATUS, ErrorCode, RequestError
+from common.errors import ErrorCode, RequestError
 from gateway.http.auth import Authenticator
 from gateway.http.limits import LIGHT_BYTES, BodyLimits, check_weight
 from gateway.http.responses import as_error, encode_json, error_body
+from gateway.metrics.collectors import Metrics
 
 log = logging.getLogger(__name__)
 
 #: Paths that need no key: they reveal nothing about requests or configuration.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+#: POST requests to these paths may have any body; it is not read.
+PATHS_WITHOUT_BODY = frozenset({"/flush_cache"})
 LINGER_S = 5.0
 CLIENT_GONE = 499
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -60,7 +63,7 @@ class HttpCall:
 
     Attributes:
         tenant: of the API key or the tenant header; empty for none.
-        body: JSON bytes; empty for routes that take none.
+        body: JSON bytes of a POST request.
     """
 
     http: web.BaseRequest
@@ -69,42 +72,18 @@ class HttpCall:
 
 
 Handler = Callable[[HttpCall], Awaitable[web.StreamResponse]]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Attributes:
-    methods: handlers by HTTP method. One for POST is given the body.
-    ignores_body: the handler for POST does not read one.
-    """
-
-    methods: Mapping[str, Handler]
-    ignores_body: bool = False
-
-
-class HttpObserver(Protocol):
-    """Counts what the HTTP server does."""
-
-    def answered(self, path: str, status: int) -> None: ...
-    def rejected(self, model: str, error: RequestError) -> None: ...
+#: Handlers by path and HTTP method. A path that ends in ``/*`` stands for all below it.
+Routes = Mapping[str, Mapping[str, Handler]]
 
 
 class HttpServer:
-    """Authenticates HTTP requests, reads their bodies and hands them to their handlers.
+    """Authenticates HTTP requests, reads their bodies and hands them to their handlers."""
 
-    Args:
-        routes: by path; a path that ends in ``/*`` stands for all below it.
-        authenticator: finds the tenant of a request.
-        observer: counts answers and refused bodies.
-    """
-
-    def __init__(
-        self, routes: Mapping[str, Route], *, authenticator: Authenticator, limits: BodyLimits, observer: HttpObserver
-    ) -> None:
+    def __init__(self, routes: Routes, *, authenticator: Authenticator, limits: BodyLimits, metrics: Metrics) -> None:
         self._routes = routes
         self._authenticator = authenticator
         self._limits = limits
-        self._observer = observer
+        self._metrics = metrics
         self._is_stopping = False
 
     def server(self, *, header_timeout_s: float) -> web.Server:
@@ -119,7 +98,7 @@ class HttpServer:
         )
 
     def begin_stop(self) -> None:
-        """Refuses further POST requests with 503."""
+        """Refuses further POST requests, and ``/ready``, with 503."""
         self._is_stopping = True
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -128,7 +107,7 @@ class HttpServer:
         try:
             response = await self._route(request, path)
         except (ConnectionError, asyncio.CancelledError):
-            self._observer.answered(path, CLIENT_GONE)
+            self._metrics.answered(path, CLIENT_GONE)
             raise
         except HTTPException:
             raise
@@ -136,7 +115,7 @@ class HttpServer:
             if not isinstance(error, RequestError):
                 log.exception("a request for %s failed", path)
             response = error_response(as_error(error))
-        self._observer.answered(path, response.status)
+        self._metrics.answered(path, response.status)
         return response
 
     def _known(self, path: str) -> str:
@@ -156,20 +135,20 @@ class HttpServer:
         if route is None:
             raise RequestError(ErrorCode.NOT_FOUND, "this path does not exist")
         method = "GET" if request.method == "HEAD" else request.method
-        handler = route.methods.get(method)
+        handler = route.get(method)
         if handler is None:
-            allow = ", ".join(route.methods)
+            allow = ", ".join(route)
             raise HttpError(
                 405, f"the method {request.method[:16]} is not allowed for this path; use {allow}", allow=allow
             )
-        if self._is_stopping and method == "POST":
+        if self._is_stopping and (method == "POST" or path == "/ready"):
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
-        if method != "POST" or route.ignores_body:
+        if method != "POST" or path in PATHS_WITHOUT_BODY:
             return await handler(HttpCall(request, tenant))
         try:
             body = await self._body(request)
         except RequestError as error:
-            self._observer.rejected("", error)
+            self._metrics.rejected("", error)
             raise
         return await handler(HttpCall(request, tenant, body))
 
@@ -184,11 +163,8 @@ class HttpServer:
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             request.transport.write(CONTINUE)
         try:
-            if request.content.is_eof() and request.content.total_bytes <= limits.max_bytes:
-                body = request.content.read_nowait()  # all of it came with the headers
-            else:
-                async with asyncio.timeout(limits.timeout_s):
-                    body = await self._read(request)
+            async with asyncio.timeout(limits.timeout_s):
+                body = await self._read(request)
         except TimeoutError as error:
             raise HttpError(408, f"the body did not arrive within {limits.timeout_s:g} s") from error
         except (web.RequestPayloadError, HttpProcessingError) as error:
@@ -218,12 +194,11 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 def error_response(error: RequestError) -> web.Response:
     """An error in OpenAI's envelope, with the headers of its status."""
-    status = error.status if isinstance(error, HttpError) else HTTP_STATUS[error.code]
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, HttpError) and error.allow:
         headers["Allow"] = error.allow
-    if status == 401:
+    if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return json_response(error_body(error, status), status, headers)
+    return json_response(error_body(error), error.status, headers)

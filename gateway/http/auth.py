@@ -42,8 +42,7 @@ class Authenticator:
         Args:
             is_open: the path needs no key; a wrong tenant header is refused all the same.
 
-        Raises:
-            RequestError: no valid key, or a tenant header that is disabled, invalid or of another tenant.
+        Raises RequestError: no valid key, or a tenant header that is disabled, invalid or of another tenant.
         """
         by_key = self._by_key(headers.get("Authorization", "")) if self.needs_key and not is_open else ""
         named = headers.get(HEADER)
@@ -82,11 +81,7 @@ def make_authenticator(config: GatewayConfig) -> Authenticator:
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Tenants by the SHA-256 of their keys.
-
-    Raises:
-        ConfigError: names the file and the line, never a key.
-    """
+    """Tenants by the SHA-256 of their keys. Raises ConfigError: names the file and the line, never a key."""
     where = f"--tenant-keys {path}"
     try:
         if path.stat().st_size > MAX_FILE_BYTES:

@@ -16,7 +16,6 @@ from common.sampling_params import MAX_TOP_LOGPROBS
 MAX_INT = 2**31 - 1
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
-
 MAX_SAMPLES = 128
 MAX_BIASES = 300
 
@@ -33,6 +32,8 @@ Priority = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 PriorityClass = Annotated[str, Meta(min_length=1, max_length=200)]
 DeadlineMs = Annotated[float, Meta(gt=0, le=86_400_000)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+#: A field that works not yet: any value but null is refused.
+Unsupported = Annotated[Any, Meta(description="not supported yet")]
 Texts = str | list[str]
 Prompts = str | list[str | int | list[int]]
 
@@ -146,11 +147,11 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    web_search_options: Any = None
-    verbosity: Any = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    reasoning_effort: Unsupported = None
+    web_search_options: Unsupported = None
+    verbosity: Unsupported = None
 
 
 class NativeSamplingParams(SamplingFields, kw_only=True):
@@ -163,12 +164,12 @@ class NativeSamplingParams(SamplingFields, kw_only=True):
     sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     # Refused unless they ask for nothing; see NO_EFFECT.
     spaces_between_special_tokens: bool | None = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
+    json_schema: Unsupported = None
+    regex: Unsupported = None
+    ebnf: Unsupported = None
+    structural_tag: Unsupported = None
     stop_regex: Any = None
-    custom_params: Any = None
+    custom_params: Unsupported = None
     stream_interval: int | None = None
 
 
@@ -191,15 +192,15 @@ class NativeRequest(_Strict, kw_only=True):
     deadline_ms: DeadlineMs | None = None
     cache_salt: Salt | None = None
     # Refused unless they ask for nothing; see NO_EFFECT.
-    token_ids_logprob: Any = None
+    token_ids_logprob: Unsupported = None
     return_hidden_states: bool | None = None
-    lora_path: Any = None
-    input_embeds: Any = None
-    image_data: Any = None
-    audio_data: Any = None
-    video_data: Any = None
-    session_params: Any = None
-    custom_logit_processor: Any = None
+    lora_path: Unsupported = None
+    input_embeds: Unsupported = None
+    image_data: Unsupported = None
+    audio_data: Unsupported = None
+    video_data: Unsupported = None
+    session_params: Unsupported = None
+    custom_logit_processor: Unsupported = None
     log_metrics: Any = None
     background: bool | None = None
 
@@ -232,13 +233,13 @@ class AbortRequest(_Strict, kw_only=True):
 
 
 class PriorityChange(_Strict, kw_only=True):
-    """``POST /v1/requests/ID/priority``: at least one of the two."""
+    """``POST /v1/requests/ID/priority``."""
 
     priority: Priority | None = None
     priority_class: PriorityClass | None = None
 
 
-#: Fields that have no effect yet, with the values that ask for nothing. Other values are refused.
+#: Fields that have no effect yet, with the values that are accepted because they ask for nothing.
 NO_EFFECT: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "response_format": ({"type": "text"},),
@@ -248,28 +249,10 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "web_search_options": (),
-    "verbosity": (),
     "spaces_between_special_tokens": (True,),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
     "stop_regex": ([],),
-    "custom_params": (),
     "stream_interval": (1,),
-    "token_ids_logprob": (),
     "return_hidden_states": (False,),
-    "lora_path": (),
-    "input_embeds": (),
-    "image_data": (),
-    "audio_data": (),
-    "video_data": (),
-    "session_params": (),
-    "custom_logit_processor": (),
     "background": (False,),
     "tool_calls": ([],),
 }
@@ -282,28 +265,18 @@ def refuse(message: str, param: str | None, code: ErrorCode = ErrorCode.INVALID_
     return RequestError(code, f"{param}: {message}" if param else message, param=param)
 
 
-class Codec:
-    """Strict decoders, one for each type of body."""
-
-    def __init__(self) -> None:
-        self._decoders: dict[type, msgspec.json.Decoder[Any]] = {}
-
-    def decode(self, kind: type[Body], body: bytes) -> Body:
-        """Decodes a body. Raises RequestError naming the field."""
-        decoder = self._decoders.get(kind)
-        if decoder is None:
-            decoder = self._decoders[kind] = msgspec.json.Decoder(kind)
-        try:
-            decoded: Body = decoder.decode(body)
-        except msgspec.ValidationError as error:
-            raise _named(str(error)) from error
-        except msgspec.DecodeError as error:
-            raise _malformed(body, str(error)) from error
-        except UnicodeDecodeError as error:
-            raise refuse("the body is not valid UTF-8", None) from error
-        except RecursionError as error:
-            raise refuse("the body is nested too deeply", None) from error
-        return decoded
+def decode(kind: type[Body], body: bytes) -> Body:
+    """Decodes a body. Raises RequestError naming the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise _malformed(body, str(error)) from error
+    except UnicodeDecodeError as error:
+        raise refuse("the body is not valid UTF-8", None) from error
+    except RecursionError as error:
+        raise refuse("the body is nested too deeply", None) from error
 
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")

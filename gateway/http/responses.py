@@ -1,25 +1,28 @@
-"""Formats answers and stream chunks of OpenAI's and SGLang's APIs, and errors in OpenAI's envelope.
-
-A chunk with new text only, the common case, is assembled from bytes that are prepared once for each output.
-"""
+"""Formats answers and stream chunks of OpenAI's and SGLang's APIs, and errors in OpenAI's envelope."""
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import TokenLogprobs
+from gateway.http.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    NativeRequest,
+    NativeSamplingParams,
+    StreamOptions,
+)
+from gateway.requests.input_processor import is_list_of_prompts
 from gateway.requests.output_processor import Delta, OutputStream
-from gateway.text.tokenizer import Tokenizer
+from gateway.workers.served_models import ServedModel
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this value
-
-#: Token counts in a stream: none, at its end, or also with each chunk.
-Usage = Literal["", "last", "each"]
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -30,14 +33,12 @@ ERROR_TYPES = {
 
 
 def sse_event(data: Any) -> bytes:
-    """One server-sent event."""
     return b"data: " + encode_json(data) + b"\n\n"
 
 
-def error_body(error: RequestError, status: int | None = None) -> dict[str, Any]:
+def error_body(error: RequestError) -> dict[str, Any]:
     """An error in OpenAI's envelope."""
-    status = status or error.status
-    kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    kind = ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": str(error.code)}}
 
 
@@ -71,27 +72,20 @@ def finite(logprob: float) -> float:
 
 
 class _OpenAIFormatter:
-    """Common part of both OpenAI endpoints.
-
-    Args:
-        head: the fields that begin every answer and chunk.
-        usage: which token counts a stream carries.
-    """
+    """Common part of both OpenAI endpoints."""
 
     kind = ""
     chunk_kind = ""
 
-    def __init__(
-        self, tokenizer: Tokenizer, head: dict[str, Any], *, with_logprobs: bool, with_ids: bool, usage: Usage = ""
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._head = head
-        self._usage = usage
-        self._with_logprobs = with_logprobs
-        self._with_ids = with_ids
-        self._is_plain = not with_logprobs and not with_ids
+    def __init__(self, model: ServedModel, body: CompletionRequest | ChatCompletionRequest, request_id: str) -> None:
+        self._tokenizer = model.tokenizer
+        self._head = {"id": request_id, "object": "", "created": int(time.time()), "model": model.name}
+        options = body.stream_options or StreamOptions()
+        self._with_usage = bool(options.include_usage)  # at the end of a stream ...
+        self._with_usage_each = bool(options.continuous_usage_stats)  # ... and also in each chunk
+        self._with_logprobs = body.logprobs is not None and body.logprobs is not False
+        self._with_ids = bool(body.return_token_ids)
         self._offsets: dict[int, int] = {}
-        self._prefixes: dict[int, bytes] = {}
 
     def first(self, outputs: Sequence[OutputStream]) -> bytes:
         """The bytes that begin a stream."""
@@ -100,38 +94,23 @@ class _OpenAIFormatter:
     def chunk(self, output: OutputStream, delta: Delta) -> bytes:
         """One stream chunk; empty if there is nothing to show."""
         is_echo = delta.first == 0 and bool(output.request.echo)
-        if not delta.text and not delta.is_last and not is_echo and (self._is_plain or not delta.ids):
+        has_details = bool(delta.ids) and (self._with_logprobs or self._with_ids)
+        if not (delta.text or delta.is_last or is_echo or has_details):
             return b""
-        if self._is_plain and not delta.is_last and not is_echo and not self._usage:
-            return self._plain_chunk(output.number, delta.text)
-        choice = self._chunk_choice(output, delta)
-        chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
-        if self._usage:
-            chunk["usage"] = usage([output]) if self._usage == "each" else None
+        chunk = {**self._head, "object": self.chunk_kind, "choices": [self._chunk_choice(output, delta)]}
+        if self._with_usage:
+            chunk["usage"] = usage([output]) if self._with_usage_each else None
         return sse_event(chunk)
 
     def last(self, outputs: Sequence[OutputStream]) -> bytes:
         """The bytes that end a stream."""
-        if not self._usage:
+        if not self._with_usage:
             return DONE
         return sse_event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage(outputs)}) + DONE
 
     def answer(self, outputs: Sequence[OutputStream]) -> dict[str, Any]:
-        """The whole answer."""
         choices = [self._choice(output) for output in outputs]
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage(outputs)}
-
-    def _plain_chunk(self, number: int, text: str) -> bytes:
-        prefix = self._prefixes.get(number)
-        if prefix is None:
-            head = encode_json({**self._head, "object": self.chunk_kind})
-            prefix = self._prefixes[number] = b"data: " + head[:-1] + self._plain_middle(number)
-        return prefix + encode_json(text) + self._plain_end
-
-    _plain_end = b""
-
-    def _plain_middle(self, number: int) -> bytes:
-        raise NotImplementedError
 
     def _chunk_choice(self, output: OutputStream, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
@@ -154,10 +133,6 @@ class CompletionFormatter(_OpenAIFormatter):
     """``text_completion``."""
 
     kind = chunk_kind = "text_completion"
-    _plain_end = b',"logprobs":null,"finish_reason":null}]}\n\n'
-
-    def _plain_middle(self, number: int) -> bytes:
-        return b',"choices":[{"index":%d,"text":' % number
 
     def _chunk_choice(self, output: OutputStream, delta: Delta) -> dict[str, Any]:
         text = output.request.echo + delta.text if delta.first == 0 else delta.text
@@ -201,7 +176,6 @@ class ChatFormatter(_OpenAIFormatter):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
-    _plain_end = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
     def first(self, outputs: Sequence[OutputStream]) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -209,9 +183,6 @@ class ChatFormatter(_OpenAIFormatter):
             {"index": output.number, "delta": delta, "logprobs": None, "finish_reason": None} for output in outputs
         ]
         return sse_event({**self._head, "object": self.chunk_kind, "choices": choices})
-
-    def _plain_middle(self, number: int) -> bytes:
-        return b',"choices":[{"index":%d,"delta":{"content":' % number
 
     def _chunk_choice(self, output: OutputStream, delta: Delta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text else {}
@@ -244,16 +215,15 @@ class NativeFormatter:
 
     Args:
         is_incremental: stream events carry only new text instead of the whole text so far.
-        with_text: log-probabilities include the text of each token.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, with_logprobs: bool, with_text: bool, is_batch: bool, is_incremental: bool
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._with_logprobs = with_logprobs
-        self._with_text = with_text
-        self._is_batch = is_batch
+    def __init__(self, model: ServedModel, body: NativeRequest, request_id: str, *, is_incremental: bool) -> None:
+        self._tokenizer = model.tokenizer
+        self._with_logprobs = bool(body.return_logprob)
+        self._with_text = bool(body.return_text_in_logprobs)  # of each token with its log-probability
+        params, prompts = body.sampling_params, body.text if body.text is not None else body.input_ids
+        has_samples = isinstance(params, NativeSamplingParams) and (params.n or 1) > 1
+        self._is_batch = has_samples or is_list_of_prompts(prompts)
         self._is_incremental = is_incremental
 
     def first(self, outputs: Sequence[OutputStream]) -> bytes:
@@ -307,6 +277,9 @@ class NativeFormatter:
 
     def _shown(self, token: int) -> str | None:
         return self._tokenizer.piece(token).decode(errors="replace") if self._with_text else None
+
+
+ResponseFormatter = CompletionFormatter | ChatFormatter | NativeFormatter
 
 
 def finish_reason(output: OutputStream) -> dict[str, Any] | None:

@@ -15,13 +15,9 @@ from gateway.workers.served_models import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Attributes:
-    models: the served models; the first is the default.
-    """
-
     config: GatewayConfig
     clock: Clock
-    models: tuple[ServedModel, ...]
+    models: tuple[ServedModel, ...]  # the first is the default
     inputs: InputProcessor
     priorities: PriorityResolver
     quotas: Quotas

@@ -2,16 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
 from common.errors import RequestError
 from gateway.http.app import json_response
-from gateway.http.responses import as_error, error_body, sse_event
-from gateway.requests.output_processor import Delta, OutputStream
+from gateway.http.responses import ResponseFormatter, as_error, error_body, sse_event
+from gateway.requests.output_processor import OutputStream
 
 log = logging.getLogger(__name__)
 
@@ -25,25 +25,11 @@ SSE_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
-
 Made = TypeVar("Made")
 
 
-class ResponseFormatter(Protocol):
-    """Formats outputs as one API wants them; see ``gateway.http.responses``."""
-
-    def first(self, outputs: Sequence[OutputStream]) -> bytes: ...
-    def chunk(self, output: OutputStream, delta: Delta) -> bytes: ...
-    def last(self, outputs: Sequence[OutputStream]) -> bytes: ...
-    def answer(self, outputs: Sequence[OutputStream]) -> Any: ...
-
-
 class OutputEvents:
-    """Collects the outputs of one HTTP request that have something new.
-
-    Args:
-        only_ends: report an output only once it has ended.
-    """
+    """Collects the outputs of one HTTP request that have something new."""
 
     def __init__(self, *, only_ends: bool) -> None:
         self._only_ends = only_ends

@@ -4,7 +4,6 @@ import re
 from bisect import bisect_left
 from collections import Counter as Totals
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -46,31 +45,7 @@ class Gaps:
         self.sum_s += seconds * count
 
 
-@dataclass(frozen=True, slots=True)
-class _Series:
-    """The series of one model."""
-
-    prompt_tokens: Counter
-    cached_tokens: Counter
-    output_tokens: Counter
-    local_prefills: Counter
-    disconnects: Counter
-    first_token: Histogram
-    whole: Histogram
-    per_token: Histogram
-    stages: dict[str, Histogram]
-    gaps: Gaps
-
-
 class Metrics:
-    """All series.
-
-    Args:
-        pools: of the served models.
-        dropped: counts of dropped control messages by reason; read at each scrape.
-        starvation_bound_s: a request that waits longer has starved.
-    """
-
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self, pools: Sequence[WorkerPool], dropped: Totals[str], *, starvation_bound_s: float) -> None:
@@ -84,45 +59,37 @@ class Metrics:
             "baton_outputs_total", "Outputs ended: stop, length, or an error's code.", "model", "end"
         )
         in_flight = Gauge("baton_requests_in_flight", "Outputs in flight.", ["model"], registry=self._registry)
-        for pool in pools:
-            in_flight.labels(pool.model).set_function(partial(getattr, pool.admission, "num_in_flight"))
-        self._series = self._all_series([pool.model for pool in pools])
-        self._waits = QueueMetrics(pools, starvation_bound_s=starvation_bound_s)
-        self._registry.register(self._waits)
-        self._registry.register(_NodeCollector(pools, dropped))
-        self._registry.register(_GapCollector({model: series.gaps for model, series in self._series.items()}))
-        self._labelled: dict[tuple[str, int], Counter] = {}
-        self._ends: dict[tuple[str, str], Counter] = {}
-
-    def _all_series(self, models: Sequence[str]) -> dict[str, _Series]:
-        prompt = self._counter("baton_prompt_tokens_total", "Prompt tokens of ended outputs.", "model")
-        cached = self._counter("baton_cached_tokens_total", "Of those, the ones found in a node's cache.", "model")
-        output = self._counter("baton_output_tokens_total", "Output tokens.", "model")
-        local = self._counter("baton_local_prefills_total", "Outputs whose prompt the decode node computes.", "model")
-        disconnects = self._counter(
+        self._prompt_tokens = self._counter("baton_prompt_tokens_total", "Prompt tokens of ended outputs.", "model")
+        self._cached_tokens = self._counter(
+            "baton_cached_tokens_total", "Prompt tokens of ended outputs that a node's cache held.", "model"
+        )
+        self._output_tokens = self._counter("baton_output_tokens_total", "Output tokens.", "model")
+        self._local_prefills = self._counter(
+            "baton_local_prefills_total", "Outputs whose prompt the decode node computes.", "model"
+        )
+        self._disconnects = self._counter(
             "baton_disconnects_total", "Outputs ended because the client disconnected.", "model"
         )
-        first = self._histogram("baton_time_to_first_token_seconds", "Until the first token.", SECONDS)
-        whole = self._histogram("baton_request_seconds", "Until the end of an output.", SECONDS)
-        per_token = self._histogram(
+        self._first_token = self._histogram("baton_time_to_first_token_seconds", "Until the first token.", SECONDS)
+        self._whole = self._histogram("baton_request_seconds", "Until the end of an output.", SECONDS)
+        self._per_token = self._histogram(
             "baton_time_per_output_token_seconds", "Mean over an output, after its first token.", TOKEN_SECONDS
         )
-        stages = self._histogram("baton_stage_seconds", "Time in each stage, as the nodes report it.", SECONDS, "stage")
-        return {
-            model: _Series(
-                prompt_tokens=prompt.labels(model),
-                cached_tokens=cached.labels(model),
-                output_tokens=output.labels(model),
-                local_prefills=local.labels(model),
-                disconnects=disconnects.labels(model),
-                first_token=first.labels(model),
-                whole=whole.labels(model),
-                per_token=per_token.labels(model),
-                stages={name: stages.labels(model, stage) for name, stage in STAGES.items()},
-                gaps=Gaps(),
-            )
-            for model in models
-        }
+        self._stages = self._histogram(
+            "baton_stage_seconds", "Time in each stage, as the nodes report it.", SECONDS, "stage"
+        )
+        self._gaps = {pool.model: Gaps() for pool in pools}
+        tokens = (self._prompt_tokens, self._cached_tokens, self._output_tokens)
+        times = (self._first_token, self._whole, self._per_token)
+        for pool in pools:
+            in_flight.labels(pool.model).set_function(partial(getattr, pool.admission, "num_in_flight"))
+            for family in (*tokens, self._local_prefills, self._disconnects, *times):
+                family.labels(pool.model)  # shown as 0 before the first request
+            for stage in STAGES.values():
+                self._stages.labels(pool.model, stage)
+        self._waits = QueueMetrics(pools, self._registry, starvation_bound_s=starvation_bound_s)
+        self._registry.register(_NodeCollector(pools, dropped))
+        self._registry.register(self)
 
     def _counter(self, name: str, words: str, *labels: str) -> Counter:
         return Counter(name, words, labels, registry=self._registry)
@@ -133,69 +100,48 @@ class Metrics:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def answered(self, path: str, status: int) -> None:
-        counter = self._labelled.get((path, status))
-        if counter is None:
-            counter = self._labelled[path, status] = self._answers.labels(path, str(status))
-        counter.inc()
+        self._answers.labels(path, str(status)).inc()
 
     def rejected(self, model: str, error: RequestError) -> None:
-        """Counts a request that was refused before it was sent to a node.
-
-        Args:
-            model: empty for a request that names no served model.
-        """
+        """Counts a request refused before it was sent to a node; the model is empty if it names no served one."""
         self._rejections.labels(model, str(error.code)).inc()
 
     def on_gap(self, model: str) -> Callable[[float, int], None]:
         """The function to which outputs of a model report times between tokens."""
-        return self._series[model].gaps.add
+        return self._gaps[model].add
 
     def disconnected(self, output: OutputStream) -> None:
-        """Counts an output whose client disconnected before its end."""
-        self._series[output.request.model].disconnects.inc()
+        self._disconnects.labels(output.request.model).inc()
 
     def ended(self, output: OutputStream) -> None:
-        """Counts an ended output."""
         self._waits.ended(output)
-        series = self._series[output.request.model]
-        end = (output.request.model, output.finish or (str(output.error.code) if output.error else ""))
-        counter = self._ends.get(end)
-        if counter is None:
-            counter = self._ends[end] = self._outputs.labels(*end)
-        counter.inc()
+        model = output.request.model
+        self._outputs.labels(model, output.finish or (str(output.error.code) if output.error else "")).inc()
         if output.is_local_prefill:
-            series.local_prefills.inc()
-        series.prompt_tokens.inc(len(output.request.prompt))
-        if output.cached_tokens:
-            series.cached_tokens.inc(output.cached_tokens)
-        series.output_tokens.inc(len(output.ids))
+            self._local_prefills.labels(model).inc()
+        self._prompt_tokens.labels(model).inc(len(output.request.prompt))
+        self._cached_tokens.labels(model).inc(output.cached_tokens)
+        self._output_tokens.labels(model).inc(len(output.ids))
         for name, seconds in output.timings.items():
-            if name in series.stages:
-                series.stages[name].observe(seconds)
+            if name in STAGES:
+                self._stages.labels(model, STAGES[name]).observe(seconds)
         if output.first_at:
-            series.first_token.observe(output.first_at - output.started_at)
+            self._first_token.labels(model).observe(output.first_at - output.started_at)
         if output.finish:
-            series.whole.observe(output.ended_at - output.started_at)
+            self._whole.labels(model).observe(output.ended_at - output.started_at)
             if len(output.ids) > 1:
-                series.per_token.observe((output.ended_at - output.first_at) / (len(output.ids) - 1))
-
-    def text(self) -> bytes:
-        """All series in Prometheus' text format."""
-        return generate_latest(self._registry)
-
-
-class _GapCollector:
-    """Exports the times between tokens."""
-
-    def __init__(self, gaps: dict[str, Gaps]) -> None:
-        self._gaps = gaps
+                self._per_token.labels(model).observe((output.ended_at - output.first_at) / (len(output.ids) - 1))
 
     def collect(self) -> Iterator[Metric]:
+        """The times between tokens, for the registry of the Prometheus library."""
         family = HistogramMetricFamily("baton_inter_token_seconds", "Between two tokens.", labels=["model"])
         bounds = [*map(str, TOKEN_SECONDS), "+Inf"]
         for model, gaps in self._gaps.items():
             family.add_metric([model], list(zip(bounds, accumulate(gaps.counts), strict=True)), gaps.sum_s)
         yield family
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
 
 
 class _NodeCollector:
@@ -209,11 +155,11 @@ class _NodeCollector:
 
     def collect(self) -> Iterator[Metric]:
         nodes = [node for pool in self._pools for node in pool.registry.workers.values()]
+        counts = Totals((node.register.model, node.register.role) for node in nodes)
         roles = GaugeMetricFamily("baton_nodes", "Registered nodes by role.", labels=["model", "role"])
         for pool in self._pools:
             for role in ("prefill", "decode"):
-                count = sum(node.register.role == role for node in pool.registry.workers.values())
-                roles.add_metric([pool.model, role], count)
+                roles.add_metric([pool.model, role], counts[pool.model, role])
         yield roles
         pages = GaugeMetricFamily("baton_node_pages", "Pages of a node's pool.", labels=self.LABELS)
         for node in nodes:
@@ -237,9 +183,7 @@ class _NodeCollector:
                 )
         yield pairs
         yield from self._totals(nodes)
-        dropped = CounterMetricFamily(
-            "baton_control_messages_dropped", "ControlPlane messages dropped.", labels=["reason"]
-        )
+        dropped = CounterMetricFamily("baton_control_messages_dropped", "Control messages dropped.", labels=["reason"])
         for reason, count in self._dropped.items():
             dropped.add_metric([reason], count)
         yield dropped

@@ -1,37 +1,34 @@
 """Prometheus series of the queue, by model and priority class: waiting times, starved and waiting requests, policy."""
 
-from bisect import bisect_left
 from collections import Counter as Totals
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from common.scheduling.policies.adaptive import Adaptive
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
-Label = tuple[str, str]  # model and class
+LABELS = ("model", "class")
 
 
 class QueueMetrics:
-    """Args:
-    pools: the models served.
-    starvation_bound_s: a request that waits longer has starved.
-    """
-
-    def __init__(self, pools: Sequence[WorkerPool], *, starvation_bound_s: float) -> None:
+    def __init__(self, pools: Sequence[WorkerPool], registry: CollectorRegistry, *, starvation_bound_s: float) -> None:
         self._pools = pools
         self._bound_s = starvation_bound_s
-        self._counts: dict[Label, list[int]] = {}
-        self._sums: dict[Label, float] = {}
-        self._starved: Totals[Label] = Totals()
+        self._waited = Histogram(
+            "baton_waiting_seconds", "Until a node began with the prompt.", LABELS, buckets=SECONDS, registry=registry
+        )
+        self._starved = Counter(
+            "baton_starved", "Outputs that waited longer than --starvation-bound.", LABELS, registry=registry
+        )
         for pool in pools:
-            for name in _classes(pool):
-                self._counts[pool.model, name] = [0] * (len(SECONDS) + 1)
-                self._sums[pool.model, name] = 0.0
-                self._starved[pool.model, name] = 0
+            for name in _classes(pool):  # shown as 0 before the first request
+                self._waited.labels(pool.model, name)
+                self._starved.labels(pool.model, name)
+        registry.register(self)
 
     def ended(self, output: OutputStream) -> None:
         """Counts an ended output. It waited until a node started its prompt, or else until its end."""
@@ -39,25 +36,12 @@ class QueueMetrics:
             seconds = output.sent_at - output.started_at + output.timings.get("prefill_queue_s", 0.0)
         else:
             seconds = output.ended_at - output.started_at
-        label = (output.request.model, output.request.priority_class)
-        self._counts[label][bisect_left(SECONDS, seconds)] += 1
-        self._sums[label] += seconds
-        self._starved[label] += seconds > self._bound_s
+        labels = (output.request.model, output.request.priority_class)
+        self._waited.labels(*labels).observe(seconds)
+        self._starved.labels(*labels).inc(seconds > self._bound_s)
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["model", "class"]
-        waited = HistogramMetricFamily("baton_waiting_seconds", "Until a node began with the prompt.", labels=labels)
-        bounds = [*map(str, SECONDS), "+Inf"]
-        for label, counts in self._counts.items():
-            waited.add_metric(list(label), list(zip(bounds, accumulate(counts), strict=True)), self._sums[label])
-        yield waited
-        starved = CounterMetricFamily(
-            "baton_starved", "Outputs that waited longer than --starvation-bound.", labels=labels
-        )
-        for label, count in self._starved.items():
-            starved.add_metric(list(label), count)
-        yield starved
-        waiting = GaugeMetricFamily("baton_requests_waiting", "Outputs that wait in the gateway.", labels=labels)
+        waiting = GaugeMetricFamily("baton_requests_waiting", "Outputs that wait in the gateway.", labels=LABELS)
         policy = GaugeMetricFamily(
             "baton_schedule_policy",
             "1 for the policy that orders the gateway's queue now, and what has decided that.",

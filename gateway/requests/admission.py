@@ -38,20 +38,10 @@ class Admission:
         return self.num_in_flight + count - max_running - self.max_queued
 
     def admit(self, count: int, *, max_running: int, now: float, in_flight: Iterable[OutputStream] = ()) -> None:
-        """Counts all of them in, or none.
-
-        Args:
-            in_flight: the outputs in flight, for the estimate of ``retry_after``.
-
-        Raises:
-            RequestError: more than can ever be in flight (400), or too many for now (429).
-        """
-        limit = max_running + self.max_queued
-        if count > limit:
-            message = f"prompt: {count} outputs in one request, at most {limit} can be in flight; split the request"
-            raise RequestError(ErrorCode.INVALID_REQUEST, message, param="prompt")
+        """Counts all of them in, or none. Raises RequestError: there are too many for now."""
         excess = self.excess(count, max_running)
         if excess > 0:
+            limit = max_running + self.max_queued
             message = f"{self.num_in_flight} requests are in flight, the limit is {limit}; retry later"
             retry_after_s = self.retry_after(excess, now, in_flight=in_flight)
             raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)

@@ -30,8 +30,6 @@ SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.
 
 
 class NodeChannel(Protocol):
-    """The way to the nodes."""
-
     def send(self, message: Message, incarnation: str) -> bool:
         """Sends to one node; False if it cannot be reached."""
         ...
@@ -57,7 +55,6 @@ class InFlightRequest:
     """Gateway state of one in-flight request.
 
     Attributes:
-        timer: fires at its deadline.
         siblings: pairs chosen for the outputs of the same HTTP request, by prompt number.
         queued: the request as the queue knows it; None if it never waited and its service is not accounted.
         pair, nodes: None and empty while it waits.
@@ -90,7 +87,6 @@ class Dispatcher:
     """Sends requests to nodes and follows each to its end.
 
     Args:
-        pools: the nodes, queue and bounds of each model.
         on_end: called once for every output taken, after it has left the table.
         first_attempt: attempts are numbered from here. A random start keeps attempts of one gateway apart from those
             of an earlier one, which nodes remember for a while.
@@ -120,8 +116,7 @@ class Dispatcher:
     def dispatch(self, streams: Sequence[OutputStream]) -> None:
         """Takes the outputs of one HTTP request, all or none; the samples of a prompt go to one pair.
 
-        Raises:
-            RequestError: an id is in use, too many requests are in flight, or no nodes are registered.
+        Raises RequestError: an id is in use, too many requests are in flight, or no nodes are registered.
         """
         if self._is_shut:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
@@ -133,13 +128,20 @@ class Dispatcher:
         now = self._clock.now()
         self._admit(pool, streams, now)
         siblings: dict[int, WorkerPair] = {}
-        flights = [self._enter(stream, pool, siblings, now) for stream in streams]
+        flights: list[InFlightRequest] = []
+        for stream in streams:
+            left_s = max(stream.request.timeout_s - (now - stream.started_at), 0.001)
+            timer = self._timers.call_later(left_s, self._on_deadline, stream.request.rid)
+            flights.append(InFlightRequest(stream, pool, timer, siblings))
+            self._in_flight[stream.request.rid] = flights[-1]
         capacity = self._capacity(pool) if pool.queue.is_idle else 0
         turn = min(capacity, _num_in_turn(stream.request.prompt for stream in streams))
         for flight in flights[turn:capacity]:
             self._enqueue(flight)
         for flight in flights[capacity:]:
-            self._wait(flight, now)
+            rid, num_waiting = flight.stream.request.rid, len(pool.queue)
+            self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", num_waiting)
+            self._enqueue(flight)
         if turn < capacity:
             self.pump_soon()
         for flight in flights[:turn]:
@@ -165,14 +167,6 @@ class Dispatcher:
             self.decisions.note(now, streams[0].request.rid, "refuse", "{}", error.message)
             raise
 
-    def _enter(
-        self, stream: OutputStream, pool: WorkerPool, siblings: dict[int, WorkerPair], now: float
-    ) -> InFlightRequest:
-        left_s = max(stream.request.timeout_s - (now - stream.started_at), 0.001)
-        timer = self._timers.call_later(left_s, self._on_deadline, stream.request.rid)
-        flight = self._in_flight[stream.request.rid] = InFlightRequest(stream, pool, timer, siblings)
-        return flight
-
     def _eviction_candidates(self, pool: WorkerPool, request: Request, count: int) -> list[InFlightRequest]:
         """Requests that make room for a more urgent one: those in the queue, or if it is empty, those at nodes that
         have sent no token yet."""
@@ -193,11 +187,6 @@ class Dispatcher:
 
     def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
         return (flight.stream for flight in self._in_flight.values() if flight.pool is pool)
-
-    def _wait(self, flight: InFlightRequest, now: float) -> None:
-        rid, queue = flight.stream.request.rid, flight.pool.queue
-        self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", len(queue))
-        self._enqueue(flight)
 
     @staticmethod
     def _enqueue(flight: InFlightRequest) -> None:
@@ -311,12 +300,7 @@ class Dispatcher:
     # ---- changes ----------------------------------------------------------------------------------------------------
 
     def reprioritize(self, request_id: str, tenant: str, priority: int | None, priority_class: str | None) -> int:
-        """Changes the priority or class of requests, in the queue and on the nodes. Returns how many outputs.
-
-        Args:
-            request_id, tenant: as in ``abort_matching``.
-            priority, priority_class: None keeps the present one.
-        """
+        """Changes the priority or class, unless None, in the queue and on the nodes. Returns how many outputs."""
         flights = self._matching(request_id, tenant)
         now = self._clock.now()
         for flight in flights:

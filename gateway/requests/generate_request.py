@@ -1,4 +1,4 @@
-"""What the nodes are asked for: one output, validated and in token ids."""
+"""The request for one output, validated and in token ids."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,6 @@ class GenerateRequest:
     Attributes:
         rid: unique among the requests in flight.
         request_id: id of the HTTP request; the same for all outputs of a batch.
-        prompt: token ids, at least one.
-        model: name of the served model.
         prompt_number: index of the prompt within the HTTP request; samples of one prompt share it.
         echo: text of the prompt to show before the output, or empty.
         logprob_start: index of the first prompt token to list with log-probabilities; that first token has none.
@@ -21,7 +19,7 @@ class GenerateRequest:
         stops: stop strings; none is empty.
         keep_stop: the stop string or token is shown.
         salt: separates prefix caches; requests share cached pages only under the same salt.
-        priority, is_priority_named: higher is more urgent; and whether the client set one.
+        priority: higher is more urgent.
         priority_class, tenant: empty for none.
         expected_output: predicted number of output tokens; 0 without a prediction.
         timeout_s: deadline, counted from the request's arrival.
@@ -41,7 +39,6 @@ class GenerateRequest:
     skip_special: bool = True
     salt: str = ""
     priority: int = 0
-    is_priority_named: bool = False
     priority_class: str = ""
     tenant: str = ""
     expected_output: int = 0

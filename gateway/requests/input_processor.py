@@ -27,6 +27,7 @@ from gateway.http.protocol import (
     NativeSamplingParams,
     OpenAIRequest,
     SamplingFields,
+    Unsupported,
     refuse,
 )
 from gateway.requests.generate_request import GenerateRequest
@@ -55,7 +56,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What every request made from one body shares."""
+    """The fields that all requests made from one body share."""
 
     model: ServedModel
     limits: ServingLimits
@@ -77,7 +78,6 @@ class InputProcessor:
 
     Args:
         models: the served models by name; the first is the default.
-        request_timeout_s: deadline of requests that set none.
     """
 
     def __init__(self, models: Mapping[str, ServedModel], *, request_timeout_s: float) -> None:
@@ -106,7 +106,6 @@ class InputProcessor:
         self, body: CompletionRequest, model: ServedModel, tenant: str, request_id: str
     ) -> list[GenerateRequest]:
         """One request for each sample of each prompt, prompt after prompt."""
-        _check_no_effect(body)
         context = self._context(body, model, tenant, request_id)
         _check_stream_options(body)
         if body.best_of not in (None, body.n or 1):
@@ -130,7 +129,6 @@ class InputProcessor:
         self, body: ChatCompletionRequest, model: ServedModel, tenant: str, request_id: str
     ) -> list[GenerateRequest]:
         """One request for each sample; the messages pass through the model's chat template."""
-        _check_no_effect(body)
         context = self._context(body, model, tenant, request_id)
         _check_stream_options(body)
         if body.max_completion_tokens is not None:
@@ -150,7 +148,6 @@ class InputProcessor:
         self, body: NativeRequest, model: ServedModel, tenant: str, request_id: str
     ) -> list[GenerateRequest]:
         """One request for each sample of each prompt, prompt after prompt."""
-        _check_no_effect(body)
         context = self._context(body, model, tenant, request_id)
         if (body.text is None) == (body.input_ids is None):
             raise refuse("give exactly one of text and input_ids", "text")
@@ -187,6 +184,7 @@ class InputProcessor:
     def _context(
         self, body: OpenAIRequest | NativeRequest, model: ServedModel, tenant: str, request_id: str
     ) -> _Context:
+        _check_no_effect(body)
         limits = model.pool.registry.limits
         if limits is None:
             raise model.pool.no_route()
@@ -344,14 +342,15 @@ class InputProcessor:
 def _check_no_effect(struct: msgspec.Struct, prefix: str = "") -> None:
     """Refuses every field that asks for something which does not work yet."""
     for name in _no_effect_fields(type(struct)):
-        value, allowed = getattr(struct, name), NO_EFFECT[name]
+        value, allowed = getattr(struct, name), NO_EFFECT.get(name, ())
         if value is not None and not any(value == other and type(value) is type(other) for other in allowed):
             raise refuse("not supported by this server yet; leave it out", prefix + name, ErrorCode.NOT_SUPPORTED)
 
 
 @functools.cache
 def _no_effect_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    return tuple(name for name in kind.__struct_fields__ if name in NO_EFFECT)
+    fields = msgspec.structs.fields(kind)
+    return tuple(field.name for field in fields if field.name in NO_EFFECT or field.type == Unsupported)
 
 
 def _check_stream_options(body: OpenAIRequest) -> None:

@@ -19,7 +19,7 @@ from gateway.text.stop_strings import StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an output has gained since the last ``take``; ``first`` is the index of its first token."""
+    """The part of an output that is new since the last ``take``; ``first`` is the index of its first token."""
 
     text: str
     first: int
@@ -40,10 +40,9 @@ class OutputStream:
 
     Attributes:
         ids, logprobs: every output token so far.
-        prompt_logprobs: of the prompt, from ``judged_from`` on; set with the first token.
+        prompt_logprobs: of the prompt, from ``sampling.prompt_logprobs_from`` on; set with the first token.
         finish: "stop" or "length" after a normal end.
         matched: the token id or stop string that ended it.
-        error: the reason of a failure.
         is_local_prefill: the decode node computes the prompt too.
         started_at, sent_at, first_at, last_at, ended_at: instants in seconds; 0 until they are reached.
     """
@@ -80,7 +79,6 @@ class OutputStream:
 
     @property
     def text(self) -> str:
-        """The whole text released so far."""
         return "".join(self._text)
 
     def on_tokens(self, message: Tokens, now: float) -> None:
@@ -107,7 +105,7 @@ class OutputStream:
             self.wake(self)
 
     def take(self) -> Delta | None:
-        """What is new since the last call, or None. An ended output gives its last delta once."""
+        """The part that is new since the last call, or None. An ended output gives its last delta once."""
         first, num_text = self._num_ids_taken, self._num_text_taken
         if first == len(self.ids) and num_text == len(self._text) and not self.is_ended:
             return None

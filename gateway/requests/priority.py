@@ -4,7 +4,7 @@ If low values come first, they are negated here, once: everywhere else a higher 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from common.config.scheduling import SchedulingOptions
 from common.errors import ErrorCode, RequestError
@@ -13,24 +13,10 @@ from common.request import LOWEST_PRIORITY
 from gateway.requests.generate_request import GenerateRequest
 
 
-@dataclass(frozen=True, slots=True)
-class RequestPriority:
-    """Attributes:
-    priority: higher is more urgent.
-    priority_class: empty for none.
-    is_named: the client set a priority.
-    """
-
-    priority: int = 0
-    priority_class: str = ""
-    is_named: bool = False
-
-
 class PriorityResolver:
     """Decides the priority and class of each request.
 
     Args:
-        options: of scheduling.
         function: a user's function, which has the last word on priorities.
     """
 
@@ -44,31 +30,21 @@ class PriorityResolver:
         default = options.default_priority_value
         self._default = LOWEST_PRIORITY if default is None else self._signed(default)
 
-    def resolve(self, priority: int | None, priority_class: str | None) -> RequestPriority:
-        """The priority and class of one request. Raises RequestError: unknown class, or priorities are refused."""
-        return RequestPriority(self._priority(priority), self._class(priority_class), priority is not None)
-
     def assign(
         self, requests: Sequence[GenerateRequest], priority: int | None, priority_class: str | None
     ) -> list[GenerateRequest]:
-        """The outputs of one HTTP request with their priorities. Raises RequestError as ``resolve`` does."""
-        resolved = self.resolve(priority, priority_class)
-        assigned = [
-            replace(
-                request,
-                priority=resolved.priority,
-                priority_class=resolved.priority_class,
-                is_priority_named=resolved.is_named,
-            )
-            for request in requests
-        ]
-        function = self._function
-        if function is None:
+        """The outputs of one HTTP request with their priorities.
+
+        Raises RequestError: the class is unknown, or priorities are refused.
+        """
+        value, class_name = self._priority(priority), self._class(priority_class)
+        assigned = [replace(request, priority=value, priority_class=class_name) for request in requests]
+        if self._function is None:
             return assigned
-        given = [function(facts_of(request)) for request in assigned]
+        given = [self._function(facts_of(request, is_named=priority is not None)) for request in assigned]
         return [
-            request if value is None else replace(request, priority=value)
-            for request, value in zip(assigned, given, strict=True)
+            request if own is None else replace(request, priority=own)
+            for request, own in zip(assigned, given, strict=True)
         ]
 
     def change(self, priority: int | None, priority_class: str | None) -> tuple[int | None, str | None]:
@@ -105,17 +81,17 @@ class PriorityResolver:
         return given
 
 
-def facts_of(ask: GenerateRequest) -> RequestFacts:
-    """The argument of a priority function."""
+def facts_of(request: GenerateRequest, *, is_named: bool) -> RequestFacts:
+    """The argument of a priority function; the priority is None unless the client set one."""
     return RequestFacts(
-        model=ask.model,
-        tenant=ask.tenant,
-        priority_class=ask.priority_class,
-        priority=ask.priority if ask.is_priority_named else None,
-        num_prompt_tokens=len(ask.prompt),
-        max_new_tokens=ask.sampling.max_new_tokens,
-        expected_output=ask.expected_output,
-        deadline_s=ask.timeout_s,
+        model=request.model,
+        tenant=request.tenant,
+        priority_class=request.priority_class,
+        priority=request.priority if is_named else None,
+        num_prompt_tokens=len(request.prompt),
+        max_new_tokens=request.sampling.max_new_tokens,
+        expected_output=request.expected_output,
+        deadline_s=request.timeout_s,
     )
 
 

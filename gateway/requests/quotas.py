@@ -9,7 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from common.config.tenancy import EVERYBODY_ELSE, Quota
+from common.config.tenancy import OTHER_TENANTS, Quota
 from common.errors import ErrorCode, RequestError
 from gateway.requests.admission import Admission
 from gateway.requests.generate_request import GenerateRequest
@@ -30,7 +30,6 @@ class _Account:
         self._counted_at = now
 
     def balance(self, now: float) -> float:
-        """Tokens left now; negative in debt."""
         grown = self._balance + self._capacity / 60.0 * (now - self._counted_at)
         self._balance, self._counted_at = min(grown, self._capacity), now
         return self._balance
@@ -52,18 +51,13 @@ class Quotas:
 
     def __init__(self, quotas: Mapping[str, Quota]) -> None:
         self._quotas = dict(quotas)
-        self._others = self._quotas.pop(EVERYBODY_ELSE, None)
+        self._others = self._quotas.pop(OTHER_TENANTS, None)
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
 
     def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:
-        """Counts a request in, or refuses it.
+        """Counts the outputs of a request and the tokens of its prompts and predicted outputs in, or refuses it.
 
-        Args:
-            count: its outputs.
-            tokens: of its prompts and predicted outputs.
-
-        Raises:
-            RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
+        Raises RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
         """
         account = self._account(tenant, now)
         if account is None:

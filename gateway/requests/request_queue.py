@@ -16,7 +16,6 @@ class RequestQueue:
     """The waiting requests of one model.
 
     Args:
-        order: decides which request is next.
         patience_s: how long requests wait for nodes to come back.
     """
 
@@ -43,7 +42,6 @@ class RequestQueue:
         return policy.choice if isinstance(policy, Adaptive) else policy.name
 
     def requests(self) -> list[Request]:
-        """All waiting requests in order of arrival."""
         return list(self._waiting.values())
 
     # ---- in and out -----------------------------------------------------------------------------------------------
@@ -96,15 +94,10 @@ class RequestQueue:
         self._stranded_at.setdefault(request.key, now)
 
     def retry_stranded(self) -> None:
-        """Lets stranded requests try again."""
         self._stranded.clear()
 
     def expired(self, now: float, *, is_routable: bool) -> list[Request]:
-        """Requests that have waited too long for nodes to come back.
-
-        Args:
-            is_routable: the registered nodes can serve requests.
-        """
+        """Requests that have waited too long for nodes to come back."""
         if is_routable:
             self._unroutable_since = None
             vain = [key for key, since in self._stranded_at.items() if now - since > self._patience_s]

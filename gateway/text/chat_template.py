@@ -44,17 +44,13 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
 def _environment() -> Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
 
 
@@ -62,7 +58,6 @@ class ChatTemplate:
     """A compiled template with the special tokens that it may use.
 
     Args:
-        source: Jinja text.
         special_tokens: by name, such as ``bos_token``, as text.
     """
 
@@ -77,12 +72,14 @@ class ChatTemplate:
     def load(cls, folder: Path, file: Path | None = None) -> "ChatTemplate | None":
         """Loads ``file``, or ``chat_template.jinja`` or ``tokenizer_config.json`` of a folder; None without a template.
 
-        Raises:
-            ConfigError: it cannot be read, or does not parse.
+        Raises ConfigError: it cannot be read, or does not parse.
         """
         config = _tokenizer_config(folder)
         if file is not None:
-            return cls(_template_file(file), _special_tokens(config))
+            try:
+                return cls(file.read_text(encoding="utf-8"), _special_tokens(config))
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"--chat-template {file} cannot be read: {error}") from error
         path = folder / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
         if isinstance(source, list):
@@ -101,13 +98,6 @@ class ChatTemplate:
         except Exception as error:  # untrusted code may raise anything
             message = f"messages: the model's chat template cannot render them: {error}"
             raise RequestError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
-
-
-def _template_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

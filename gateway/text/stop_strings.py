@@ -10,9 +10,6 @@ from collections.abc import Sequence
 class StopMatcher:
     """Searches one output for its stop strings.
 
-    Attributes:
-        matched: the stop string that was found, or None.
-
     Args:
         is_kept: the text ends after the stop string instead of before it.
     """

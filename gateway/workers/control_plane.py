@@ -6,7 +6,7 @@ One bound socket for the nodes of all models, read from the event loop. Requests
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -41,51 +41,37 @@ RECEIVE_AT_ONCE = 1_000
 NAMESAKE_WAIT_S = 0.5
 
 
-class Listener(Protocol):
-    """Told of events on a ``MailboxChannel``; the event loop calls it, never the channel's caller."""
-
-    def on_readable(self) -> None: ...
-    def on_disconnect(self) -> None: ...
-    def lose(self, incarnation: str) -> None: ...
-
-
 class MailboxChannel:
     """The socket to all nodes, watched by the running event loop.
 
     Args:
         bind: ``tcp://host:port`` of the mailbox.
+
+    Attributes:
+        address: ``host:port`` that nodes dial.
     """
 
     def __init__(self, mailbox: Mailbox, bind: str) -> None:
         self._mailbox = mailbox
-        self._host = bind.removeprefix("tcp://").rpartition(":")[0]
+        self.address = f"{bind.removeprefix('tcp://').rpartition(':')[0]}:{mailbox.address.rpartition(':')[2]}"
         self._loop = asyncio.get_running_loop()
         self._fds = [int(socket.get(zmq.FD)) for socket in mailbox.sockets]
-        self._listener: Listener | None = None
+        self._listener: ControlPlane | None = None
         self._is_look_due = False
-        self._is_closed = False
+        self.is_closed = False
 
-    def start(self, listener: Listener) -> None:
-        """Begins to listen."""
+    def start(self, listener: "ControlPlane") -> None:
+        """Begins to listen; the event loop calls the listener, never the caller of another method."""
         self._listener = listener
         messages, connections = self._fds
         self._loop.add_reader(messages, listener.on_readable)
         self._loop.add_reader(connections, listener.on_disconnect)
 
     def close(self) -> None:
-        self._is_closed = True
+        self.is_closed = True
         for fd in self._fds:
             self._loop.remove_reader(fd)
         self._mailbox.close()
-
-    @property
-    def address(self) -> str:
-        """``host:port`` that nodes dial."""
-        return f"{self._host}:{self._mailbox.address.rpartition(':')[2]}"
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     @property
     def is_probing(self) -> bool:
@@ -93,22 +79,22 @@ class MailboxChannel:
         return self._mailbox.is_probing
 
     def send(self, message: Message, incarnation: str) -> bool:
-        """Sends to one node; False if it cannot be reached."""
         self.look_again_soon()
         return self._mailbox.send(message, target=incarnation)
 
     def drop_soon(self, incarnation: str) -> None:
         """Reports a node as unreachable once the current event is handled."""
-        self._loop.call_soon(self._report_unreachable, incarnation)
+        assert self._listener is not None, "a node has registered"
+        self._loop.call_soon(self._listener.lose, incarnation)
 
     def lost_peers(self, incarnations: list[str]) -> list[str]:
-        """Those of the nodes whose connection has closed."""
+        """The given nodes whose connection has closed."""
         return self._mailbox.lost_peers(incarnations)
 
     def receive(self) -> list[Envelope]:
         """The messages that have arrived, at most ``RECEIVE_AT_ONCE``."""
         self._is_look_due = False
-        if self._is_closed:
+        if self.is_closed:
             return []
         envelopes = self._mailbox.receive(RECEIVE_AT_ONCE)
         if len(envelopes) == RECEIVE_AT_ONCE:
@@ -121,10 +107,6 @@ class MailboxChannel:
             self._is_look_due = True
             self._loop.call_soon(self._listener.on_readable)
 
-    def _report_unreachable(self, incarnation: str) -> None:
-        if not self._is_closed and self._listener is not None:
-            self._listener.lose(incarnation)
-
 
 class ControlPlane:
     """Keeps the registries up to date and passes the nodes' messages to the dispatcher.
@@ -135,13 +117,13 @@ class ControlPlane:
 
     def __init__(self, channel: MailboxChannel, pools: WorkerPools, dispatcher: Dispatcher, clock: Clock) -> None:
         self.pools = pools
+        self.address = channel.address
         self._channel = channel
         self._dispatcher = dispatcher
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._rpc = NodeRpc(channel.send)
         self._is_probe_due = False
-        self._is_stopping = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Tokens: dispatcher.on_tokens,
@@ -156,17 +138,8 @@ class ControlPlane:
         }
 
     def start(self) -> None:
-        """Begins to listen."""
         self._channel.start(self)
         self._tick()
-
-    def begin_stop(self) -> None:
-        """From now on the gateway is not ready for requests."""
-        self._is_stopping = True
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._is_stopping
 
     def close(self) -> None:
         """Stops listening. Requests must have ended before."""
@@ -175,15 +148,9 @@ class ControlPlane:
             self._tick_handle.cancel()
         self._channel.close()
 
-    @property
-    def address(self) -> str:
-        """``host:port`` that nodes dial."""
-        return self._channel.address
-
     # ---- messages -------------------------------------------------------------------------------------------------
 
     def on_readable(self) -> None:
-        """Handles the messages that have arrived."""
         for envelope in self._channel.receive():
             self._handle(envelope)
 
@@ -223,7 +190,7 @@ class ControlPlane:
         if pool is None:
             self._channel.send(Unknown(), sender)
         else:
-            pool.registry.on_message(sender, self._clock.now(), message)
+            pool.registry.on_heartbeat(sender, message, self._clock.now())
 
     def _on_pairs(self, sender: str, message: Pairs) -> None:
         pool = self.pools.of(sender)
@@ -272,9 +239,10 @@ class ControlPlane:
     def lose(self, incarnation: str) -> None:
         """Removes a node that is gone or cannot be reached, and ends its requests."""
         pool = self.pools.of(incarnation)
-        node = pool.registry.remove(incarnation) if pool is not None else None
-        if pool is None or node is None:
+        if pool is None:
             return
+        node = pool.registry.workers[incarnation]
+        pool.registry.remove(incarnation)
         log.info("%s node %s is gone", node.register.role, node.name)
         self._clear_state(pool, incarnation, node.name)
 
@@ -303,8 +271,7 @@ class ControlPlane:
 
     def describe(self, node: Worker) -> dict[str, Any]:
         """One row of ``GET /v1/workers``."""
-        register, heartbeat = node.register, node.heartbeat
-        pool = self.pools[register.model]
+        register = node.register
         return {
             "name": node.name,
             "role": register.role,
@@ -313,8 +280,8 @@ class ControlPlane:
             "starts": node.starts,
             "is_leaving": node.is_leaving,
             "seen_s_ago": round(self._clock.now() - node.seen_at, 3),
-            "load_tokens": pool.router.load(node.incarnation),
+            "load_tokens": self.pools[register.model].router.load(node.incarnation),
             "register": register,
-            "heartbeat": heartbeat,
+            "heartbeat": node.heartbeat,
             "pairs": node.pairs,
         }

@@ -21,10 +21,6 @@ MAX_QUEUED_REQUESTS = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerPool:
-    """Attributes:
-    model: name of the served model.
-    """
-
     model: str
     registry: Registry
     router: Router
@@ -38,13 +34,7 @@ class WorkerPool:
 
 
 def make_pool(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerPool:
-    """The parts of one served model as configured.
-
-    Args:
-        num_token_ids: size of the gateway's tokenizer; nodes know at least as many ids.
-    """
     registry = Registry(
-        model=model,
         num_token_ids=num_token_ids,
         heartbeat_s=config.heartbeat_interval,
         lost_after_s=config.heartbeat_timeout,
@@ -63,8 +53,6 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int) -> WorkerPo
 
 
 class WorkerPools:
-    """The pools of all served models."""
-
     def __init__(self, pools: Iterable[WorkerPool]) -> None:
         self._by_model = {pool.model: pool for pool in pools}
 
@@ -75,7 +63,6 @@ class WorkerPools:
         return self._by_model[model]
 
     def workers(self) -> list[Worker]:
-        """All registered workers."""
         return [node for pool in self for node in pool.registry.workers.values()]
 
     def of(self, incarnation: str) -> WorkerPool | None:

@@ -5,9 +5,7 @@ difference. A ``Worker`` is one start of one process: a new start under the same
 the old one is gone.
 """
 
-from dataclasses import dataclass, field
-
-import msgspec
+from dataclasses import dataclass, field, replace
 
 from common.cache.page_layout import layout_conflict
 from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered
@@ -15,7 +13,6 @@ from gateway.workers.router import can_pair
 
 #: Fields that must be equal on all nodes, and their names in error messages.
 AGREE = {
-    "model": "served model",
     "digest": "configuration digest",
     "weight_version": "weight version",
     "vocab_size": "vocabulary size",
@@ -39,8 +36,6 @@ class Worker:
         starts: number of this start among those of nodes with its name.
         failed_peers: incarnations of workers with which it cannot exchange pages at present.
         is_leaving: it stops on purpose or cannot be reached, and gets no new requests.
-        capacity_tokens: tokens that its page pool holds.
-        max_running: requests that it runs at once.
     """
 
     incarnation: str
@@ -63,7 +58,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """What the registered nodes can do for one request.
+    """The bounds that the registered nodes set for one request.
 
     Attributes:
         context_length: tokens of prompt and output together.
@@ -86,25 +81,18 @@ class Registry:
     """The table of workers.
 
     Args:
-        model: name of the served model.
-        num_token_ids: size of the gateway's tokenizer.
-        heartbeat_s: interval at which nodes should send heartbeats.
-        lost_after_s: a worker is lost after this time without a message.
         needs_prefill: a request needs a prefill node; otherwise decode nodes compute prompts.
 
     Attributes:
         workers: by incarnation, in order of arrival.
-        prefills, decodes: those that take new requests; kept up to date at each change, so that reading them for a
-            request costs nothing.
+        prefills, decodes: those that take new requests.
         limits: None while the workers cannot serve a request.
     """
 
     def __init__(
-        self, *, model: str, num_token_ids: int, heartbeat_s: float = 1.0, lost_after_s: float = 10.0,
-        needs_prefill: bool = True,
-    ) -> None:  # fmt: skip
+        self, *, num_token_ids: int, heartbeat_s: float = 1.0, lost_after_s: float = 10.0, needs_prefill: bool = True
+    ) -> None:
         self._needs_prefill = needs_prefill
-        self._model = model
         self._num_token_ids = num_token_ids
         self._heartbeat_s = heartbeat_s
         self._lost_after_s = lost_after_s
@@ -134,8 +122,6 @@ class Registry:
 
     def _refusal(self, incarnation: str, register: Register, others: list[Worker]) -> str:
         """Why the worker is refused, as a sentence; empty if it is accepted."""
-        if register.model != self._model:
-            return f"this gateway serves {self._model!r}, the node {register.name} has {register.model!r}"
         if register.vocab_size < self._num_token_ids:
             return (
                 f"the gateway's tokenizer has {self._num_token_ids} ids, the model of node {register.name} only"
@@ -153,25 +139,14 @@ class Registry:
         return ""
 
     def named(self, name: str) -> Worker | None:
-        """The registered worker with this name."""
         return next((node for node in self.workers.values() if node.name == name), None)
 
-    def on_message(self, incarnation: str, now: float, heartbeat: Heartbeat | None = None) -> bool:
-        """Records a message of a worker; False if it is not registered."""
-        node = self.workers.get(incarnation)
-        if node is None:
-            return False
-        node.seen_at = now
-        if heartbeat is not None:
-            node.heartbeat = heartbeat
-        return True
+    def on_heartbeat(self, incarnation: str, heartbeat: Heartbeat, now: float) -> None:
+        node = self.workers[incarnation]
+        node.heartbeat, node.seen_at = heartbeat, now
 
     def set_pairs(self, incarnation: str, pairs: tuple[PairState, ...]) -> bool:
-        """Records a worker's pairs, and which of them cannot carry pages.
-
-        Returns:
-            Whether a pair may work that did not before.
-        """
+        """Records a worker's pairs; returns whether a pair may work that did not before."""
         node = self.workers[incarnation]
         failed, before = frozenset(pair.incarnation for pair in pairs if pair.problem), node.failed_peers
         node.pairs = pairs
@@ -232,7 +207,7 @@ class Registry:
 
     @property
     def lacking(self) -> str:
-        """What is missing before a request can be served, in words."""
+        """The kind of node that is missing before a request can be served, in words."""
         if not self._needs_prefill:
             return "decode node"
         problem = next((pair.problem for node in self.workers.values() for pair in node.pairs if pair.problem), "")
@@ -250,10 +225,10 @@ def _conflict(new: Register, other: Register) -> str:
             return (
                 f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal{hint}"
             )
-    theirs = other.layout
+    theirs = other.layout.layout()
     if new.role == other.role:  # no page is sent between them, so their page sizes may differ
-        theirs = msgspec.structs.replace(theirs, page_size=new.layout.page_size)
-    problem = layout_conflict(new.layout, theirs)
+        theirs = replace(theirs, page_size=new.layout.page_size)
+    problem = layout_conflict(new.layout.layout(), theirs)
     if problem:
         return f"page layout of node {new.name} does not go with that of node {other.name}: {problem}"
     if new.role != other.role and not set(new.transports) & set(other.transports):

@@ -134,7 +134,8 @@ class Router:
 
         chosen = min(decodes, key=decode_cost)
         decode = chosen.incarnation
-        if is_always or self._is_short(num_prompt - cached.get(decode, 0)):
+        is_short = num_prompt - cached.get(decode, 0) < self._local_threshold
+        if is_always or (self._local_prefill == "auto" and is_short):
             pair = WorkerPair(None, decode, 0, num_hold)
         else:
             prefill = min((node for node in prefills if can_pair(node, chosen)), key=prefill_cost).incarnation
@@ -147,21 +148,17 @@ class Router:
         self, pair: WorkerPair, prefills: Sequence[Candidate], decodes: Sequence[Candidate],
         *, num_new: int, num_expected: int = 0,
     ) -> WorkerPair | None:  # fmt: skip
-        """The pair of another sample of the same prompt, if both nodes still take requests together."""
+        """The same pair for another sample of the prompt, which costs only its output.
+
+        None if its nodes no longer take requests together.
+        """
         able = {node.incarnation: node for node in (*prefills, *decodes)}
         nodes = [able[incarnation] for incarnation in pair.nodes if incarnation in able]
         if len(nodes) < len(pair.nodes) or (len(nodes) == 2 and not can_pair(nodes[0], nodes[1])):
             return None
-        return self.again(pair, num_new=num_new, num_expected=num_expected)
-
-    def again(self, pair: WorkerPair, *, num_new: int, num_expected: int = 0) -> WorkerPair:
-        """The same pair for another sample of the same prompt, which costs only its output."""
         sample = WorkerPair(pair.prefill, pair.decode, 0, min(num_expected, num_new) or num_new)
         self._give(sample)
         return sample
-
-    def _is_short(self, num_lacking: int) -> bool:
-        return self._local_prefill == "auto" and num_lacking < self._local_threshold
 
     def load(self, incarnation: str) -> int:
         """Tokens that a node still has to compute (prefill) or holds (decode)."""
@@ -177,7 +174,6 @@ class Router:
             self._subtract(pair.prefill, pair.num_compute)
 
     def decode_done(self, pair: WorkerPair) -> None:
-        """The request has ended."""
         self._subtract(pair.decode, pair.num_hold)
         if pair.decode in self._num_requests:
             self._num_requests[pair.decode] -= 1

@@ -26,11 +26,7 @@ class NodeRpc:
     async def call(
         self, incarnations: Iterable[str], request: Flush | GetDecisions, kind: type[Answer], timeout_s: float
     ) -> dict[str, Answer]:
-        """Calls nodes and waits. Nodes that are gone or do not answer in time are left out.
-
-        Args:
-            kind: type of the answers.
-        """
+        """Calls nodes and waits. Nodes that are gone or do not answer in time are left out."""
         self._num_calls += 1
         number, loop = self._num_calls, asyncio.get_running_loop()
         message = msgspec.structs.replace(request, number=number)

@@ -22,7 +22,6 @@ class ServedModel:
 
     Attributes:
         chat_template: None if the checkpoint has no chat template.
-        predictor: learns the output lengths of requests to this model.
     """
 
     name: str
@@ -35,11 +34,7 @@ class ServedModel:
 def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str, ServedModel]:
     """The served models by name; the first is the default and takes ``--chat-template``.
 
-    Args:
-        folders: where the tokenizer files of each model are.
-
-    Raises:
-        ConfigError: a file is missing or cannot be read.
+    Raises ConfigError: a file is missing or cannot be read.
     """
     models: dict[str, ServedModel] = {}
     for name, folder in folders.items():

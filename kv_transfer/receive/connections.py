@@ -8,9 +8,9 @@ again.
 
 from dataclasses import dataclass
 
-from common.wire.messages import Connect, PairState
+from common.wire.messages import Connect, LayoutMessage, PairState
 from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import ReaderTransport, to_message
+from kv_transfer.transports.base import ReaderTransport
 
 #: Offers without a page in between for which transfers wait.
 MAX_TRIES = 4
@@ -25,7 +25,7 @@ MAX_PROBLEM = 512  # characters of a problem that are reported
 
 
 @dataclass(slots=True)
-class Connection:
+class PrefillConnection:
     """The connection to one prefill node.
 
     Attributes:
@@ -103,8 +103,8 @@ class Connection:
         self.refusal, self.problem, self.answer_by, self.was_attached = "", "", None, True
 
 
-class Connections:
-    """Connections to all prefill nodes, by incarnation. Pure but for the transport.
+class PrefillConnections:
+    """The connections to all prefill nodes, by incarnation. Pure but for the transport.
 
     Args:
         transport: makes the offers.
@@ -121,13 +121,10 @@ class Connections:
         self._name = name
         self._digest = digest
         self._wants_checksums = wants_checksums
-        self.by_peer: dict[str, Connection] = {}
+        self.by_peer: dict[str, PrefillConnection] = {}
         self.epoch = 0
 
-    def get(self, peer: str) -> Connection | None:
-        return self.by_peer.get(peer)
-
-    def awaited(self, peer: str, epoch: int) -> Connection | None:
+    def awaited(self, peer: str, epoch: int) -> PrefillConnection | None:
         """The connection whose offer of this epoch has not been answered yet."""
         connection = self.by_peer.get(peer)
         return connection if connection is not None and connection.epoch == epoch and connection.is_awaited else None
@@ -135,7 +132,7 @@ class Connections:
     def offer(self, peer: str, name: str) -> Connect:
         """Offer the pool to a prefill node for the first time, or from scratch."""
         self.epoch += 1
-        self.by_peer[peer] = Connection(self.epoch, name)
+        self.by_peer[peer] = PrefillConnection(self.epoch, name)
         return self._connect(peer, resumes=False)
 
     def due_offers(self, now: float) -> list[tuple[str, Connect]]:
@@ -148,7 +145,7 @@ class Connections:
                 offers.append((peer, self._connect(peer, resumes=True)))
         return offers
 
-    def overdue(self, now: float) -> list[tuple[str, Connection]]:
+    def overdue(self, now: float) -> list[tuple[str, PrefillConnection]]:
         """Connections for which an answer or a proof has not come in time."""
         for connection in self.by_peer.values():
             if connection.is_awaited and connection.answer_by is None and not connection.refusal:
@@ -183,7 +180,7 @@ class Connections:
             name=self._name,
             digest=self._digest,
             epoch=self.epoch,
-            layout=to_message(store.layout),
+            layout=LayoutMessage.of(store.layout),
             num_pages=store.num_pages,
             transport=self._transport.name,
             endpoint=self._transport.offer(peer, self.epoch),

@@ -35,14 +35,24 @@ from common.wire.messages import (
 from kv_transfer.checksums import Checksums
 from kv_transfer.events import Event, Finished, PairLost, TransferFailed
 from kv_transfer.page_mapping import parts_of
-from kv_transfer.receive.connections import Connection, Connections
-from kv_transfer.receive.session import PageDelivery, ReceiveSession
+from kv_transfer.receive.connections import PrefillConnection, PrefillConnections
+from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.receive.table import ReceiveTable
 from kv_transfer.states import MAX_RESENDS, ReceiveEvent, ReceiveState
 from kv_transfer.transports.base import ReaderTransport
 
 log = logging.getLogger(__name__)
 
+#: Totals of the receiver itself, beside a ``pairs_by_NAME`` for each transport that was chosen.
+COUNTERS = (
+    "pages_received",
+    "bytes_saved_by_cache",
+    "pages_verified",
+    "checksum_mismatches",
+    "broken_pairs",
+    "reconnects",
+    "stale_messages",
+)
 CODES = {"aborted": ErrorCode.ABORTED, "cancelled": ErrorCode.ABORTED}
 
 
@@ -53,7 +63,6 @@ class Receiver:
         transport: offers our pool, and proves that writers can write no more.
         allocator: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
         name, digest: of this node and its model, for ``Connect``.
-        num_ranks: of the writer, each of which delivers its own part of every page.
         wants_checksums: one must come with every page. Checksums that come are always verified.
     """
 
@@ -64,18 +73,17 @@ class Receiver:
         *,
         name: str = "decode",
         digest: str = "-",
-        num_ranks: int = 1,
         wants_checksums: bool = False,
     ) -> None:
         self._transport = transport
         self._table = ReceiveTable(allocator, transport.forbid)
         self._name = name
-        self._delivery = PageDelivery(transport.store.layout.page_size, num_ranks)
+        self._page_size = transport.store.layout.page_size
         self._wants_checksums = wants_checksums
         self._checksums = Checksums(transport.store)
-        self._connections = Connections(transport, name=name, digest=digest, wants_checksums=wants_checksums)
+        self._connections = PrefillConnections(transport, name=name, digest=digest, wants_checksums=wants_checksums)
         self._messages: list[tuple[str, Message]] = []
-        self._totals: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     # ---- what the role says -------------------------------------------------------------------------------------
 
@@ -95,9 +103,9 @@ class Receiver:
         node is connected.
         """
         assert key not in self._table.sessions, f"{key} has begun already"
-        session = ReceiveSession(key, peer, first=first, pages=pages, num_tokens=num_tokens, delivery=self._delivery)
+        session = ReceiveSession(key, peer, first=first, pages=pages, num_tokens=num_tokens, page_size=self._page_size)
         self._table.sessions[key] = session
-        connection = self._connections.get(peer)
+        connection = self._connections.by_peer.get(peer)
         if connection is not None and connection.refusal:
             self._table.fail(session, ReceiveEvent.CLOSE, ErrorCode.TRANSFER_FAILED, connection.refusal)
         elif connection is not None and connection.is_usable:
@@ -130,7 +138,7 @@ class Receiver:
         for peer, epoch in (*self._table.overdue(now), *self._connections.in_doubt()):
             self._transport.reclaim(peer, epoch)
         for fenced in self._transport.poll(now):
-            connection = self._connections.get(fenced.peer)
+            connection = self._connections.by_peer.get(fenced.peer)
             is_now = connection is not None and connection.epoch <= fenced.epoch
             if connection is not None and is_now and not fenced.is_dead and connection.retry_at is None:
                 self._on_broken(fenced.peer, connection, fenced.reason, now)
@@ -146,7 +154,7 @@ class Receiver:
             else:
                 self._on_broken(peer, connection, "it did not answer", now)
 
-    def _on_broken(self, peer: str, connection: Connection, reason: str, now: float) -> None:
+    def _on_broken(self, peer: str, connection: PrefillConnection, reason: str, now: float) -> None:
         """Nothing can be written under the connection's epoch any more; its transfers wait for the next one."""
         self._totals["broken_pairs"] += connection.is_attached
         for session in self._table.of(peer):
@@ -158,17 +166,11 @@ class Receiver:
                 "pages of prefill node %s cannot come now and are soon tried again: %s", connection.name, reason
             )
             return
-        if not connection.was_attached:
-            why = f"prefill node {connection.name} could not attach the pool of decode node {self._name}"
-            self._refuse(peer, connection, f"{why} in {connection.num_tries} tries: {reason}")
-            return
-        transport = connection.transport or self._transport.name
-        why = f"{transport} from prefill node {connection.name} to decode node {self._name}"
-        why += f" broke and could not be mended in {connection.num_tries} tries: {reason}"
-        for session in self._table.of(peer):
-            if session.state is ReceiveState.RESERVED:
-                self._table.fail(session, ReceiveEvent.LOSE, ErrorCode.TRANSFER_FAILED, why)
-        self._lose(peer, why)
+        why = f"prefill node {connection.name} could not attach the pool of decode node {self._name}"
+        if connection.was_attached:
+            why = f"{connection.transport} from prefill node {connection.name} to decode node {self._name} broke"
+            why += " and could not be mended"
+        self._refuse(peer, connection, f"{why} in {connection.num_tries} tries: {reason}")
 
     def _lose(self, peer: str, why: str) -> None:
         self.peer_lost(peer)
@@ -223,28 +225,25 @@ class Receiver:
         return connection is not None
 
     def _on_refused(self, peer: str, message: Refused, now: float) -> bool:
-        connection = self._connections.awaited(peer, message.epoch)
-        if connection is None:
-            return self._on_dropped(peer, message, now)
-        if connection.is_reconnecting:
-            self._on_broken(peer, connection, message.reason, now)
-            return True
-        self._refuse(peer, connection, message.reason or "the prefill node refuses to work with this decode node")
-        return True
-
-    def _on_dropped(self, peer: str, message: Refused, now: float) -> bool:
-        """The transport must prove soon that nothing more is written, or the prefill node counts as lost."""
-        connection = self._connections.get(peer)
-        if connection is None or connection.epoch != message.epoch or not connection.is_usable:
+        connection = self._connections.by_peer.get(peer)
+        if connection is None or connection.epoch != message.epoch:
             return False
-        connection.note_dropped(message.reason, now)
+        if connection.is_awaited and connection.is_reconnecting:
+            self._on_broken(peer, connection, message.reason, now)
+        elif connection.is_awaited:
+            self._refuse(peer, connection, message.reason or "the prefill node refuses to work with this decode node")
+        elif connection.is_usable:  # no page comes, but only the transport can prove that
+            connection.note_dropped(message.reason, now)
+        else:
+            return False
         return True
 
-    def _refuse(self, peer: str, connection: Connection, why: str) -> None:
+    def _refuse(self, peer: str, connection: PrefillConnection, why: str) -> None:
         log.warning("no pages of prefill node %s can come: %s", connection.name, why)
         connection.refused(why)
         for session in self._table.of(peer):
             if session.state is ReceiveState.RESERVED:
+                self._messages.append((peer, AbortTransfer(*session.key)))  # it may wait to be granted again
                 self._table.fail(session, ReceiveEvent.CLOSE, ErrorCode.TRANSFER_FAILED, why)
 
     def _on_transfer(self, session: ReceiveSession, message: PagesWritten | PrefillDone | Closed, now: float) -> bool:
@@ -276,7 +275,7 @@ class Receiver:
 
     def _damaged(self, session: ReceiveSession, message: PagesWritten) -> list[int]:
         """Indices of pages whose bytes here do not have the checksums that came with them."""
-        part = self._connections.by_peer[session.peer].parts[message.part % session.num_units]
+        part = self._connections.by_peer[session.peer].parts[message.part]
         runs = part.runs(self._transport.store.layout)
         told = dict(zip(message.indices, message.checksums, strict=False))
         found = {index: self._checksums.of_target(session.page_of(index), runs) for index in message.indices}
@@ -293,7 +292,7 @@ class Receiver:
             if self._totals["checksum_mismatches"] == len(indices):
                 log.warning("a page came damaged %s and is asked for again; further ones are only counted", way)
             pages = [session.page_of(index) for index in indices]
-            self._transport.allow(session.peer, session.epoch, pages, connection.parts[part % session.num_units])
+            self._transport.allow(session.peer, session.epoch, pages, connection.parts[part])
             self._messages.append((session.peer, Resend(*session.key, session.epoch, tuple(indices), part, number)))
             return True
         message = f"the same page came damaged {MAX_RESENDS + 1} times {way}"
@@ -350,35 +349,17 @@ class Receiver:
         return messages, events
 
     def is_connected(self, peer: str) -> bool:
-        connection = self._connections.get(peer)
+        connection = self._connections.by_peer.get(peer)
         return connection is not None and connection.is_usable
 
-    @property
-    def num_quarantined(self) -> int:
-        """Pages in quarantine now."""
-        return self._table.num_quarantined
-
     def counters(self) -> dict[str, float]:
-        """Monotonic totals of pages, transfers and messages."""
-        names = (
-            "pages_received",
-            "bytes_saved_by_cache",
-            "pages_verified",
-            "checksum_mismatches",
-            "broken_pairs",
-            "reconnects",
-            "stale_messages",
-        )
-        chosen = {name: float(count) for name, count in self._totals.items() if name.startswith("pairs_by_")}
-        totals = {name: float(self._totals[name]) for name in names}
-        return {**totals, **chosen, **self._table.counters(), **self._transport.counters()}
+        totals = {name: float(count) for name, count in self._totals.items()}
+        return {**totals, **self._table.counters(), **self._transport.counters()}
 
     def transports(self) -> Sequence[str]:
-        """Names of the transports that may carry pages here, best first."""
         return self._transport.names
 
     def files(self) -> Sequence[int]:
-        """File descriptors whose input should wake the loop for ``poll``."""
         return self._transport.files()
 
     def pairs(self) -> list[PairState]:
@@ -390,20 +371,14 @@ class Receiver:
         return list(self._connections.by_peer)
 
     def close(self) -> None:
-        """Stop offering the pool."""
         for peer in self.peers():
             self.peer_lost(peer)
         self._transport.close()
 
     def check(self) -> None:
-        """Prove the books.
-
-        Raises:
-            InvariantError: they do not balance.
-        """
         self._table.check()
         for session in self._table.sessions.values():
-            connection = self._connections.get(session.peer)
+            connection = self._connections.by_peer.get(session.peer)
             if session.state in (ReceiveState.GRANTED, ReceiveState.PREFILLED, ReceiveState.LANDED):
                 invariant(
                     connection is not None and connection.is_attached and connection.epoch == session.epoch,

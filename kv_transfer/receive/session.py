@@ -5,7 +5,6 @@ it lacks; the prefill node's end is ``kv_transfer.send.session``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from common.errors import invariant
 from common.request import RequestKey
@@ -13,18 +12,10 @@ from common.state_machine import advance
 from kv_transfer.states import MAX_RESENDS, RECEIVE_TABLE, ReceiveEvent, ReceiveState
 
 
-@dataclass(frozen=True, slots=True)
-class PageDelivery:
-    """How pages arrive: tokens of a page, and the ranks of the writer, each of which delivers its own share."""
-
-    page_size: int = 1
-    num_ranks: int = 1
-
-
 class ReceiveSession:
     """The decode node's end of a transfer; arrivals are counted by (page index, part).
 
-    A part is one of the writer's units within a page or, where several ranks write, one rank's share of it.
+    A part is one of the writer's units within a page.
 
     Attributes:
         key, peer: which transfer, and the incarnation of the prefill node.
@@ -32,21 +23,14 @@ class ReceiveSession:
         pages: destinations of index ``first`` and on, up to the end of the prompt.
         num_tokens, num_pages: of the whole prompt.
         epoch: of the connection when the pages were granted; 0 before.
-        num_units: units in which a whole page comes from every rank; known when the pages are granted.
+        num_units: units in which a whole page comes; known when the pages are granted.
     """
 
     def __init__(
-        self,
-        key: RequestKey,
-        peer: str,
-        *,
-        first: int,
-        pages: Sequence[int],
-        num_tokens: int,
-        delivery: PageDelivery,
+        self, key: RequestKey, peer: str, *, first: int, pages: Sequence[int], num_tokens: int, page_size: int
     ) -> None:
         self.num_tokens = num_tokens
-        self.num_pages = -(-num_tokens // delivery.page_size)
+        self.num_pages = -(-num_tokens // page_size)
         assert first >= 0 and first + len(pages) == self.num_pages, "one page for each that the prompt lacks"
         self.key = key
         self.peer = peer
@@ -55,8 +39,7 @@ class ReceiveSession:
         self.pages = list(pages)
         self.epoch = 0
         self.num_units = 1
-        self._page_size = delivery.page_size
-        self._num_ranks = delivery.num_ranks
+        self._page_size = page_size
         self._arrived: dict[int, set[int]] = {}  # index -> parts
         self._num_whole = 0
         self._num_corrupt: dict[tuple[int, int], int] = {}  # by (index, part)
@@ -79,7 +62,7 @@ class ReceiveSession:
     def _num_parts(self, index: int) -> int:
         """Parts of the page with this index; the last page of a prompt may have fewer."""
         num_tokens = min(self.num_tokens - index * self._page_size, self._page_size)
-        return -(-num_tokens * self.num_units // self._page_size) * self._num_ranks
+        return -(-num_tokens * self.num_units // self._page_size)
 
     def suspend(self) -> None:
         """The writer cannot write any more; pages that have not wholly arrived will be granted again."""
@@ -120,11 +103,7 @@ class ReceiveSession:
         )
 
     def deliver(self, indices: Sequence[int], part: int) -> list[int]:
-        """Record what has been written.
-
-        Returns:
-            The destination pages that are whole now.
-        """
+        """Record what has been written; returns the destination pages that are whole now."""
         assert self.is_expected(indices, part)
         self.apply(ReceiveEvent.DELIVER)
         whole = []
@@ -139,11 +118,7 @@ class ReceiveSession:
         return whole
 
     def corrupt(self, indices: Sequence[int], part: int) -> bool:
-        """Record that this part of these pages came with other bytes.
-
-        Returns:
-            False: that has happened too often to one of them.
-        """
+        """Record that this part of these pages came with other bytes. False: too often to one of them."""
         assert self.is_expected(indices, part)
         self.apply(ReceiveEvent.CORRUPT)
         for index in indices:

@@ -41,16 +41,10 @@ class ReceiveTable:
         self.prefill_dones: dict[RequestKey, tuple[PrefillDone, float]] = {}
         self.events: list[Event] = []
         self._quarantined_since: dict[RequestKey, float | None] = {}  # None: not seen yet
-        self._totals: Counter[str] = Counter()
+        self._totals = Counter(pages_quarantined=0, transfers_received=0, transfers_failed=0)
 
     def of(self, peer: str) -> list[ReceiveSession]:
-        """Transfers from one prefill node."""
         return [session for session in self.sessions.values() if session.peer == peer]
-
-    @property
-    def num_quarantined(self) -> int:
-        """Pages in quarantine now."""
-        return sum(len(s.pages) for s in self.sessions.values() if s.state is ReceiveState.QUARANTINED)
 
     def complete(self, session: ReceiveSession) -> None:
         """Everything is here: the pages go to the role."""
@@ -97,16 +91,9 @@ class ReceiveTable:
                 self._allocator.free(event.pages, Owner.GRANT)
 
     def counters(self) -> dict[str, float]:
-        """Monotonic totals of pages and transfers."""
-        names = ("pages_quarantined", "transfers_received", "transfers_failed")
-        return {name: float(self._totals[name]) for name in names}
+        return {name: float(count) for name, count in self._totals.items()}
 
     def check(self) -> None:
-        """Prove the books.
-
-        Raises:
-            InvariantError: they do not balance.
-        """
         for session in self.sessions.values():
             session.check()
             invariant(
@@ -124,7 +111,7 @@ class ReceiveTable:
                 )
         pages = [page for session in self.sessions.values() for page in session.pages]
         invariant(len(pages) == len(set(pages)), "a page is in two transfers")
-        quarantined = self.num_quarantined
+        quarantined = sum(len(s.pages) for s in self.sessions.values() if s.state is ReceiveState.QUARANTINED)
         invariant(self._allocator.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted")
         invariant(self._allocator.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner")
         invariant(self.prefill_dones.keys() <= self.sessions.keys(), "a PrefillDone is kept for an ended transfer")

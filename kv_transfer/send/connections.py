@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.cache.page_layout import layout_conflict
-from common.errors import invariant
+from common.errors import ErrorCode, invariant
 from common.wire.messages import AttachFailed, Connect, Connected, Grant, Message, PairState, Refused
 from kv_transfer.page_mapping import PageMapping
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import SendState
-from kv_transfer.transports.base import Attached, AttachError, WriterTransport, from_message
+from kv_transfer.transports.base import Attached, AttachError, WriterTransport
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ MAX_WHY = 512  # characters of a reason that are sent
 
 
 @dataclass(slots=True)
-class Connection:
+class DecodeConnection:
     """The connection to one decode node, usable once attached.
 
     Attributes:
@@ -41,17 +41,18 @@ class Connection:
     why: str = ""
     granted: set[int] = field(default_factory=set)
 
-    def can_be_computed(self, grant: Grant, num_source_pages: int) -> bool:
-        """Whether a prompt of which so many pages are granted fits into our own pool."""
-        return grant.first + len(grant.pages) <= self.mapping.max_target_pages(None, num_source_pages)
-
-    def problem(self, session: SendSession, grant: Grant, num_source_pages: int) -> str:
-        """Why this grant cannot be meant, as a sentence; empty if it can."""
+    def problem(self, session: SendSession, grant: Grant, num_source_pages: int) -> tuple[str, ErrorCode]:
+        """Why this grant cannot be meant, as a sentence that is empty if it can, and the client's error."""
         end = grant.first + len(grant.pages)
         most = self.mapping.max_target_pages(session.num_tokens, num_source_pages)
+        if session.num_tokens is None and end > most:
+            bound = f"the prompt has at most {most}, the prefill node's whole pool (--max-total-tokens)"
+            return f"pages {grant.first} to {end} are granted, {bound}", ErrorCode.POOL_TOO_SMALL
+        return self._contradiction(session, grant, end, most), ErrorCode.TRANSFER_FAILED
+
+    def _contradiction(self, session: SendSession, grant: Grant, end: int, most: int) -> str:
         if grant.first < 0 or end > most:
-            bound = "" if session.num_tokens else ", the prefill node's whole pool (--max-total-tokens)"
-            return f"pages {grant.first} to {end} are granted, the prompt has at most {most}{bound}"
+            return f"pages {grant.first} to {end} are granted, the prompt has at most {most}"
         if any(not 0 <= page < self.num_pages for page in grant.pages):
             return f"a page is granted that a pool of {self.num_pages} pages does not have"
         if len(set(grant.pages)) < len(grant.pages) or not self.granted.isdisjoint(grant.pages):
@@ -61,8 +62,8 @@ class Connection:
         return ""
 
 
-class Connections:
-    """Connections to all decode nodes, by incarnation.
+class DecodeConnections:
+    """The connections to all decode nodes, by incarnation.
 
     Args:
         digest: of our model; empty: models are not compared.
@@ -73,7 +74,7 @@ class Connections:
         self._transport = transport
         self._digest = digest
         self._wants_checksums = wants_checksums
-        self.by_peer: dict[str, Connection] = {}
+        self.by_peer: dict[str, DecodeConnection] = {}
         self.num_attached: Counter[str] = Counter()  # attachments so far, by transport
 
     def is_stale(self, peer: str, connect: Connect) -> bool:
@@ -81,7 +82,7 @@ class Connections:
         connection = self.by_peer.get(peer)
         return connection is not None and connect.epoch <= connection.epoch
 
-    def usable(self, peer: str, epoch: int) -> Connection | None:
+    def usable(self, peer: str, epoch: int) -> DecodeConnection | None:
         """The connection, if pages can be granted under this epoch."""
         connection = self.by_peer.get(peer)
         return connection if connection is not None and connection.is_attached and connection.epoch == epoch else None
@@ -100,14 +101,14 @@ class Connections:
             self._transport.attach(peer, connect)
         except AttachError as error:
             return self._attach_failed(connect.name, connect.epoch, str(error))
-        mapping = PageMapping(self._transport.store.layout, from_message(connect.layout))
+        mapping = PageMapping(self._transport.store.layout, connect.layout.layout())
         has_checksums = self._wants_checksums or connect.wants_checksums
-        self.by_peer[peer] = Connection(connect.name, connect.epoch, connect.num_pages, mapping, has_checksums)
+        self.by_peer[peer] = DecodeConnection(connect.name, connect.epoch, connect.num_pages, mapping, has_checksums)
         return None
 
     def _mismatch(self, connect: Connect) -> str:
         """Why this decode node does not fit, as a sentence; empty if it does."""
-        ours, theirs = self._transport.store.layout, from_message(connect.layout)
+        ours, theirs = self._transport.store.layout, connect.layout.layout()
         names = (connect.transport, self._transport.name)
         if "auto" not in names and names[0] != names[1]:
             return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"
@@ -148,7 +149,7 @@ class Connections:
                 )
         return answers, broken
 
-    def _attached(self, connection: Connection, news: Attached) -> None:
+    def _attached(self, connection: DecodeConnection, news: Attached) -> None:
         connection.is_attached = True
         connection.transport = news.transport or self._transport.name
         connection.why = news.why[:MAX_WHY]
@@ -174,11 +175,7 @@ class Connections:
         return self._transport.detach(peer)
 
     def check(self, sessions: Iterable[SendSession]) -> None:
-        """Prove the granted pages against all transfers that are not over.
-
-        Raises:
-            InvariantError: they differ.
-        """
+        """Prove the granted pages against all transfers that are not over."""
         granted: dict[str, list[int]] = {}
         for session in sessions:
             if not session.is_granted:

@@ -36,7 +36,7 @@ from common.wire.messages import (
     TransferAck,
 )
 from kv_transfer.events import Released
-from kv_transfer.send.connections import Connections
+from kv_transfer.send.connections import DecodeConnections
 from kv_transfer.send.session import SendSession
 from kv_transfer.send.table import SendTable
 from kv_transfer.send.tombstones import Reason as Reason
@@ -59,20 +59,15 @@ class Sender:
     """
 
     def __init__(
-        self,
-        transport: WriterTransport,
-        *,
-        digest: str = "",
-        wants_checksums: bool = False,
-        clock: Clock | None = None,
+        self, transport: WriterTransport, *, digest: str = "", wants_checksums: bool = False, clock: Clock | None = None
     ) -> None:
         self._transport = transport
-        self._connections = Connections(transport, digest, wants_checksums=wants_checksums)
+        self._connections = DecodeConnections(transport, digest, wants_checksums=wants_checksums)
         self._queue = WriteQueue(transport, clock or MonotonicClock(), self._connections)
         self._table = SendTable()
         self._messages: list[tuple[str, Message]] = []
         self._released: list[Released] = []
-        self._totals: Counter[str] = Counter()
+        self._totals = Counter(stale_messages=0, refused_grants=0, broken_pairs=0, pages_resent=0)
         self._now = 0.0
 
     # ---- connections --------------------------------------------------------------------------------------------
@@ -211,9 +206,7 @@ class Sender:
     # ---- what a decode node says --------------------------------------------------------------------------------
 
     def on_message(self, peer: str, message: Message, now: float) -> None:
-        """A ``Grant``, ``Resend``, ``TransferAck``, ``AbortTransfer`` or ``Connect`` of this peer; other messages are
-        counted.
-        """
+        """Handle a message of a decode node; one that cannot be meant for this node is only counted."""
         self._now = now
         if isinstance(message, Grant):
             self._on_grant(peer, message)
@@ -248,11 +241,9 @@ class Sender:
         if session.is_repeated(grant.epoch, grant.first, grant.pages):
             self._totals["stale_messages"] += 1
             return
-        num_pages = self._transport.store.num_pages
-        problem = connection.problem(session, grant, num_pages)
+        problem, code = connection.problem(session, grant, self._transport.store.num_pages)
         if problem:
-            is_large = session.num_tokens is None and not connection.can_be_computed(grant, num_pages)
-            self._refuse(session, problem, ErrorCode.POOL_TOO_SMALL if is_large else ErrorCode.TRANSFER_FAILED)
+            self._refuse(session, problem, code)
             return
         session.grant(grant.epoch, grant.first, grant.pages, connection.mapping.units)
         connection.granted.update(grant.pages)
@@ -283,14 +274,8 @@ class Sender:
 
     def _on_received(self, peer: str, key: RequestKey) -> None:
         session = self._table.sessions.get(key)
-        is_true = (
-            session is not None
-            and session.peer == peer
-            and session.accepts(SendEvent.ACKNOWLEDGED)
-            and session.is_granted
-            and session.is_all_written
-        )
-        if session is None or not is_true:
+        is_ours = session is not None and session.peer == peer and session.accepts(SendEvent.ACKNOWLEDGED)
+        if session is None or not is_ours or not session.is_granted or not session.is_all_written:
             self._totals["stale_messages"] += 1
             return
         session.apply(SendEvent.ACKNOWLEDGED)
@@ -333,7 +318,7 @@ class Sender:
             self._table.lingering.append((session, end))
         if is_still:
             session.fence()
-            self._queue.forget(session)
+            self._queue.stop(session)
             self._answer_closed(session.peer, session.key, self._table.end_lingering(session))
 
     def _forget(self, session: SendSession, end: TransferEnd, *, is_ok: bool) -> None:
@@ -342,7 +327,7 @@ class Sender:
         connection = self._connections.by_peer.get(peer)
         if connection is not None and connection.epoch == session.epoch:
             connection.granted.difference_update(session.targets.values())
-        self._queue.forget(session)
+        self._queue.stop(session)
         if self._table.forget(session, end, self._now):
             self._release(key, end, is_ok=is_ok)
 
@@ -361,13 +346,8 @@ class Sender:
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def pump(self, now: float, max_pages: int = 64, *, rank: Callable[[RequestKey], float] | None = None) -> bool:
-        """Begin to write up to ``max_pages`` pages, report writes that are over, and end transfers whose lease is over.
-
-        Args:
-            rank: pages of the transfer with the lowest rank go first; None: first due, first written.
-
-        Returns:
-            Whether more pages could be written at once.
+        """Begin to write up to ``max_pages`` pages, as ``WriteQueue.start`` does, report writes that are over, and end
+        transfers whose lease is over; returns whether more pages could be written at once.
         """
         self._now = now
         self._poll_connections()
@@ -396,24 +376,21 @@ class Sender:
 
     def has_delivered(self, key: RequestKey) -> bool:
         """Whether a page of this open transfer has been written already."""
-        return key in self._queue.begun
+        session = self._table.sessions.get(key)
+        return session is not None and session.has_delivered
 
     def counters(self) -> dict[str, float]:
-        """Monotonic totals: pages, bytes, seconds, messages."""
-        names = ("stale_messages", "refused_grants", "broken_pairs", "pages_resent")
         return {
             **self._queue.counters(),
-            **{name: float(self._totals[name]) for name in names},
+            **{name: float(count) for name, count in self._totals.items()},
             **{f"pairs_by_{name}": float(count) for name, count in self._connections.num_attached.items()},
             **self._transport.counters(),
         }
 
     def transports(self) -> Sequence[str]:
-        """Names of the transports that may carry pages here, best first."""
         return self._transport.names
 
     def files(self) -> Sequence[int]:
-        """File descriptors whose input should wake the loop for ``pump``."""
         return self._transport.files()
 
     def pairs(self) -> list[PairState]:
@@ -425,17 +402,11 @@ class Sender:
         return list(dict.fromkeys([*self._connections.by_peer, *self._table.peers()]))
 
     def close(self) -> None:
-        """Drop every pool."""
         for peer in self.peers():
             self.peer_lost(peer)
         self._transport.close()
 
     def check(self) -> None:
-        """Prove the books.
-
-        Raises:
-            InvariantError: they do not balance.
-        """
         self._table.check()
         sessions = self._table.all()
         self._queue.check(sessions)

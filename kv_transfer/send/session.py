@@ -29,6 +29,7 @@ class SendSession:
         is_suspended: the connection broke; nothing is granted until there is another.
         num_in_flight: writes (of one unit each) begun and not over.
         num_due: units that could be started now.
+        has_delivered: a page has been written.
     """
 
     def __init__(self, key: RequestKey, peer: str, state: SendState = SendState.OPEN) -> None:
@@ -40,7 +41,7 @@ class SendSession:
         self.sources: list[int] = []
         self.targets: dict[int, int] = {}
         self.num_tokens: int | None = None
-        self.is_suspended = False
+        self.is_suspended = self.has_delivered = False
         self._is_short = False  # pages granted before the connection broke may not have been written
         self._in_flight: dict[int, None] = {}
         self._num_resends: dict[int, int] = {}
@@ -164,7 +165,6 @@ class SendSession:
         return self.sources[unit // self.units.per_source], self.targets[unit // self.units.per_target]
 
     def written(self, units: Iterable[int]) -> None:
-        """The writes of these units are over."""
         self.apply(SendEvent.WRITTEN)
         for unit in units:
             del self._in_flight[unit]
@@ -179,7 +179,6 @@ class SendSession:
         )
 
     def num_resends(self, unit: int) -> int:
-        """How often the peer has asked for this unit again."""
         return self._num_resends.get(unit, 0)
 
     def resend(self, units: Sequence[int]) -> bool:
@@ -191,7 +190,6 @@ class SendSession:
         return all(self._num_resends[unit] <= MAX_RESENDS for unit in units)
 
     def end(self) -> None:
-        """Start nothing more."""
         self.apply(SendEvent.END)
         self._due.clear()
         self._early.clear()

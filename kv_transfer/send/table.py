@@ -83,7 +83,6 @@ class SendTable:
         return self.early.get((peer, key), (None, 0.0))[0]
 
     def to(self, peer: str) -> list[SendSession]:
-        """Every opened transfer to this peer."""
         return [session for session in self.sessions.values() if session.peer == peer]
 
     def sever_early(self, peer: str, end: TransferEnd, now: float, *, is_resumed: bool) -> None:
@@ -152,11 +151,6 @@ class SendTable:
         return [*self.sessions.values(), *(session for session, _ in (*early, *lingering))]
 
     def check(self) -> None:
-        """Prove the books.
-
-        Raises:
-            InvariantError: they do not balance.
-        """
         for session in self.all():
             session.check()
             invariant(session.state is not SendState.CLOSED, "a closed transfer is still in the books")

@@ -35,8 +35,7 @@ class Tombstones:
         return len(self._ends)
 
     def get(self, peer: str, key: RequestKey) -> TransferEnd | None:
-        found = self._ends.get((peer, key))
-        return None if found is None else found[0]
+        return self._ends.get((peer, key), (None, 0.0))[0]
 
     def add(self, peer: str, key: RequestKey, end: TransferEnd, *, now: float) -> None:
         self._ends.pop((peer, key), None)
@@ -45,7 +44,6 @@ class Tombstones:
             del self._ends[next(iter(self._ends))]
 
     def expire(self, now: float) -> None:
-        """Drop tombstones whose lease is over."""
         while self._ends:
             owner, (_, until) = next(iter(self._ends.items()))
             if until > now:

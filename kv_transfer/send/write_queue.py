@@ -13,7 +13,7 @@ from common.request import RequestKey
 from common.wire.messages import PagesWritten
 from kv_transfer.checksums import Checksums
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.send.connections import Connections
+from kv_transfer.send.connections import DecodeConnections
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import SendState
 from kv_transfer.transports.base import WriterTransport
@@ -28,20 +28,16 @@ class WriteQueue:
         transport: writes pages.
         clock: measures how long its calls take.
         connections: the peers, what a write to each of them moves, and whether with checksums.
-
-    Attributes:
-        begun: transfers that are not over, with a page that is written.
     """
 
-    def __init__(self, transport: WriterTransport, clock: Clock, connections: Connections) -> None:
+    def __init__(self, transport: WriterTransport, clock: Clock, connections: DecodeConnections) -> None:
         self.clock = clock
-        self.begun: dict[RequestKey, None] = {}
         self._transport = transport
         self._connections = connections
         self._checksums = Checksums(transport.store)
         self._due: dict[RequestKey, SendSession] = {}  # with pages to write, in the order in which they came due
         self._tickets: dict[int, tuple[SendSession, list[int], Sums]] = {}
-        self._totals: Counter[str] = Counter()
+        self._totals = Counter(pages_sent=0, bytes_sent=0, pages_overlapped=0)
         self._seconds = 0.0
 
     @property
@@ -72,7 +68,7 @@ class WriteQueue:
         units = session.start(limit)
         mapping = self._connections.by_peer[session.peer].mapping
         for number, slices in enumerate(mapping.slice_pairs):
-            some = [unit for unit in units if mapping.pair_number(unit) == number]
+            some = [unit for unit in units if unit % len(mapping.slice_pairs) == number]
             if some:
                 self._write(session, some, slices)
         if not session.num_due:
@@ -109,10 +105,9 @@ class WriteQueue:
         page_bytes = self._transport.store.layout.page_bytes
         self._totals["bytes_sent"] += num_units * page_bytes // session.units.per_source
         self._totals["pages_overlapped"] += num_units if session.state is SendState.OPEN else 0
-        self.begun[session.key] = None
+        session.has_delivered = True
 
     def stop(self, session: SendSession) -> None:
-        """Start nothing of this session any more."""
         self._due.pop(session.key, None)
 
     def lose(self, session: SendSession) -> None:
@@ -120,21 +115,10 @@ class WriteQueue:
         for ticket in [t for t, (owner, _, _) in self._tickets.items() if owner is session]:
             del self._tickets[ticket]
 
-    def forget(self, session: SendSession) -> None:
-        """The session is over."""
-        self.stop(session)
-        self.begun.pop(session.key, None)
-
     def counters(self) -> dict[str, float]:
-        names = ("pages_sent", "bytes_sent", "pages_overlapped")
-        return {**{name: float(self._totals[name]) for name in names}, "write_seconds": self._seconds}
+        return {**{name: float(count) for name, count in self._totals.items()}, "write_seconds": self._seconds}
 
     def check(self, sessions: Iterable[SendSession]) -> None:
-        """Prove the books against all sessions that are not over.
-
-        Raises:
-            InvariantError: they do not balance.
-        """
         in_flight: Counter[int] = Counter()
         for session, units, _ in self._tickets.values():
             in_flight[id(session)] += len(units)
@@ -145,7 +129,7 @@ class WriteQueue:
             is_due = bool(session.num_due) and session.state is not SendState.EARLY
             invariant(is_due == (self._due.get(session.key) is session), "due pages are missing from the queue")
         invariant(not in_flight, "a write is under way for no session")
-        left = [key for table in (self._due, self.begun) for key in table if key not in keys]
+        left = [key for key in self._due if key not in keys]
         invariant(not left, f"something is left of ended transfers: {left}")
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from common.cache.page_layout import PageLayout
 from common.errors import BatonError
-from common.wire.messages import Connect, LayoutMessage
+from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
 
 
@@ -36,23 +36,16 @@ class PageStore(Protocol):
     move device memory; None where there is no device.
     """
 
+    layout: PageLayout
+    num_pages: int
+    fd: int
+    memory: Any  # a writable buffer
+
     @property
     def is_mapped(self) -> bool: ...
 
     @property
     def is_in_place(self) -> bool: ...
-
-    @property
-    def layout(self) -> PageLayout: ...
-
-    @property
-    def num_pages(self) -> int: ...
-
-    @property
-    def fd(self) -> int: ...
-
-    @property
-    def memory(self) -> Any: ...  # a writable buffer
 
     @property
     def device_pages(self) -> Any: ...
@@ -111,16 +104,13 @@ class Fenced:
 class Transport(Protocol):
     """What both sides have in common."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    store: PageStore
 
     @property
     def names(self) -> Sequence[str]:
         """Transports that may carry pages, best first; one that carries them itself names itself."""
-        ...
-
-    @property
-    def store(self) -> PageStore: ...
+        return (self.name,)
 
     def files(self) -> Sequence[int]:
         """File descriptors whose input should wake the loop for ``poll``. They stay the same."""
@@ -175,9 +165,9 @@ class WriterTransport(Transport, Protocol):
 
     def voided(self, peer: str, endpoint: str) -> None:
         """A detached peer with writes under way makes this new offer. If the offer says that these writes cannot reach
-        its pool any more, they are over.
+        its pool any more, they are over. By default no offer says so.
         """
-        ...
+        return
 
 
 class ReaderTransport(Transport, Protocol):
@@ -197,42 +187,32 @@ class ReaderTransport(Transport, Protocol):
 
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         """The peer reports the transport by which it attached. False: that was not offered."""
-        ...
+        return transport == self.name
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
         """Permit this peer to write these pages under this epoch, each byte once; or the slice ``again`` of them, which
-        has come already, once more. Binding where the reader places the bytes.
+        has come already, once more. Only a reader that places the bytes itself can permit and forbid.
         """
-        ...
+        return
 
     def forbid(self, pages: Sequence[int]) -> None:
         """Take back every permission to write these pages. Where the reader places the bytes, none reaches them after
         this.
         """
-        ...
+        return
 
     def reclaim(self, peer: str, epoch: int) -> None:
         """Pages granted to this peer under this epoch have been in quarantine for long, or the peer has dropped them
         with writes under way.
 
         Fence it from this side if that is possible, though other pairs may break; ``poll`` reports it. May be called
-        repeatedly.
+        repeatedly. By default this cannot be done.
         """
-        ...
+        return
 
     def poll(self, now: float) -> list[Fenced]:
         """Accept waiting writers; report writers that can write no more. ``now`` in seconds."""
         ...
-
-
-def to_message(layout: PageLayout) -> LayoutMessage:
-    """A page layout as it travels."""
-    return LayoutMessage.of(layout)
-
-
-def from_message(layout: LayoutMessage) -> PageLayout:
-    """A page layout that has arrived."""
-    return layout.layout()
 
 
 def stage(store: PageStore, pages: Iterable[int]) -> None:

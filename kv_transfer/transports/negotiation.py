@@ -8,9 +8,10 @@ names the transports that were tried before and failed, with the reasons.
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -20,13 +21,21 @@ from common.errors import ConfigError
 from common.wire.address import is_loopback
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore, ReaderTransport, WriterTransport
+from kv_transfer.transports.base import (
+    Attached,
+    AttachError,
+    Fenced,
+    PageStore,
+    ReaderTransport,
+    Transport,
+    WriterTransport,
+)
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Transport)
 
 #: What ``auto`` may choose, best first. Gloo is never better than TCP, and NCCL needs a GPU at both ends, so these two
 #: must be named.
@@ -56,7 +65,6 @@ class TransportSettings:
 
     @classmethod
     def of(cls, config: NodeConfig, incarnation: str) -> "TransportSettings":
-        """TransportSettings of the node that has this configuration."""
         key = (config.cluster_key or "").encode()
         return cls(config.transport, incarnation, config.data_host, key, config.gpu_direct)
 
@@ -131,14 +139,37 @@ class _Attempt:
     failures: list[str] = field(default_factory=list)
 
 
-class NegotiatingWriter:
-    """``WriterTransport`` over several; ``transports`` best first."""
+class _Negotiating(Transport, Generic[T]):
+    """What the two ends have in common. ``transports`` best first."""
 
-    def __init__(self, transports: Sequence[WriterTransport]) -> None:
+    def __init__(self, transports: Sequence[T]) -> None:
         self.store = transports[0].store
         self.name = transports[0].name if len(transports) == 1 else "auto"
-        self.names = tuple(transport.name for transport in transports)
         self._transports = list(transports)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [transport.name for transport in self._transports]
+
+    def files(self) -> Sequence[int]:
+        return [file for transport in self._transports for file in transport.files()]
+
+    def counters(self) -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for transport in self._transports:
+            total.update(transport.counters())
+        return {name: float(value) for name, value in total.items()}
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+
+
+class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
+    """``WriterTransport`` over several."""
+
+    def __init__(self, transports: Sequence[WriterTransport]) -> None:
+        super().__init__(transports)
         self._attempts: dict[str, _Attempt] = {}
         self._draining: dict[str, None] = {}  # detached peers with writes under way
         self._tickets: dict[tuple[str, int], tuple[int, str]] = {}  # (transport, its ticket) -> (our ticket, peer)
@@ -152,17 +183,14 @@ class NegotiatingWriter:
             raise AttachError(f"the endpoint offered by {connect.name} cannot be understood") from error
         candidates = [transport for transport in self._transports if transport.name in offers]
         if not candidates:
-            theirs = ", ".join(offers) or "nothing"
-            raise AttachError(f"{connect.name} takes pages by {theirs}, this prefill node sends by {self._listed()}")
+            theirs, ours = ", ".join(offers) or "nothing", ", ".join(self.names)
+            raise AttachError(f"{connect.name} takes pages by {theirs}, this prefill node sends by {ours}")
         attempt = _Attempt(connect, offers, candidates)
         if peer not in self._draining:
             self._try_next(peer, attempt)
         for transport in candidates if peer in self._draining else ():
             transport.voided(peer, offers[transport.name])
         self._attempts[peer] = attempt
-
-    def _listed(self) -> str:
-        return ", ".join(self.names)
 
     def _try_next(self, peer: str, attempt: _Attempt) -> None:
         """Begin to attach by the best transport that is left.
@@ -244,32 +272,17 @@ class NegotiatingWriter:
     def _detach(self, peer: str) -> bool:
         return min([transport.detach(peer) for transport in self._transports])  # ask all of them
 
-    def voided(self, peer: str, endpoint: str) -> None:
-        """Does nothing: ``attach`` passes each transport its part of the offer."""
 
-    def files(self) -> Sequence[int]:
-        return [file for transport in self._transports for file in transport.files()]
-
-    def counters(self) -> dict[str, float]:
-        return _sum(transport.counters() for transport in self._transports)
-
-    def close(self) -> None:
-        self._attempts.clear()
-        for transport in self._transports:
-            transport.close()
-
-
-class NegotiatingReader:
+class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
     """``ReaderTransport`` over several. A fence that one of them proves counts for epochs that it carries."""
 
     def __init__(self, transports: Sequence[ReaderTransport]) -> None:
-        self.store = transports[0].store
-        self.name = transports[0].name if len(transports) == 1 else "auto"
-        self.names = tuple(transport.name for transport in transports)
-        self._transports = list(transports)
+        super().__init__(transports)
         self._offered: dict[str, int] = {}  # peer -> its newest epoch
-        self._chosen: dict[tuple[str, int], str] = {}  # (peer, epoch) -> transport; until a fence is proven
-        self._unasked: dict[tuple[str, int], dict[str, Fenced]] = {}  # fences that were proven before the choice
+        #: peer -> epoch and transport, until a fence is proven. A peer attaches again only when it has dropped its
+        #: earlier attachment, so only the newest epoch needs proof.
+        self._chosen: dict[str, tuple[int, ReaderTransport]] = {}
+        self._unasked: dict[str, dict[str, Fenced]] = {}  # fences of offers that were proven before the choice
         self._news: list[Fenced] = []
 
     def offer(self, peer: str, epoch: int) -> str:
@@ -279,13 +292,13 @@ class NegotiatingReader:
 
     def withdraw(self, peer: str) -> None:
         self._offered.pop(peer, None)
-        self._unasked = {key: value for key, value in self._unasked.items() if key[0] != peer}
+        self._unasked.pop(peer, None)
         for transport in self._transports:
             transport.withdraw(peer)
 
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         named = [t for t in self._transports if t.name == transport]
-        early = self._unasked.get((peer, epoch), {}).get(transport)
+        early = self._unasked.get(peer, {}).get(transport)
         if self._offered.get(peer) != epoch or not named:
             return False
         if early is None and not named[0].chosen(peer, epoch, transport):
@@ -293,57 +306,36 @@ class NegotiatingReader:
         for other in self._transports:
             if other is not named[0]:
                 other.withdraw(peer)
-        # The peer attaches again only when it has dropped its earlier attachment; only the newest epoch needs proof.
-        self._chosen = {key: name for key, name in self._chosen.items() if key[0] != peer}
-        self._chosen[peer, epoch] = transport
-        self._unasked.pop((peer, epoch), None)
+        self._chosen[peer] = (epoch, named[0])
+        self._unasked.pop(peer, None)
         if early is not None:  # it attached and broke before the peer's message came; both count
             self._prove(early)
         return True
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
-        for transport in self._transports:
-            if self._chosen.get((peer, epoch)) == transport.name:
-                transport.allow(peer, epoch, pages, again)
+        chosen_epoch, transport = self._chosen.get(peer, (0, None))
+        if transport is not None and chosen_epoch == epoch:
+            transport.allow(peer, epoch, pages, again)
 
     def forbid(self, pages: Sequence[int]) -> None:
         for transport in self._transports:
             transport.forbid(pages)
 
     def reclaim(self, peer: str, epoch: int) -> None:
-        for transport in self._transports:
-            if self._chosen.get((peer, epoch)) == transport.name:
-                transport.reclaim(peer, epoch)
+        chosen_epoch, transport = self._chosen.get(peer, (0, None))
+        if transport is not None and chosen_epoch == epoch:
+            transport.reclaim(peer, epoch)
 
     def poll(self, now: float) -> list[Fenced]:
         for transport in self._transports:
             for fenced in transport.poll(now):
-                key = (fenced.peer, fenced.epoch)
-                if self._chosen.get(key) == transport.name:
+                if self._chosen.get(fenced.peer) == (fenced.epoch, transport):
                     self._prove(fenced)
                 elif self._offered.get(fenced.peer) == fenced.epoch:
-                    self._unasked.setdefault(key, {})[transport.name] = fenced
+                    self._unasked.setdefault(fenced.peer, {})[transport.name] = fenced
         news, self._news = self._news, []
         return news
 
     def _prove(self, fenced: Fenced) -> None:
-        del self._chosen[fenced.peer, fenced.epoch]
+        del self._chosen[fenced.peer]
         self._news.append(fenced)
-
-    def files(self) -> Sequence[int]:
-        return [file for transport in self._transports for file in transport.files()]
-
-    def counters(self) -> dict[str, float]:
-        return _sum(transport.counters() for transport in self._transports)
-
-    def close(self) -> None:
-        for transport in self._transports:
-            transport.close()
-
-
-def _sum(counters: Iterable[dict[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for some in counters:
-        for name, value in some.items():
-            total[name] = total.get(name, 0.0) + value
-    return total

@@ -9,11 +9,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class CpuContention:
-    """Processor time of other processes since construction.
-
-    Args:
-        cpus: the CPUs to look at.
-    """
+    """Processor time of other processes since construction."""
 
     def __init__(self, cpus: Iterable[int]) -> None:
         self._names = {f"cpu{number}" for number in cpus}

@@ -145,7 +145,6 @@ def measure_capacity(folder: str, options: Options) -> dict[str, float]:
 
 
 def measure(point: Point, folder: str) -> dict[str, Any]:
-    """Make one run; returns its report."""
     title = ARRANGEMENTS[point.arrangement].title
     say(f"{point.model}, {title}, {point.rate:.3g} requests/s, {point.length_s:g} s ...")
     report = load(folder, point.arrangement, point.length_s, point.seed, rate=f"{point.rate:.6g}")
@@ -184,7 +183,6 @@ def load(folder: str, arrangement: str, length_s: float, seed: int, **when: Any)
 
 
 def points(options: Options, model: str, capacity: float) -> Iterator[Point]:
-    """All runs for one model, in order."""
     shares = options.shares if model == "small" else (0.0,) * len(options.rates)
     rates = [share * capacity for share in shares] if model == "small" else options.rates
     length_s = options.small_seconds if model == "small" else options.large_seconds
@@ -198,7 +196,6 @@ def points(options: Options, model: str, capacity: float) -> Iterator[Point]:
 
 
 def minutes(options: Options) -> float:
-    """Estimated minutes of all runs."""
     total_s = 0.0
     for model in options.models:
         is_small = model == "small"
@@ -253,7 +250,6 @@ def pooled(reports: Sequence[dict[str, Any]]) -> Cell:
 
 
 def table(runs: Sequence[Run], capacity: dict[str, float], arrangements: Sequence[str]) -> list[str]:
-    """The lines of the table."""
     lines: list[str] = []
     for model in dict.fromkeys(point.model for point, _ in runs):
         here = [(point, report) for point, report in runs if point.model == model]

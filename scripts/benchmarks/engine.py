@@ -32,8 +32,6 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """MachineLimits of the machine, measured in this run."""
-
     read_bytes_per_s: float
     flops_per_s: float
 

@@ -57,7 +57,6 @@ class ScriptedNode:
         self._beat()
 
     def answer_with(self, on_generate: OnGenerate) -> None:
-        """Set the function that answers requests."""
         self._on_generate = on_generate
 
     def _beat(self) -> None:
@@ -150,8 +149,6 @@ async def gateway_process(model: str, *, is_pinned: bool) -> AsyncIterator[tuple
 
 
 class GatewayBench:
-    """The measurements against one gateway."""
-
     def __init__(self, pid: int, url: str, control: str, seconds: float) -> None:
         self._pid = pid
         address = urlsplit(url)

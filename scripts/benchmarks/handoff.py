@@ -90,8 +90,7 @@ def flags(arrangement: str, model: str, dtype: str) -> list[str]:
 def samples_of(url: str, arrangement: str, length: int, options: Options, seed: int) -> list[Sample]:
     """One request after another, until enough of them had tokens that arrived one by one.
 
-    Raises:
-        BatonError: a request failed, or too few of the requests can be used.
+    Raises BatonError: a request failed, or too few of the requests can be used.
     """
     found: list[Sample] = []
     for attempt in range(MAX_ATTEMPTS):
@@ -103,11 +102,7 @@ def samples_of(url: str, arrangement: str, length: int, options: Options, seed: 
 
 
 def ask(url: str, arrangement: str, length: int, options: Options, seed: int) -> list[RequestRecord]:
-    """One request after another; the first ones, which warm up, are left out.
-
-    Raises:
-        BatonError: some failed.
-    """
+    """One request after another; the first ones, which warm up, are left out. Raises BatonError: some failed."""
     report, _ = measured_load(
         LoadtestConfig(
             url=url,

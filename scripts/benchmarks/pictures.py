@@ -40,7 +40,6 @@ def measured(flags: Sequence[str], configs: list[LoadtestConfig]) -> list[tuple[
 
 
 def row(name: str, rate: str, report: Report, others: float) -> str:
-    """A row of the table."""
     cells = [name, rate]
     for figure in ("ttft", "itl", "e2e"):
         cells += [milliseconds(report.latency[figure].get(share)) for share in ("p50", "p99")]

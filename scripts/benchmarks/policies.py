@@ -19,7 +19,7 @@ from common.sampling_params import SamplingParams
 from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepPlan, StepResult
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
-from scripts.benchmarks.tree import PREFIX_TOKENS, Figure, Sample, Tree, figure, timed
+from scripts.benchmarks.tree import PREFIX_TOKENS, Figure, Tree, figure, timed
 
 PROMPT_TOKENS = 1_024
 CHUNK_TOKENS = 8_192
@@ -50,7 +50,6 @@ class BusyNode:
 
     Args:
         options: of the order; the limit on ``lpm`` is lifted.
-        num_waiting: length of the queue.
     """
 
     def __init__(self, tree: Tree, options: SchedulingOptions, num_waiting: int) -> None:
@@ -99,7 +98,7 @@ class BusyNode:
         for request in requests:
             self.scheduler.submit(request)
 
-    def steps(self, num_steps: int) -> Iterator[tuple[Sample, Sample]]:
+    def steps(self, num_steps: int) -> Iterator[tuple[float, float]]:
         """Plan and commit; computed requests leave at once, and as many new ones arrive."""
         for _ in range(num_steps):
             now = next(self._arrivals) * 1e-3
@@ -136,7 +135,7 @@ def bench_plan(name: str, options: SchedulingOptions, num_waiting: int, num_step
     node.close()
     plan = figure(f"plan, {name}", [planned for planned, _ in later], mark=PLAN_MARK_US * num_waiting)
     commit = figure(f"commit, {name}", [committed for _, committed in later])
-    return PlanFigure(name, num_waiting, plan, commit, arrival.wall_us + first.wall_us)
+    return PlanFigure(name, num_waiting, plan, commit, arrival + first)
 
 
 def print_plans(rows: list[PlanFigure]) -> None:

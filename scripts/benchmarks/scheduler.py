@@ -132,7 +132,6 @@ def bench_step(num_steps: int, name: str = "fcfs", *, num_waiting: int = 0) -> F
 
 
 def _waiting(number: int) -> Request:
-    """A request that waits for pages."""
     return Request(
         f"r{number}",
         0,
@@ -170,16 +169,15 @@ def measure(num_repeats: int) -> list[Figure]:
 
 
 def print_table(figures: Sequence[Figure]) -> None:
-    heads = f"{'median':>8} {'p99':>8} {'preempted':>10} {'S python':>9} {'S rust':>7} {'mark':>6}"
+    heads = f"{'median':>8} {'p99':>8} {'S python':>9} {'S rust':>7} {'mark':>6}"
     print(f"{'microseconds':46} {heads}  gain")
     for row in figures:
         against = row.python_tree_us or row.mark_us
         gain = f"{against / row.median_us:.1f}x" if against else ""
-        own = f"{row.median_us:8.1f} {row.p99_us:8.1f} {row.num_preempted:>4} /{row.num_samples:>4}"
+        own = f"{row.median_us:8.1f} {row.p99_us:8.1f}"
         others = [f"{value:.0f}" if value else "" for value in (row.python_tree_us, row.rust_tree_us, row.mark_us)]
         print(f"{row.name:46} {own} {others[0]:>9} {others[1]:>7} {others[2]:>6}  {gain}")
     print("S: SGLang 0.5.23's trees, published for a Zen 5 machine. Gain: over its Python tree, or over the mark.")
-    print("Preempted: repetitions interrupted by another process; they raise mostly p99.")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -37,8 +37,7 @@ def running_service(flags: Sequence[str], *, timeout_s: float = 300.0) -> Iterat
 
     The service inherits the CPU affinity of this process, and ends with the block or with this process.
 
-    Raises:
-        ServiceStartError: the service did not become ready.
+    Raises ServiceStartError: the service did not become ready.
     """
     command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning", *flags]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
@@ -63,8 +62,7 @@ def running_service(flags: Sequence[str], *, timeout_s: float = 300.0) -> Iterat
 def measured_load(config: LoadtestConfig, *, salt: int = 0) -> tuple[Report, float]:
     """Run the load tester; returns its report and the cores that other processes used meanwhile.
 
-    Raises:
-        KeyboardInterrupt: the run was stopped.
+    Raises KeyboardInterrupt: the run was stopped.
     """
     contention = CpuContention(os.sched_getaffinity(0))
     report = run_load(config, salt=salt)

@@ -20,25 +20,20 @@ MARK = 10e6
 SHORTEST = ("--rounds=1", "--scale=0.02")
 #: Number of requests and options of each load.
 LOADS = {
-    "256 rows, 64 tokens in, 1,000 out": (
-        512,
-        ("--concurrency=256", "--input-len=64", "--output-len=1000", "--prefill=2"),
-    ),
+    "256 rows, 64 tokens in, 1,000 out": (512, "--concurrency=256 --input-len=64 --output-len=1000 --prefill=2"),
     "256 rows, 300 tokens in, 300 out": (
         1024,
-        ("--concurrency=256", "--input-len=300", "--output-len=uniform:100:500", "--prefill=2"),
+        "--concurrency=256 --input-len=300 --output-len=uniform:100:500 --prefill=2",
     ),
     "100 prefill and 100 decode nodes, 500 in, 200 out": (
         2000,
-        ("--rate=200", "--input-len=500", "--output-len=200", "--prefill=100", "--decode=100"),
+        "--rate=200 --input-len=500 --output-len=200 --prefill=100 --decode=100",
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class BestRound:
-    """The best round of one load."""
-
     name: str
     row_steps: int
     wall_s: float
@@ -77,7 +72,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     figures = []
     for name, (num_requests, words) in LOADS.items():
         count = max(1, round(num_requests * options.scale))
-        figures.append(row := measure(name, [*words, f"--num-requests={count}"], options.rounds))
+        figures.append(row := measure(name, [*words.split(), f"--num-requests={count}"], options.rounds))
         print(
             f"{name:52}{row.row_steps:>10,}{row.wall_s:>7.1f}s{row.cpu_s:>7.1f}s  {row.per_minute / 1e6:.1f}",
             flush=True,

@@ -28,19 +28,15 @@ from common.cache.page_layout import PageLayout
 from common.engine.kv_pool import KVPool
 from common.errors import ConfigError
 from common.wire.mailbox import Mailbox
-from common.wire.messages import Connect, FromDecode, FromPrefill, Grant, PagesWritten
+from common.wire.messages import Connect, FromDecode, FromPrefill, Grant, LayoutMessage, PagesWritten
 from common.wire.process_id import new_incarnation
-from kv_transfer.transports.base import to_message
 from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl.writer import HOLD_S
 from kv_transfer.transports.tcp.protocol import tune
 from scripts.benchmarks import gloo_baseline
 from scripts.benchmarks.options import comma_separated
 
-LAYOUTS = {
-    "qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"),
-    "llama-3.1-8b": PageLayout(32, 8, 128, 16, "bfloat16"),
-}
+LAYOUTS = {"qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"), "llama-3.1-8b": PageLayout(32, 8, 128, 16, "bfloat16")}
 SHORTEST = ("--layouts=qwen3-0.6b", "--pages=4", "--round-trips=100")
 WRITER, READER = "p" * 32, "d" * 32  # incarnations
 BATCH = 64  # pages per write, as ``Sender.pump`` asks for
@@ -62,7 +58,7 @@ class Reader:
     def do_offer(self) -> str:
         store, transport = self.pool, self.transport
         endpoint = transport.offer(WRITER, 1)
-        connect = Connect("reader", "-", 1, to_message(store.layout), self.num_pages, transport.name, endpoint)
+        connect = Connect("reader", "-", 1, LayoutMessage.of(store.layout), self.num_pages, transport.name, endpoint)
         return msgspec.json.encode(connect).decode()
 
     def do_chosen(self, name: str) -> bool:
@@ -154,8 +150,6 @@ class ReaderProcess:
 
 
 class AttachedTransport:
-    """A transport that is attached to its reader."""
-
     def __init__(self, child: ReaderProcess, pool: KVPool, transport: str, key: str) -> None:
         self.child = child
         self.pool = pool

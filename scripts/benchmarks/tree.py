@@ -1,11 +1,9 @@
 """The radix cache with a million tokens that the benchmarks of scheduling share, and their timer."""
 
-import resource
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,18 +26,9 @@ class Figure:
     name: str
     median_us: float
     p99_us: float
-    num_samples: int
-    num_preempted: int
     python_tree_us: float | None = None
     rust_tree_us: float | None = None
     mark_us: float | None = None
-
-
-class Sample(NamedTuple):
-    """One repetition. A preempted one contains a time slice of another process; it counts nevertheless."""
-
-    wall_us: float
-    is_preempted: bool
 
 
 class Tree:
@@ -95,25 +84,17 @@ class Tree:
             self.cache.unlock(node)
 
 
-def timed(work: Callable[[], object]) -> Sample:
-    """Measure one call in wall time."""
-    lost = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def timed(work: Callable[[], object]) -> float:
+    """Microseconds of one call."""
     start = time.perf_counter_ns()
     work()
-    elapsed = time.perf_counter_ns() - start
-    return Sample(elapsed / 1e3, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw > lost)
+    return (time.perf_counter_ns() - start) / 1e3
 
 
 def figure(
-    name: str,
-    samples: list[Sample],
-    *,
-    python: float | None = None,
-    rust: float | None = None,
-    mark: float | None = None,
-) -> Figure:
+    name: str, times_us: list[float], *,
+    python: float | None = None, rust: float | None = None, mark: float | None = None,
+) -> Figure:  # fmt: skip
     """Median and 99th percentile of the samples, with the published figures of SGLang's trees and the target."""
-    ordered = sorted(sample.wall_us for sample in samples)
-    num_preempted = sum(sample.is_preempted for sample in samples)
-    p99 = ordered[int(len(ordered) * 0.99)]
-    return Figure(name, statistics.median(ordered), p99, len(samples), num_preempted, python, rust, mark)
+    ordered = sorted(times_us)
+    return Figure(name, statistics.median(ordered), ordered[int(len(ordered) * 0.99)], python, rust, mark)

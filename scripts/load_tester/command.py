@@ -23,13 +23,10 @@ from scripts.load_tester.reporting.report import TO_STDOUT, Report, write_json, 
 
 
 def load_command(config: LoadtestConfig, age_s: float | None = None) -> int:
-    """Run the load and write the results.
+    """Run the load and write the results; return the exit status.
 
     Args:
         age_s: seconds since the command was started; None for the age of this process.
-
-    Returns:
-        The exit status.
     """
     check_outputs(config)
     if config.json == TO_STDOUT and sys.stdout is not sys.stderr:
@@ -58,7 +55,6 @@ def _process_age_s() -> float:
 
 
 def _finish(config: LoadtestConfig, report: Report) -> int:
-    """Print the summary, write the files, return the exit status."""
     from scripts.load_tester.reporting.text_report import describe_outputs, summary_lines
 
     say(*summary_lines(report))
@@ -95,8 +91,7 @@ def _write_results(config: LoadtestConfig, report: Report) -> bool:
 def check_outputs(config: LoadtestConfig) -> None:
     """Refuse before the run what would fail after it or have no effect.
 
-    Raises:
-        ConfigError: a file cannot be written, pyarrow is missing, or an option needs another one.
+    Raises ConfigError: a file cannot be written, pyarrow is missing, or an option needs another one.
     """
     check_needs(config, NEEDS)
     used = {Path(path).resolve(): flag for flag, path in _inputs(config)}  # no file that is read may be overwritten
@@ -120,7 +115,6 @@ def check_outputs(config: LoadtestConfig) -> None:
 
 
 def _inputs(config: LoadtestConfig) -> list[tuple[str, str]]:
-    """Flags and paths of the files that are read."""
     named = [("--" + name.replace("_", "-"), getattr(config, name)) for name in ("trace", "expect_file", "tenant_keys")]
     lengths = (("--input-len", config.input_len), ("--output-len", config.output_len), ("--turns", config.turns))
     named += [(flag, text[5:].partition(":max=")[0]) for flag, text in lengths if text.startswith("file:")]

@@ -102,8 +102,7 @@ def _reasons(names: Sequence[str], pairs: Sequence[tuple[str, Figures, Figures]]
 def _paired(before: Figures, after: Figures) -> list[tuple[str, Figures, Figures]]:
     """Pair the two runs, or the runs of two sweeps by rate.
 
-    Raises:
-        ConfigError: a run and a sweep, or sweeps without a common rate.
+    Raises ConfigError: a run and a sweep, or sweeps without a common rate.
     """
     if ("runs" in before) != ("runs" in after):
         raise ConfigError("--compare: one file is a sweep or a search and the other a single run: name two of a kind")
@@ -140,7 +139,6 @@ def _charts(sides: Sequence[tuple[str, Figures]]) -> tuple[list[str], list["Titl
 
 
 def _draw(names: Sequence[str], charts: Sequence["TitledChart"], lines: list[str], out: dict[str, str | None]) -> None:
-    """Write the page and the charts that are asked for."""
     from scripts.load_tester.reporting.charts import write_svgs
     from scripts.load_tester.reporting.html_report import comparison_page
 

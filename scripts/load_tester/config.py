@@ -21,8 +21,7 @@ SECONDS = "Seconds, or with a unit: 200ms, 30s, 5m."
 def parse_seconds(text: str | None, flag: str) -> float | None:
     """Parse ``0.2``, ``200ms``, ``30s``, ``5m`` or ``1h`` to seconds; None for None.
 
-    Raises:
-        ConfigError: names the flag.
+    Raises ConfigError: names the flag.
     """
     if text is None:
         return None
@@ -61,10 +60,7 @@ class LoadOptions:
     warmup: str = option("0", f"Requests intended before this are not measured. {SECONDS}")
     cooldown: str = option("0", f"Requests intended in the last part of the schedule are not measured. {SECONDS}")
     seed: int = option(
-        0,
-        "Seed of all random draws: same seed, same requests at the same instants.",
-        minimum=0,
-        maximum=MAX_SEED,
+        0, "Seed of all random draws: same seed, same requests at the same instants.", minimum=0, maximum=MAX_SEED
     )
 
     # Requests
@@ -277,7 +273,6 @@ class LoadtestConfig(LoadOptions, _Target):
 
     @property
     def body_fields(self) -> dict[str, Any]:
-        """Fields of ``--extra-body``."""
         try:
             fields = json.loads(self.extra_body or "{}")
         except json.JSONDecodeError:

@@ -22,11 +22,7 @@ def say(*lines: str) -> None:
 
 
 def write_files(writers: Sequence[tuple[str | None, Writer]]) -> bool:
-    """Write every file that has a path, even after a failure.
-
-    Returns:
-        Whether all were written.
-    """
+    """Write every file that has a path, even after a failure; return whether all were written."""
     began_at = time.monotonic()
     written, has_all = [], True
     for path, write in writers:
@@ -35,11 +31,7 @@ def write_files(writers: Sequence[tuple[str | None, Writer]]) -> bool:
         try:
             write(path)
             written.append(path)
-        except (
-            OSError,
-            ValueError,
-            OverflowError,
-        ) as error:  # a full disk, or text that a format cannot hold
+        except (OSError, ValueError, OverflowError) as error:  # a full disk, or text that a format cannot hold
             has_all = False
             print(f"loadtest: {path} could not be written: {error}", file=sys.stderr)
     if written:

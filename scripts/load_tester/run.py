@@ -52,9 +52,7 @@ def run_load(
         salt: runs with one seed and different salts have the same schedule and lengths but other tokens, so that no
             run finds the prompts of another in the server's cache.
 
-    Raises:
-        ConfigError: the server does not answer, or the plan is impossible.
-        ClientFailed: a client process died.
+    Raises ConfigError: the server does not answer, or the plan is impossible; ClientFailed: a process died.
     """
     with _interruptible():
         return asyncio.run(_Run(config, on_progress, salt).run(server))
@@ -245,7 +243,7 @@ def _last_token_s(records: Sequence[RequestRecord]) -> float:
 
 
 def _words_of(config: LoadtestConfig) -> str:
-    """What the words of prompts depend on beside the seed: a chat template, and a tokenizer that trims."""
+    """The words of prompts depend on this beside the seed: a chat template, and a tokenizer that trims."""
     trimmed = hashlib.sha256(_tokenizer_file(config.tokenizer).read_bytes()).hexdigest() if config.tokenizer else ""
     return f"{'chat' if config.endpoint == 'chat' else 'text'} {trimmed}"
 
@@ -255,11 +253,7 @@ def _tokenizer_file(path: str) -> Path:
 
 
 def read_tokenizer(path: str) -> Tokenizer:
-    """Load a tokenizer from a file or from a model's folder.
-
-    Raises:
-        ConfigError: there is no tokenizer.
-    """
+    """Load a tokenizer from a file or from a model's folder. Raises ConfigError: there is no tokenizer."""
     import tokenizers
 
     try:

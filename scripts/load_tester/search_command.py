@@ -55,7 +55,6 @@ def _sweep_status(shown: list[Report]) -> int:
 
 
 def _search_status(config: LoadtestConfig, found: SearchResult) -> int:
-    """Print the result of a search; return the exit status."""
     say("", describe_result(config, found))
     unsure = [point.rate for point in found.points if not point.is_sure and point.is_valid]
     if unsure:
@@ -70,7 +69,6 @@ def _search_status(config: LoadtestConfig, found: SearchResult) -> int:
 
 
 def describe_result(config: LoadtestConfig, found: SearchResult) -> str:
-    """The result of a search in a sentence."""
     limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in config.slos.items())
     good = f"{percent(config.slo_attainment)} of requests within {limits}"
     if not found.best:

@@ -44,8 +44,7 @@ class NotReady(BatonError):
 def free_port(host: str, port: int, flag: str) -> int:
     """Returns ``port``, or a free port for 0.
 
-    Raises:
-        ConfigError: the port is in use, or the address does not belong to this machine.
+    Raises ConfigError: the port is in use, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -134,8 +133,7 @@ def _url(config: ServeConfig) -> str:
 async def wait_until_ready(config: ServeConfig) -> None:
     """Return once every node is registered and a small request has succeeded.
 
-    Raises:
-        NotReady: not within ``ready_timeout``.
+    Raises NotReady: not within ``ready_timeout``.
     """
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     began = told_at = time.monotonic()

@@ -63,8 +63,7 @@ class Supervisor:
     async def run(self) -> None:
         """Start all children and keep them running until cancelled.
 
-        Raises:
-            ChildFailed: a child cannot be kept running and the service has never been ready.
+        Raises ChildFailed: a child cannot be kept running and the service has never been ready.
         """
         async with asyncio.TaskGroup() as group:
             for child in self.children:
@@ -110,7 +109,6 @@ class Supervisor:
             await asyncio.gather(*(child.process.wait() for child in self.children if child.process))
 
     def signal_all(self, number: signal.Signals) -> None:
-        """Send a signal to every running child."""
         for child in self.children:
             if child.process is not None and child.process.returncode is None:
                 child.process.send_signal(number)

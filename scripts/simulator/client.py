@@ -59,7 +59,6 @@ class PlannedTokens:
         return self._tokens((segment_key(ANSWER, index), self._lengths.get(index, 0)))
 
     def forget(self, index: int) -> None:
-        """Drop the answer to a request that has ended."""
         self._lengths.pop(index, None)
 
     def _tokens(self, segment: Segment) -> list[int]:
@@ -102,12 +101,10 @@ class Client:
     """Sends the requests of a plan.
 
     Args:
-        ask: sends a request, or raises RequestError.
-        claims: resolves priorities.
+        submit: sends a request, or raises RequestError.
         classes: names of the priority classes; a request class of the plan with one of these names has that priority.
         context_length: longest prompt and output together; longer requests are refused.
         max_new_tokens: the same limit for every request; None for the planned length of each.
-        timeout_s: of requests without a deadline.
         concurrency: sessions in flight in a closed loop; 0 in an open loop.
     """
 
@@ -116,9 +113,9 @@ class Client:
         plan: Plan,
         script: PlannedTokens,
         events: EventQueue,
-        ask: Callable[[GenerateRequest], Answer],
+        submit: Callable[[GenerateRequest], Answer],
         *,
-        claims: PriorityResolver,
+        priorities: PriorityResolver,
         classes: Collection[str] = (),
         context_length: int,
         max_new_tokens: int | None = None,
@@ -128,8 +125,8 @@ class Client:
         self._plan = plan
         self._script = script
         self._events = events
-        self._ask = ask
-        self._claims = claims
+        self._submit = submit
+        self._priorities = priorities
         self._classes = classes
         self._context_length = context_length
         self._predictor = OutputLengthPredictor()
@@ -144,11 +141,9 @@ class Client:
 
     @property
     def is_done(self) -> bool:
-        """Whether all sessions have ended."""
         return self._num_expected == 0
 
     def start(self) -> None:
-        """Schedule the first arrivals."""
         for _ in range(self._concurrency or 1):
             self._next_session()
 
@@ -176,12 +171,12 @@ class Client:
         self._script.expect(planned)
         self._in_flight[rid] = (outcome, session, turn)
         try:
-            self._ask(self._asked(rid, planned))
+            self._submit(self._request(rid, planned))
         except RequestError as error:
             outcome.error = error.code.value
             self._over(rid)
 
-    def _asked(self, rid: str, planned: PlannedRequest) -> GenerateRequest:
+    def _request(self, rid: str, planned: PlannedRequest) -> GenerateRequest:
         """The request as the gateway parses it. Raises RequestError if its priority is not allowed."""
         is_known = self._max_new_tokens is None
         prompt = self._script.prompt(planned)
@@ -195,7 +190,7 @@ class Client:
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt and output are longer than the context")
         name = planned.class_name if planned.class_name in self._classes else None
         expected = planned.num_output if is_known else self._predictor.expected(planned.tenant, prompt)
-        ask = GenerateRequest(
+        request = GenerateRequest(
             rid,
             rid,
             prompt,
@@ -205,18 +200,17 @@ class Client:
             expected_output=min(expected, sampling.max_new_tokens),
             timeout_s=self._timeout_s if planned.deadline_ms is None else planned.deadline_ms / 1e3,
         )
-        return self._claims.assign([ask], planned.priority, name)[0]
+        return self._priorities.assign([request], planned.priority, name)[0]
 
     def ended(self, answer: Answer) -> None:
-        """Record an answer that has ended."""
         outcome = self._in_flight[answer.request.rid][0]
         outcome.error = answer.error.code.value if answer.error else ""
         outcome.stamps_s, outcome.extra = answer.stamps_s, answer.extra
         outcome.cached_tokens = answer.cached_tokens
         outcome.timings = answer.timings
         if answer.finish:
-            ask = answer.request
-            self._predictor.learn(ask.tenant, ask.prompt, len(answer.ids), is_cut=answer.finish == "length")
+            request = answer.request
+            self._predictor.learn(request.tenant, request.prompt, len(answer.ids), is_cut=answer.finish == "length")
         self._over(answer.request.rid)
 
     def _over(self, rid: str) -> None:

@@ -12,19 +12,12 @@ from scripts.simulator.node import Node, NodeSettings
 
 
 class Cluster:
-    """The nodes and the gateway of one simulated service, and the delivery of their messages.
-
-    Args:
-        settings: of every node.
-        fleet: registry, router and admission of the gateway.
-        num_prefill, num_decode: number of nodes of each role.
-        on_end: called with every answer that has ended.
-    """
+    """The nodes and the gateway of one simulated service, and the delivery of their messages."""
 
     def __init__(
         self,
         settings: NodeSettings,
-        fleet: WorkerPool,
+        pool: WorkerPool,
         *,
         num_prefill: int = 1,
         num_decode: int = 1,
@@ -33,7 +26,7 @@ class Cluster:
         self.events = EventQueue()
         self._settings = settings
         self.network = Network(self.events, settings.costs)
-        self.gateway = Gateway(fleet, self.events, self._from_gateway, on_end=on_end)
+        self.gateway = Gateway(pool, self.events, self._from_gateway, on_end=on_end)
         self.nodes: dict[str, Node] = {}  # by incarnation, including killed nodes
         self._message_s = settings.costs.message_s
         for _ in range(num_prefill):
@@ -42,7 +35,6 @@ class Cluster:
             self.start("decode")
 
     def start(self, role: Role) -> Node:
-        """Add a node and register it at the gateway."""
         incarnation = f"{role}-{len(self.nodes)}".ljust(16, ".")
         node = Node(role, incarnation, self._settings, events=self.events, network=self.network, bus=self)
         self.nodes[incarnation] = node

@@ -69,8 +69,6 @@ class _Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing, _Service):
-    """Options of ``simulate``."""
-
     ENV_PREFIX: ClassVar[str] = "BATON_SIMULATE_"
 
     def __post_init__(self) -> None:
@@ -111,7 +109,7 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
     def capacity(self) -> Capacity:
         return plan_capacity(self.node, self.layout, device="cuda", context_length=CONTEXT_LENGTH)
 
-    def fleet(self, model: str) -> WorkerPool:
+    def pool(self, model: str) -> WorkerPool:
         """Registry, router and admission of the gateway."""
         ours = options_of(SimulateConfig)
         values = {name: getattr(self, name) for name in options_of(GatewayConfig) if name in ours}

@@ -29,7 +29,6 @@ class Costs:
     wire_bytes_per_s: float = 25e9
 
     def seconds(self, work: "StepWork") -> float:
-        """The duration of a step."""
         return (
             self.step_s
             + self.prompt_token_s * work.num_prompt

@@ -45,7 +45,6 @@ class ScriptedEngine:
 
     Args:
         answers: returns the answer for a request's seed, always the same for one seed.
-        num_slots: rows of the request table.
     """
 
     def __init__(self, pool: EmptyPageStore, answers: Callable[[int], Sequence[int]], num_slots: int) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 
 class Timer:
-    """A scheduled call that can be cancelled."""
-
     __slots__ = ("_arguments", "_do")
 
     def __init__(self, do: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -43,7 +41,6 @@ class EventQueue:
         heapq.heappush(self._heap, (when if when > self._now else self._now, self.num_events, do, arguments))
 
     def after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> None:
-        """Call ``do(*arguments)`` in ``seconds`` seconds."""
         self.at(self._now + seconds, do, *arguments)
 
     def background_after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> Timer:
@@ -63,6 +60,5 @@ class EventQueue:
         return len(self._heap) == self.num_background
 
     def step(self) -> None:
-        """Advance to the next event and run it."""
         self._now, _, do, arguments = heapq.heappop(self._heap)
         do(*arguments)

@@ -1,6 +1,6 @@
 """The gateway in virtual time: the production registry, router, admission and dispatcher, without HTTP and text.
 
-``Gateway`` takes the part that ``gateway.workers.control_plane.Control`` has in the real gateway.
+``Gateway`` does what ``gateway.workers.control_plane.ControlPlane`` does in the real gateway.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,23 +26,16 @@ class NoText:
         return ""
 
 
-NO_TEXT = NoText()
-
-
-def _ignore(relay: OutputStream) -> None:
-    """Stands for an HTTP handler."""
-
-
 class Answer(OutputStream):
-    """A production relay that records when tokens arrive.
+    """A production stream that records when tokens arrive.
 
     Attributes:
         stamps_s: arrival of each message with tokens.
         extra: tokens beyond the first of a message, by its index in ``stamps_s``; messages with one token are left out.
     """
 
-    def __init__(self, ask: GenerateRequest, started_at: float) -> None:
-        OutputStream.__init__(self, ask, 0, lambda: NO_TEXT, _ignore, started_at)
+    def __init__(self, request: GenerateRequest, started_at: float) -> None:
+        OutputStream.__init__(self, request, 0, NoText, lambda stream: None, started_at)
         self.stamps_s: list[float] = []
         self.extra: dict[int, int] = {}
 
@@ -50,7 +43,7 @@ class Answer(OutputStream):
         ids = self.ids
         num_known = len(ids)
         if message.index == num_known > 0 and not (message.finish or self._early or self.ended_at):
-            ids += message.tokens  # the common case of `Relay.on_tokens`, without text
+            ids += message.tokens  # the common case of ``OutputStream.on_tokens``, without text
             self.last_at = now
             if message.timings:
                 self.timings.update(message.timings)
@@ -64,73 +57,55 @@ class Answer(OutputStream):
 
 
 class Gateway:
-    """The gateway of a simulated service.
-
-    Args:
-        deliver: sends a message to a node.
-        on_end: called with every answer that has ended.
-    """
-
     def __init__(
-        self,
-        fleet: WorkerPool,
-        events: EventQueue,
-        deliver: Callable[[str, Message], None],
-        *,
-        on_end: Callable[[Answer], None],
-    ) -> None:
-        self.fleet = fleet
+        self, pool: WorkerPool, events: EventQueue, deliver: Callable[[str, Message], None],
+        *, on_end: Callable[[Answer], None],
+    ) -> None:  # fmt: skip
+        self.pool = pool
         self.answers: dict[str, Answer] = {}  # in flight, by request id
         self._events = events
         self._deliver = deliver
         self._on_end = on_end
         self._is_ticking = False
-        self.requests = Dispatcher(WorkerPools([fleet]), self, self, events, on_end=self._ended)
+        self.dispatcher = Dispatcher(WorkerPools([pool]), self, self, events, on_end=self._ended)
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
-    def ask(self, ask: GenerateRequest) -> Answer:
-        """Accept a request.
-
-        Raises:
-            RequestError: the request is refused.
-        """
+    def submit(self, request: GenerateRequest) -> Answer:
+        """Accept a request. Raises RequestError: it is refused."""
         if not self._is_ticking:
             self._is_ticking = True
             self._events.background_after(TICK_S, self._tick)
-        answer = self.answers[ask.rid] = Answer(ask, self._events.now())
+        answer = self.answers[request.rid] = Answer(request, self._events.now())
         try:
-            self.requests.dispatch([answer])
+            self.dispatcher.dispatch([answer])
         except RequestError:
-            self.answers.pop(ask.rid, None)
+            self.answers.pop(request.rid, None)
             raise
         return answer
 
     def abort(self, rid: str) -> None:
-        """Abort a request, as a client that disconnects does."""
-        self.requests.abort(rid)
+        self.dispatcher.abort(rid)
 
-    def _ended(self, relay: OutputStream) -> None:
-        answer = self.answers.pop(relay.request.rid, None)
+    def _ended(self, stream: OutputStream) -> None:
+        answer = self.answers.pop(stream.request.rid, None)
         if answer is not None:
             self._on_end(answer)
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
 
     def register(self, incarnation: str, register: Register) -> None:
-        """Register a node."""
-        answer = self.fleet.registry.register(incarnation, register, self._events.now())
+        answer = self.pool.registry.register(incarnation, register, self._events.now())
         assert isinstance(answer, Registered), answer
-        self.requests.on_workers_added(self.fleet)
+        self.dispatcher.on_workers_added(self.pool)
 
     def on_messages(self, sender: str, messages: Sequence[Message]) -> None:
-        """Handle messages from a node."""
-        requests = self.requests
+        dispatcher = self.dispatcher
         for message in messages:
             if type(message) is Tokens:
-                requests.on_tokens(sender, message)
+                dispatcher.on_tokens(sender, message)
             elif isinstance(message, Failed):
-                requests.on_failed(sender, message)
+                dispatcher.on_failed(sender, message)
 
     def send(self, message: Message, incarnation: str) -> bool:
         """Send a message to a node; always True, even if the node has died unnoticed."""
@@ -141,11 +116,10 @@ class Gateway:
         """Never called: ``send`` always succeeds."""
 
     def lose(self, incarnation: str) -> None:
-        """Handle the loss of a node."""
-        node = self.fleet.registry.remove(incarnation)
+        node = self.pool.registry.remove(incarnation)
         if node is not None:
-            self.fleet.router.remove_worker(incarnation)
-            self.requests.on_worker_lost(incarnation, node.name)
+            self.pool.router.remove_worker(incarnation)
+            self.dispatcher.on_worker_lost(incarnation, node.name)
 
     def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer:
         return self._events.background_after(delay_s, act, rid)
@@ -157,5 +131,5 @@ class Gateway:
         """Run the periodic work once a second while requests are in flight."""
         self._is_ticking = bool(self.answers)
         if self._is_ticking:
-            self.requests.tick(self._events.now())
+            self.dispatcher.tick(self._events.now())
             self._events.background_after(TICK_S, self._tick)

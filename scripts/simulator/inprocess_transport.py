@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import PageSlice, SlicePair, copy
-from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
+from kv_transfer.page_slices import SlicePair, copy
+from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore, ReaderTransport, WriterTransport
 
 FaultKind = Literal["drop", "duplicate", "reorder", "delay", "corrupt", "partition", "restart"]
 
@@ -39,8 +39,6 @@ class Fault:
 
 @dataclass(slots=True, eq=False)
 class _Page:
-    """One page in flight."""
-
     writer: "InProcessWriter"
     peer: str
     ticket: int
@@ -81,7 +79,6 @@ class Wire:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of pages in flight."""
         return len(self._pages)
 
     @property
@@ -94,7 +91,6 @@ class Wire:
         return list(self._pages)
 
     def tick(self) -> None:
-        """Advance time by one tick."""
         self.num_ticks += 1
         self._partitions = {p: t for p, t in self._partitions.items() if t is None or t > self.num_ticks}
         self.deliver()
@@ -139,11 +135,9 @@ class Wire:
         return 0
 
     def befall(self, number: int, kind: FaultKind, ticks: int = 0) -> None:
-        """Set the fault of a page in flight."""
         self._pages[number].fault, self._pages[number].fault_ticks = kind, ticks
 
     def begin(self, page: _Page) -> None:
-        """Put a page in flight."""
         number, page.due_at = self.num_begun, self.num_ticks + self.latency
         self.num_begun += 1
         self._pages[number] = page
@@ -170,11 +164,10 @@ class Wire:
         return list(dict.fromkeys(self._pages.pop(number).ticket for number in found))
 
 
-class InProcessWriter:
+class InProcessWriter(WriterTransport):
     """``WriterTransport`` over a wire. A ``peer`` is the incarnation of a reader."""
 
     name = "inprocess"
-    names: Sequence[str] = ("inprocess",)
 
     def __init__(self, wire: Wire, store: PageStore, incarnation: str = "") -> None:
         wire.num_ends += 1
@@ -266,9 +259,6 @@ class InProcessWriter:
         _, epoch = self._readers[peer].writers[self]
         self._news.append(Attached(peer, epoch, f"the wire to {peer} broke: {why}"))
 
-    def voided(self, peer: str, endpoint: str) -> None:
-        pass
-
     def detach(self, peer: str) -> bool:
         self._news = [news for news in self._news if news.peer != peer]
         if not self._wire.can_recall and self._wire.is_carrying(self, peer):
@@ -301,11 +291,10 @@ class InProcessWriter:
             self.detach(peer)
 
 
-class InProcessReader:
+class InProcessReader(ReaderTransport):
     """``ReaderTransport`` over a wire."""
 
     name = "inprocess"
-    names: Sequence[str] = ("inprocess",)
 
     def __init__(self, wire: Wire, store: PageStore, incarnation: str = "") -> None:
         wire.num_ends += 1
@@ -328,18 +317,6 @@ class InProcessReader:
         endpoint = self._offers.pop(peer, None)
         if endpoint is not None:
             self._wire.offers.pop(endpoint, None)
-
-    def chosen(self, peer: str, epoch: int, transport: str) -> bool:
-        return transport == self.name
-
-    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
-        pass
-
-    def reclaim(self, peer: str, epoch: int) -> None:
-        pass
-
-    def forbid(self, pages: Sequence[int]) -> None:
-        pass
 
     def gone(self, writer: InProcessWriter, reason: str, *, is_dead: bool = False) -> None:
         self._news.append(Fenced(*self.writers.pop(writer), reason, is_dead))

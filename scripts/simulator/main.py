@@ -46,8 +46,6 @@ PROGRESS_EVERY_S = 2.0
 
 
 class Simulation:
-    """One run: a cluster and its clients."""
-
     def __init__(self, config: SimulateConfig, plan: Plan) -> None:
         self._config = config
         script = PlannedTokens(config.seed, VOCAB_SIZE)
@@ -62,18 +60,14 @@ class Simulation:
             eos_token_ids=(END_TOKEN,),
         )
         self.cluster = Cluster(
-            settings,
-            config.fleet(MODEL),
-            num_prefill=config.prefill,
-            num_decode=config.decode,
-            on_end=self._on_end,
+            settings, config.pool(MODEL), num_prefill=config.prefill, num_decode=config.decode, on_end=self._on_end
         )
         self.client = Client(
             plan,
             script,
             self.cluster.events,
-            self.cluster.gateway.ask,
-            claims=PriorityResolver(config, load_priority_function(config.priority_function)),
+            self.cluster.gateway.submit,
+            priorities=PriorityResolver(config, load_priority_function(config.priority_function)),
             classes=config.class_weights,
             context_length=config.context_length or CONTEXT_LENGTH,
             max_new_tokens=config.max_new_tokens,
@@ -116,8 +110,6 @@ class Simulation:
 
 
 class Progress:
-    """Shows the progress on standard error."""
-
     def __init__(self, num_sessions: int | None) -> None:
         self._num_sessions = num_sessions
         self._told_at = time.monotonic()

@@ -47,12 +47,6 @@ class Network(Wire):
 
 
 class NetworkWriter(InProcessWriter):
-    """A writer whose pages arrive in virtual time.
-
-    Args:
-        wake: called whenever a write has finished.
-    """
-
     def __init__(self, network: Network, store: PageStore, incarnation: str, wake: Callable[[], None]) -> None:
         super().__init__(network, store, incarnation)
         self._network = network

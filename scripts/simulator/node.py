@@ -18,7 +18,6 @@ from common.node.worker_context import WorkerContext, make_cache
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import LayoutMessage, Message, Peer, Register
 from decode_node.__main__ import build as build_decode
-from kv_transfer.transports.base import to_message
 from prefill_node.__main__ import build as build_prefill
 from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.event_queue import EventQueue
@@ -57,8 +56,6 @@ class NodeSettings:
 
 
 class MessageBus(Protocol):
-    """Delivers the messages of a node."""
-
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None: ...
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None: ...
     def hang_up(self, sender: str, peer: str) -> None: ...
@@ -69,8 +66,6 @@ class Node:
 
     Args:
         incarnation: also its name.
-        network: carries its pages.
-        bus: delivers its messages.
     """
 
     def __init__(
@@ -125,7 +120,7 @@ class Node:
 
     def register(self) -> Register:
         """The registration that the node sends to the gateway."""
-        layout: LayoutMessage = to_message(self.engine.pool.layout)
+        layout: LayoutMessage = LayoutMessage.of(self.engine.pool.layout)
         return Register(
             role=self.kind,
             name=self.incarnation,

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 
 from common.cache.page_allocator import PageAllocator
-from common.clock import ManualClock
 from common.node.recording import format as frames
 from common.node.recording.format import RecordingError, read_frames
 from common.node.recording.recorder import DEFAULT_RESULTS, config_from
 from common.node.worker_context import WorkerContext, make_cache
 from decode_node.__main__ import build as build_decode
-from kv_transfer.transports.base import Attached, AttachError, Fenced, from_message
+from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
 from prefill_node.__main__ import build as build_prefill
 from scripts.simulator.engine import EmptyPageStore
+from scripts.simulator.event_queue import EventQueue
 
 #: Result types of a transport's methods, by role and name.
 RESULTS: dict[tuple[str, str], Any] = {
@@ -40,7 +40,7 @@ class ReplayedTransport:
     """Returns what the recorded transport returned, call by call."""
 
     def __init__(self, opening: frames.RecordingHeader, news: list[frames.TransportResult]) -> None:
-        self.store = EmptyPageStore(from_message(opening.layout), opening.capacity.num_pages)
+        self.store: PageStore = EmptyPageStore(opening.layout.layout(), opening.capacity.num_pages)
         self.name = opening.transport
         self.names = opening.transports
         self._num_calls: Counter[str] = Counter()
@@ -78,7 +78,6 @@ class Replayed:
 
     Attributes:
         num_plans: compared (those of steps; looks that gave no step are compared and not counted).
-        num_frames: replayed.
         difference: where the first one is and in what, as lines; empty if there is none.
     """
 
@@ -91,8 +90,7 @@ class Replayed:
 def replay(path: str) -> Replayed:
     """Replay a whole recording, or as far as the first difference.
 
-    Raises:
-        RecordingError: it cannot be read, or is not of this program.
+    Raises RecordingError: it cannot be read, or is not of this program.
     """
     news: list[frames.TransportResult] = []
     told: list[frames.AnyFrame] = []
@@ -128,7 +126,7 @@ def _build(opening: frames.RecordingHeader, transport: ReplayedTransport) -> Any
         pool=transport.store,
         allocator=allocator,
         cache=make_cache(config, allocator),
-        clock=ManualClock(),
+        clock=EventQueue(),
         digest=opening.digest,
         incarnation=opening.incarnation,
         vocab_size=opening.vocab_size,

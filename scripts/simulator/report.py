@@ -47,7 +47,6 @@ class Objectives:
     """Service level objectives.
 
     Attributes:
-        slos: limits in seconds by ttft, itl, tpot, e2e.
         kinds: request classes, whose own limits take precedence.
         attainment: the share of requests that should meet their limits.
         starvation_s: a request that waits longer than this for its first token counts as starved.
@@ -105,7 +104,6 @@ def figures(
     """All results.
 
     Args:
-        goals: service level objectives.
         wall_s: real seconds that the simulation took.
         measured: first and last due time of the requests that count in latencies.
         is_whole: False if the run was stopped before its end.
@@ -174,7 +172,6 @@ def _by(good: Sequence[Outcome], name_of: Any) -> dict[str, Figures]:
 
 
 def _role(nodes: Sequence[Node], now: float) -> Figures:
-    """Totals over all nodes of a role."""
     if not nodes:
         return {"count": 0}
     work: Counter[str] = Counter()
@@ -197,7 +194,6 @@ def _role(nodes: Sequence[Node], now: float) -> Figures:
 
 
 def table(found: Figures) -> list[str]:
-    """The lines of the summary."""
     requests, rates = found["requests"], found["throughput"]
     errors = ", ".join(f"{name} {count:,}" for name, count in requests["errors"].items())
     lines = [] if found["is_whole"] else ["stopped before the end; results so far:"]

@@ -152,7 +152,7 @@ def test_a_function_may_keep_the_priority() -> None:
     function = load_priority_function("users_own:nothing")
     assert function is not None
     assert function(FACTS) is None
-    assert function.num_failures == 0
+    assert function.failures.count == 0
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_failing_function_keeps_the_priority_and_is_logged_once(
     with caplog.at_level(logging.WARNING):
         assert function(FACTS) is None
         assert function(FACTS) is None
-    assert function.num_failures == 2
+    assert function.failures.count == 2
     assert len(caplog.records) == 1
     assert f"--priority-function users_own:{name} {what}" in caplog.text
 

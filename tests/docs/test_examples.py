@@ -192,7 +192,7 @@ def test_policy_and_priority_function_are_loaded_by_their_flags(own_policy: Modu
         for length in (32, 33)
     ]
     assert priorities == [10, None]
-    assert function.num_failures == 0
+    assert function.failures.count == 0
 
 
 def test_a_service_runs_under_the_own_policy(url: str) -> None:

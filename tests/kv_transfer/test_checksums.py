@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore, TransferPair, content
+from support.kv.unequal_nodes import SIZES, Nodes
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
@@ -25,7 +26,6 @@ from kv_transfer.send.sender import Sender
 from kv_transfer.states import MAX_RESENDS
 from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from scripts.simulator.inprocess_transport import Fault, Wire
-from tests.kv_transfer.test_unequal_transfer import SIZES, Nodes
 
 KEY = ("r", 0)
 ASKS = [(True, False), (False, True), (True, True)]

@@ -8,7 +8,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -16,11 +16,13 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.kv.frame_damage import Change, changes, mangled
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
 from support.kv.raw_tcp_peer import offer as offer_tcp
 from support.kv.shm_ends import attach as attach_shm
 from support.kv.shm_ends import offer as offer_shm
+from support.kv.transport_ends import End
 from support.service.fork_server import ForkServer
 
 from common.wire.mailbox import Mailbox
@@ -34,60 +36,19 @@ from common.wire.messages import (
     FromPrefill,
     Grant,
     Header,
+    LayoutMessage,
     PagesWritten,
     Ping,
     PrefillDone,
     TransferAck,
 )
 from common.wire.process_id import new_incarnation
-from kv_transfer.transports.base import Attached, to_message
+from kv_transfer.transports.base import Attached
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.shm.protocol import HELLO as SHM_HELLO
 from kv_transfer.transports.shm.protocol import MAGIC as SHM_MAGIC
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, PAGE_FRAME_BYTES, WELCOME, Terms
-from tests.kv_transfer.test_transports import End
-
-Change = tuple[str, int, int]
-
-changes = st.lists(
-    st.tuples(
-        st.sampled_from(("lose", "repeat", "swap", "cut", "flip", "invent", "lengthen")),
-        st.integers(0, 1000),
-        st.integers(0, 1000),
-    ),
-    min_size=1,
-    max_size=4,
-)
-
-
-def mangled(frames: Sequence[bytes], changes: Sequence[Change], header_bytes: int | None = None) -> list[bytes]:
-    """Applies the changes to the frames; with ``header_bytes``, only the first bytes of a frame are flipped."""
-    found = list(frames)
-    for kind, a, b in changes:
-        if not found:
-            return [b"\0" * (a % 64)]
-        i, j = a % len(found), b % len(found)
-        if kind == "lose":
-            del found[i]
-        elif kind == "repeat":
-            found.insert(j, found[i])
-        elif kind == "swap":
-            found[i], found[j] = found[j], found[i]
-        elif kind == "cut":
-            del found[i + 1 :]
-            found[i] = found[i][: b % (len(found[i]) + 1)]
-        elif kind == "flip":
-            room = max(1, min(header_bytes or len(found[i]), len(found[i])))
-            found[i] = (
-                found[i][: b % room] + bytes(x ^ 0x41 for x in found[i][b % room :][:1]) + found[i][b % room + 1 :]
-            )
-        elif kind == "invent":
-            found.insert(i, bytes((b + n * a) % 256 for n in range(1 + b % 200)))
-        else:
-            found[i] += bytes(1 + b % 300)
-    return found
-
 
 # ---- TCP ------------------------------------------------------------------------------------------------------------
 
@@ -153,7 +114,7 @@ def test_mangled_acknowledgements_end_no_other_write(changes: list[Change]) -> N
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
-            writer.attach(DECODE, Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "tcp", endpoint))
+            writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
             connection, _ = listener.accept()
         with connection:
             until(lambda: writer.poll() or connection.recv(HELLO.size, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -219,7 +180,7 @@ def test_a_writer_maps_no_pool_after_a_mangled_greeting(changes: list[Change]) -
         listener.bind(f"\0{name}")
         listener.listen(1)
         hello = SHM_HELLO.pack(SHM_MAGIC, 1, LAYOUT.pool_bytes(NUM_PAGES), DECODE.encode())
-        connect = Connect("decode-0", "model", 1, to_message(LAYOUT), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
+        connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
         packets = [packet for packet in mangled([hello], changes) if packet] or [b"?"]
         writer.attach(DECODE, connect)
         pending, _ = listener.accept()

@@ -8,7 +8,7 @@ import pytest
 from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
 from common.config.scheduling import PriorityRules
-from common.request import Request
+from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.base import FirstComeFirstServed
@@ -40,7 +40,9 @@ def test_preemption_needs_the_threshold_and_a_higher_effective_priority(
 def test_an_inherited_priority_puts_no_request_before_its_source(seconds_later: float, inherited: int) -> None:
     order = RequestOrdering(FirstComeFirstServed(), AGING)
     holder, lender = request("holder", -20, 100.0), request("lender", 10, 100.0 + seconds_later)
-    holder.inherited_priority = order.inheritable_priority(lender, holder)
+    raised: dict[RequestKey, int] = {}
+    order.inherit_priority(lender, holder, raised)
+    holder.inherited_priority = raised[holder.key]
     assert holder.inherited_priority == inherited
     assert order.effective_priority(holder) <= order.effective_priority(lender) or seconds_later <= 0
     for place in (request("a place", 3, 99.0), request("another", 9, 95.0), request("a third", -9, 104.0)):

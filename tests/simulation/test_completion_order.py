@@ -10,7 +10,9 @@ from support.scheduling.single_nodes import DecodeNode, PrefillNode
 from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from common.config.scheduling import SchedulingOptions
+from common.sampling_params import SamplingParams
 from decode_node.request_state import Event
+from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.priority import PriorityResolver
 
 Both = tuple[int, int]
@@ -19,8 +21,9 @@ Both = tuple[int, int]
 def travelling(said: Both, *, low_first: bool = False) -> Both:
     """The priorities that nodes receive for those that the clients of a and b name."""
     options = SchedulingOptions(enable_priority_scheduling=True, schedule_low_priority_values_first=low_first)
-    claims = PriorityResolver(options)
-    return claims.resolve(said[0], None).priority, claims.resolve(said[1], None).priority
+    request = GenerateRequest("r", "r", (1,), SamplingParams(max_new_tokens=1))
+    a, b = (PriorityResolver(options).assign([request], value, None)[0].priority for value in said)
+    return a, b
 
 
 #: Priorities of a and b, and the order in which they end.

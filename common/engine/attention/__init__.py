@@ -5,13 +5,11 @@ from collections.abc import Callable
 import torch
 
 from common.engine.attention.cpu import cpu_attention
-from common.engine.attention.protocol import AttentionBackend, StepAttention
+from common.engine.attention.protocol import AttentionBackend
 from common.engine.attention.reference import ReferenceAttention
 from common.engine.attention.torch_sdpa import TorchAttention
 from common.engine.kv_pool import KVPool
 from common.errors import ConfigError
-
-__all__ = ["BACKENDS", "AttentionBackend", "StepAttention", "make_attention", "resolve_attention"]
 
 #: Backends by name; each is built from a pool and the number of query heads.
 BACKENDS: dict[str, Callable[[KVPool, int], AttentionBackend]] = {
@@ -38,5 +36,4 @@ def resolve_attention(name: str, device: torch.device) -> str:
 
 
 def make_attention(name: str, pool: KVPool, num_heads: int) -> AttentionBackend:
-    """Build the backend of that name (see ``resolve_attention``) over ``pool``."""
     return BACKENDS[resolve_attention(name, pool.device)](pool, num_heads)

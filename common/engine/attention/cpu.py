@@ -84,8 +84,7 @@ class CpuStep:
 def cut_into_pieces(batch: StepBatch, rows: np.ndarray[tuple[int], np.dtype[np.int64]], max_tokens: int) -> Tensor:
     """Cut rows into pieces of at most ``max_tokens`` new tokens, longest context first, to balance threads.
 
-    Returns:
-        ``[P, 4]`` int64, the ``Piece`` of paged.h.
+    Returns ``[P, 4]`` int64, the ``Piece`` of paged.h.
     """
     cut = [
         (row, batch.first_new[row] + first, min(max_tokens, num_new - first), batch.rows.starts[row] + first)

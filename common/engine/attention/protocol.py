@@ -12,15 +12,12 @@ from common.engine.batch import StepBatch
 
 
 class StepAttention(Protocol):
-    """Attention for one step."""
-
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write new keys and values into the pool, then compute causal attention over all tokens of each row.
 
         Scores are scaled by ``head_dim ** -0.5``. Query head h reads KV head ``h // (heads / kv_heads)``.
 
         Args:
-            layer: index of the layer.
             q: ``[N, heads, head_dim]``.
             k, v: ``[N, kv_heads, head_dim]``.
         Returns:
@@ -30,8 +27,6 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """An implementation of attention over one pool."""
-
     def prepare(self, batch: StepBatch) -> StepAttention: ...
 
 

@@ -65,8 +65,6 @@ class TorchStep:
 
 
 class ExtendRow:
-    """Attention of one row with several new tokens."""
-
     def __init__(self, batch: StepBatch, row: int) -> None:
         self.first, self.end = batch.first_new[row : row + 2].tolist()
         self._length = int(batch.lengths[row])
@@ -92,9 +90,5 @@ class ExtendRow:
 
 
 def _gather(paged: Tensor, table: Tensor) -> Tensor:
-    """Gather a layer's keys or values by ``table`` ``[rows, pages]``.
-
-    Returns:
-        ``[rows, kv_heads, pages * page_size, head_dim]``.
-    """
+    """Gather a layer's keys or values by ``table`` ``[rows, pages]``: ``[rows, kv_heads, tokens, head_dim]``."""
     return paged[table].transpose(1, 2).flatten(2, 3)

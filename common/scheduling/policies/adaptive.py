@@ -48,15 +48,7 @@ _SENTENCES = {
 
 
 class Adaptive(Policy):
-    """``adaptive``.
-
-    Args:
-        policies: the policies of ``CHOICES``, by name.
-
-    Attributes:
-        why: the measure of the current rule, or ``nothing``.
-        measured: the current value of each measure.
-    """
+    """``adaptive``. ``why`` is the measure of the current rule, or ``nothing``."""
 
     name = "adaptive"
 

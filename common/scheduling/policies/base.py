@@ -32,11 +32,9 @@ class Policy(Protocol):
 
     @abstractmethod
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        """The waiting requests in the order in which they are served.
+        """The waiting requests in the order in which they are served, at ``now`` seconds of the node's clock.
 
-        Args:
-            waiting: in order of arrival; retracted and paused requests come first.
-            now: seconds of the node's clock.
+        They are given in order of arrival; retracted and paused requests come first.
         """
 
     def arrived(self, request: Request) -> None:
@@ -118,8 +116,7 @@ class ShortestFirst(Policy):
 
     name = "short-first"
 
-    def __init__(self, constants: RatioConstants | None = None) -> None:
-        constants = constants or RatioConstants()
+    def __init__(self, constants: RatioConstants) -> None:
         self._clip = constants.clip
         self._share = constants.initial
 
@@ -163,8 +160,6 @@ class LongestPrefixMatch(Policy):
     prefix will be cached by then.
 
     Args:
-        page_size: of the node's cache.
-        sharing: which requests share enough of a prefix.
         degrade_threshold: a longer queue is served in order of arrival.
     """
 

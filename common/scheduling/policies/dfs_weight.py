@@ -1,22 +1,21 @@
 """``dfs-weight``: groups requests by shared prefix and serves the busiest branch of the radix tree first. Pure."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from common.cache.radix_cache import TreeNode
 from common.request import Request
 from common.scheduling.policies.base import Policy
 
 
+@dataclass(slots=True)
 class _Branch:
     """A node of the radix tree with waiting requests at it or below it."""
 
-    __slots__ = ("below", "first", "own", "weight")
-
-    def __init__(self) -> None:
-        self.own: list[Request] = []
-        self.below: list[_Branch] = []
-        self.weight = 0
-        self.first = 0  # position in the queue of the branch's first request
+    first: int  # position in the queue of the branch's first request
+    own: list[Request] = field(default_factory=list)
+    below: "list[_Branch]" = field(default_factory=list)
+    weight: int = 0
 
 
 class DepthFirstByWeight(Policy):
@@ -29,7 +28,7 @@ class DepthFirstByWeight(Policy):
     name = "dfs-weight"
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        root = _Branch()
+        root = _Branch(0)
         branches: dict[TreeNode, _Branch] = {}
         for position, request in enumerate(waiting):
             node = None if request.watch is None else request.watch.node
@@ -54,8 +53,7 @@ def _branch_of(node: TreeNode | None, root: _Branch, branches: dict[TreeNode, _B
         node = node.parent
     branch = root if node is None or node.parent is None else branches[node]
     for node in reversed(missing):
-        below = _Branch()
-        below.first = position
+        below = _Branch(position)
         branch.below.append(below)
         branch = branches[node] = below
     return branch

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.cache.radix_cache import RadixCache
 from common.config.scheduling import SchedulingOptions
@@ -24,21 +24,11 @@ from common.scheduling.policies.dfs_weight import DepthFirstByWeight
 from common.scheduling.policies.fair import Fair
 
 
-@dataclass(frozen=True, slots=True)
-class PolicySettings:
-    """What policies are made with.
-
-    Attributes:
-        options: the scheduling options of the configuration.
-        page_size: of the node's cache; 0 without a cache.
-        sharing: which requests share enough of a prefix, for ``lpm``.
-        constants: expected output lengths without a prediction, for ``short-first``.
-    """
-
-    options: SchedulingOptions = field(default_factory=SchedulingOptions)
-    page_size: int = 0
-    sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
-    constants: RatioConstants = field(default_factory=RatioConstants)
+class PolicySettings(NamedTuple):
+    options: SchedulingOptions
+    page_size: int  # of the node's cache; 0 without a cache
+    sharing: InBatchPrefixLimits  # which requests share enough of a prefix, for ``lpm``
+    constants: RatioConstants  # expected output lengths without a prediction, for ``short-first``
 
 
 def _adaptive(settings: PolicySettings) -> Policy:
@@ -83,15 +73,9 @@ def make_ordering(
     Args:
         cache: of this node; None in the gateway.
         own_policy: a user's policy, loaded by ``plugins.load_policy``; it replaces ``--schedule-policy``.
-        sharing, constants: None for the defaults.
     """
-    policy = own_policy or make_policy(
-        options.schedule_policy,
-        cache,
-        options=options,
-        sharing=sharing or InBatchPrefixLimits(),
-        constants=constants or RatioConstants(),
-    )
+    name = options.schedule_policy
+    policy = own_policy or make_policy(name, cache, options=options, sharing=sharing, constants=constants)
     return RequestOrdering(policy, options.priority_rules)
 
 

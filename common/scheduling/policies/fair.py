@@ -12,7 +12,7 @@ Models" (OSDI'24, arXiv:2401.00588).
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 from common.request import Request
@@ -25,11 +25,7 @@ MAX_IDLE_ACCOUNTS = 10_000
 
 
 class TokenCounters:
-    """The counters of all accounts.
-
-    Args:
-        weights: by account; an account that is not named has ``default_weight``.
-    """
+    """The counters of all accounts. An account that ``weights`` does not name has ``default_weight``."""
 
     def __init__(self, weights: Mapping[str, float], *, default_weight: float = 1.0) -> None:
         self._weights = dict(weights)
@@ -43,14 +39,12 @@ class TokenCounters:
         return self._values.get(account, 0.0)
 
     def arrived(self, account: str) -> None:
-        """Count one more waiting request of the account."""
         if not self._num_waiting[account]:
             active = [self.value(other) for other, count in self._num_waiting.items() if count]
             self._values[account] = max(self.value(account), min(active, default=self.value(self._last_left)))
         self._num_waiting[account] += 1
 
     def left(self, account: str) -> None:
-        """Count one waiting request less of the account."""
         assert self._num_waiting[account] > 0, f"account {account!r} has no waiting request"
         self._num_waiting[account] -= 1
         if not self._num_waiting[account]:
@@ -70,25 +64,28 @@ class TokenCounters:
 
         The order inside an account stays. Equal counters go by the given order.
         """
-        queues: dict[str, list[Request]] = {}
-        places: dict[str, list[int]] = {}
+        queues: dict[str, list[tuple[int, Request]]] = {}
         for place, request in enumerate(ordered):
-            account = account_of(request)
-            if account not in queues:
-                queues[account], places[account] = [], []
-            queues[account].append(request)
-            places[account].append(place)
+            queues.setdefault(account_of(request), []).append((place, request))
         if len(queues) < 2:
             return list(ordered)
-        turns: list[tuple[float, int, float, Iterator[Request], Iterator[int]]] = []
-        for account, queue in queues.items():
-            later = iter(places[account])
-            turns.append((self.value(account), next(later), self.weight(account), iter(queue), later))
-        heapq.heapify(turns)
-        return list(_take_turns(turns, cost_of))
+        # A heap of counter, place of the next request, that request, weight, and later requests with their places.
+        turns = [
+            (self.value(account), *queue[0], self.weight(account), iter(queue[1:])) for account, queue in queues.items()
+        ]
+        heapq.heapify(turns)  # places differ, so that requests are never compared
+        taken: list[Request] = []
+        while turns:
+            value, _, request, weight, later = turns[0]
+            taken.append(request)
+            follows = next(later, None)
+            if follows is None:
+                heapq.heappop(turns)
+            else:
+                heapq.heapreplace(turns, (value + cost_of(request) / weight, *follows, weight, later))
+        return taken
 
     def weight(self, account: str) -> float:
-        """The weight of the account."""
         return self._weights.get(account, self._default_weight)
 
     def _forget(self) -> None:
@@ -98,39 +95,20 @@ class TokenCounters:
             del self._values[account]
 
 
-def _take_turns(
-    turns: list[tuple[float, int, float, Iterator[Request], Iterator[int]]], cost_of: Callable[[Request], float]
-) -> Iterator[Request]:
-    """Take turns by a heap of (counter, place of the next request, weight, requests, places of later requests)."""
-    while turns:
-        value, _, weight, requests, later = turns[0]
-        request = next(requests)
-        yield request
-        place = next(later, None)
-        if place is None:
-            heapq.heappop(turns)
-        else:
-            heapq.heapreplace(turns, (value + cost_of(request) / weight, place, weight, requests, later))
-
-
 def request_cost(request: Request) -> float:
     """Weighted tokens that a request is charged at admission: the prompt tokens that are not cached."""
     return 0.0 if request.is_charged else INPUT_WEIGHT * request.num_uncached
 
 
 def weighted_tokens(num_input: int, num_output: int) -> float:
-    """Input and output tokens as they are charged."""
     return INPUT_WEIGHT * num_input + OUTPUT_WEIGHT * num_output
 
 
 class Fair(Policy):
-    """``fair``: the tenant that was served least comes first.
+    """``fair``: the tenant that was served least comes first; a tenant that ``weights`` does not name has 1.
 
     Each process counts what it serves itself: prompts on a prefill node, prompts and outputs on a decode node and in
-        the gateway.
-
-    Args:
-        weights: by tenant; a tenant that is not named has 1.
+    the gateway.
     """
 
     name = "fair"

@@ -79,10 +79,6 @@ class ProbeMemory:
         """The least recently used area is taken first."""
         self._free.append(area)
 
-    def in_turn(self, number: int) -> int:
-        """The area of a reader's offer with this number."""
-        return number % NUM_PROBE_AREAS
-
     def outgoing(self, area: int) -> tuple[int, int, int]:
         """Descriptor of an area's bytes that go out."""
         return self.region.run(2 * PROBE_BYTES * area, PROBE_BYTES)

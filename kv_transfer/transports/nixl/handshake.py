@@ -9,10 +9,9 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from kv_transfer.transports.base import from_message
 from kv_transfer.transports.nixl.agent import PROBE_BYTES, Agent
 from kv_transfer.transports.nixl.peer_state import PeerState, Write, host_id
 from kv_transfer.transports.shm.protocol import ENDPOINT
@@ -41,50 +40,36 @@ class Handshake:
         ] = {}  # agents of readers, and descriptors of their pages
 
     def begin(self, peer_state: PeerState, metadata: bytes, writes: list[Write]) -> None:
-        """Lay out the steps of an attachment; steps that transfer probes append them to ``writes``."""
-        probe = secrets.token_bytes(PROBE_BYTES)
-        room, there = self._agent.probe, peer_state.endpoint.probe
+        """Lay out the steps of an attachment; they append the probes that they write and read to ``writes``."""
+        peer_state.steps = self._steps(peer_state, metadata, writes)
 
-        def transfer(operation: str, ours: Callable[[int], tuple[int, int, int]]) -> Callable[[], bool]:
-            def step() -> bool:
-                local_list = self._agent.nixl.get_xfer_descs([ours(peer_state.probe_area)], room.region.kind)
-                remote_list = self._agent.nixl.get_xfer_descs([there.run(0, PROBE_BYTES)], there.kind)
-                handle = self._agent.nixl.initialize_xfer(operation, local_list, remote_list, peer_state.agent)
-                peer_state.num_probes += 1
-                write = Write(peer_state, 0, handle)
-                if self._agent.nixl.transfer(handle) == "ERR":
-                    write.is_failed = True
-                writes.append(write)
-                return True
+    def _steps(self, peer_state: PeerState, metadata: bytes, writes: list[Write]) -> Iterator[None]:
+        """Attach step by step; yields where the next step cannot be made yet."""
+        probe, room = secrets.token_bytes(PROBE_BYTES), self._agent.probe
+        while not request_watch(peer_state):
+            yield
+        while not self._is_admitted(peer_state):
+            yield
+        while (area := room.take()) is None:
+            yield
+        peer_state.probe_area = area
+        self._load(peer_state, metadata)
+        room.put(area, probe)
+        for operation, ours in (("WRITE", room.outgoing(area)), ("READ", room.incoming(area))):
+            writes.append(self._transfer_probe(peer_state, operation, ours))
+            while peer_state.num_probes:
+                yield
+        if room.came_back(area) != probe:
+            raise ConnectionError("other bytes came back than were sent")
 
-            return step
-
-        def load() -> bool:
-            area = room.take()
-            if area is None:
-                return False
-            peer_state.probe_area = area
-            self._load(peer_state, metadata)
-            room.put(area, probe)
-            return True
-
-        def is_still() -> bool:
-            return peer_state.num_probes == 0
-
-        def compare() -> bool:
-            if room.came_back(peer_state.probe_area) != probe:
-                raise ConnectionError("other bytes came back than were sent")
-            return True
-
-        peer_state.steps.extend(
-            (
-                lambda: request_watch(peer_state),
-                lambda: self._is_admitted(peer_state),
-                load,
-                transfer("WRITE", room.outgoing),
-            )
-        )
-        peer_state.steps.extend((is_still, transfer("READ", room.incoming), is_still, compare))
+    def _transfer_probe(self, peer_state: PeerState, operation: str, ours: tuple[int, int, int]) -> Write:
+        nixl, there = self._agent.nixl, peer_state.endpoint.probe
+        local = nixl.get_xfer_descs([ours], self._agent.probe.region.kind)
+        remote = nixl.get_xfer_descs([there.run(0, PROBE_BYTES)], there.kind)
+        write = Write(peer_state, 0, nixl.initialize_xfer(operation, local, remote, peer_state.agent))
+        peer_state.num_probes += 1
+        write.is_failed = nixl.transfer(write.handle) == "ERR"
+        return write
 
     def _load(self, peer_state: PeerState, metadata: bytes) -> None:
         """Load the reader's agent.
@@ -96,7 +81,7 @@ class Handshake:
         known = self._known.pop(peer_state.key, None)
         if known is None:
             agent = self._agent.nixl.add_remote_agent(metadata)
-            size = from_message(peer_state.connect.layout).page_bytes
+            size = peer_state.connect.layout.layout().page_bytes
             known = (agent, self._agent.page_list(agent, peer_state.endpoint.pool, peer_state.connect.num_pages, size))
         self._known[peer_state.key] = known
         peer_state.agent, peer_state.pages = known
@@ -105,7 +90,6 @@ class Handshake:
             self.forget(key)
 
     def forget(self, key: tuple[bytes, int, int]) -> None:
-        """Drop a reader's agent, if it is known."""
         agent, pages = self._known.pop(key, (None, None))
         if agent is not None:
             with contextlib.suppress(Exception):  # an agent that is gone has been dropped already
@@ -127,38 +111,32 @@ class Handshake:
         return True
 
     def step(self, peer_state: PeerState) -> str | None:
-        """Go on with an attachment.
-
-        Returns:
-            None while it is not over, then its problem, or an empty string.
-        """
-        problem = ""
+        """Go on with an attachment; returns None while it is not over, then its problem, or an empty string."""
+        assert peer_state.steps is not None
+        problem, is_over = "", None
         try:
             with self._agent.lock:
-                while peer_state.steps and peer_state.steps[0]():
-                    peer_state.steps.popleft()
-            if peer_state.steps and peer_state.until <= time.monotonic():
+                is_over = next(peer_state.steps, True)
+            if not is_over and peer_state.until <= time.monotonic():
                 problem = f"no answer within {peer_state.patience_s:.0f} s"
         except Exception as error:  # NIXL's own errors have no common root
             problem = str(error) or type(error).__name__
-        if peer_state.steps and not problem:
-            return None
         if problem:
-            problem = f"nixl cannot reach decode node {peer_state.connect.name}: {problem}"
-        return problem
+            return f"nixl cannot reach decode node {peer_state.connect.name}: {problem}"
+        return "" if is_over else None
 
     def end(self, peer_state: PeerState) -> None:
         """No further step of this attachment is made."""
-        peer_state.steps.clear()
+        peer_state.steps = None
         self.give_back_area(peer_state)
 
     def give_back_area(self, peer_state: PeerState) -> None:
         """Let another attachment use the peer_state's probe area, unless this one goes on or has probes under way."""
-        if peer_state.probe_area >= 0 and not peer_state.num_probes and not peer_state.steps:
+        if peer_state.probe_area >= 0 and not peer_state.num_probes and peer_state.steps is None:
             self._agent.probe.give_back(peer_state.probe_area)
             peer_state.probe_area = -1
 
-    def forget_all(self) -> None:
+    def close(self) -> None:
         for key in list(self._known):
             self.forget(key)
 

@@ -2,17 +2,16 @@
 
 import hmac
 import os
-import select
 import socket
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from common.wire.messages import Connect
+from kv_transfer.transports.shm.reader import is_dead
 
 
 def host_id() -> str:
@@ -137,9 +136,7 @@ class PeerState:
     is_detached: bool = False
     is_gone: bool = False
     is_voided: bool = False  # the reader says that none of its writes can reach its memory any more
-    steps: deque[Callable[[], bool]] = field(
-        default_factory=deque
-    )  # of the attachment; each is called until it returns True
+    steps: Iterator[None] | None = None  # of the attachment, while it goes on
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.patience_s
@@ -155,4 +152,4 @@ class PeerState:
 
     @property
     def is_reader_dead(self) -> bool:
-        return self.pidfd >= 0 and bool(select.select([self.pidfd], [], [], 0)[0])
+        return self.pidfd >= 0 and is_dead(self.pidfd)

@@ -1,7 +1,5 @@
 """The decode node's side of NIXL: offer the agent's metadata, keep UCX going while pages may come, and take back pages
 that were granted to a writer on another host that has fallen silent.
-
-The package's docstring describes the protocol.
 """
 
 import contextlib
@@ -16,8 +14,8 @@ from dataclasses import dataclass
 
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import Fenced, InPlace, PageStore
-from kv_transfer.transports.nixl.agent import Agent, ProbeMemory
+from kv_transfer.transports.base import Fenced, InPlace, PageStore, ReaderTransport
+from kv_transfer.transports.nixl.agent import NUM_PROBE_AREAS, Agent, ProbeMemory
 from kv_transfer.transports.nixl.peer_state import Endpoint, host_id, sealed
 from kv_transfer.transports.shm.reader import ShmReader
 
@@ -41,7 +39,7 @@ class _Offer:
     is_chosen: bool = False
 
 
-class NixlReader:
+class NixlReader(ReaderTransport):
     """``ReaderTransport`` of a decode node.
 
     Args:
@@ -53,12 +51,11 @@ class NixlReader:
     """
 
     name = "nixl"
-    names: Sequence[str] = ("nixl",)
 
     def __init__(self, store: PageStore, incarnation: str = "", *, key: bytes = b"", is_direct: bool = False) -> None:
         # outlives the agents, since a late writer of this host may still use its address
         self._probe = ProbeMemory(store, is_direct=is_direct)
-        self.store = InPlace(store) if is_direct else store
+        self.store: PageStore = InPlace(store) if is_direct else store
         self._incarnation = incarnation
         self._key = key
         self._watch = ShmReader(store, incarnation, is_shared=False)  # watches writers on this host
@@ -93,7 +90,7 @@ class NixlReader:
             self._offers.setdefault(peer, []).append(_Offer(epoch, agent, time.monotonic()))
         self._is_awake.set()
         pool = agent.pool
-        probe_at, _, _ = agent.probe.outgoing(agent.probe.in_turn(epoch))
+        probe_at, _, _ = agent.probe.outgoing(epoch % NUM_PROBE_AREAS)
         watch_address = self._watch.offer(peer, epoch)
         endpoint = Endpoint(
             agent.metadata,

@@ -3,7 +3,7 @@
 A thread of its own looks after writes under way, and the loop never waits for it. But waking that thread and being
 woken by it takes a quarter of a millisecond, so the loop itself begins a write unless that would hold it for long. Over
 a network it hardly ever does; between processes of one host UCX copies the pages there and then. The time that this
-takes is learnt from every large write. The package's docstring describes the protocol.
+takes is learnt from every large write.
 """
 
 import base64
@@ -20,7 +20,7 @@ from typing import Any
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, stage
+from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
 from kv_transfer.transports.nixl.agent import Agent, ProbeMemory
 from kv_transfer.transports.nixl.handshake import Handshake
 from kv_transfer.transports.nixl.peer_state import PeerState, Write, opened
@@ -39,7 +39,7 @@ HOLD_S = 0.008
 MIN_MEASURED_BYTES = 1 << 20  # shorter writes say little about how long a large one takes
 
 
-class NixlWriter:
+class NixlWriter(WriterTransport):
     """``WriterTransport`` of a prefill node, for use in ``NegotiatingWriter``, which waits where ``detach`` must.
 
     Args:
@@ -51,7 +51,6 @@ class NixlWriter:
     """
 
     name = "nixl"
-    names: Sequence[str] = ("nixl",)
 
     def __init__(self, store: PageStore, incarnation: str = "", *, key: bytes = b"", is_direct: bool = False) -> None:
         self.store = store
@@ -112,10 +111,8 @@ class NixlWriter:
     def _write_here(self, write: Write, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> bool:
         """Begin to write without waking the thread, which looks after the write unless it is over at once.
 
-        A copy evicts everything that Python needs from the CPU's caches, so little work follows it.
-
-        Returns:
-            False if the thread should begin the write.
+        A copy evicts everything that Python needs from the CPU's caches, so little work follows it. False: the thread
+        should begin the write.
         """
         peer_state = write.peer_state
         expected_s = write.num_bytes * peer_state.s_per_byte
@@ -258,14 +255,8 @@ class NixlWriter:
         self._wake_loop()
         return True
 
-    # ---- writing ------------------------------------------------------------------------------------------------
-
     def _post(self, write: Write, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> Write | None:
-        """Begin to write.
-
-        Returns:
-            The write, if it must be looked after; None if it is over already.
-        """
+        """Begin to write; returns the write unless it is over already."""
         peer_state = write.peer_state
         if peer_state.is_detached:  # never begun
             self._count_over(write)
@@ -376,8 +367,6 @@ class NixlWriter:
         self._count_over(write, is_written=True)
         self._release_if_idle(write.peer_state)
 
-    # ---- the end ------------------------------------------------------------------------------------------------
-
     def _release_if_idle(self, peer_state: PeerState) -> None:
         if peer_state.is_detached:
             self._release(peer_state)
@@ -403,7 +392,7 @@ class NixlWriter:
                 write.handle.release()
             write.peer_state.close_watch()
         self._sweep()
-        self._handshake.forget_all()
+        self._handshake.close()
         with contextlib.suppress(Exception):
             self._sources.release()
         with contextlib.suppress(Exception):

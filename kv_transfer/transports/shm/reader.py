@@ -1,7 +1,5 @@
 """The decode node's side of shared memory: hand the pool to permitted processes, and watch them until they cannot
 write.
-
-The package's docstring describes the protocol.
 """
 
 import fcntl
@@ -10,13 +8,11 @@ import os
 import secrets
 import select
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import ConfigError
-from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import Fenced, PageStore
+from kv_transfer.transports.base import Fenced, PageStore, ReaderTransport
 from kv_transfer.transports.pending_connections import PendingConnection, PendingConnections
 from kv_transfer.transports.shm.protocol import DETACHED, HELLO, MAGIC, TOKEN_BYTES, peer_credentials
 
@@ -47,7 +43,7 @@ def peer_pidfd(connection: socket.socket) -> int:
     return pidfd
 
 
-def _is_dead(pidfd: int) -> bool:
+def is_dead(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
@@ -69,8 +65,8 @@ class _Writer:
     pidfd: int
 
 
-class ShmReader:
-    """``ReaderTransport`` of a decode node.
+class ShmReader(ReaderTransport):
+    """``ReaderTransport`` of a decode node. A process that has the pool mapped needs no permission to write it.
 
     Args:
         store: the pool; its memfd is sealed here against changes of size, where the system allows that.
@@ -82,7 +78,6 @@ class ShmReader:
     """
 
     name = "shm"
-    names: Sequence[str] = ("shm",)
 
     def __init__(self, store: PageStore, incarnation: str = "", *, is_shared: bool = True) -> None:
         self.store = store
@@ -103,11 +98,6 @@ class ShmReader:
         self._writers: dict[int, _Writer] = {}  # by descriptor, of the connection and of the process
         self._news: list[Fenced] = []
 
-    @property
-    def dropped(self) -> Counter[str]:
-        """Rejected connections, by reason."""
-        return self._pending.dropped
-
     def _check_host(self) -> None:
         size = os.fstat(self.store.fd).st_size
         if size != self._num_bytes:
@@ -123,8 +113,6 @@ class ShmReader:
         except OSError as error:
             log.debug("the pool's file cannot be sealed: %s", error)
 
-    # ---- offers -------------------------------------------------------------------------------------------------
-
     def offer(self, peer: str, epoch: int) -> str:
         self.withdraw(peer)
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -134,23 +122,9 @@ class ShmReader:
     def withdraw(self, peer: str) -> None:
         self._offers = {token: offer for token, offer in self._offers.items() if offer[0] != peer}
 
-    def chosen(self, peer: str, epoch: int, transport: str) -> bool:
-        return transport == self.name
-
-    def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
-        """Does nothing: a process that has the pool mapped needs no permission."""
-
-    def forbid(self, pages: Sequence[int]) -> None:
-        """Does nothing: a process that has the pool mapped cannot be stopped, only fenced or waited for."""
-
-    def reclaim(self, peer: str, epoch: int) -> None:
-        """Does nothing: only ``DETACHED`` or its death keeps a process from memory that it has mapped."""
-
     def watched(self) -> set[tuple[str, int]]:
         """(peer, epoch) of processes that may reach the pool by themselves. Thread-safe."""
         return {(writer.peer, writer.epoch) for writer in list(self._writers.values())}
-
-    # ---- news ---------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Fenced]:
         for descriptor, _ in self._epoll.poll(0):
@@ -199,7 +173,7 @@ class ShmReader:
     def _hear(self, descriptor: int, writer: _Writer) -> None:
         if descriptor == writer.pidfd:
             # Check again: the event may be of an earlier process whose descriptor had this number a moment ago.
-            if _is_dead(writer.pidfd):
+            if is_dead(writer.pidfd):
                 self._fence(writer, "the prefill node's process has died", is_dead=True)
             return
         assert writer.connection is not None
@@ -228,8 +202,6 @@ class ShmReader:
         self._epoll.unregister(writer.pidfd)
         os.close(writer.pidfd)
         self._news.append(Fenced(writer.peer, writer.epoch, reason, is_dead))
-
-    # ---- the end ------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
         return self._pending.counters()

@@ -1,7 +1,4 @@
-"""The prefill node's side of shared memory: ask for a peer's pool, map it, and copy pages into it.
-
-The package's docstring describes the protocol.
-"""
+"""The prefill node's side of shared memory: ask for a peer's pool, map it, and copy pages into it."""
 
 import array
 import contextlib
@@ -14,7 +11,7 @@ from dataclasses import dataclass
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message
+from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport
 from kv_transfer.transports.shm.copy_thread import CopyThread, MappedPool
 from kv_transfer.transports.shm.protocol import DETACHED, ENDPOINT, HELLO, MAGIC, peer_credentials
 
@@ -38,11 +35,10 @@ class _Mapping:
     is_broken: bool = False
 
 
-class ShmWriter:
+class ShmWriter(WriterTransport):
     """``WriterTransport`` of a prefill node. A thread copies the pages; see ``CopyThread``."""
 
     name = "shm"
-    names: Sequence[str] = ("shm",)
 
     def __init__(self, store: PageStore) -> None:
         self.store = store
@@ -53,8 +49,6 @@ class ShmWriter:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._copy_thread = CopyThread(store, self._wake)
-
-    # ---- attaching ----------------------------------------------------------------------------------------------
 
     def attach(self, peer: str, connect: Connect) -> None:
         assert peer not in self._attaching and peer not in self._mappings, "detach first"
@@ -113,10 +107,7 @@ class ShmWriter:
         return news
 
     def _receive(self, peer: str, attaching: _Attaching, connection: socket.socket) -> bool:
-        """Receive the pool's descriptor and map it.
-
-        Returns:
-            False if the descriptor is not there yet.
+        """Receive the pool's descriptor and map it; False if it is not there yet.
 
         Raises:
             AttachError: the reader refuses, or sent something else.
@@ -144,12 +135,12 @@ class ShmWriter:
                 os.close(descriptor)
         self._epoll.unregister(connection)
         del self._attaching[peer]
-        pool = MappedPool(memory, from_message(attaching.connect.layout).page_bytes)
+        pool = MappedPool(memory, attaching.connect.layout.layout().page_bytes)
         self._mappings[peer] = _Mapping(connection, attaching.connect.epoch, who, pool)
         return True
 
     def _map(self, peer: str, connect: Connect, hello: bytes, descriptor: int) -> mmap.mmap:
-        num_bytes = from_message(connect.layout).pool_bytes(connect.num_pages)
+        num_bytes = connect.layout.layout().pool_bytes(connect.num_pages)
         expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, who) for who in (peer.encode(), b"")]
         if hello not in expected:
             raise AttachError(f"the offer of {connect.name} and what it sent over its socket differ")
@@ -163,25 +154,15 @@ class ShmWriter:
         memory.madvise(mmap.MADV_DONTFORK)  # a child process could outlive us and write behind the fence
         return memory
 
-    # ---- writing ------------------------------------------------------------------------------------------------
-
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         self._num_tickets += 1
         self._copy_thread.begin(self._mappings[peer].pool, self._num_tickets, pages, slices)
         return self._num_tickets
 
     def done(self) -> list[int]:
-        self._clear_wake()
-        return self._copy_thread.done()
-
-    def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-
-    # ---- the end ------------------------------------------------------------------------------------------------
-
-    def voided(self, peer: str, endpoint: str) -> None:
-        """Does nothing: no reader can keep a write from its memory."""
+        return self._copy_thread.done()
 
     def detach(self, peer: str) -> bool:
         attaching = self._attaching.pop(peer, None)

@@ -1,7 +1,6 @@
 """The decode node's side of TCP: listen, authenticate writers, and place their pages where that is permitted.
 
-One thread per connection places the pages; everything else happens in the loop's thread. The package's docstring
-describes the protocol.
+One thread per connection places the pages; everything else happens in the loop's thread.
 """
 
 import contextlib
@@ -10,13 +9,13 @@ import os
 import secrets
 import select
 import socket
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import Fenced, PageStore
+from kv_transfer.transports.base import Fenced, PageStore, ReaderTransport
 from kv_transfer.transports.pending_connections import PendingConnection, PendingConnections
 from kv_transfer.transports.tcp.protocol import (
     HELLO,
@@ -56,7 +55,7 @@ class _Offer:
     threads: list[ReceiveThread] = field(default_factory=list)
 
 
-class TcpReader:
+class TcpReader(ReaderTransport):
     """``ReaderTransport`` of a decode node.
 
     Args:
@@ -68,7 +67,6 @@ class TcpReader:
     """
 
     name = "tcp"
-    names: Sequence[str] = ("tcp",)
     magic = MAGIC
 
     def __init__(
@@ -95,17 +93,6 @@ class TcpReader:
         self._ended: deque[ReceiveThread] = deque()  # appended by their threads
         self._closing: list[ReceiveThread] = []
         self._news: list[Fenced] = []
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Rejected connections, by reason."""
-        return self._pending.dropped
-
-    @property
-    def port(self) -> int:
-        return self._port
-
-    # ---- offers -------------------------------------------------------------------------------------------------
 
     def offer(self, peer: str, epoch: int) -> str:
         self.withdraw(peer)
@@ -136,16 +123,11 @@ class TcpReader:
         else:
             self._permissions.give_again((peer, epoch), pages, again)
 
-    def reclaim(self, peer: str, epoch: int) -> None:
-        """Does nothing: ``withdraw`` has fenced the peer."""
-
     def forbid(self, pages: Sequence[int]) -> None:
         self._permissions.take(pages)
         for offer in self._offers.values():
             for thread in offer.threads:
                 thread.wait_out(pages)
-
-    # ---- news ---------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Fenced]:
         for descriptor, _ in self._epoll.poll(0):
@@ -240,8 +222,6 @@ class TcpReader:
         self._ended.append(thread)
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
-
-    # ---- the end ------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
         return {

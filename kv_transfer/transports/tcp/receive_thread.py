@@ -70,7 +70,6 @@ class WritePermissions:
             self._by_page.pop(page, None)
 
     def revoke(self, peer: str) -> None:
-        """Take back every permission of this peer."""
         for page in [page for page, grant in list(self._by_page.items()) if grant.owner[0] == peer]:
             self._by_page.pop(page, None)
 
@@ -269,10 +268,8 @@ class ReceiveThread:
         return page, page_slice
 
     def _place(self, memory: memoryview, page: int, page_slice: PageSlice, body: PayloadMac | None) -> bool:
-        """Receive the bytes of a page, into the pool while that is permitted and into scratch memory otherwise.
-
-        Returns:
-            Whether all bytes were placed.
+        """Receive the bytes of a page, into the pool while that is permitted and into scratch memory otherwise; returns
+        whether all were placed.
 
         Raises:
             ConnectionError: they were, and are not the bytes that the writer sent.
@@ -286,7 +283,9 @@ class ReceiveThread:
                 if not self._is_open:
                     raise ConnectionError("it was closed on our side")
                 is_allowed = is_allowed and self._permissions.holds(grant, page)
-                num_bytes = self._receive(room.buffers() if is_allowed else [self._discard(room.num_missing)])
+                num_bytes = self._receive(
+                    room.buffers() if is_allowed else [memoryview(self._scratch)[: room.num_missing]]
+                )
             if not num_bytes:
                 raise ConnectionError("it was cut within a page")
             num_bytes = max(num_bytes, 0)
@@ -323,9 +322,6 @@ class ReceiveThread:
         if self._layout is None or self._layout[0] != page_slice:
             self._layout = (page_slice, page_slice.runs(self._store.layout))
         return self._layout[1]
-
-    def _discard(self, num_bytes: int) -> memoryview:
-        return memoryview(self._scratch)[:num_bytes]
 
     def _wait(self, num_missing: int) -> None:
         """Wait until much of what is missing has arrived, so that few calls fetch it, or until the connection ends."""

@@ -7,7 +7,7 @@ import socket
 import threading
 from typing import Any
 
-from kv_transfer.page_slices import SlicePair, whole
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import PageStore
 from kv_transfer.transports.tcp.protocol import PAGE, PAGE_MAGIC, AuthenticatedConnection
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 MAX_BUFFERS = 512  # in one call; Linux allows 1,024
 JOIN_S = 5.0  # a thread ends well within this time after it was stopped
 
-Job = tuple[int, int, SlicePair | None]  # our page, the peer's page, and which slices of them; None: whole pages
+Job = tuple[int, int, SlicePair]  # our page, the peer's page, and which slices of them
 
 
 class SendThread:
@@ -28,7 +28,6 @@ class SendThread:
         self._seal = authenticated.seal(b"pages")
         self._memory: Any = store.memory
         self._page_bytes = store.layout.page_bytes
-        self._whole = whole(store.layout)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="send-pages", daemon=True)
 
@@ -53,7 +52,6 @@ class SendThread:
 
     @property
     def is_over(self) -> bool:
-        """Whether the thread has ended."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
@@ -72,46 +70,30 @@ class SendThread:
                 self._connection.shutdown(socket.SHUT_RDWR)  # wakes the loop
 
     def _serve(self, memory: memoryview) -> None:
-        """Send frame after frame, straight from the pool."""
         number = 0
         while (job := self._jobs.get()) is not None:
             source, target, slices = job
             header = self._header(target, slices, number)
             with memory[source * self._page_bytes : (source + 1) * self._page_bytes] as page:
-                if slices is None:
-                    self._send(header, page)
-                else:
-                    self._gather(header, page, slices)
+                self._send(header, page, slices)
                 self._sign(header, page, slices)
             number += 1
 
-    def _sign(self, header: bytes, page: memoryview, slices: SlicePair | None) -> None:
+    def _sign(self, header: bytes, page: memoryview, slices: SlicePair) -> None:
         """Send the mac of a page after its bytes, so that the bytes travel while the mac is computed."""
         body = self._seal.body(header)
         if body is None:
             return
-        for at, _, length in ((0, 0, len(page)),) if slices is None else slices.runs:
+        for at, _, length in slices.runs:
             with page[at : at + length] as run:
                 body.add(run)
         self._connection.sendall(body.mac())
 
-    def _header(self, target: int, slices: SlicePair | None, number: int) -> bytes:
-        page_slice = self._whole if slices is None else slices.target
-        num_bytes = self._page_bytes if slices is None else slices.num_bytes
-        header = PAGE.pack(PAGE_MAGIC, num_bytes, target, number, *page_slice)
+    def _header(self, target: int, slices: SlicePair, number: int) -> bytes:
+        header = PAGE.pack(PAGE_MAGIC, slices.num_bytes, target, number, *slices.target)
         return header + self._seal.mac(header)
 
-    def _send(self, header: bytes, page: memoryview) -> None:
-        num_sent = self._connection.sendmsg((header, page))
-        if num_sent < len(header):
-            self._connection.sendall(header[num_sent:])
-            num_sent = len(header)
-        at = num_sent - len(header)
-        while at < len(page):
-            with page[at:] as rest:
-                at += self._connection.send(rest)
-
-    def _gather(self, header: bytes, page: memoryview, slices: SlicePair) -> None:
+    def _send(self, header: bytes, page: memoryview, slices: SlicePair) -> None:
         """Send the runs of a slice, many to a call."""
         buffers = [memoryview(header), *(page[at : at + length] for at, _, length in slices.runs)]
         first = 0

@@ -1,7 +1,6 @@
 """The prefill node's side of TCP: dial a peer's listener, and send pages straight from pool memory.
 
-One thread per connection sends; everything else, acknowledgements included, happens in the loop's thread. The package's
-docstring describes the protocol.
+One thread per connection sends; everything else, acknowledgements included, happens in the loop's thread.
 """
 
 import contextlib
@@ -18,8 +17,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.wire.messages import Connect
-from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, from_message, stage
+from kv_transfer.page_slices import SlicePair, whole_pages
+from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
 from kv_transfer.transports.tcp.protocol import (
     DONE,
     DONE_FRAME_BYTES,
@@ -54,7 +53,7 @@ class Stage(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class TcpConnection:
     """One connection. ``pending``: (ticket, page of the peer, bytes) given to its thread and not acknowledged."""
 
     index: int
@@ -71,13 +70,11 @@ class Connection:
 
 @dataclass(slots=True, eq=False)
 class PeerState:
-    """All connections to one peer."""
-
     peer: str
     connect: Connect
     address: tuple[str, int]
     token: bytes
-    connections: list[Connection]
+    connections: list[TcpConnection]
     until: float
     is_attached: bool = False
     is_broken: bool = False
@@ -88,7 +85,7 @@ class PeerState:
         return f"decode node {self.connect.name} at {self.address[0]} port {self.address[1]}"
 
 
-class TcpWriter:
+class TcpWriter(WriterTransport):
     """``WriterTransport`` of a prefill node.
 
     Args:
@@ -96,15 +93,15 @@ class TcpWriter:
     """
 
     name = "tcp"
-    names: Sequence[str] = ("tcp",)
     magic = MAGIC
 
     def __init__(self, store: PageStore, *, key: bytes = b"") -> None:
         self.store = store
         self._key = key
+        self._whole_pages = whole_pages(store.layout)
         self._epoll = select.epoll()
         self._peers: dict[str, PeerState] = {}
-        self._by_descriptor: dict[int, tuple[PeerState, Connection]] = {}  # by descriptor
+        self._by_descriptor: dict[int, tuple[PeerState, TcpConnection]] = {}  # by descriptor
         self._leaving: dict[str, PeerState] = {}  # detached peers for which our pages are still being read
         self._ending: list[SendThread] = []  # threads that were stopped and end soon
         self._remaining: dict[int, int] = {}  # ticket -> pages not acknowledged
@@ -112,8 +109,6 @@ class TcpWriter:
         self._done: list[int] = []
         self._num_tickets = 0
         self._num_bytes = 0  # of pages, acknowledged
-
-    # ---- attaching ----------------------------------------------------------------------------------------------
 
     def attach(self, peer: str, connect: Connect) -> None:
         assert peer not in self._peers and peer not in self._leaving, "detach first"
@@ -143,7 +138,7 @@ class TcpWriter:
         except BaseException:
             sock.close()
             raise
-        connection = Connection(index, sock, secrets.token_bytes(NONCE_BYTES))
+        connection = TcpConnection(index, sock, secrets.token_bytes(NONCE_BYTES))
         peer_state.connections.append(connection)
         self._by_descriptor[sock.fileno()] = (peer_state, connection)
         self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
@@ -161,7 +156,6 @@ class TcpWriter:
         return news
 
     def _process_events(self) -> None:
-        """Read what the connections have received."""
         self._reap()
         for descriptor, _ in self._epoll.poll(0):
             found = self._by_descriptor.get(descriptor)
@@ -186,7 +180,7 @@ class TcpWriter:
         problem = f"the {self.name} connection to {peer_state.who} {verb}: {why}"
         self._news.append(Attached(peer_state.peer, peer_state.connect.epoch, problem))
 
-    def _continue_handshake(self, peer_state: PeerState, connection: Connection) -> None:
+    def _continue_handshake(self, peer_state: PeerState, connection: TcpConnection) -> None:
         """Make the next step of the handshake when its frame is complete.
 
         Raises:
@@ -219,21 +213,21 @@ class TcpWriter:
                 raise ConnectionError("it accepted the connection without proof")
             self._open(peer_state, connection)
 
-    def _terms(self, peer_state: PeerState, connection: Connection, nonce: bytes) -> Terms:
+    def _terms(self, peer_state: PeerState, connection: TcpConnection, nonce: bytes) -> Terms:
         return Terms(
             magic=self.magic,
             token=peer_state.token,
             index=connection.index,
             count=len(peer_state.connections),
             epoch=peer_state.connect.epoch,
-            page_bytes=from_message(peer_state.connect.layout).page_bytes,
+            page_bytes=peer_state.connect.layout.layout().page_bytes,
             num_pages=peer_state.connect.num_pages,
             writer_nonce=connection.nonce,
             reader_nonce=nonce,
         )
 
     @staticmethod
-    def _frame(connection: Connection, size: int) -> bytes | None:
+    def _frame(connection: TcpConnection, size: int) -> bytes | None:
         """The next ``size`` bytes once all of them are there, else None."""
         with contextlib.suppress(BlockingIOError):
             data = connection.sock.recv(size - len(connection.inbox), socket.MSG_DONTWAIT)
@@ -246,7 +240,7 @@ class TcpWriter:
         connection.inbox.clear()
         return frame
 
-    def _open(self, peer_state: PeerState, connection: Connection) -> None:
+    def _open(self, peer_state: PeerState, connection: TcpConnection) -> None:
         """The reader has accepted the connection: pages can be sent."""
         assert connection.terms is not None
         authenticated = AuthenticatedConnection(connection.sock, connection.terms, self._key)
@@ -258,13 +252,11 @@ class TcpWriter:
     def _make_send_thread(self, authenticated: AuthenticatedConnection) -> SendThread:
         return SendThread(authenticated, self.store)
 
-    def _mark_ready(self, peer_state: PeerState, connection: Connection) -> None:
+    def _mark_ready(self, peer_state: PeerState, connection: TcpConnection) -> None:
         connection.stage = Stage.READY
         if all(other.stage is Stage.READY for other in peer_state.connections):
             peer_state.is_attached = True
             self._news.append(Attached(peer_state.peer, peer_state.connect.epoch))
-
-    # ---- writing ------------------------------------------------------------------------------------------------
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         peer_state = self._peers[peer]
@@ -272,12 +264,12 @@ class TcpWriter:
         self._num_tickets += 1
         ticket = self._num_tickets
         self._remaining[ticket] = len(pages)
-        num_bytes = self.store.layout.page_bytes if slices is None else slices.num_bytes
+        slices = slices or self._whole_pages
         for source, target in pages:
             self._stage(source)
             connection = min(peer_state.connections, key=lambda connection: len(connection.pending))
             assert connection.thread is not None
-            connection.pending.append((ticket, target, num_bytes))
+            connection.pending.append((ticket, target, slices.num_bytes))
             connection.thread.put((source, target, slices))
         if not pages:
             self._finish(ticket)
@@ -286,12 +278,8 @@ class TcpWriter:
     def _stage(self, page: int) -> None:
         stage(self.store, (page,))
 
-    def _read_acknowledgements(self, connection: Connection) -> None:
-        """Take acknowledgements.
-
-        Raises:
-            OSError: one is not what must come next.
-        """
+    def _read_acknowledgements(self, connection: TcpConnection) -> None:
+        """Take acknowledgements; an OSError says which is not what must come next."""
         assert connection.seal is not None
         with contextlib.suppress(BlockingIOError):
             data = connection.sock.recv(64 * DONE_FRAME_BYTES, socket.MSG_DONTWAIT)
@@ -324,11 +312,6 @@ class TcpWriter:
         tickets, self._done = self._done, []
         return tickets
 
-    # ---- the end ------------------------------------------------------------------------------------------------
-
-    def voided(self, peer: str, endpoint: str) -> None:
-        """Does nothing: no write outlives its connection."""
-
     def detach(self, peer: str) -> bool:
         peer_state = self._peers.pop(peer, None)
         if peer_state is not None:
@@ -354,10 +337,8 @@ class TcpWriter:
     def _release_if_unread(self, peer: str) -> bool:
         """Close the connections to a detached peer once none of our pages is being read for it.
 
-        Tickets that were not over vanish, unless ``detach`` returned False: then they are over now.
-
-        Returns:
-            Whether nothing is left of the connections.
+        Tickets that were not over vanish, unless ``detach`` returned False: then they are over now. True: nothing is
+        left of the connections.
         """
         peer_state = self._leaving.get(peer)
         if peer_state is None:

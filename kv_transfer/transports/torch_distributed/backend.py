@@ -71,12 +71,12 @@ class Pages:
         """The bytes of a tensor of pages, for the CPU."""
         return part.cpu().numpy().data
 
-    def gather(self, page: int, slices: SlicePair | None, staging: torch.Tensor) -> torch.Tensor:
-        """What is to be sent of a page: the page itself where it stands, or a slice put together in ``staging``."""
-        row = self.rows[page]
-        if slices is None:
-            return row
-        at = 0
+    def gather(self, page: int, slices: SlicePair, staging: torch.Tensor) -> torch.Tensor:
+        """What is to be sent of a page: a single run where it stands, or several put together in ``staging``."""
+        row, at = self.rows[page], 0
+        if len(slices.runs) == 1:
+            [(at, _, length)] = slices.runs
+            return row[at : at + length]
         for source, _, length in slices.runs:
             _copy(staging[at : at + length], row[source : source + length])
             at += length

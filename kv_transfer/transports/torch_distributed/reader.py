@@ -1,7 +1,7 @@
 """The decode node's side of Gloo and NCCL: as TCP's, but the bytes come through a group and are copied into the pool
 here.
 
-A page is copied at one moment, if it may be written then. The package's docstring describes the protocol.
+A page is copied at one moment, if it may be written then.
 """
 
 import hmac
@@ -33,7 +33,6 @@ class GroupReader(TcpReader):
     def __init__(self, store: PageStore, backend: str, *, host: str = "127.0.0.1", key: bytes = b"") -> None:
         check_available(backend)
         self.name = backend
-        self.names = (backend,)
         self.magic = magic_of(backend)
         self._pages = Pages(store, backend)
         super().__init__(store, host=host, key=key, num_connections=1)
@@ -125,10 +124,7 @@ class GroupReceiveThread(ReceiveThread):
                 spare.append(first.room)
 
     def _put(self, pages: Pages, came: _Coming) -> bool:
-        """Copy what has come whole into the pool, if that is permitted.
-
-        Returns:
-            Whether it was.
+        """Copy what has come whole into the pool, if that is permitted; returns whether it was.
 
         Raises:
             ConnectionError: it is not what the writer sent.

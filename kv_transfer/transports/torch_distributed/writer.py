@@ -13,7 +13,7 @@ from common.wire.messages import Connect
 from kv_transfer.transports.base import AttachError, PageStore
 from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
 from kv_transfer.transports.tcp.send_thread import Job, SendThread
-from kv_transfer.transports.tcp.writer import Connection, PeerState, Stage, TcpWriter
+from kv_transfer.transports.tcp.writer import PeerState, Stage, TcpConnection, TcpWriter
 from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available
 from kv_transfer.transports.torch_distributed.reader import DEPTH, magic_of
 from kv_transfer.transports.torch_distributed.rendezvous import WRITER, form
@@ -32,7 +32,6 @@ class GroupWriter(TcpWriter):
     def __init__(self, store: PageStore, backend: str, *, key: bytes = b"") -> None:
         check_available(backend)
         self.name = backend
-        self.names = (backend,)
         self.magic = magic_of(backend)
         self._pages = Pages(store, backend)
         super().__init__(store, key=key)
@@ -57,7 +56,7 @@ class GroupWriter(TcpWriter):
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
-    def _mark_ready(self, peer_state: PeerState, connection: Connection) -> None:
+    def _mark_ready(self, peer_state: PeerState, connection: TcpConnection) -> None:
         """Wait for the group: until it has formed, only the thread reads from the connection."""
         connection.stage = Stage.OPENING
         self._epoll.unregister(connection.sock)

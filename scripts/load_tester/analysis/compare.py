@@ -51,7 +51,6 @@ class Change:
 
 
 def compare(before: Figures, after: Figures, threshold: float) -> list[Change]:
-    """Compare all figures that both reports have."""
     return add_verdicts([changes_of(before, after)], threshold)[0]
 
 
@@ -115,7 +114,6 @@ def _blocks(samples: Sequence[float | list[float]]) -> stats.Blocks:
 
 
 def _limits_agree(before: Figures, after: Figures) -> bool:
-    """Whether both runs have the same limits."""
     sides = [(side["service"].get("limits_s"), side.get("config", {}).get("mix")) for side in (before, after)]
     return sides[0] == sides[1]
 

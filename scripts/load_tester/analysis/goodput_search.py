@@ -101,7 +101,6 @@ class SearchResult:
 
     @property
     def point(self) -> RatePoint | None:
-        """The point of ``best``."""
         return next((point for point in self.points if point.holds and point.rate == self.best), None)
 
 

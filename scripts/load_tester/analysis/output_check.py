@@ -26,7 +26,6 @@ class ExpectedOutput(msgspec.Struct):
 
 
 def save_outputs(records: list[RequestRecord], path: str) -> None:
-    """Write the outputs of all successful requests."""
     lines = [
         ExpectedOutput(record.prompt_digest, record.num_output_asked, record.text, record.ids)
         for record in records
@@ -38,8 +37,7 @@ def save_outputs(records: list[RequestRecord], path: str) -> None:
 def read_expected(config: LoadtestConfig) -> dict[Key, ExpectedOutput]:
     """Read ``--expect-file``; empty without it.
 
-    Raises:
-        ConfigError: the file cannot be read, is empty, or has two different outputs for one request.
+    Raises ConfigError: the file cannot be read, is empty, or has two different outputs for one request.
     """
     path = config.expect_file
     if not path:

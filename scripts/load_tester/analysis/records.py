@@ -13,9 +13,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """One request. Instants are seconds since the start of the run; -1 for an event that never happened.
 
     Attributes:
-        index: in the schedule.
-        class_name, tenant, session, turn, group, priority, priority_class, deadline_ms: as planned.
-        num_input, num_output_asked: tokens asked for.
         ideal_cached: prompt tokens that a perfect prefix cache would have held.
         prompt_digest: identifies the prompt, the same in every run.
         intended_s: when the request should have gone out; headline latencies count from here.
@@ -99,7 +96,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between successive events with output."""
         return [later - earlier for earlier, later in itertools.pairwise(self.stamps_s)]
 
 

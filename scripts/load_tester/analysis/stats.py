@@ -162,7 +162,6 @@ class Blocks:
         return rng.integers(0, self.count, self.count)
 
     def redrawn(self, rng: np.random.Generator) -> Floats:
-        """Values of a bootstrap sample."""
         picks = self.picks(rng)
         sizes = self._sizes[picks]
         skipped = np.repeat(self._starts[picks] - (np.cumsum(sizes) - sizes), sizes)

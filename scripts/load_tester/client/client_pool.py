@@ -55,12 +55,10 @@ class ClientFailed(BatonError):
 
 @dataclass
 class LoadResult:
-    """What the client processes sent and received.
+    """The requests sent and the responses received.
 
     Attributes:
         start_at: instant 0 of the run on the monotonic clock.
-        dones: results of all requests, in the order in which they ended.
-        planned: every request handed out, in order.
         finished: final figures of each client process.
         feed_cpu_s: CPU seconds of this process for making bodies and collecting results.
     """
@@ -75,8 +73,6 @@ class LoadResult:
 
 
 class _ProcessHandle:
-    """One client process and the pipes to it."""
-
     def __init__(
         self, on_message: Callable[["_ProcessHandle", Any], None], on_end: Callable[["_ProcessHandle"], None]
     ) -> None:
@@ -121,9 +117,7 @@ class ClientPool:
     """Client processes of one run.
 
     Args:
-        setup: sent to each process, with its share of the slots.
         content: makes the own headers, and the body, of a request.
-        on_progress: called with the state of every process, for the live view.
     """
 
     def __init__(
@@ -148,8 +142,7 @@ class ClientPool:
     async def start(self) -> None:
         """Start the processes, which import while the plan is made. ``close`` ends them, after a failure too.
 
-        Raises:
-            ClientFailed: the system cannot start that many.
+        Raises ClientFailed: the system cannot start that many.
         """
         await self._start(self._num_clients)
 
@@ -176,11 +169,7 @@ class ClientPool:
             handle.writer.send(msgspec.structs.replace(self._setup, slots=slots, reports_progress=reports))
 
     async def run(self, sessions: Iterable[Sequence[PlannedRequest]]) -> LoadResult:
-        """Send all sessions; return when everything has ended.
-
-        Raises:
-            ClientFailed: a process died.
-        """
+        """Send all sessions; return when everything has ended. Raises ClientFailed: a process died."""
         cpu_s = time.process_time()
         feeding = asyncio.create_task(self._feed(iter(sessions)))
         ending = asyncio.create_task(self._all_ended.wait())
@@ -343,8 +332,7 @@ class ClientPool:
 def resolve_host(host: str, port: int) -> str:
     """Resolve a host once, so that no request waits for it; IPv4 first, since servers often listen on it alone.
 
-    Raises:
-        OSError: the host has no address.
+    Raises OSError: the host has no address.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)

@@ -14,6 +14,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+import uvloop
+
 from scripts.load_tester.client.http_client import HttpClient
 from scripts.load_tester.client.ipc import (
     ClientFinished,
@@ -139,14 +141,7 @@ def main() -> None:
         os.nice(NICENESS)
     gc.freeze()
     gc.disable()
-    try:
-        import uvloop
-
-        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    except ImportError:
-        runner = asyncio.Runner()
-    with runner:
-        runner.run(_run())
+    uvloop.run(_run())
 
 
 async def _run() -> None:

@@ -36,10 +36,7 @@ class Exchange:
 
     Attributes:
         request: the message that scheduled it; opaque here.
-        data: the whole request as bytes.
         stamps, sizes: when each piece of the response arrived, and its length in bytes.
-        parts: the received bytes.
-        error: kind of failure; empty so far.
     """
 
     __slots__ = (
@@ -60,7 +57,6 @@ class Exchange:
         self.is_retry = False
 
     def drop_first(self, count: int) -> None:
-        """Forget the first bytes, with their stamps."""
         self.parts = [b"".join(self.parts)[count:]]
         while self.sizes and self.sizes[0] <= count:
             count -= self.sizes.pop(0)
@@ -69,7 +65,6 @@ class Exchange:
             self.sizes[0] -= count
 
     def drop_last(self, count: int) -> None:
-        """Forget the last bytes, with their stamps."""
         whole = b"".join(self.parts)
         self.parts = [whole[: len(whole) - count]]
         while self.sizes and self.sizes[-1] <= count:
@@ -80,8 +75,6 @@ class Exchange:
 
 
 class ConnectionOwner(Protocol):
-    """Receives the events of a connection."""
-
     def on_response(self, connection: "Connection", exchange: Exchange) -> None:
         """A response is complete; the connection may be used again if ``is_reusable``."""
         ...

@@ -26,8 +26,6 @@ class HttpClient:
     """Turns each ``SendRequest`` into a ``RequestDone``.
 
     Args:
-        setup: the server and the kind of loop.
-        on_done: called with each finished request.
         on_idle: called when all requests have ended and no more will come, perhaps more than once.
     """
 

@@ -30,7 +30,6 @@ class Setup(Message, frozen=True):
         slots: sessions in flight at once in a closed loop; 0 for an open loop.
         timeout_s: limit from sending a request to its last byte.
         stop_after_s: closed loop: seconds after the start at which no new session begins; 0 for no limit.
-        reports_progress: whether to send ``Progress``.
     """
 
     host: str
@@ -142,7 +141,6 @@ class ClientFinished(Message, frozen=True):
     Attributes:
         cpu_s, wall_s: CPU and elapsed seconds since the start.
         lags: sampled seconds by which the event loop was late.
-        num_connections: connections opened in all.
     """
 
     cpu_s: float
@@ -166,8 +164,6 @@ class MessageReader(asyncio.Protocol):
     """Reading end of a pipe.
 
     Args:
-        decoder: ``client_decoder`` or ``parent_decoder``.
-        on_message: called with each message.
         on_end: called once, when the other end has closed.
     """
 
@@ -242,7 +238,6 @@ class MessageWriter(asyncio.BaseProtocol):
         await self._flowing.wait()
 
     async def room(self) -> None:
-        """Wait while the reader is behind."""
         if not self._flowing.is_set():
             await self._flowing.wait()
 

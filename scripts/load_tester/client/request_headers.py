@@ -15,8 +15,7 @@ from scripts.load_tester.workload.prompts import PATHS
 class RequestHeaders:
     """Headers that differ between requests: a tenant's name or key.
 
-    Raises:
-        ConfigError: ``--tenant-keys`` cannot be read.
+    Raises ConfigError: ``--tenant-keys`` cannot be read.
     """
 
     def __init__(self, config: LoadtestConfig) -> None:
@@ -42,11 +41,7 @@ class RequestHeaders:
 
 
 def read_tenant_keys(path: str) -> dict[str, str]:
-    """Read API keys by tenant: on each line a name and a key.
-
-    Raises:
-        ConfigError: names the line, never the key.
-    """
+    """Read API keys by tenant: on each line a name and a key. Raises ConfigError: names the line, never the key."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -72,11 +67,7 @@ def common_headers(config: LoadtestConfig) -> dict[str, str]:
 
 
 def client_setup(config: LoadtestConfig) -> Setup:
-    """Make the configuration of the client processes.
-
-    Raises:
-        ConfigError: the host has no address.
-    """
+    """Make the configuration of the client processes. Raises ConfigError: the host has no address."""
     parts = urlsplit(config.url)
     is_tls = parts.scheme == "https"
     host, port = parts.hostname or "", parts.port or (443 if is_tls else 80)

@@ -28,11 +28,9 @@ FLUSH_PATHS = ("/flush_cache", "/reset_prefix_cache")
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server reports about itself.
+    """The facts that a server reports about itself.
 
     Attributes:
-        model: None if it lists none.
-        vocab_size: None if unknown.
         kind: owner of the model as listed: baton, llamacpp, vllm, sglang.
         details: version, model and limits, for the report.
     """
@@ -58,11 +56,7 @@ class ServerInfo:
 def fetch_server_info(url: str, headers: Headers, *, verify_tls: bool = True) -> ServerInfo:
     """Ask the server.
 
-    Args:
-        headers: sent with each request, the key among them.
-
-    Raises:
-        ConfigError: nothing answers, or the key is missing or wrong.
+    Raises ConfigError: nothing answers, or the key is missing or wrong.
     """
     parts = urlsplit(url)
     models = get_json(parts, "/v1/models", headers, verify_tls, is_refusable=True)
@@ -92,8 +86,7 @@ def _vocab_of(folder: Any) -> int | None:
 def get_json(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, *, is_refusable: bool = False) -> Any:
     """Decode the response to a GET as JSON; an empty dict if it is an error or no JSON.
 
-    Raises:
-        ConfigError: with ``is_refusable``, if the key is missing or wrong.
+    Raises ConfigError: with ``is_refusable``, if the key is missing or wrong.
     """
     status, body = get(parts, path, headers, verify_tls)
     if status in (401, 403) and is_refusable:
@@ -107,11 +100,7 @@ def get_json(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, 
 
 
 def flush_cache(url: str, headers: Headers, *, verify_tls: bool = True) -> None:
-    """Empty the server's prefix cache.
-
-    Raises:
-        ConfigError: the server has no such endpoint.
-    """
+    """Empty the server's prefix cache. Raises ConfigError: the server has no such endpoint."""
     statuses = []
     for path in FLUSH_PATHS:
         statuses.append(get(urlsplit(url), path, headers, verify_tls, method="POST")[0])
@@ -125,8 +114,7 @@ def flush_cache(url: str, headers: Headers, *, verify_tls: bool = True) -> None:
 def get(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, *, method: str = "GET") -> tuple[int, bytes]:
     """Status and body of a GET, or of a POST without a body.
 
-    Raises:
-        ConfigError: nothing answers, or the response does not end.
+    Raises ConfigError: nothing answers, or the response does not end.
     """
     connection = connect(parts, verify_tls)
     try:

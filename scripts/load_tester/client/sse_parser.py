@@ -109,7 +109,6 @@ class ParsedResponse:
 
 
 def parse_response(done: RequestDone) -> ParsedResponse:
-    """Parse the response of a finished request."""
     response = ParsedResponse()
     response.error = done.error
     head_end = done.raw.find(b"\r\n\r\n")

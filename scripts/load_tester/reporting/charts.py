@@ -94,10 +94,7 @@ def timeline_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
     good = [record for record in records if record.is_ok and record.stamps_s]
     if not good:
         return []
-    x = (
-        0.0,
-        1.02 * max(record.ended_s for record in records),
-    )  # the same for all charts
+    x = (0.0, 1.02 * max(record.ended_s for record in records))  # the same for all charts
     first, whole, decode = (Chart("s", "ms", x=x, is_log_y=True) for _ in range(3))
     first.dots([(record.intended_s, _ms(record.ttft_s)) for record in good], 0, "time to first token")
     first.line(_rolling([(record.intended_s, _ms(record.ttft_s)) for record in good]), 1, "median of the last 20")

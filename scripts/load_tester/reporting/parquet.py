@@ -53,11 +53,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 
 
 def require_pyarrow() -> Any:
-    """Import pyarrow.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Import pyarrow. Raises ConfigError: it is not installed."""
     try:
         import pyarrow
     except ImportError:

@@ -96,7 +96,6 @@ class ProgressView:
                 self._levels[name].append(float(np.median(values)))
 
     def _curve(self, name: str) -> str:
-        """The last values as a sparkline."""
         values = self._levels[name]
         most = max(values, default=0.0)
         return "".join(STEPS[round(8 * value / most)] if most else " " for value in values)

@@ -112,11 +112,7 @@ def write_json(content: Any, path: str) -> None:
 
 
 def read_json(path: str) -> Figures:
-    """Read a report.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no report of this version.
-    """
+    """Read a report. Raises ConfigError: the file cannot be read, or is no report of this version."""
     try:
         content: Figures = msgspec.json.decode(Path(path).read_bytes())
         if not isinstance(content, dict) or "schema" not in content:

@@ -60,7 +60,6 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A number as short as possible."""
     if value and abs(value) < 0.001:
         return f"{value:.0e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
@@ -99,7 +98,6 @@ class Chart:
         self._marks.append(("dashed" if is_dashed else "line", _thinned(points), f"c{colour}", name))
 
     def dots(self, points: Points, colour: int, name: str = "") -> None:
-        """Add a dot for each point."""
         self._marks.append(("dots", _thinned(points), f"c{colour}", name))
 
     def bar(self, y: float, begin: float, end: float, colour: int, title: str = "") -> None:

@@ -191,7 +191,6 @@ def is_warm(report: Report) -> bool:
 
 
 def describe_outputs(outputs: Figures) -> str:
-    """Counts of the output check as text."""
     as_text = f" ({outputs['by_text']:,} as text, without token ids)" if outputs["by_text"] else ""
     parts = [f"{outputs['compared']:,} compared{as_text}, {outputs['differ']:,} differ"]
     if outputs["unanswered"]:

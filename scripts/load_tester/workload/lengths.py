@@ -21,7 +21,6 @@ class LengthDistribution:
     """A distribution of token counts, all at least 1.
 
     Attributes:
-        text: the option's value.
         draw: draws lengths from ``(rng, count)``.
     """
 
@@ -40,8 +39,7 @@ def parse_lengths(text: str, flag: str, most: int = MAX_LENGTH) -> LengthDistrib
     A trailing ``:max=N`` limits lengths, as ``most`` always does. A file has one number per line; lengths are drawn
     from it with replacement.
 
-    Raises:
-        ConfigError: names the flag.
+    Raises ConfigError: names the flag.
     """
     body, bounded, limit = text.partition(":max=")
     kind, *words = body.split(":")

@@ -34,8 +34,6 @@ class Plan:
         num_sessions: None if endless.
         is_open: whether first turns have instants.
         seconds: length of the schedule, after which no session begins; None if unknown.
-        notes: sentences for the user.
-        classes: request classes by name.
         is_checked: whether arrivals follow ``--arrival``; those of a trace do not.
         num_requests: turns of all sessions; None if endless.
     """
@@ -51,11 +49,7 @@ class Plan:
 
 
 def make_plan(config: LoadOptions) -> Plan:
-    """Make the plan of a configuration.
-
-    Raises:
-        ConfigError: the trace or the mix is invalid.
-    """
+    """Make the plan of a configuration. Raises ConfigError: the trace or the mix is invalid."""
     classes = request_classes_of(config)
     if config.trace:
         return _trace_plan(config, classes)

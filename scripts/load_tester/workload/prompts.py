@@ -27,8 +27,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that is used here."""
-
     def encode(self, text: str) -> Any: ...
     def decode(self, ids: list[int]) -> str: ...
 
@@ -38,14 +36,10 @@ class RequestBodies:
     """Makes bodies.
 
     Args:
-        seed: of the run.
         vocab: token ids are drawn from ``low <= id < high``.
-        endpoint: decides the format of the body.
         model: name of the model; None to leave it out.
         is_text: send words instead of token ids; always so for chat.
         tokenizer: trims words to the exact number of tokens; without it, one word stands for one token.
-        with_ids: ask for token ids in the response.
-        common: fields of every body.
         tenant_in_header: the tenant is named by header or key, and left out of the body.
     """
 
@@ -70,7 +64,6 @@ class RequestBodies:
         self._integers = np.random.Generator(bits).integers
 
     def tokens(self, segment: Segment) -> list[int]:
-        """Token ids of a segment."""
         return self._drawn(segment, *self.vocab)
 
     def _drawn(self, segment: Segment, low: int, high: int) -> list[int]:
@@ -89,7 +82,6 @@ class RequestBodies:
         return self.tokenizer.decode(ids) + " "
 
     def body(self, planned: PlannedRequest) -> bytes:
-        """JSON body of a request."""
         fields = self._fields(planned)
         if planned.extra:
             fields.update(planned.extra)

@@ -41,8 +41,7 @@ def mean_load(classes: dict[str, RequestClass]) -> tuple[float, float]:
 def request_classes_of(config: LoadOptions) -> dict[str, RequestClass]:
     """The classes of ``--mix``, or the single one of the other options, by name.
 
-    Raises:
-        ConfigError: names class and key.
+    Raises ConfigError: names class and key.
     """
     plain = RequestClass(
         "",

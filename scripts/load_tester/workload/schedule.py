@@ -62,8 +62,7 @@ class RateProfile:
     def parse(cls, text: str, duration_s: float | None = None) -> "RateProfile":
         """Parse ``4`` (constant), ``1..10`` (ramp over ``duration_s``) or ``1x30,2x30,8x10`` (steps, rate x seconds).
 
-        Raises:
-            ConfigError: the text is none of these, or a ramp without a duration.
+        Raises ConfigError: the text is none of these, or a ramp without a duration.
         """
         ramp = re.fullmatch(r"([\d.]+)\.\.([\d.]+)", text)
         try:
@@ -175,8 +174,7 @@ def arrivals(
 ) -> Floats:
     """Arrival instants in seconds from the start: ``num_requests`` of them, or those before ``duration_s``.
 
-    Raises:
-        ConfigError: there are more than ``MAX_REQUESTS``.
+    Raises ConfigError: there are more than ``MAX_REQUESTS``.
     """
     if num_requests is not None:
         unit = unit_arrivals(arrival, num_requests, rng, cv=cv, burst_size=burst_size)

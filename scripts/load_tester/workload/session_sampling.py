@@ -81,11 +81,7 @@ class SessionSampler:
         self._rngs |= {(purpose, 0): make_rng(seed, SAMPLING, purpose) for purpose in (CLASS, TENANT)}
 
     def take(self, count: int, most: int | None = None) -> SessionColumns:
-        """Draw the next ``count`` sessions.
-
-        Raises:
-            ConfigError: they have more than ``most`` requests.
-        """
+        """Draw the next ``count`` sessions. Raises ConfigError: they have more than ``most`` requests."""
         request_class = self._choose(count)
         turns = self._by_class(TURNS, request_class, lambda request_class, rng, n: request_class.turns.draw(rng, n))
         num_requests = int(turns.sum())
@@ -160,8 +156,7 @@ class SampledSessions:
         count: number of sessions; None for an endless plan, which draws more whenever the first ones are used up.
         at: instants of the first turns.
 
-    Raises:
-        ConfigError: the sessions have more than ``MAX_REQUESTS`` requests.
+    Raises ConfigError: the sessions have more than ``MAX_REQUESTS`` requests.
     """
 
     def __init__(

@@ -55,7 +55,6 @@ class Trace:
     """A trace.
 
     Attributes:
-        format: its name.
         unit: of its timestamps: s, ms, us; empty without timestamps.
         segment_tokens: prompt tokens that one of its hash ids stands for.
         rows: in order of time; ``at`` in seconds from the first.
@@ -76,8 +75,7 @@ class Trace:
 def read_trace(path: str, unit: str = "auto") -> Trace:
     """Read a file of any known format.
 
-    Raises:
-        ConfigError: the file cannot be read, or has no known format; names line and field.
+    Raises ConfigError: the file cannot be read, or has no known format; names line and field.
     """
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
@@ -174,11 +172,7 @@ def _hash_row(content: dict[str, Any], name: str) -> TraceRow:
 
 
 def _length(value: Any) -> int:
-    """Parse a number of tokens; 0 or less for none.
-
-    Raises:
-        ValueError, OverflowError: the value is not a number, or too large.
-    """
+    """Parse a number of tokens; 0 or less for none. Raises ValueError, OverflowError: no number, or too large."""
     length = int(float(value))
     if length > MAX_LENGTH:
         raise ValueError(f"{length:,} tokens are more than {MAX_LENGTH:,}")
@@ -250,7 +244,6 @@ class ReplayOptions:
         window: first and last second of the trace to replay.
         time_scale: seconds of replay per second of the trace; None to reach ``mean_rate``.
         has_jitter: whether to spread requests of one tick over the tick.
-        max_requests: limit on the requests taken from the window.
         duration_s: length of the replay, after which no request is planned.
     """
 
@@ -268,8 +261,7 @@ class ReplayOptions:
 def replay_trace(trace: Trace, replay: ReplayOptions, rng: np.random.Generator) -> list[PlannedRequest]:
     """Make a plan of the trace, and describe the replay in ``trace.notes``.
 
-    Raises:
-        ConfigError: the window has no request, or the replay is too long.
+    Raises ConfigError: the window has no request, or the replay is too long.
     """
     low, high = replay.window
     rows = [row for row in trace.rows if not trace.has_times or low <= (row.at or 0.0) < high]

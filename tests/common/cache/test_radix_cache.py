@@ -239,7 +239,7 @@ def test_both_parts_of_a_split_pending_node_stay_pending() -> None:
     assert match.pending is not None
     assert match.pending.pages == [0, 1]  # exactly the common pages
     assert [node.pages for node in pending.nodes] == [[0, 1], [2]]
-    assert all(node.is_pending for node in pending.nodes)
+    assert all(node.pending is pending for node in pending.nodes)
     cache.check()
     assert cache.make_ready(pending) is pending.node
     assert cache.match(A + B + D).pages == [0, 1]

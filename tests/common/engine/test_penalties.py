@@ -32,7 +32,7 @@ def adjusted(
     logits: list[float], params: SamplingParams, tokens: tuple[int, ...] = (), prompt_len: int = 0
 ) -> list[float]:
     row = torch.tensor([logits])
-    apply_penalties(row, [SamplingRow(params, len(tokens), prompt_len, history=TokenHistory(tokens, prompt_len))])
+    apply_penalties(row, [(params, TokenHistory(tokens, prompt_len))])
     found: list[float] = row[0].tolist()
     return found
 
@@ -110,11 +110,11 @@ def test_any_batch_is_adjusted_as_the_definition_says_row_by_row(device: str) ->
                 history.append(token)
             draws.append(SamplingRow(params, len(prompt + output), len(prompt), history=history))
         together = logits.clone().to(device)
-        apply_penalties(together, draws)
-        for row, (draw, (params, prompt, output)) in enumerate(zip(draws, rows, strict=True)):
+        apply_penalties(together, [(draw.params, draw.history) for draw in draws])
+        for row, (_, (params, prompt, output)) in enumerate(zip(draws, rows, strict=True)):
             alone = logits[row : row + 1].clone().to(device)
             rebuilt = TokenHistory(prompt + output, len(prompt))  # as after a retraction, or on another node
-            apply_penalties(alone, [SamplingRow(params, draw.position, draw.prompt_len, history=rebuilt)])
+            apply_penalties(alone, [(params, rebuilt)])
             assert torch.equal(alone[0], together[row])
             expected = naive(logits[row].tolist(), params, prompt + output, len(prompt))
             assert np.allclose(alone[0].tolist(), expected, atol=1e-5)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor
+from support.cluster.manual_clock import ManualClock
 from support.service.client import prompt_of
 from support.service.processes import ROOT
 from support.service.service import Service, running
 
 from common.cache.page_allocator import PageAllocator
-from common.clock import ManualClock
 from common.config.node import NodeConfig
 from common.config.shared import SCHEDULING_VARIABLES
 from common.errors import ConfigError

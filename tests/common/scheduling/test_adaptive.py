@@ -134,7 +134,7 @@ def test_missed_deadlines_count_where_the_requests_waited(lookahead: int) -> Non
     assert missed >= 10
     decode = service.cluster.nodes["decode-1........"]
     assert decode.role.counters()["adaptive_orders_edf"] > 10
-    in_gateway = service.cluster.gateway.fleet.queue.order.policy
+    in_gateway = service.cluster.gateway.pool.queue.order.policy
     assert (in_gateway.totals()["adaptive_orders_edf"] > 10) == (lookahead == 0)
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor
+from support.cluster.manual_clock import ManualClock
 
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
-from common.clock import ManualClock
 from common.config.scheduling import PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs

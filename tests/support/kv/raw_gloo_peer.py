@@ -8,8 +8,8 @@ import torch
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
 
-from common.wire.messages import Connect
-from kv_transfer.transports.base import Attached, to_message
+from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.transports.base import Attached
 from kv_transfer.transports.tcp.protocol import MAC_BYTES, PAGE_FRAME_BYTES, AuthenticatedConnection
 from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
 from kv_transfer.transports.torch_distributed.backend import Group, Pages
@@ -40,7 +40,8 @@ def writer() -> Iterator[GroupWriter]:
 
 
 def offer(reader: GroupReader, epoch: int = 1) -> Connect:
-    return Connect("decode-0", "model", epoch, to_message(LAYOUT), NUM_PAGES, "gloo", reader.offer(PREFILL, epoch))
+    layout, endpoint = LayoutMessage.of(LAYOUT), reader.offer(PREFILL, epoch)
+    return Connect("decode-0", "model", epoch, layout, NUM_PAGES, "gloo", endpoint)
 
 
 def attach(writer: GroupWriter, reader: GroupReader, epoch: int = 1) -> None:

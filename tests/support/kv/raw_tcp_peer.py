@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
-from common.wire.messages import Connect
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.page_slices import PageSlice, whole
-from kv_transfer.transports.base import Attached, to_message
+from kv_transfer.transports.base import Attached
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp.protocol import DONE, DONE_FRAME_BYTES, HELLO, MAGIC, PAGE, WELCOME, Terms
 
@@ -44,7 +44,7 @@ def writer() -> Iterator[TcpWriter]:
 
 
 def offer(reader: TcpReader, epoch: int = 1) -> Connect:
-    return Connect("decode-0", "model", epoch, to_message(LAYOUT), NUM_PAGES, "tcp", reader.offer(PREFILL, epoch))
+    return Connect("decode-0", "model", epoch, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", reader.offer(PREFILL, epoch))
 
 
 def until(look: Callable[[], Any], timeout_s: float = 60.0) -> Any:
@@ -70,7 +70,7 @@ class RawTcpPeer:
     def __init__(self, reader: TcpReader) -> None:
         self.reader = reader
         self.open_peers.append(self)
-        self.connection = socket.create_connection(("127.0.0.1", reader.port))
+        self.connection = socket.create_connection(("127.0.0.1", reader._port))
         self.connection.settimeout(60)
         self.terms: Terms | None = None
         self.num_sent = 0

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
-from common.wire.messages import Connect
-from kv_transfer.transports.base import Attached, AttachError, Fenced, to_message
+from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.transports.base import Attached, AttachError, Fenced
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def writer() -> Iterator[ShmWriter]:
 
 def offer(reader: ShmReader, epoch: int = 1, peer: str = PREFILL) -> Connect:
     endpoint = reader.offer(peer, epoch)
-    return Connect("decode-0", "model", epoch, to_message(LAYOUT), NUM_PAGES, "shm", endpoint)
+    return Connect("decode-0", "model", epoch, LayoutMessage.of(LAYOUT), NUM_PAGES, "shm", endpoint)
 
 
 def attach(reader: ShmReader, writer: ShmWriter, connect: Connect, *, peer: str = DECODE) -> str:

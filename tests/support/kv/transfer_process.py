@@ -103,7 +103,7 @@ class SenderEnd(TransferEnd):
     def do_is_granted(self, rid: str) -> bool:
         return self.sender.is_granted((rid, 0))
 
-    def do_books(self) -> dict[str, Any]:
+    def do_page_counts(self) -> dict[str, Any]:
         self.sender.check()
         self.allocator.check()
         return {"free": self.allocator.num_free, "aside": 0, "ends": self.released}
@@ -178,10 +178,10 @@ class ReceiverEnd(TransferEnd):
         self.allocator.free(self.kept.pop(rid), Owner.REQUEST)
         self._settle()
 
-    def do_books(self) -> dict[str, Any]:
+    def do_page_counts(self) -> dict[str, Any]:
         self.receiver.check()
         self.allocator.check()
         junk = bytes([JUNK]) * LAYOUT.page_bytes
         for page in self.allocator._stack:
             assert self.store.read(page) == junk, f"page {page} is free and was written"
-        return {"free": self.allocator.num_free, "aside": self.receiver.num_quarantined, "ends": self.ends}
+        return {"free": self.allocator.num_free, "aside": self.allocator.count(Owner.QUARANTINE), "ends": self.ends}

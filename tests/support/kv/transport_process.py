@@ -20,11 +20,11 @@ import msgspec
 from support.kv.kv_fakes import MemfdStore
 
 from common.cache.page_layout import PageLayout
-from common.wire.messages import Connect
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.page_mapping import PageMapping
 from kv_transfer.receive import table as receive_table
 from kv_transfer.transports import pending_connections
-from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport, from_message, to_message
+from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport
 from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl import reader as nixl_reader
 from kv_transfer.transports.nixl import writer as nixl_writer
@@ -60,7 +60,7 @@ class WriterEnd:
 
     def do_attach(self, peer: str, connect: str) -> str:
         offer = msgspec.json.decode(connect, type=Connect)
-        self.fits[peer] = PageMapping(self.store.layout, from_message(offer.layout))
+        self.fits[peer] = PageMapping(self.store.layout, offer.layout.layout())
         try:
             self.transport.attach(peer, offer)
         except AttachError as error:
@@ -95,7 +95,7 @@ class ReaderEnd:
     def do_offer(self, peer: str, epoch: int) -> str:
         endpoint = self.transport.offer(peer, epoch)
         name = self.transport.name
-        connect = Connect("decode-0", "model", epoch, to_message(self.store.layout), NUM_PAGES, name, endpoint)
+        connect = Connect("decode-0", "model", epoch, LayoutMessage.of(self.store.layout), NUM_PAGES, name, endpoint)
         return msgspec.json.encode(connect).decode()
 
     def do_chosen(self, peer: str, epoch: int, transport: str) -> bool:

@@ -105,7 +105,7 @@ def count_preemptions(service: SimulatedService, rate: float) -> Counter[str]:
     lost: Counter[str] = Counter()
     for node in service.cluster.nodes.values():
         decisions = node.role._scheduler.decisions
-        assert decisions.num_noted <= MAX_DECISIONS, "the ring dropped some decisions"
+        assert len(decisions._ring) < MAX_DECISIONS, "the ring dropped some decisions"
         for decided in decisions.last(MAX_DECISIONS, service.events.now()):
             if "goes to the more urgent" in decided.reason or "go to the more urgent" in decided.reason:
                 loser, winner = service.ended[decided.rid], service.ended[decided.reason.rsplit(" ", 1)[1]]

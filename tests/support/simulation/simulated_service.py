@@ -100,7 +100,7 @@ class SimulatedService:
 
     def _send(self, ask: GenerateRequest) -> None:
         try:
-            self.cluster.gateway.ask(ask)
+            self.cluster.gateway.submit(ask)
         except RequestError as error:
             self.refused[ask.rid] = error
 
@@ -151,8 +151,8 @@ class SimulatedService:
                 load = node.role.load()
                 assert (load.num_running, load.num_waiting, load.num_quarantined_pages) == (0, 0, 0), node.incarnation
                 assert load.num_free_pages + load.num_cached_pages == node.capacity.num_pages, "a page leaked"
-                assert self.cluster.gateway.fleet.router.load(node.incarnation) == 0
-        assert self.cluster.gateway.fleet.admission.num_in_flight == 0
+                assert self.cluster.gateway.pool.router.load(node.incarnation) == 0
+        assert self.cluster.gateway.pool.admission.num_in_flight == 0
         assert self.cluster.network.num_in_flight == 0
 
     def assert_exact_tokens(self, rid: str) -> None:

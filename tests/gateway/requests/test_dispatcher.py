@@ -1,0 +1,237 @@
+"""The dispatcher without sockets, step by step."""
+
+import pytest
+from support.cluster.manual_clock import ManualClock
+from support.gateway.fake_nodes import make_register
+
+from common.config.gateway import GatewayConfig
+from common.errors import RequestError
+from common.sampling_params import SamplingParams
+from common.wire.messages import Abort, Generate, Tokens
+from gateway.requests.dispatcher import SENT_AT_ONCE, Dispatcher
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
+from gateway.workers.pool import WorkerPools, make_pool
+
+PREFILL, DECODE = "p" * 32, "d" * 32
+ONE_TOKEN = SamplingParams(max_new_tokens=1)
+
+
+class Post:
+    """Keeps the sent messages, and the callbacks for the next turn until ``turn`` calls them."""
+
+    def __init__(self):
+        self.sent = []
+        self.soon = []
+        self.unreachable = set()
+        self.dropped = []
+
+    def send(self, message, incarnation):
+        self.sent.append((message, incarnation))
+        return incarnation not in self.unreachable
+
+    def drop_soon(self, incarnation):
+        self.dropped.append(incarnation)
+
+    def call_later(self, delay_s, act, rid):
+        return self
+
+    def cancel(self):
+        pass
+
+    def call_soon(self, act):
+        self.soon.append(act)
+
+    def turn(self):
+        due, self.soon = self.soon, []
+        for act in due:
+            act()
+
+    def at(self, node):
+        return [message for message, to in self.sent if isinstance(message, Generate) and to == node]
+
+    def at_decode(self):
+        return [message.rid for message in self.at(DECODE)]
+
+
+class Silent:
+    def push(self, tokens):
+        return ""
+
+    def flush(self):
+        return ""
+
+
+class Table:
+    """A dispatcher over one prefill node and decode nodes with ``rows`` rows each."""
+
+    def __init__(self, *, rows=1, decodes=(DECODE,), **options):
+        config = GatewayConfig(max_dispatch_ahead=0, **(options or {"enable_priority_scheduling": True}))
+        pools = [make_pool(config, model, 300) for model in ("tiny", "other")]
+        for pool in pools:
+            model = pool.model
+            pool.registry.register(PREFILL, make_register("prefill", "prefill", model=model), 0.0)
+            for incarnation in decodes:
+                decode = make_register("decode", incarnation, model=model, max_running=rows)
+                pool.registry.register(incarnation, decode, 0.0)
+        self.post = Post()
+        self.clock = ManualClock(1.0)
+        self.ended = []
+        self.requests = Dispatcher(WorkerPools(pools), self.post, self.post, self.clock, on_end=self.ended.append)
+
+    def come(self, *rids, prompts=(0,), sampling=ONE_TOKEN, model="tiny", **fields):
+        streams = []
+        for rid, number in zip(rids, prompts, strict=True):
+            request = GenerateRequest(rid, rid, (1, 2), sampling, model, prompt_number=number, **fields)
+            streams.append(OutputStream(request, 0, Silent, lambda stream: None, self.clock.now()))
+        self.requests.dispatch(streams)
+
+    def end(self, rid):
+        self.say(PREFILL, rid, self.sent(rid)[-1].attempt)
+
+    def say(self, node, rid, attempt, *, index=0, finish="length"):
+        self.requests.on_tokens(node, Tokens(rid, attempt, index, (5,), finish=finish))
+
+    def sent(self, rid):
+        return [message for message in self.post.at(DECODE) if message.rid == rid]
+
+
+def test_a_new_request_does_not_pass_waiting_ones_when_a_row_is_free():
+    table = Table()
+    for rid in ("first", "waits"):
+        table.come(rid)
+    table.end("first")
+    table.come("late")  # before the ended request is replaced
+    assert table.post.at_decode() == ["first"]
+    table.post.turn()
+    assert table.post.at_decode() == ["first", "waits"]
+
+
+def test_a_more_urgent_new_request_goes_first_when_a_row_is_free():
+    table = Table()
+    for rid in ("first", "waits"):
+        table.come(rid)
+    table.end("first")
+    table.come("urgent", priority=1)
+    table.post.turn()
+    table.end("urgent")
+    table.post.turn()
+    assert table.post.at_decode() == ["first", "urgent", "waits"]
+
+
+def test_requests_that_end_together_are_replaced_in_one_turn():
+    table = Table()
+    for rid in "abc":
+        table.come(rid)
+    table.end("a")
+    table.requests.abort("b")
+    assert len(table.post.soon) == 1
+    table.post.turn()
+    assert table.post.at_decode() == ["a", "c"]
+    assert table.requests.num_in_flight == 1
+
+
+def test_tokens_of_an_earlier_attempt_with_the_same_id_are_refused():
+    table = Table()
+    table.come("mine")
+    table.end("mine")
+    table.come("mine")
+    first, second = (generate.attempt for generate in table.sent("mine"))
+    assert first != second
+    table.say(PREFILL, "mine", first)
+    assert (Abort("mine", first), PREFILL) in table.post.sent
+    assert table.requests.num_in_flight == 1
+    table.say(PREFILL, "mine", second)
+    assert table.requests.num_in_flight == 0
+
+
+def test_samples_share_a_pair_and_prompts_go_to_the_emptiest():
+    table = Table(rows=2, decodes=(DECODE, "e" * 32))
+    table.come("a0", "a1", "b0", "b1", prompts=(0, 0, 1, 1))
+    assert table.post.at_decode() == ["a0", "a1"]
+
+
+@pytest.mark.parametrize(
+    ("max_new", "ignore_eos", "num_said", "count", "seconds", "then"),
+    [
+        (101, True, 11, 1, 45.0, 48.0),  # 90 tokens left at half a second each; the other request has 95
+        (101, False, 11, 1, 6.0, 6.0),  # unknown length: as many tokens again, 5.5 s
+        (13, False, 11, 1, 1.0, 4.0),  # but at most two, and seven
+        (21, True, 11, 2, 8.0, 12.0),  # the second has 15 left; a third would wait half as long again
+        (21, True, 1, 1, 1.0, 1.0),  # no pace is known
+    ],
+)
+def test_retry_after_of_a_fresh_service_is_estimated_from_requests_in_flight(
+    max_new, ignore_eos, num_said, count, seconds, then
+):
+    table = Table(rows=2, max_queued_requests=0)
+    for rid, more in (("short", 0), ("long", 5)):
+        sampling = SamplingParams(max_new_tokens=max_new + more, ignore_eos=ignore_eos)
+        table.come(rid, sampling=sampling, expected_output=(max_new + more) * ignore_eos)
+        table.say(PREFILL, rid, table.sent(rid)[-1].attempt, finish="")
+    table.come("elsewhere", model="other", sampling=SamplingParams(max_new_tokens=13))
+    table.say(PREFILL, "elsewhere", table.sent("elsewhere")[-1].attempt, finish="")
+    for index in range(1, num_said):
+        table.clock.advance(0.5)
+        for rid in ("short", "long", "elsewhere"):
+            table.say(DECODE, rid, table.sent(rid)[-1].attempt, index=index, finish="")
+    with pytest.raises(RequestError) as caught:
+        table.come(*"ab"[:count], prompts=range(count))
+    assert caught.value.retry_after_s == seconds
+    with pytest.raises(RequestError) as caught:
+        table.come("c")
+    assert caught.value.retry_after_s == then
+
+
+def test_service_is_accounted_for_requests_that_never_waited():
+    table = Table(schedule_policy="fair")
+    for rid, tenant in (("first", "a"), ("a", "a"), ("b", "b")):
+        table.come(rid, tenant=tenant)
+    table.end("first")  # its token is charged to tenant a
+    table.post.turn()
+    assert table.post.at_decode() == ["first", "b"]
+
+
+def test_many_outputs_are_sent_in_several_turns():
+    table = Table(rows=300)
+    rids = [f"r{i}" for i in range(SENT_AT_ONCE * 2 + 10)]
+    table.come(*rids, prompts=[0] * len(rids))
+    assert table.post.at_decode() == rids[:SENT_AT_ONCE]
+    table.come("later")
+    assert len(table.post.soon) == 1
+    table.post.turn()
+    assert table.post.at_decode() == rids[: 2 * SENT_AT_ONCE]
+    table.post.turn()
+    assert table.post.at_decode() == [*rids, "later"]
+    assert not table.post.soon
+    told = table.requests.decisions.last(999, 0.0)
+    assert all("full" not in decided.reason for decided in told if decided.rid in rids)
+
+
+def test_long_prompts_are_sent_one_per_turn(monkeypatch):
+    monkeypatch.setattr("gateway.requests.dispatcher.TOKENS_AT_ONCE", 5)  # each has two
+    table = Table(rows=4)
+    table.come(*"abcdef", prompts=[0] * 6)
+    assert table.post.at_decode() == ["a", "b"]
+    table.post.turn()
+    assert table.post.at_decode() == ["a", "b", "c", "d"]
+    assert not table.post.soon, "there are four rows"
+    for rid in "abcd":
+        table.end(rid)
+    monkeypatch.setattr("gateway.requests.dispatcher.TOKENS_AT_ONCE", 1)  # fewer than any has
+    table.post.turn()
+    assert table.post.at_decode()[4:] == ["e"]
+    table.post.turn()
+    assert table.post.at_decode()[4:] == ["e", "f"]
+
+
+def test_a_node_that_cannot_be_reached_gets_no_more_requests_and_is_reported_once():
+    table = Table(rows=2, decodes=(DECODE, "e" * 32))
+    table.post.unreachable.add(DECODE)
+    table.come("a", "b", prompts=(0, 1))
+    assert table.post.dropped == [DECODE]
+    assert not table.ended, "the dispatcher leaves the node's removal to the control plane"
+    assert [message.rid for message in table.post.at("e" * 32)] == ["b"]
+    table.requests.on_worker_lost(DECODE, "decode")
+    assert [stream.request.rid for stream in table.ended] == ["a"]
+    assert table.requests.num_in_flight == 1

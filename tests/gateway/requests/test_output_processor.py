@@ -1,0 +1,149 @@
+"""Messages in any order give the same text, ids and end, and an output ends exactly once."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.gateway.fake_nodes import make_tokenizer
+
+from common.errors import ErrorCode, RequestError
+from common.sampling_params import SamplingParams
+from common.wire.messages import Tokens
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
+from gateway.text.tokenizer import Tokenizer
+
+TEXT = Tokenizer(make_tokenizer())
+
+
+class Ends(list):
+    """Streams that have ended, once for each end."""
+
+
+def make_relay(stops=(), **sampling):
+    ends = Ends()
+    request = GenerateRequest("r", "r", (1, 2), SamplingParams(max_new_tokens=100, **sampling), stops=tuple(stops))
+
+    def wake(stream):
+        if stream.is_ended:
+            ends.append(stream)
+
+    return OutputStream(request, 0, lambda: TEXT.detokenizer(skip_special=True), wake, 0.0), ends
+
+
+def message(index, tokens, finish="", **fields):
+    return Tokens("r", 0, index, tuple(tokens), finish=finish, **fields)
+
+
+def ids_of(text):
+    return TEXT.encode(text, add_special_tokens=False)
+
+
+@settings(deadline=None)
+@given(
+    st.text(min_size=1, max_size=30), st.permutations(range(6)), st.lists(st.integers(1, 30), min_size=5, max_size=5)
+)
+def test_messages_in_any_order_give_the_same_output(text, order, cuts):
+    ids = ids_of(text)
+    places = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    messages = {
+        start: message(start, ids[start:end], "length" if end == len(ids) else "")
+        for start, end in itertools.pairwise(places)
+        if end > start
+    }
+    in_order = list(messages.values())
+    stream, ends = make_relay()
+    shown = ""
+    for i in order:
+        if i < len(in_order):
+            stream.on_tokens(in_order[i], 1.0)
+            delta = stream.take()
+            shown += delta.text if delta else ""
+    assert (stream.ids, stream.text, shown, stream.finish) == (ids, text, text, "length")
+    assert ends == [stream]
+
+
+def test_the_stop_token_is_counted_but_not_shown():
+    stream, ends = make_relay()
+    stream.on_tokens(message(0, [*ids_of("ab"), ids_of("c")[0]], "stop"), 1.0)
+    assert (stream.text, stream.finish, stream.matched) == ("ab", "stop", ids_of("c")[0])
+    assert len(stream.ids) == len(ids_of("ab")) + 1
+    assert len(ends) == 1
+
+
+def test_a_stop_string_across_tokens_ends_the_output_at_once():
+    stream, ends = make_relay(["lov"])
+    ids = [*ids_of("my l"), *ids_of("o"), *ids_of("v"), *ids_of("e")]
+    for i, token in enumerate(ids):
+        stream.on_tokens(message(i, [token]), 1.0 + i)
+    assert (stream.text, stream.finish, stream.matched) == ("my ", "stop", "lov")
+    assert stream.ids == ids[:-1]
+    assert len(ends) == 1
+
+
+def test_a_stop_string_inside_a_longer_message_cuts_the_ids_after_it():
+    stream, _ = make_relay(["b"])
+    stream.on_tokens(message(0, [*ids_of("a"), *ids_of("b"), *ids_of("c")], "length"), 1.0)
+    assert (stream.text, stream.ids, stream.finish) == ("a", [*ids_of("a"), *ids_of("b")], "stop")
+
+
+def test_stop_strings_count_only_after_min_tokens():
+    stream, _ = make_relay(["a"], min_tokens=2)
+    a = ids_of("a")[0]
+    stream.on_tokens(message(0, [a, a, a, a]), 1.0)
+    assert (stream.text, len(stream.ids)) == ("aa", 3)
+
+
+def test_text_held_back_for_a_stop_is_shown_at_the_end():
+    stream, _ = make_relay(["abc"])
+    stream.on_tokens(message(0, ids_of("xa")), 1.0)
+    assert stream.take().text == "x"
+    stream.on_tokens(message(len(ids_of("xa")), ids_of("b"), "length"), 2.0)
+    delta = stream.take()
+    assert (delta.text, delta.is_last) == ("ab", True)
+
+
+def test_repeated_tokens_are_taken_once():
+    stream, _ = make_relay()
+    ids = ids_of("Shall I compare")
+    stream.on_tokens(message(0, ids[:3]), 1.0)
+    stream.on_tokens(message(1, ids[1:5]), 1.0)
+    stream.on_tokens(message(0, ids[:2]), 1.0)
+    assert stream.ids == ids[:5]
+
+
+def test_the_first_token_brings_the_cached_tokens_and_timings_add_up():
+    stream, _ = make_relay()
+    stream.on_tokens(message(1, ids_of("b"), "length", timings={"decode_s": 2.0}), 3.0)
+    assert stream.first_at == 0.0
+    stream.on_tokens(message(0, ids_of("a"), cached_tokens=16, timings={"prefill_s": 1.0}), 4.0)
+    assert (stream.first_at, stream.cached_tokens) == (4.0, 16)
+    assert stream.timings == {"prefill_s": 1.0, "decode_s": 2.0}
+
+
+def test_an_output_ends_once():
+    stream, ends = make_relay()
+    stream.on_tokens(message(0, ids_of("a")), 1.0)
+    stream.fail(RequestError(ErrorCode.NODE_LOST, "gone"), 2.0)
+    stream.fail(RequestError(ErrorCode.ABORTED, "again"), 3.0)
+    stream.on_tokens(message(1, ids_of("b"), "length"), 4.0)
+    assert stream.error is not None
+    assert stream.error.code is ErrorCode.NODE_LOST
+    assert (len(ends), stream.ids, stream.finish) == (1, ids_of("a"), "")
+
+
+def test_an_ended_output_gives_its_last_delta():
+    stream, _ = make_relay()
+    assert stream.take() is None
+    stream.on_tokens(message(0, ids_of("a"), "length"), 1.0)
+    delta = stream.take()
+    assert (delta.text, delta.ids, delta.first, delta.is_last) == ("a", ids_of("a"), 0, True)
+
+
+@pytest.mark.parametrize(("after", "finish"), [((), "length"), ((320,), "stop")])
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(after, finish):
+    stream, _ = make_relay()
+    half = TEXT._tokenizer.token_to_id("ð")
+    stream.on_tokens(message(0, [half, *after], finish), 1.0)
+    assert stream.text == "\ufffd"

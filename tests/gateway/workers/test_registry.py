@@ -1,0 +1,166 @@
+"""Registration, restarts and loss of nodes."""
+
+import pytest
+from support.gateway.fake_nodes import make_register
+
+from common.wire.messages import Heartbeat, LayoutMessage, PairState, Refused, Registered
+from gateway.workers.registry import Registry
+
+A, B, C, D = ("a" * 32, "b" * 32, "c" * 32, "d" * 32)
+
+
+def registry():
+    return Registry(num_token_ids=320, heartbeat_s=1.0, lost_after_s=10.0)
+
+
+def pair():
+    nodes = registry()
+    assert nodes.register(A, make_register("prefill", "p"), 0.0) == Registered(1, 1.0)
+    assert nodes.register(B, make_register("decode", "d", num_pages=32), 0.0) == Registered(1, 1.0)
+    return nodes
+
+
+def test_ready_needs_a_node_of_each_role_that_is_not_leaving():
+    nodes = registry()
+    assert not nodes.is_ready
+    assert nodes.limits is None
+    nodes.register(A, make_register("prefill", "p"), 0.0)
+    assert not nodes.is_ready
+    nodes.register(B, make_register("decode", "d"), 0.0)
+    assert nodes.is_ready
+    nodes.leave(A)
+    assert not nodes.is_ready
+
+
+def test_limits_are_those_of_the_largest_pools():
+    nodes = pair()
+    nodes.register(C, make_register("decode", "d2", num_pages=100), 0.0)
+    limits = nodes.limits
+    assert limits is not None
+    assert (limits.prompt_tokens, limits.total_tokens, limits.common_tokens) == (64 * 16, 100 * 16, 32 * 16)
+    assert limits.max_running == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"digest": "other"}, "configuration digest"),
+        ({"weight_version": "w2"}, "weight version of node d2 is w2, that of node p is w1; they must be equal: "),
+        ({"vocab_size": 600}, "vocabulary size"),
+        ({"context_length": 100}, "context length"),
+        ({"eos_token_ids": (1,)}, "end tokens"),
+        ({"generation": {"top_p": 0.5}}, "generation defaults"),
+        (
+            {"layout": LayoutMessage(2, 2, 16, 24, "float32")},
+            "page sizes 24 and 16 one must be a multiple of the other",
+        ),
+        ({"layout": LayoutMessage(2, 2, 16, 16, "bfloat16")}, "page layout"),
+        ({"layout": LayoutMessage(2, 1, 16, 32, "float32")}, "kv heads 1 and 2 must be equal"),
+        ({"transports": ("tcp",)}, "no transport in common"),
+        ({"vocab_size": 300}, "tokenizer has 320"),
+    ],
+)
+def test_a_node_that_differs_is_refused_with_a_sentence(changes, words):
+    nodes = pair()
+    answer = nodes.register(C, make_register("decode", "d2", **changes), 0.0)
+    assert isinstance(answer, Refused)
+    assert words in answer.reason
+    assert list(nodes.workers) == [A, B]
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64])
+def test_page_sizes_of_the_two_roles_may_be_multiples(page_size):
+    nodes = pair()
+    layout = LayoutMessage(2, 2, 16, page_size, "float32")
+    assert isinstance(nodes.register(C, make_register("decode", "d2", layout=layout), 0.0), Registered)
+
+
+def test_within_one_role_only_page_sizes_may_differ():
+    nodes = registry()
+    nodes.register(A, make_register("decode", "d1", layout=LayoutMessage(2, 2, 16, 24, "float32")), 0.0)
+    others = LayoutMessage(2, 2, 16, 32, "float32"), LayoutMessage(2, 2, 16, 32, "float16")
+    answers = [nodes.register(B, make_register("decode", "d2", layout=other), 0.0) for other in others]
+    assert [type(answer) for answer in answers] == [Registered, Refused]
+
+
+def test_nodes_of_one_role_need_no_common_transport():
+    nodes = registry()
+    nodes.register(A, make_register("decode", "d1", transports=("tcp",)), 0.0)
+    assert isinstance(nodes.register(B, make_register("decode", "d2", transports=("shm",)), 0.0), Registered)
+
+
+def test_a_prefill_node_needs_an_address():
+    assert "no address" in registry().register(A, make_register("prefill", "p", address=""), 0.0).reason
+
+
+def test_a_name_is_in_use_until_its_node_is_gone():
+    nodes = pair()
+    assert "is registered already" in nodes.register(C, make_register("decode", "d", num_pages=32), 1.0).reason
+    nodes.remove(B)
+    assert nodes.register(C, make_register("decode", "d", num_pages=32), 2.0) == Registered(2, 1.0)
+
+
+def test_the_same_start_may_register_again_and_keeps_its_number():
+    nodes = pair()
+    assert nodes.register(B, make_register("decode", "d", num_pages=32), 5.0) == Registered(1, 1.0)
+    nodes.remove(B)
+    assert nodes.register(B, make_register("decode", "d", num_pages=32), 6.0) == Registered(1, 1.0)
+
+
+def test_an_earlier_start_of_a_name_is_refused():
+    nodes = pair()
+    nodes.remove(B)
+    nodes.register(C, make_register("decode", "d"), 1.0)
+    nodes.remove(C)
+    assert "later start" in nodes.register(B, make_register("decode", "d"), 2.0).reason
+
+
+def test_an_empty_registry_accepts_another_deployment():
+    nodes = pair()
+    nodes.remove(A)
+    nodes.remove(B)
+    assert isinstance(nodes.register(C, make_register("decode", "new", digest="d2"), 1.0), Registered)
+
+
+def test_a_node_is_lost_without_heartbeats():
+    nodes = pair()
+    heartbeat = Heartbeat(1, 2, 3, 4, 0, {"steps": 7.0})
+    nodes.on_heartbeat(A, heartbeat, 9.0)
+    assert nodes.silent_workers(10.0) == []
+    assert nodes.silent_workers(10.5) == [B]
+    assert nodes.workers[A].heartbeat == heartbeat
+
+
+def test_with_local_prefill_decode_nodes_are_enough():
+    nodes = Registry(num_token_ids=320, needs_prefill=False)
+    nodes.register(A, make_register("prefill", "p"), 0.0)
+    assert not nodes.is_ready
+    nodes.register(B, make_register("decode", "d", num_pages=32), 0.0)
+    assert nodes.is_ready
+    nodes.remove(A)
+    limits = nodes.limits
+    assert limits is not None
+    assert (limits.prompt_tokens, limits.total_tokens) == (32 * 16, 32 * 16)
+    nodes.leave(B)
+    assert not nodes.is_ready
+
+
+def test_a_registry_without_a_usable_pair_is_not_ready():
+    nodes = pair()
+    failed = PairState("p", A, "nixl", "", "other bytes came back")
+    assert not nodes.set_pairs(B, (failed,))
+    assert not nodes.is_ready
+    assert nodes.lacking == "pair of a prefill and a decode node that can exchange pages (other bytes came back)"
+    nodes.register(C, make_register("decode", "d2"), 0.0)
+    assert nodes.is_ready
+    assert [node.name for node in nodes.decodes] == ["d2"]
+    assert nodes.set_pairs(B, (PairState("p", A, "nixl", "it was asked for"),)), "it may be used again"
+    assert [node.name for node in nodes.decodes] == ["d", "d2"]
+
+
+def test_decode_nodes_that_compute_prompts_themselves_need_no_usable_pair():
+    nodes = Registry(num_token_ids=320, needs_prefill=False)
+    nodes.register(A, make_register("prefill", "p"), 0.0)
+    nodes.register(B, make_register("decode", "d"), 0.0)
+    nodes.set_pairs(B, (PairState("p", A, "nixl", "", "other bytes came back"),))
+    assert nodes.is_ready

@@ -1,0 +1,336 @@
+"""NIXL's writer: how a reader on its host admits and watches it, which thread begins a write, and invalidation."""
+
+import json
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+
+from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.transports.base import AttachError
+from kv_transfer.transports.nixl import handshake as nixl_attach
+from kv_transfer.transports.nixl import reader as nixl_reader
+from kv_transfer.transports.nixl import writer as nixl_writer
+from kv_transfer.transports.nixl.handshake import request_watch
+from kv_transfer.transports.nixl.peer_state import Endpoint, PeerState, host_id, opened, sealed
+from kv_transfer.transports.nixl.reader import NixlReader
+from kv_transfer.transports.nixl.writer import NixlWriter
+
+TOKEN = "5" * 64
+
+
+@pytest.fixture
+def name() -> str:
+    return f"baton-{secrets.token_hex(16)}"
+
+
+@pytest.fixture
+def peer_state(name: str) -> Iterator[PeerState]:
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), 8, "nixl", "")
+    peer_state = PeerState("d" * 32, connect, Endpoint("", 0, 0, f"{name}:{TOKEN}", "elsewhere"), 10.0)
+    yield peer_state
+    if peer_state.watch_socket is not None:
+        peer_state.watch_socket.close()
+    if peer_state.pidfd >= 0:
+        os.close(peer_state.pidfd)
+
+
+@pytest.fixture
+def listener(name: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(0)
+        yield listener
+
+
+def test_a_reader_on_this_host_gets_the_token_and_is_watched(peer_state: PeerState, listener: socket.socket) -> None:
+    assert request_watch(peer_state) is True
+    connection, _ = listener.accept()
+    with connection:
+        assert connection.recv(64).hex() == TOKEN
+    assert select.select([peer_state.pidfd], [], [], 0)[0] == []
+    assert peer_state.is_reader_dead is False
+
+
+def test_a_reader_on_another_host_is_neither_asked_nor_watched(peer_state: PeerState) -> None:
+    assert request_watch(peer_state) is True
+    assert (peer_state.watch_socket, peer_state.pidfd) == (None, -1)
+
+
+@pytest.mark.parametrize("address", ["", f"baton-{'0' * 32}:{TOKEN}"])
+def test_a_reader_on_this_host_that_cannot_be_asked_is_not_written_to(peer_state: PeerState, address: str) -> None:
+    """UCX could copy into its memory from process to process, which no reader and no death of ours would fence."""
+    peer_state.endpoint = msgspec.structs.replace(peer_state.endpoint, watch_address=address, host=host_id())
+    with pytest.raises(ConnectionError, match="another network namespace"):
+        request_watch(peer_state)
+    peer_state.endpoint = msgspec.structs.replace(peer_state.endpoint, host="elsewhere")
+    assert request_watch(peer_state) is True
+
+
+def test_a_rejection_does_not_mean_another_host(
+    peer_state: PeerState, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader may close before the writer has had a second look at it."""
+    plain = nixl_attach.peer_pidfd
+
+    def late(watch_socket: socket.socket) -> int:
+        listener.accept()[0].close()
+        return plain(watch_socket)
+
+    monkeypatch.setattr(nixl_attach, "peer_pidfd", late)
+    with pytest.raises(ConnectionError, match="another token or user"):
+        request_watch(peer_state)
+    assert (peer_state.watch_socket, peer_state.pidfd) == (None, -1)
+
+
+def test_a_full_backlog_is_waited_out(peer_state: PeerState, name: str, listener: socket.socket) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.connect(f"\0{name}")
+        assert request_watch(peer_state) is False
+        listener.accept()[0].close()
+        assert request_watch(peer_state) is True
+    assert peer_state.watch_socket is not None
+
+
+@pytest.fixture
+def writer() -> Iterator[NixlWriter]:
+    """Attached to a reader in this process; with pages of 1, 2 and so on."""
+    stores = [MemfdStore(4), MemfdStore(4)]
+    for page in range(4):
+        stores[0].fill(page, page + 1)
+    writer, reader = NixlWriter(stores[0]), NixlReader(stores[1])
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), 4, "nixl", reader.offer(PREFILL, 1))
+    writer.attach(DECODE, connect)
+    end = time.monotonic() + 60
+    while not (news := writer.poll()):
+        reader.poll(time.monotonic())
+        assert time.monotonic() < end, "never attached"
+    assert not news[0].problem
+    yield writer
+    writer.close()
+    reader.close()
+    assert [stores[1].read(page)[0] for page in (3, 2)] == [1, 2]
+    for store in stores:
+        store.close()
+
+
+def until(writer: NixlWriter, tickets: list[int]) -> None:
+    end, done = time.monotonic() + 60, []
+    while done != tickets:
+        done += writer.done()
+        assert time.monotonic() < end, f"over are only {done}"
+
+
+@pytest.fixture
+def beginners(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that have begun writes, one by one."""
+    found: list[str] = []
+    transfer = writer._transfer
+    monkeypatch.setattr(
+        writer, "_transfer", lambda write: found.append(threading.current_thread().name) or transfer(write)
+    )
+    return found
+
+
+def test_the_loop_begins_writes_until_its_budget_is_spent(
+    writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waking a thread takes longer than a page; but the loop never waits long before it asks what is done."""
+    page_s = LAYOUT.page_bytes * writer._peers[DECODE].s_per_byte
+    monkeypatch.setattr(nixl_writer, "HOLD_S", 2.5 * page_s)
+    assert writer.done() == []  # a new turn
+    here = threading.current_thread().name
+    until(writer, [writer.write(DECODE, [(page, 3 - page)]) for page in range(3)])
+    assert beginners == [here, here, "nixl-send"]
+    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+    until(writer, [writer.write(DECODE, [(0, 3), (1, 2), (2, 1)])])
+    assert beginners[3:] == [here, "nixl-send"]
+    wait_for(lambda: writer.poll() == [] and not writer._spent)  # no handle is kept
+    assert writer.counters()["bytes_by_nixl"] == 8 * LAYOUT.page_bytes
+
+
+def test_the_cost_of_a_write_is_learnt_from_the_last_large_one(
+    writer: NixlWriter, beginners: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_writer, "MIN_MEASURED_BYTES", 2 * LAYOUT.page_bytes)
+    peer_state = writer._peers[DECODE]
+    peer_state.s_per_byte = guessed = 1e-9
+    until(writer, [writer.write(DECODE, [(0, 3)])])
+    assert peer_state.s_per_byte == guessed, "a short one tells nothing"
+    peer_state.s_per_byte = 1.0
+    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+    assert 0 < peer_state.s_per_byte < 1e-3
+    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+    assert beginners == [threading.current_thread().name, "nixl-send", threading.current_thread().name]
+
+
+def test_a_small_write_that_fails_is_not_over(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of it may have begun."""
+    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+    jobs: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_jobs", SimpleNamespace(put=jobs.append))
+        patch.setattr(writer, "_transfer", lambda handle: "ERR")
+        writer.write(DECODE, [(0, 3)])
+    ((what, write),) = jobs
+    assert (what, write.is_failed) == ("watch", True)
+    writer._jobs.put(jobs[0])
+    (news,) = writer.poll()
+    assert news.problem == "the nixl connection to decode node decode-0 broke: a transfer ended in an error"
+    assert (writer.done(), writer.detach(DECODE)) == ([], False)
+    assert writer.counters()["stuck_writes"] == 1
+
+
+def test_a_failed_write_of_a_detached_pair_is_reported_as_over(peer_state: PeerState) -> None:
+    """Otherwise its transfer, and its source pages, would wait for it for ever."""
+    store = MemfdStore(2)
+    writer = NixlWriter(store)
+    writer._peers[peer_state.peer] = peer_state
+    peer_state.num_open = 1  # one that is under way
+    ticket = writer.write(peer_state.peer, [(0, 0)])  # this cannot begin: nothing is known of the peer's pages
+    ends = time.monotonic() + 60
+    while not writer.poll():
+        assert time.monotonic() < ends, "the connection does not break"
+        time.sleep(0.001)
+    assert writer.done() == []
+    assert writer.detach(peer_state.peer) is False
+    assert writer.done() == [ticket]
+    peer_state.num_open = 0
+    assert writer.detach(peer_state.peer) is True
+    writer.close()
+    store.close()
+
+
+# ---- pages that are taken back ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reader() -> Iterator[NixlReader]:
+    store = MemfdStore(4)
+    reader = NixlReader(store)
+    yield reader
+    reader.close()
+    store.close()
+
+
+def wait_for(look: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 60
+    while not (found := look()):
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
+    return found
+
+
+def offer(reader: NixlReader, peer: str, epoch: int) -> tuple[str, int]:
+    """(agent, epoch up to which all is void)"""
+    endpoint = msgspec.json.decode(reader.offer(peer, epoch), type=Endpoint)
+    return endpoint.agent, endpoint.voided
+
+
+@pytest.mark.parametrize("change", [{"agent": "bmV3"}, {"pool_at": 1}, {"voided": 9}, {"seal": ""}, {"seal": "é"}, {}])
+def test_only_what_was_sealed_with_our_key_reaches_nixl(reader: NixlReader, change: dict[str, Any]) -> None:
+    """One wrong byte of an agent's metadata can bring the process down, or make it refuse the true agent for good."""
+    said = msgspec.json.decode(reader.offer(PREFILL, 1))
+    assert opened(json.dumps(said), b"") == Endpoint(**said)
+    key = b"" if change else b"another"
+    with pytest.raises(ValueError, match="was changed, or sealed with another --cluster-key"):
+        opened(json.dumps(said | change), key)
+
+
+def test_an_offer_under_another_key_attaches_and_voids_nothing(peer_state: PeerState) -> None:
+    stores = MemfdStore(2), MemfdStore(2)
+    writer, reader = NixlWriter(stores[0], key=b"ours"), NixlReader(stores[1], key=b"theirs")
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), 2, "nixl", reader.offer(PREFILL, 1))
+    with pytest.raises(AttachError, match=r"the endpoint offered by decode-0 .* sealed with another --cluster-key"):
+        writer.attach(DECODE, connect)
+    writer._leaving[DECODE] = peer_state
+    for key, is_voided in ((b"theirs", False), (b"ours", True)):
+        writer.voided(DECODE, sealed(Endpoint("", 0, 0, "", voided=1), key))
+        assert peer_state.is_voided is is_voided
+    del writer._leaving[DECODE]
+    writer.close()
+    reader.close()
+    for store in stores:
+        store.close()
+
+
+def test_an_agent_stays_while_a_writer_is_attaching_to_it(reader: NixlReader) -> None:
+    """Its offers are good as long; new ones name the new agent, and say that the old one is gone once it is."""
+    old = offer(reader, "p1", 1)
+    assert reader.chosen("p1", 1, "nixl")
+    assert offer(reader, "p2", 2) == old
+    reader.reclaim("p1", 1)
+    wait_for(lambda: reader._old)
+    time.sleep(0.1)
+    assert reader.poll(0.0) == []
+    new, voided = offer(reader, "p3", 3)
+    assert (new != old[0], voided) == (True, 0)
+    assert reader.chosen("p2", 2, "nixl")
+    fenced = wait_for(lambda: reader.poll(0.0))
+    assert [(news.peer, news.epoch, news.is_dead) for news in fenced] == [("p1", 1, False), ("p2", 2, False)]
+    assert offer(reader, "p1", 4) == (new, 2)
+    assert reader.counters()["nixl_invalidations"] == 1
+
+
+def test_nothing_is_invalidated_while_a_process_of_this_host_is_watched(
+    reader: NixlReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could have a way in that needs no agent."""
+    for peer, epoch in (("far", 1), ("near", 2)):
+        offer(reader, peer, epoch)
+        assert reader.chosen(peer, epoch, "nixl")
+    monkeypatch.setattr(reader._watch, "watched", lambda: {("near", 2)})
+    reader.reclaim("far", 1)
+    time.sleep(0.2)
+    assert reader._old is None
+    monkeypatch.setattr(reader._watch, "watched", lambda: {("near", 1)})
+    reader.reclaim("far", 1)
+    assert len(wait_for(lambda: reader.poll(0.0))) == 2
+
+
+def test_an_agent_that_nixl_does_not_release_is_no_fence(reader: NixlReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(reader, "far", 1)
+    assert reader.chosen("far", 1, "nixl")
+    kept = reader._agent.nixl
+    reader.reclaim("far", 1)
+    wait_for(lambda: reader._agent.nixl is not kept and reader._old is None)
+    time.sleep(0.1)
+    assert reader.poll(0.0) == []
+    assert offer(reader, "far", 2)[1] == 0
+    assert reader.chosen("far", 2, "nixl")
+    reader.reclaim("far", 2)
+    time.sleep(0.1)
+    assert (reader.poll(0.0), reader._old) == ([], None), "the next one would call void what this one lets in"
+
+
+def test_a_pair_that_fails_repeatedly_does_not_invalidate_each_time(
+    reader: NixlReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That breaks every other pair, too."""
+    for epoch in (1, 2):
+        offer(reader, "far", epoch)
+        assert reader.chosen("far", epoch, "nixl")
+        reader.reclaim("far", epoch)
+        if epoch == 1:
+            assert wait_for(lambda: reader.poll(0.0))
+    time.sleep(0.1)
+    assert (reader.poll(0.0), reader._old) == ([], None)
+    monkeypatch.setattr(nixl_reader, "RENEWAL_S", 0.0)
+    assert [news.epoch for news in wait_for(lambda: reader.poll(0.0))] == [2]
+
+
+def test_pages_that_were_not_granted_are_not_reclaimed(reader: NixlReader) -> None:
+    offer(reader, "far", 1)
+    reader.reclaim("far", 2)
+    reader.reclaim("near", 1)
+    time.sleep(0.1)
+    assert reader._old is None

@@ -1,0 +1,77 @@
+"""Several NIXL attachments at the same time: each probes the way in an area of its own."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from support.kv.kv_fakes import LAYOUT, MemfdStore
+
+from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.transports.nixl.reader import NixlReader
+from kv_transfer.transports.nixl.writer import NixlWriter
+
+ROUNDS = 10
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def open_reader(stack: ExitStack) -> NixlReader:
+    reader = NixlReader(MemfdStore(4))
+    stack.callback(reader.close)
+    return reader
+
+
+def open_writer(stack: ExitStack) -> NixlWriter:
+    writer = NixlWriter(MemfdStore(4))
+    stack.callback(writer.close)
+    return writer
+
+
+def connect_to(reader: NixlReader, peer: str, epoch: int) -> Connect:
+    return Connect("decode", "model", epoch, LayoutMessage.of(LAYOUT), 4, "nixl", reader.offer(peer, epoch))
+
+
+def wait_for_answers(writers: list[NixlWriter], readers: list[NixlReader], num_answers: int) -> list[str]:
+    """Problems of the first ``num_answers`` attachments that end; an attachment that works has an empty one."""
+    problems: list[str] = []
+    until = time.monotonic() + PATIENCE_S
+    while len(problems) < num_answers:
+        assert time.monotonic() < until, f"{len(problems)} of {num_answers} attachments have ended"
+        for reader in readers:
+            reader.poll(time.monotonic())
+        for writer in writers:
+            problems += [attached.problem for attached in writer.poll()]
+        time.sleep(0.001)
+    return problems
+
+
+@pytest.mark.parametrize("num_readers", [2, 4])
+def test_a_writer_attaches_to_several_readers_at_once(stack: ExitStack, num_readers: int) -> None:
+    readers = [open_reader(stack) for _ in range(num_readers)]
+    writer = open_writer(stack)
+    peers = [f"{i}" * 32 for i in range(num_readers)]
+    for epoch in range(1, ROUNDS + 1):
+        for peer, reader in zip(peers, readers, strict=True):
+            writer.attach(peer, connect_to(reader, "p" * 32, epoch))
+        assert wait_for_answers([writer], readers, num_readers) == [""] * num_readers
+        for peer in peers:
+            assert writer.detach(peer)
+
+
+def test_several_writers_attach_to_one_reader_at_once(stack: ExitStack) -> None:
+    reader = open_reader(stack)
+    writers = [open_writer(stack) for _ in range(2)]
+    epoch = 0
+    for _ in range(ROUNDS):
+        for i, writer in enumerate(writers):
+            epoch += 1
+            writer.attach("d" * 32, connect_to(reader, f"{i}" * 32, epoch))
+        assert wait_for_answers(writers, [reader], len(writers)) == [""] * len(writers)
+        for writer in writers:
+            assert writer.detach("d" * 32)

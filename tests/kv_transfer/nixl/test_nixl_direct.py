@@ -1,0 +1,157 @@
+"""NIXL between the memories of devices.
+
+Where there is no GPU, other host memory stands for a device's: NIXL is told the kind that the memory really has, and
+everything else is as it would be.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+
+from common.config.node import NodeConfig
+from common.engine.kv_pool import KVPool
+from common.errors import ConfigError
+from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.page_slices import PageSlice, SlicePair
+from kv_transfer.transports.base import Attached, PageStore
+from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.transports.nixl import agent as nixl
+from kv_transfer.transports.nixl.reader import NixlReader
+from kv_transfer.transports.nixl.writer import NixlWriter
+
+NUM_PAGES = 4
+SIZE = LAYOUT.page_bytes
+
+
+class DeviceStore(MemfdStore):
+    """A pool beside ``memory``, as on a device."""
+
+    is_mapped = is_in_place = False
+
+    def __init__(self) -> None:
+        super().__init__(NUM_PAGES)
+        self.device_pages = torch.zeros(NUM_PAGES, SIZE, dtype=torch.uint8)
+        self.num_exported = 0
+
+    def export_page(self, page: int, into: memoryview) -> None:
+        self.num_exported += 1
+        into[:] = bytes(self.device_pages[page].tolist())
+
+    def landed(self, pages: Any) -> None:
+        super().landed(pages)
+        for page in pages:
+            self.device_pages[page] = torch.frombuffer(bytearray(self.read(page)), dtype=torch.uint8)
+
+
+@pytest.fixture
+def is_like_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "DEVICE_KIND", "DRAM")
+
+
+@pytest.fixture
+def pair(is_like_host_memory: None) -> Iterator[Callable[..., tuple[NixlWriter, NixlReader]]]:
+    """Attach one to the other; both in this process."""
+    opened: list[Any] = []
+
+    def make(ours: PageStore, theirs: PageStore, *, directs: tuple[bool, bool]) -> tuple[NixlWriter, NixlReader]:
+        writer, reader = NixlWriter(ours, is_direct=directs[0]), NixlReader(theirs, is_direct=directs[1])
+        opened.extend((writer, reader))
+        attach(writer, reader, LAYOUT)
+        return writer, reader
+
+    yield make
+    for transport in opened:
+        transport.close()
+
+
+def attach(writer: NixlWriter, reader: NixlReader, layout: Any) -> None:
+    offer = reader.offer(PREFILL, 1)
+    writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(layout), NUM_PAGES, "nixl", offer))
+    end = time.monotonic() + 60
+    while not (news := writer.poll()):
+        reader.poll(time.monotonic())
+        assert time.monotonic() < end, "never attached"
+    assert news == [Attached(DECODE, 1)]
+
+
+def write(
+    writer: NixlWriter, reader: NixlReader, pages: list[tuple[int, int]], slices: SlicePair | None = None
+) -> None:
+    targets = [target for _, target in pages]
+    reader.allow(PREFILL, 1, targets)
+    ticket, done = writer.write(DECODE, pages, slices), []
+    end = time.monotonic() + 60
+    while not (done := done + writer.done()):
+        assert time.monotonic() < end, "never over"
+    assert done == [ticket]
+    reader.store.landed(targets)
+
+
+@pytest.mark.parametrize("directs", [(True, True), (True, False), (False, True)], ids=str)
+def test_pages_arrive_whichever_end_is_direct(
+    pair: Callable[..., tuple[NixlWriter, NixlReader]], directs: tuple[bool, bool]
+) -> None:
+    ours, theirs = DeviceStore(), DeviceStore()
+    ours.device_pages[:] = torch.arange(NUM_PAGES * SIZE).view(NUM_PAGES, SIZE) % 251
+    writer, reader = pair(ours, theirs, directs=directs)
+    write(writer, reader, [(1, 3), (2, 0)])
+    expected = torch.zeros_like(theirs.device_pages)
+    expected[3], expected[0] = ours.device_pages[1], ours.device_pages[2]
+    assert torch.equal(theirs.device_pages, expected)
+    assert (ours.num_exported, theirs.num_landed) == (0 if directs[0] else 2, 0 if directs[1] else 2)
+    assert any(theirs.memory[:]) is not directs[1], "host memory was used, or not"
+    assert reader.store.is_in_place is directs[1]
+
+
+def test_a_slice_of_a_page_goes_directly(pair: Callable[..., tuple[NixlWriter, NixlReader]]) -> None:
+    """The first two tokens of a page become the last two of another."""
+    ours, theirs = DeviceStore(), DeviceStore()
+    ours.device_pages[2] = torch.arange(SIZE)
+    writer, reader = pair(ours, theirs, directs=(True, True))
+    front, back = PageSlice(0, 2), PageSlice(2, 2)
+    write(writer, reader, [(2, 1)], SlicePair(LAYOUT, front, LAYOUT, back))
+    half = SIZE // 4  # keys and values, two tokens of four
+    page = theirs.device_pages[1].view(2, 2, half)
+    assert torch.equal(page[:, 1], torch.arange(SIZE).view(2, 2, half)[:, 0])
+    assert not page[:, 0].any()
+    assert not theirs.device_pages[[0, 2, 3]].any()
+
+
+@pytest.mark.parametrize("open_end", [open_reader, open_writer])
+def test_a_pool_in_host_memory_cannot_be_direct(open_end: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="--gpu-direct moves pages between GPUs, and this pool is in host memory"):
+        open_end(MemfdStore(2), TransportSettings("nixl", gpu_direct=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("end", [NixlReader, NixlWriter])
+def test_memory_that_nixl_cannot_register_is_refused_with_the_flag_named(end: Any) -> None:
+    with pytest.raises(ConfigError, match=r"cannot register the GPU's memory \(--gpu-direct\)"):
+        end(DeviceStore(), is_direct=True)
+
+
+@pytest.mark.parametrize("words", [{"transport": "auto"}, {"transport": "nixl", "device": "cpu"}], ids=str)
+def test_the_flag_is_refused_where_it_would_do_nothing(words: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="--gpu-direct needs --transport nixl and CUDA"):
+        NodeConfig(gpu_direct=True, **words)  # type: ignore[arg-type]
+    assert NodeConfig(gpu_direct=True, transport="nixl").gpu_direct is True
+
+
+@pytest.mark.cuda
+def test_pages_go_from_gpu_to_gpu() -> None:
+    last = torch.cuda.device_count() - 1  # the same, if there is but one
+    ours, theirs = (KVPool(LAYOUT, NUM_PAGES, f"cuda:{device}") for device in (0, last))
+    ours.tensor.copy_(torch.randn(ours.tensor.shape))
+    torch.cuda.synchronize()
+    writer, reader = NixlWriter(ours, is_direct=True), NixlReader(theirs, is_direct=True)
+    attach(writer, reader, LAYOUT)
+    write(writer, reader, [(1, 3), (2, 0)])
+    expected = torch.zeros(theirs.tensor.shape)
+    expected[3], expected[0] = ours.tensor[1].cpu(), ours.tensor[2].cpu()
+    assert torch.equal(theirs.tensor.cpu(), expected)
+    writer.close()
+    reader.close()

@@ -1,0 +1,131 @@
+"""A NIXL writer on another host is out of reach, and may be dead or not: the pages granted to it come back all the
+same.
+
+Processes of this host stand for other hosts: without a watch address, with another host id, and with UCX limited to TCP
+with little room in its sockets. The decode node is stopped while pages are on their way, so that writes are queued in
+the writer when it is stopped itself.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.kv.transfer_cluster import SOME, Cluster
+from support.kv.transport_ends import until
+from support.kv.transport_process import LAYOUT, NUM_PAGES
+from support.service.fork_server import ForkServer
+
+FAR = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "32k", "UCX_TCP_RCVBUF": "32k", "TEST_FAR": "1", "TEST_RECLAIM_S": "1"}
+
+
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[ForkServer]:
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
+
+
+@pytest.fixture
+def cluster(fork_server: ForkServer) -> Iterator[Cluster]:
+    cluster = Cluster(fork_server, "nixl")
+    for name in ("d0", "p0", "p1"):
+        cluster.start(name, **FAR)
+    yield cluster
+    for end in cluster.ends.values():
+        end.close()
+
+
+def stop_in_mid_write(cluster: Cluster, rids: dict[str, str]) -> None:
+    """Every one of these nodes has pages of its request on their way, and is stopped."""
+    for name, rid in rids.items():
+        cluster.reach("granted", rid, name, "d0", SOME)
+    cluster.ends["d0"].signal(signal.SIGSTOP)
+    for name in rids:
+        cluster.ask(name, "pump", max_pages=SOME)
+        time.sleep(0.3)
+        assert cluster.ask(name, "counters")["bytes_by_nixl"] == 0, "the write is over"
+        cluster.ends[name].signal(signal.SIGSTOP)
+    cluster.ends["d0"].signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
+def test_pages_of_a_lost_writer_come_back_and_no_byte_of_it_comes_after(
+    cluster: Cluster, ending: signal.Signals
+) -> None:
+    stop_in_mid_write(cluster, {"p0": "a"})
+    cluster.part("d0", "p0")
+    assert cluster.page_counts("d0")["aside"] == SOME
+    cluster.balanced("d0")
+    assert cluster.ask("d0", "counters")["nixl_invalidations"] == 1
+    cluster.serve("b", "p1", "d0", NUM_PAGES - 1)
+    cluster.reach("granted", "e", "p1", "d0", 1)  # keeps the decode node at its data connections
+    cluster.ends["p0"].signal(ending)
+    if ending == signal.SIGCONT:
+        cluster.ask("p0", "page_counts")
+    time.sleep(0.5)
+    cluster.ask("d0", "give_back", rid="b")  # which looks at every byte
+    cluster.go_on("e", "p1", "d0")
+    cluster.ask("d0", "give_back", rid="e")
+    if ending == signal.SIGCONT:
+        cluster.part("p0", "d0")
+        assert cluster.ask("p0", "counters")["stuck_writes"] == 1
+        assert cluster.page_counts("p0")["free"] == NUM_PAGES
+        cluster.serve("c", "p0", "d0", SOME)
+        cluster.ask("d0", "give_back", rid="c")
+        cluster.balanced("p0")
+        cluster.serve("d", "p0", "d0", NUM_PAGES)
+        cluster.ask("d0", "give_back", rid="d")
+        cluster.balanced("p0")
+    cluster.balanced("d0")
+
+
+def test_pages_of_a_pair_that_the_invalidation_breaks_are_written_again(cluster: Cluster) -> None:
+    """Its writes failed, and nothing but the new offer says that they are over."""
+    stop_in_mid_write(cluster, {"p0": "a", "p1": "b"})
+    cluster.part("d0", "p0")
+    cluster.ends["p0"].signal(signal.SIGKILL)
+    until(lambda: cluster.ask("d0", "counters")["nixl_invalidations"])
+    cluster.ends["p1"].signal(signal.SIGCONT)
+    cluster.go_on("b", "p1", "d0")
+    assert cluster.ask("p1", "counters")["stuck_writes"] == 1
+    cluster.serve("c", "p1", "d0", SOME)
+    for rid in "bc":
+        cluster.ask("d0", "give_back", rid=rid)
+    for name in ("d0", "p1"):
+        cluster.balanced(name)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
+def test_a_lost_decode_node_holds_no_pages_of_the_prefill_node(cluster: Cluster, ending: signal.Signals) -> None:
+    """Other requests use the pages while the write still reads them. If the decode node wakes, the write ends in pages
+    that are not in use.
+    """
+    cluster.start("d1", **FAR)
+    cluster.reach("granted", "a", "p0", "d0", SOME)
+    cluster.ends["d0"].signal(signal.SIGSTOP)
+    cluster.ask("p0", "pump", max_pages=SOME)
+    time.sleep(0.3)
+    assert cluster.ask("p0", "counters")["bytes_by_nixl"] == 0, "the write is over"
+    assert cluster.page_counts("p0")["free"] == NUM_PAGES - SOME
+    if ending == signal.SIGKILL:
+        cluster.ends["d0"].kill()
+        until(lambda: cluster.ask("p0", "counters")["stuck_writes"] == 1)
+        assert cluster.page_counts("p0")["free"] == NUM_PAGES - SOME, "it may yet be written again"
+    cluster.part("p0", "d0")
+    assert cluster.page_counts("p0") == {"free": NUM_PAGES, "aside": 0, "ends": {"a": False}}
+    cluster.serve("b", "p0", "d1", NUM_PAGES)
+    if ending == signal.SIGCONT:
+        cluster.ends["d0"].signal(ending)
+        until(lambda: cluster.ask("p0", "counters")["bytes_by_nixl"] > NUM_PAGES * LAYOUT.page_bytes)
+        assert cluster.page_counts("d0")["free"] == NUM_PAGES - SOME, "and none of these is touched"
+        cluster.part("d0", "p0")
+        assert cluster.page_counts("d0")["aside"] == SOME
+        cluster.serve("c", "p0", "d0", SOME)
+        cluster.ask("d0", "give_back", rid="c")
+        cluster.balanced("d0")
+        cluster.serve("d", "p0", "d0", NUM_PAGES)
+        cluster.balanced("p0")
+    cluster.ask("d1", "give_back", rid="b")
+    cluster.serve("e", "p0", "d1", NUM_PAGES)
+    cluster.balanced("p0")

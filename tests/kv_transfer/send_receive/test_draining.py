@@ -1,0 +1,133 @@
+"""A sender whose writes cannot be called back, or whose pair breaks: when it releases pages, and what it reports."""
+
+from collections.abc import Iterator
+
+import pytest
+from support.kv.fake_transports import FakeWriter
+from support.kv.kv_fakes import DECODE, LAYOUT, MemfdStore
+
+from common.errors import ErrorCode
+from common.wire.messages import (
+    AbortTransfer,
+    Closed,
+    Connect,
+    Connected,
+    Grant,
+    LayoutMessage,
+    PagesWritten,
+    PrefillDone,
+)
+from kv_transfer.send.sender import Sender
+from kv_transfer.states import RESUME_LEASE_S
+from kv_transfer.transports.base import Attached
+
+NUM_PAGES = 8
+
+
+@pytest.fixture
+def store() -> Iterator[MemfdStore]:
+    store = MemfdStore(NUM_PAGES)
+    yield store
+    store.close()
+
+
+def granted(store: MemfdStore) -> tuple[FakeWriter, Sender]:
+    """A sender with one write of one page under way, to a peer that it cannot be fenced from."""
+    writer = FakeWriter("slow", store)
+    sender = Sender(writer, digest="model")
+    sender.on_message(DECODE, Connect("d", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "slow", "e"), 0.0)
+    writer.news = [Attached(DECODE, 1)]
+    sender.pump(0.0)
+    sender.open(("r", 0), DECODE)
+    sender.on_message(DECODE, Grant("r", 0, 1, 0, (5, 6)), 0.0)
+    sender.computed(("r", 0), [2])
+    sender.pump(0.0)
+    sender.check()
+    writer.is_draining = True
+    assert sender.take() == ([(DECODE, Connected(1, "slow"))], [])
+    return writer, sender
+
+
+def test_a_write_that_cannot_be_called_back_keeps_no_source_pages_of_a_lost_pair_and_closed_waits_for_it(
+    store: MemfdStore,
+) -> None:
+    writer, sender = granted(store)
+    sender.peer_lost(DECODE)
+    sender.check()
+    messages, released = sender.take()
+    assert messages == []
+    assert [(release.key, release.ok) for release in released] == [(("r", 0), False)]
+    writer.finished, writer.is_draining = [1], False
+    sender.pump(0.0)
+    sender.check()
+    assert sender.take() == ([(DECODE, Closed("r", 0, "failed", "the decode node was lost", ErrorCode.NODE_LOST))], [])
+
+
+def test_a_cancelled_transfer_of_a_lost_pair_is_closed_no_sooner(store: MemfdStore) -> None:
+    writer, sender = granted(store)
+    sender.on_message(DECODE, Connect("d", "model", 2, LayoutMessage.of(LAYOUT), NUM_PAGES, "slow", "e"), 0.0)
+    sender.on_message(DECODE, AbortTransfer("r", 0), 0.0)
+    sender.check()
+    messages, released = sender.take()
+    assert messages == []
+    assert [(release.key, release.ok) for release in released] == [(("r", 0), False)]
+    writer.news = [Attached(DECODE, 2)]
+    sender.pump(0.0)
+    sender.open(("s", 0), DECODE)
+    sender.on_message(DECODE, Grant("s", 0, 2, 0, (5,)), 0.0)
+    sender.check()
+    writer.finished = [1]
+    sender.pump(0.0)
+    sender.check()
+    assert [type(message) for _, message in sender.take()[0]] == [Connected, Closed]
+    assert sender.is_granted(("s", 0))
+
+
+def broken(store: MemfdStore) -> tuple[FakeWriter, Sender]:
+    writer, sender = granted(store)
+    writer.is_draining = False
+    writer.news = [Attached(DECODE, 1, "the slow connection to decode node d broke")]
+    sender.pump(0.0)
+    sender.check()
+    assert sender.counters()["broken_pairs"] == 1
+    assert sender.take() == ([], [])
+    return writer, sender
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_transfers_go_on_only_after_their_pair_has_formed_again(store: MemfdStore, resumes: bool) -> None:
+    writer, sender = broken(store)
+    offer = Connect("d", "model", 2, LayoutMessage.of(LAYOUT), NUM_PAGES, "slow", "e", resumes=resumes)
+    sender.on_message(DECODE, offer, 0.0)
+    writer.news = [Attached(DECODE, 2)]
+    sender.pump(0.0)
+    messages, released = sender.take()
+    assert messages == [(DECODE, Connected(2, "slow"))]
+    if not resumes:
+        [release] = released
+        assert (release.ok, release.reason) == (False, "the decode node has connected again")
+        return
+    assert released == []
+    sender.on_message(DECODE, Grant("r", 0, 1, 0, (5,)), 0.0)
+    assert sender.counters()["stale_messages"] == 1
+    sender.on_message(DECODE, Grant("r", 0, 2, 0, (6, 5)), 0.0)
+    sender.finish(("r", 0), PrefillDone("r", 0, 7, 9), [2, 3])
+    sender.pump(0.0)
+    writer.finished = [1, 2]  # the first is of the connection that broke
+    sender.pump(0.0)
+    sender.check()
+    assert [m for _, m in sender.take()[0]] == [PrefillDone("r", 0, 7, 9), PagesWritten("r", 0, 2, (0, 1))]
+
+
+def test_a_pair_that_breaks_for_good_ends_its_transfers_with_the_cause(store: MemfdStore) -> None:
+    _, sender = broken(store)
+    sender.pump(RESUME_LEASE_S - 0.1)
+    assert sender.take() == ([], [])
+    assert list(sender.peers()) == [DECODE]
+    sender.pump(RESUME_LEASE_S)
+    sender.check()
+    why = "the slow connection to decode node d broke; no new connection within 60 s"
+    messages, released = sender.take()
+    assert messages == [(DECODE, Closed("r", 0, "failed", why))]
+    assert [(release.ok, release.reason) for release in released] == [(False, why)]
+    assert list(sender.peers()) == []

@@ -1,0 +1,206 @@
+"""A data connection that breaks while the control connection holds: how often it is mended, and what that costs."""
+
+import pytest
+from support.kv.connected_pair import KEY, break_data_connection, half_written, slow, written_unreported
+from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
+
+from common.cache.page_allocator import Owner
+from common.wire.messages import Connect, Grant, PrefillDone, Refused, TransferAck
+from kv_transfer.events import Completed
+from kv_transfer.receive.connections import (
+    ANSWER_S,
+    BACKOFF_S,
+    FIRST_ANSWER_S,
+    MAX_BACKOFF_S,
+    MAX_TRIES,
+    PrefillConnection,
+)
+from kv_transfer.states import RESUME_LEASE_S
+from kv_transfer.transports.base import Fenced
+from scripts.simulator.inprocess_transport import Fault, Wire
+
+
+@pytest.fixture
+def pair() -> TransferPair:
+    return slow()
+
+
+# ---- how often, and when --------------------------------------------------------------------------------------------
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    connection = PrefillConnection(1, "p", was_attached=True)
+    pauses = []
+    while connection.broke("", 10.0):
+        assert connection.retry_at is not None
+        pauses.append(connection.retry_at - 10.0)
+        connection.offered_again(2, 10.0)
+        assert (connection.retry_at, connection.answer_by, connection.is_reconnecting) == (None, 10.0 + ANSWER_S, True)
+    assert pauses == [pytest.approx(BACKOFF_S * factor) for factor in (1, 2, 4, 8)]
+    assert len(pauses) == MAX_TRIES
+    connection = PrefillConnection(1, "p", num_tries=1_000)
+    connection.broke("", 10.0)
+    assert connection.retry_at == 10.0 + MAX_BACKOFF_S
+
+
+def test_the_prefill_node_waits_for_longer_than_all_tries_take() -> None:
+    assert sum(BACKOFF_S * 2**n + ANSWER_S for n in range(MAX_TRIES)) + ANSWER_S < RESUME_LEASE_S
+
+
+def test_the_pool_is_not_offered_again_before_the_pause_is_over(pair: TransferPair) -> None:
+    half_written(pair)
+    break_data_connection(pair)
+    pair.now = BACKOFF_S - 0.01
+    pair.poll()
+    assert not pair.to_prefill
+    pair.now = BACKOFF_S
+    pair.poll()
+    [connect] = pair.to_prefill
+    assert isinstance(connect, Connect)
+    assert (connect.epoch, connect.resumes) == (2, True)
+    pair.poll()
+    assert len(pair.to_prefill) == 1
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_first_offer_without_an_answer_is_made_again(is_refused: bool) -> None:
+    """The prefill node may wait for the end of writes that only a newer offer declares over."""
+    pair = TransferPair()
+    pair.receiver.connect(PREFILL)
+    pair.poll()
+    if is_refused:
+        pair.receiver.on_message(PREFILL, Refused("no", 1))
+    pair.now = FIRST_ANSWER_S - 0.1
+    pair.poll()
+    pair.now = 2 * FIRST_ANSWER_S
+    pair.poll()
+    assert not pair.to_prefill
+    pair.run()
+    assert pair.receiver.is_connected(PREFILL) is not is_refused
+    assert pair.receiver.counters()["reconnects"] == (not is_refused)
+
+
+# ---- transfers go on ------------------------------------------------------------------------------------------------
+
+
+def test_only_pages_that_have_not_arrived_are_granted_again(pair: TransferPair) -> None:
+    pages = half_written(pair)
+    pair.hear_prefill()
+    assert pair.receiver.counters()["pages_received"] == 1
+    break_data_connection(pair)
+    assert pair.allocator.count(Owner.GRANT) == 4
+    assert KEY not in pair.released
+    pair.writer.written.clear()
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+    assert pair.writer.written == pages[1:]
+    assert pair.released[KEY].ok
+    assert pair.receiver.counters()["reconnects"] == pair.sender.counters()["broken_pairs"] == 1
+    pair.give_back(KEY)
+    pair.assert_nothing_is_held()
+
+
+def test_a_page_that_is_lost_with_the_connection_is_shipped_by_the_next() -> None:
+    pair = TransferPair(Wire(faults={1: Fault("drop")}))
+    pair.connect()
+    pair.open(KEY, 3)
+    pair.begin(KEY, 3)
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+    assert pair.pairs_lost == 0
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["prefill_done before", "prefill_done amid"])
+def test_prefill_done_is_sent_once_whenever_the_connection_breaks(pair: TransferPair, is_before: bool) -> None:
+    half_written(pair)
+    if is_before:
+        pair.finish(KEY)
+    break_data_connection(pair)
+    if not is_before:
+        pair.finish(KEY)
+    num_said = 0
+    for _ in range(60):
+        num_said += sum(isinstance(message, PrefillDone) for message in pair.to_decode)
+        pair.drain_to_decode()
+        pair.drain_to_prefill()
+        pair.now += 0.01
+        pair.tick()
+        pair.poll()
+        pair.pump()
+    assert num_said == 1
+    assert isinstance(pair.events[KEY], Completed)
+
+
+def test_a_prefill_done_that_comes_after_the_break_is_kept(pair: TransferPair) -> None:
+    """The prefill node has not noticed yet, and will not say it again."""
+    half_written(pair)
+    pair.finish(KEY)
+    pair.writer.lose(DECODE, "a snap")
+    pair.reader._news.append(Fenced(PREFILL, 1, "a snap"))
+    pair.poll()
+    assert pair.sender.counters()["broken_pairs"] == 0
+    pair.drain_to_decode()
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+
+
+def test_pages_whose_report_was_lost_with_the_connection_are_shipped_again(pair: TransferPair) -> None:
+    half_written(pair)
+    break_data_connection(pair)
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+    assert pair.receiver.counters()["stale_messages"] == 1  # of a page under an epoch that was over
+    assert pair.sender.counters()["pages_sent"] == 5
+
+
+def test_a_transfer_that_was_complete_when_the_connection_broke_needs_no_other() -> None:
+    pair = TransferPair()
+    pair.connect()
+    written_unreported(pair, 2)
+    pair.drain_to_decode()
+    assert list(pair.to_prefill) == [TransferAck("r", 0)]
+    break_data_connection(pair)
+    pair.hear_decode()
+    assert pair.released[KEY].ok
+    assert isinstance(pair.events[KEY], Completed)
+
+
+def test_an_early_grant_is_granted_again(pair: TransferPair) -> None:
+    pair.begin(KEY, 2)
+    pair.hear_decode()
+    break_data_connection(pair)
+    pair.open(KEY, 2)
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+
+
+def test_requests_that_begin_amid_a_break_are_granted_when_it_is_mended(pair: TransferPair) -> None:
+    break_data_connection(pair)
+    pair.open(KEY, 3)
+    pair.begin(KEY, 3)
+    pair.finish(KEY)
+    assert not any(isinstance(message, Grant) for message in pair.to_prefill)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+
+
+def test_a_page_that_arrives_starts_the_count_of_tries_again() -> None:
+    """Nine breaks, after each of which a page arrives."""
+    pair = TransferPair(Wire(faults={n: Fault("drop") for n in range(1, 18, 2)}), num_pages=20)
+    pair.connect()
+    pair.open(KEY, 18)
+    pair.begin(KEY, 18)
+    pair.finish(KEY)
+    for _ in range(40):
+        pair.drain_to_prefill()
+        pair.pump(max_pages=1)
+        pair.drain_to_decode()
+        pair.now += 0.1
+        pair.poll()
+    pair.run()
+    assert pair.receiver.counters()["reconnects"] > MAX_TRIES
+    assert isinstance(pair.events[KEY], Completed)

@@ -1,0 +1,247 @@
+"""The states of both ends of a transfer, and the page arithmetic of their sessions."""
+
+from enum import StrEnum
+
+import pytest
+
+from common.errors import InvariantError
+from kv_transfer.page_mapping import Units
+from kv_transfer.receive.session import ReceiveSession
+from kv_transfer.send.session import SendSession
+from kv_transfer.states import MAX_RESENDS, RECEIVE_TABLE, SEND_TABLE, ReceiveEvent, ReceiveState, SendEvent, SendState
+
+KEY = ("r", 0)
+PAGES = Units(1)  # equal on both nodes
+
+# Rows are states, columns events; "." cannot happen. Written by hand, from the design and not from the code.
+SEND = """
+          open grant     compute finish    start     written   resend    suspend   acknowledged retract end     fence
+early     open early     .       .         .         .         .         early     .            .       closing .
+open      .    open      open    prefilled open      open      open      open      .            open    closing .
+prefilled .    prefilled .       .         prefilled prefilled prefilled prefilled closed       open    closing .
+closing   .    .         .       .         .         closing   .         .         .            .       .       closed
+closed    .    .         .       .         .         .         .         .         .            .       .       .
+"""
+RECEIVE = """
+             grant      deliver    corrupt    land      prefill_done  suspend   cancel       lose         close  fence
+reserved     granted    .          .          .         reserved      .         freed        freed        freed  freed
+granted      granted    granted    granted    landed    prefilled     reserved  quarantined  quarantined  freed  freed
+prefilled    prefilled  prefilled  prefilled  complete  .             reserved  quarantined  quarantined  freed  freed
+landed       .          .          .          .         complete      reserved  quarantined  quarantined  freed  freed
+complete     .          .          .          .         .             .         .            .            .      .
+quarantined  .          .          .          .         .             .         .            .            freed  freed
+freed        .          .          .          .         .             .         .            .            .      .
+"""
+
+
+def _cells(grid: str, states: type[StrEnum], events: type[StrEnum]) -> list[tuple[StrEnum, StrEnum, str]]:
+    header, *rows = [line.split() for line in grid.strip().splitlines()]
+    assert header == list(events)
+    assert [row[0] for row in rows] == list(states)
+    return [(states(row[0]), events(event), row[1 + i]) for row in rows for i, event in enumerate(header)]
+
+
+@pytest.mark.parametrize(("state", "event", "after"), _cells(SEND, SendState, SendEvent))
+def test_the_sending_end_goes_where_the_table_says(state: SendState, event: SendEvent, after: str) -> None:
+    session = SendSession(KEY, "peer", state)
+    assert session.accepts(event) == (after != ".")
+    if after == ".":
+        with pytest.raises(InvariantError):
+            session.apply(event)
+        assert session.state is state
+    else:
+        session.apply(event)
+        assert session.state == after
+
+
+@pytest.mark.parametrize(("state", "event", "after"), _cells(RECEIVE, ReceiveState, ReceiveEvent))
+def test_the_receiving_end_goes_where_the_table_says(state: ReceiveState, event: ReceiveEvent, after: str) -> None:
+    session = receive_session(first=0, pages=[0], num_tokens=1)
+    session.state = state
+    assert session.accepts(event) == (after != ".")
+    if after == ".":
+        with pytest.raises(InvariantError):
+            session.apply(event)
+        assert session.state is state
+    else:
+        session.apply(event)
+        assert session.state == after
+
+
+def receive_session(*, first: int, pages: list[int], num_tokens: int, page_size: int = 1) -> ReceiveSession:
+    return ReceiveSession(KEY, "peer", first=first, pages=pages, num_tokens=num_tokens, page_size=page_size)
+
+
+def test_the_tables_name_nothing_else() -> None:
+    assert len(SEND_TABLE) == sum(after != "." for _, _, after in _cells(SEND, SendState, SendEvent))
+    assert len(RECEIVE_TABLE) == sum(after != "." for _, _, after in _cells(RECEIVE, ReceiveState, ReceiveEvent))
+
+
+def test_a_page_is_due_once_it_is_both_granted_and_computed() -> None:
+    session = SendSession(KEY, "peer")
+    session.compute([10, 11])
+    assert session.num_due == 0
+    session.grant(1, 1, [5, 6, 7], PAGES)  # indices 1, 2, 3
+    assert session.num_due == 1
+    session.compute([10, 11, 12])
+    assert session.start(8) == [1, 2]
+    assert [(session.sources[i], session.targets[i]) for i in (1, 2)] == [(11, 5), (12, 6)]
+    session.check()
+    session.finish([10, 11, 12, 13], 4)
+    assert session.start(8) == [3]
+    assert session.num_in_flight == 3
+    assert not session.is_all_written
+    session.written([1, 2, 3])
+    assert session.is_all_written
+    session.check()
+
+
+def test_a_start_takes_no_more_than_it_may_and_no_page_twice() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [0, 1, 2], PAGES)
+    session.compute([3, 4, 5])
+    assert session.start(2) == [0, 1]
+    assert session.start(2) == [2]
+    assert session.start(2) == []
+
+
+def test_nothing_is_due_after_the_end_and_the_fence_waits_for_writes() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [0, 1], PAGES)
+    session.compute([3, 4])
+    assert session.start(1) == [0]
+    session.end()
+    assert session.num_due == 0
+    with pytest.raises(AssertionError):
+        session.fence()
+    session.written([0])
+    session.fence()
+    assert session.state is SendState.CLOSED
+
+
+def test_a_severed_session_is_closed_with_writes_under_way() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [0], PAGES)
+    session.compute([3])
+    session.start(1)
+    session.sever()
+    assert session.state is SendState.CLOSED
+
+
+def test_a_prompt_that_is_granted_more_pages_than_it_has_is_noticed_at_its_end() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 1, [4, 5], PAGES)
+    session.finish([1, 2], 2)
+    assert session.has_ungrantable()
+
+
+def test_computed_pages_cannot_become_fewer() -> None:
+    session = SendSession(KEY, "peer")
+    session.compute([1, 2])
+    with pytest.raises(AssertionError):
+        session.compute([1])
+
+
+def test_pages_land_when_every_part_of_each_is_there() -> None:
+    session = receive_session(first=2, pages=[8, 9], num_tokens=8, page_size=2)
+    session.grant(3, 2)
+    assert session.deliver([2, 3], part=0) == []
+    assert session.deliver([3], part=1) == [9]
+    assert not session.is_landed
+    assert session.deliver([2], part=1) == [8]
+    assert session.state is ReceiveState.LANDED
+    session.check()
+
+
+@pytest.mark.parametrize(
+    ("indices", "part"),
+    [([1], 0), ([4], 0), ([2], 0), ([3, 3], 0), ([3], 1), ([3, 4], 0)],
+    ids=["held already", "beyond", "twice", "twice in one", "no such part", "partly beyond"],
+)
+def test_a_delivery_that_cannot_be_true_is_not_expected(indices: list[int], part: int) -> None:
+    session = receive_session(first=2, pages=[8, 9], num_tokens=4)
+    session.grant(1)
+    session.deliver([2], part=0)
+    assert not session.is_expected(indices, part)
+    assert session.is_expected([3], 0)
+
+
+def test_a_prompt_that_lacks_no_page_has_landed_when_it_is_granted() -> None:
+    session = receive_session(first=2, pages=[], num_tokens=2)
+    session.grant(1)
+    assert session.state is ReceiveState.LANDED
+
+
+@pytest.mark.parametrize("pages", [[], [1, 2]], ids=["fewer", "more"])
+def test_a_session_has_one_page_for_each_that_the_prompt_lacks(pages: list[int]) -> None:
+    with pytest.raises(AssertionError):
+        receive_session(first=2, pages=pages, num_tokens=3)
+
+
+def test_only_what_was_written_is_written_again_and_only_so_often() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [5, 6, 7, 8], PAGES)
+    session.compute([1, 2, 3])
+    assert session.start(2) == [0, 1]
+    session.written([0])
+    assert [session.is_written([unit]) for unit in (0, 1, 2, 3, 4)] == [True, False, False, False, False]
+    assert not session.is_written([0, 0])
+    for _ in range(MAX_RESENDS):
+        assert session.resend([0])
+        assert not session.is_written([0])
+        session.check()
+        assert 0 in session.start(9)
+        session.written([0])
+    assert not session.resend([0])
+
+
+def test_a_part_that_came_damaged_is_still_expected_and_only_so_often() -> None:
+    session = receive_session(first=0, pages=[8, 9], num_tokens=4, page_size=2)
+    session.grant(1, 2)
+    for _ in range(MAX_RESENDS):
+        assert session.corrupt([0, 1], 1)
+        assert session.is_expected([0, 1], 1)
+    assert session.corrupt([0], 0)
+    assert not session.corrupt([1], 1)
+    session.check()
+
+
+def test_what_is_granted_after_a_break_is_all_that_is_due_then() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [5, 6, 7], PAGES)
+    session.compute([1, 2])
+    assert session.start(1) == [0]
+    session.suspend()
+    assert (session.num_due, session.num_in_flight, session.is_granted) == (0, 0, True)
+    session.finish([1, 2, 3], 3)
+    assert not session.is_all_written, "it was short of pages when the connection broke"
+    session.check()
+    session.grant(2, 1, [6, 7], PAGES)
+    assert session.start(9) == [1, 2]
+    session.written([1, 2])
+    assert session.is_all_written
+
+
+def test_a_prompt_that_was_written_whole_before_the_break_needs_nothing_more() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [5, 6], PAGES)
+    session.finish([1, 2], 2)
+    session.written(session.start(9))
+    session.suspend()
+    session.suspend()
+    assert session.is_all_written
+
+
+def test_after_a_break_only_what_has_not_wholly_arrived_is_lacking() -> None:
+    session = receive_session(first=1, pages=[11, 12, 13, 14, 15, 16], num_tokens=14, page_size=2)
+    session.grant(1, 2)
+    for part in (0, 1):
+        session.deliver([2, 5], part)
+    session.deliver([3], 0)
+    session.suspend()
+    assert (session.state, session.epoch) == (ReceiveState.RESERVED, 0)
+    assert session.lacking() == [(1, [11]), (3, [13, 14]), (6, [16])]
+    session.grant(2, 2)
+    assert session.is_expected([3], 0)
+    assert not session.is_expected([2], 0)
+    session.check()

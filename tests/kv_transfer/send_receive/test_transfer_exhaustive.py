@@ -1,0 +1,77 @@
+"""Every interleaving of all events of transfers between two nodes, for scopes small enough to finish.
+
+No page is written after it went to another use, none leaks, and every run ends with nothing held. ``two_nodes`` lists
+the checks after each step; ``state_explorer`` searches. A scope bounds the number of faults in one run; the order of
+everything else (grants, computed pages, writes, arrivals, messages of the two directions, notices) is free.
+"""
+
+import logging
+
+import pytest
+from support.exploration.state_explorer import Exploration, explore
+from support.exploration.two_nodes import TwoNodes
+from support.exploration.two_nodes_parts import CONNECTION_FAULTS, FAULTS, Scope
+
+DAMAGE = (*FAULTS, "corrupt")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> object:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Exploration:
+    """Explore a scope, of which about ``num_states`` states are known, so that it cannot become empty unnoticed."""
+    found = explore(TwoNodes(scope), 3 * num_states)
+    print(f"\n{scope}: {found}")
+    assert found.num_states > least * num_states, f"only {found.num_states} states are left"
+    return found
+
+
+def test_two_requests_on_a_pool_of_three_pages_with_any_single_fault() -> None:
+    """Two pages each, so that pages of the one are granted again to the other. The count is the code's, not a law."""
+    walk(Scope(sizes=(2, 2), num_faults=1), 42_700)
+
+
+def test_a_request_of_three_pages_with_any_single_fault() -> None:
+    walk(Scope(sizes=(3,), num_faults=1), 11_500)
+
+
+def test_pages_that_come_damaged_with_any_other_fault() -> None:
+    walk(Scope(sizes=(1,), num_faults=2, faults=DAMAGE, has_checksums=True), 5_600)
+
+
+def test_a_page_that_comes_damaged_every_time() -> None:
+    """It is shipped again a few times, then the transfer ends in an error."""
+    walk(Scope(sizes=(2,), num_faults=6, faults=("corrupt",), has_checksums=True), 2_300)
+
+
+def test_writes_that_cannot_be_called_back_with_any_single_fault() -> None:
+    """As NIXL's; through negotiation, which waits where detaching must."""
+    walk(Scope(sizes=(2,), num_faults=1, can_recall=False), 1_900)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("scope", "num_states"),
+    [
+        (Scope(sizes=(2,), num_faults=3), 141_000),
+        (Scope(sizes=(2, 2), first=1, num_pages=2, num_faults=1), 28_300),
+        (Scope(sizes=(2,), num_faults=2, can_recall=False), 21_000),
+        (Scope(sizes=(2,), num_faults=2, faults=DAMAGE, has_checksums=True), 24_100),
+        (Scope(sizes=(1, 1), num_pages=1, faults=CONNECTION_FAULTS, num_faults=2), 88_300),
+    ],
+    ids=[
+        "three faults",
+        "some pages here already",
+        "writes that go on",
+        "damaged",
+        "connections",
+    ],
+)
+def test_larger_scopes(scope: Scope, num_states: int) -> None:
+    """The first takes about three and a half minutes of a core."""
+    walk(scope, num_states)

@@ -1,0 +1,222 @@
+"""TCP during the handshake: which connections a data port accepts, what a writer accepts, and cut connections."""
+
+import select
+import socket
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.raw_tcp_peer import (
+    KEY,
+    NUM_PAGES,
+    SIZE,
+    RawTcpPeer,
+    _close_raw_peers,
+    join,
+    offer,
+    reader,
+    store,
+    until,
+    writer,
+)
+
+from common.errors import ConfigError
+from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.transports import pending_connections as visitors
+from kv_transfer.transports.base import Attached
+from kv_transfer.transports.tcp import TcpReader, TcpWriter
+from kv_transfer.transports.tcp import writer as tcp_writer
+from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, WELCOME, Terms
+
+__all__ = ["_close_raw_peers", "reader", "store", "writer"]
+
+
+# ---- who gets in ------------------------------------------------------------------------------------------------
+
+
+def test_a_connection_without_the_token_of_an_offer_is_rejected(reader: TcpReader) -> None:
+    offer(reader)
+    raw_peer = RawTcpPeer(reader)
+    raw_peer.hello(b"t" * 32, count=2)
+    assert raw_peer.is_hung_up()
+    assert reader._pending.dropped == {"token": 1}
+
+
+def test_a_connection_without_the_cluster_key_is_rejected(reader: TcpReader) -> None:
+    connect = offer(reader)
+    raw_peer = RawTcpPeer(reader)
+    assert raw_peer.handshake(connect, key=b"another") == b""
+    assert reader._pending.dropped == {"key": 1}
+    assert not reader.chosen(PREFILL, 1, "tcp")
+
+
+def test_a_proof_is_valid_for_one_handshake_only(reader: TcpReader) -> None:
+    """What an eavesdropper has seen of a handshake does not answer the nonce of the next."""
+    token = bytes.fromhex(offer(reader).endpoint.split(":")[2])
+    raw_peer = RawTcpPeer(reader)
+    raw_peer.hello(token, index=0, count=2)
+    nonce, _ = WELCOME.unpack(raw_peer.receive(WELCOME.size))
+    proof = Terms(MAGIC, token, 0, 2, 1, SIZE, NUM_PAGES, b"n" * 32, nonce).proof(
+        KEY, b"writer"
+    )  # said, and never arrived
+    again = RawTcpPeer(reader)
+    again.hello(token, index=0, count=2)
+    again.receive(WELCOME.size)
+    again.connection.sendall(proof)
+    assert again.is_hung_up()
+    assert reader._pending.dropped == {"key": 1}
+
+
+def test_a_connection_of_an_offer_can_be_made_once(reader: TcpReader) -> None:
+    connect = offer(reader)
+    assert len(RawTcpPeer(reader).handshake(connect, index=0)) == 32
+    second = RawTcpPeer(reader)
+    second.hello(bytes.fromhex(connect.endpoint.split(":")[2]), index=0, count=2)
+    assert second.is_hung_up()
+
+
+def test_a_silent_connection_is_rejected_after_a_while(reader: TcpReader) -> None:
+    raw_peer = RawTcpPeer(reader)
+    until(lambda: reader.poll(100.0) or reader._pending)
+    reader.poll(100.0 + visitors.PATIENCE_S)
+    assert raw_peer.is_hung_up()
+    assert reader._pending.dropped == {"silent": 1}
+
+
+def test_many_pending_connections_keep_no_writer_out(reader: TcpReader, writer: TcpWriter) -> None:
+    crowd = [RawTcpPeer(reader) for _ in range(visitors.MAX_PENDING + 10)]
+    join(writer, reader)
+    assert reader._pending.dropped["crowded"] >= 10
+    for raw_peer in crowd:
+        raw_peer.connection.close()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(noise=st.binary(min_size=1, max_size=200))
+def test_random_bytes_on_the_port_are_rejected(reader: TcpReader, noise: bytes) -> None:
+    offer(reader)
+    raw_peer = RawTcpPeer(reader)
+    raw_peer.connection.sendall(noise)
+    raw_peer.turn()
+    raw_peer.connection.close()
+    until(lambda: reader.poll(0.0) or not reader._pending)
+
+
+def test_a_writer_attaches_after_rejected_connections(reader: TcpReader, writer: TcpWriter) -> None:
+    for noise in (b"GET / HTTP/1.1\r\n\r\n" * 10, b"", MAGIC, bytes(HELLO.size)):
+        raw_peer = RawTcpPeer(reader)
+        raw_peer.connection.sendall(noise)
+        raw_peer.turn()
+        raw_peer.connection.close()
+    join(writer, reader)
+
+
+# ---- the writer -------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_names_the_reader_that_it_cannot_reach(writer: TcpWriter) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener.close()
+    endpoint = f"127.0.0.1:{port}:{'0' * 64}:2"
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint)
+    writer.attach(DECODE, connect)
+    [attached] = until(writer.poll)
+    assert attached.problem == (
+        f"the tcp connection to decode node decode-0 at 127.0.0.1 port {port} could not be made: Connection refused"
+    )
+    assert writer.detach(DECODE)
+
+
+def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_writer, "ATTACH_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:2"
+        writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
+        [attached] = until(writer.poll)
+    assert "did not answer within" in attached.problem
+
+
+@pytest.mark.parametrize("noise", [b"", b"x", bytes(WELCOME.size), b"y" * 500])
+def test_a_writer_refuses_a_reader_without_the_key(writer: TcpWriter, noise: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
+        writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(noise)
+            connection.shutdown(socket.SHUT_WR)
+            [attached] = until(writer.poll)
+    assert "cluster key" in attached.problem
+
+
+@pytest.mark.parametrize(
+    "answer", [DONE.pack(b"done", 1, 3, 1), DONE.pack(b"done", 1, 4, 0), DONE.pack(b"page", 1, 3, 0)]
+)
+def test_a_writer_accepts_only_the_next_acknowledgement(writer: TcpWriter, answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
+        writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
+        connection, _ = listener.accept()
+    with connection:
+        writer.poll()
+        nonce = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))[-1]
+        terms = Terms(MAGIC, bytes(32), 0, 1, 1, SIZE, NUM_PAGES, nonce, b"r" * 32)
+        connection.sendall(WELCOME.pack(b"r" * 32, terms.proof(KEY, b"reader")))
+        until(lambda: writer.poll() or select.select([connection], [], [], 0)[0])
+        connection.recv(32, socket.MSG_WAITALL)
+        connection.sendall(terms.proof(KEY, b"accepted"))
+        assert until(writer.poll) == [Attached(DECODE, 1)]
+        writer.write(DECODE, [(0, 3)])
+        connection.sendall(answer + terms.seal(KEY, b"acknowledgements").mac(answer))
+        [attached] = until(writer.poll)
+        assert "acknowledge" in attached.problem
+        assert writer.done() == []
+        writer.detach(DECODE)
+
+
+def test_both_ends_notice_a_cut_connection_and_the_pair_forms_again(
+    reader: TcpReader, writer: TcpWriter, store: MemfdStore
+) -> None:
+    join(writer, reader)
+    next(iter(writer._peers.values())).connections[1].sock.shutdown(socket.SHUT_RDWR)
+    [broken] = until(writer.poll)
+    assert broken.problem.startswith("the tcp connection to decode node decode-0 at 127.0.0.1")
+    assert [(f.peer, f.epoch) for f in until(lambda: reader.poll(0.0))] == [(PREFILL, 1)]
+    assert writer.detach(DECODE)
+    join(writer, reader, epoch=2)
+    reader.allow(PREFILL, 2, [3])
+    assert isinstance(writer.store, MemfdStore)
+    writer.store.fill(1, 42)
+    ticket = writer.write(DECODE, [(1, 3)])
+    assert until(writer.done) == [ticket]
+    assert set(store.read(3)) == {42}
+
+
+def test_detaching_ends_all_writes(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:
+    join(writer, reader)
+    writer.write(DECODE, [(0, 3)] * 50)
+    assert writer.detach(DECODE) is True
+    assert until(lambda: reader.poll(0.0))[0].epoch == 1
+    assert writer.done() == []
+    assert writer._remaining == {}
+    assert set(store.read(3)) == {0}
+
+
+def test_the_loop_is_woken_by_acknowledgements_and_ends(reader: TcpReader, writer: TcpWriter) -> None:
+    join(writer, reader)
+    assert select.select(writer.files(), [], [], 0)[0] == []
+    reader.allow(PREFILL, 1, [0])
+    writer.write(DECODE, [(0, 0)])
+    assert select.select(writer.files(), [], [], 60)[0] == list(writer.files())
+    assert until(writer.done) == [1]
+    writer.detach(DECODE)
+    assert select.select(reader.files(), [], [], 60)[0] == list(reader.files())
+
+
+def test_a_port_that_is_taken_is_refused_with_the_flag_named(reader: TcpReader, store: MemfdStore) -> None:
+    with pytest.raises(ConfigError, match="--data-interface"):
+        TcpReader(store, port=reader._port)
+    with pytest.raises(ConfigError, match="--data-interface"):
+        TcpReader(store, host="203.0.113.7")

@@ -1,0 +1,384 @@
+"""Gloo from outside: how a group forms and dissolves, strangers meanwhile, and processes that stop or die."""
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.raw_gloo_peer import RawGlooPeer, attach, offer, reader, store, threads, writer
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, _close_raw_peers, until
+from support.kv.transport_ends import End, digests, join, ship
+
+from common.errors import ConfigError
+from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.page_slices import PageSlice, SlicePair
+from kv_transfer.transports.base import Attached
+from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
+from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
+from kv_transfer.transports.torch_distributed import backend as group_backend
+from kv_transfer.transports.torch_distributed import rendezvous as group_form
+from kv_transfer.transports.torch_distributed.backend import Pages, is_sound
+from kv_transfer.transports.torch_distributed.rendezvous import (
+    ENTRY_MAGIC,
+    HEADER,
+    MADE_MAGIC,
+    MAX_ENTRIES,
+    READER,
+    WRITER,
+    form,
+)
+
+__all__ = ["_close_raw_peers", "reader", "store", "writer"]
+
+
+# ---- how a group forms ------------------------------------------------------------------------------------------
+
+
+def test_a_page_goes_through_a_group_and_its_end_leaves_nothing(
+    reader: GroupReader, writer: GroupWriter, store: MemfdStore
+) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    attach(writer, reader)
+    reader.allow(PREFILL, 1, [3])
+    assert isinstance(writer.store, MemfdStore)
+    writer.store.fill(1, 42)
+    ticket = writer.write(DECODE, [(1, 3)])
+    assert until(writer.done) == [ticket]
+    assert set(store.read(3)) == {42}
+    assert (writer.counters()["bytes_by_gloo"], reader.counters()["bytes_by_gloo"]) == (SIZE, SIZE)
+    assert writer.detach(DECODE) is True
+    assert [(f.peer, f.epoch) for f in until(lambda: reader.poll(0.0))] == [(PREFILL, 1)]
+    until(lambda: (writer.poll(), reader.poll(0.0), not threads("send-pages") + threads("receive-pages"))[-1])
+    reader.poll(0.0)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+
+
+def test_slices_of_a_page_are_gathered_and_scattered(
+    reader: GroupReader, writer: GroupWriter, store: MemfdStore
+) -> None:
+    """Tokens 0 and 1 of page 1 become tokens 2 and 3 of page 5; keys and values have a run each."""
+    attach(writer, reader)
+    reader.allow(PREFILL, 1, [5])
+    assert isinstance(writer.store, MemfdStore)
+    writer.store.memory[SIZE : 2 * SIZE] = bytes(range(SIZE))
+    front, back = PageSlice(0, 2), PageSlice(2, 2)
+    ticket = writer.write(DECODE, [(1, 5)], SlicePair(LAYOUT, front, LAYOUT, back))
+    assert until(writer.done) == [ticket]
+    assert store.read(5) == bytes(16) + bytes(range(16)) + bytes(16) + bytes(range(32, 48))
+    assert writer.counters()["bytes_by_gloo"] == SIZE // 2
+
+
+def test_several_pairs_are_independent(reader: GroupReader, writer: GroupWriter, store: MemfdStore) -> None:
+    """Two writers attach to one reader; the loss of one does not affect the other."""
+    second = GroupWriter(MemfdStore(NUM_PAGES), "gloo", key=KEY)
+    other = "q" * 32
+    attach(writer, reader)
+    endpoint = reader.offer(other, 2)
+    second.attach(DECODE, Connect("decode-0", "model", 2, LayoutMessage.of(LAYOUT), NUM_PAGES, "gloo", endpoint))
+    assert until(lambda: reader.poll(0.0) or second.poll()) == [Attached(DECODE, 2)]
+    reader.allow(PREFILL, 1, [1])
+    reader.allow(other, 2, [2])
+    second.write(DECODE, [(0, 1)])  # granted to the first
+    until(second.done)
+    assert reader.counters()["refused_pages"] == 1
+    second.close()
+    assert [f.peer for f in until(lambda: reader.poll(0.0))] == [other]
+    assert isinstance(writer.store, MemfdStore)
+    writer.store.fill(0, 9)
+    writer.write(DECODE, [(0, 1)])
+    until(writer.done)
+    assert set(store.read(1)) == {9}
+
+
+def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
+    reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer has long been ready, and sends a page as soon as the reader is."""
+    run, send = group_form._Maker.run, group_form._EntryExchange._send
+
+    def run_late(maker: Any) -> None:
+        run(maker)
+        time.sleep(0.1 if maker._arguments[2] == READER else 0)
+
+    def send_slowly(exchange: Any, magic: bytes, *words: bytes) -> None:
+        send(exchange, magic, *words)
+        is_reader = exchange._connection.getsockname()[1] == reader._port
+        time.sleep(0.2 if is_reader and magic == MADE_MAGIC else 0)
+
+    monkeypatch.setattr(group_form._Maker, "run", run_late)
+    monkeypatch.setattr(group_form._EntryExchange, "_send", send_slowly)
+    attach(writer, reader)
+    ticket = writer.write(DECODE, [(0, 0)])
+    assert until(writer.done) == [ticket]
+
+
+def test_an_offer_of_another_transport_is_refused(reader: GroupReader) -> None:
+    """The handshakes have the same frames, and differ in their magic word."""
+    raw_peer = RawTcpPeer(reader)
+    raw_peer.hello(bytes.fromhex(offer(reader).endpoint.split(":")[2]))  # as tcp would
+    assert raw_peer.is_hung_up()
+    assert reader._pending.dropped == {"garbage": 1}
+
+
+def test_a_reader_gives_up_on_a_group_without_a_writer(reader: GroupReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_form, "FORM_S", 0.3)
+    monkeypatch.setattr(group_backend, "FORM_S", 0.3)
+    assert len(RawGlooPeer(reader).handshake(offer(reader))) == 32
+    [fenced] = until(lambda: reader.poll(0.0))
+    assert fenced.reason.endswith("the group did not form within 0 s")
+    until(lambda: not threads("form-gloo") + threads("receive-pages"))
+
+
+def test_a_writer_reports_a_reader_that_falls_silent_while_the_group_forms(
+    writer: GroupWriter, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_form, "FORM_S", 0.3)
+    monkeypatch.setattr(group_backend, "FORM_S", 0.3)
+    silent = GroupReader(store, "gloo", key=KEY)
+    silent._make_receive_thread = lambda authenticated, owner: Deaf(authenticated)  # type: ignore[assignment,return-value]
+    writer.attach(DECODE, offer(silent))
+    [attached] = until(lambda: silent.poll(0.0) or writer.poll())
+    assert attached.problem.startswith("the gloo connection to decode node decode-0 at 127.0.0.1 port")
+    assert attached.problem.endswith("could not be made: the group did not form within 0 s")
+    assert writer.detach(DECODE)
+    silent.close()
+    until(lambda: not threads("form-gloo") + threads("send-pages"))
+
+
+class Deaf:
+    """A receiving thread that does nothing."""
+
+    def __init__(self, authenticated: AuthenticatedConnection) -> None:
+        self.authenticated = authenticated
+
+    def start(self) -> None: ...
+
+    def shut(self) -> None:
+        self.authenticated.connection.close()
+
+    def collect(self) -> bool:
+        return True
+
+    def join(self) -> None: ...
+
+
+def entry(
+    authenticated: AuthenticatedConnection,
+    key: bytes,
+    value: bytes,
+    *,
+    magic: bytes = ENTRY_MAGIC,
+    mac: bytes | None = None,
+) -> bytes:
+    header = HEADER.pack(magic, len(key), len(value))
+    seal = authenticated.seal(b"rendezvous writer")
+    return header + (seal.mac(header + key + value) if mac is None else mac) + key + value
+
+
+def address(host: str, port: int = 1) -> bytes:
+    """As Gloo publishes it: host name, socket address, numbers of pairs."""
+    sockaddr = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host) + bytes(120)
+    return struct.pack("N", 2) + b"vm" + struct.pack("N", len(sockaddr)) + sockaddr + struct.pack("nn", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        (lambda authenticated: [b"GET / HTTP/1.1\r\nHost: a.node\r\n"], "has no place"),
+        (lambda authenticated: [HEADER.pack(ENTRY_MAGIC, 3, 2**32 - 1) + bytes(40)], "has no place"),
+        (lambda authenticated: [HEADER.pack(ENTRY_MAGIC, 2**16 - 1, 5) + bytes(40)], "has no place"),
+        (lambda authenticated: [entry(authenticated, b"", b"x")], "has no place"),
+        (lambda authenticated: [entry(authenticated, b"k", b"", magic=MADE_MAGIC)], "has no place"),
+        (lambda authenticated: [entry(authenticated, b"0/0", address("127.0.0.1"), mac=bytes(16))], "did not send"),
+        (lambda authenticated: [entry(authenticated, b"0/0", address("127.0.0.9"))], "not its own"),
+        (lambda authenticated: [entry(authenticated, b"0/0", b"x" * 170)], "not its own"),
+        (lambda authenticated: [entry(authenticated, b"0/1", address("127.0.0.1"))], "settled already"),
+        (lambda authenticated: [entry(authenticated, b"a", address("127.0.0.1"))] * 2, "settled already"),
+        (lambda authenticated: [entry(authenticated, b"\xff", address("127.0.0.1"))], "settled already"),
+        (
+            lambda authenticated: [
+                entry(authenticated, b"%d" % i, address("127.0.0.1")) for i in range(MAX_ENTRIES + 1)
+            ],
+            "too many",
+        ),
+        (lambda authenticated: [entry(authenticated, b"", b"", magic=MADE_MAGIC)] * 2, "has no place"),
+    ],
+)
+def test_an_invalid_frame_ends_the_forming_of_a_group(
+    reader: GroupReader, frames: Callable[[AuthenticatedConnection], list[bytes]], why: str
+) -> None:
+    gloo_peer = RawGlooPeer(reader)
+    authenticated = gloo_peer.authenticated(offer(reader))
+    until(lambda: reader.poll(0.0) or gloo_peer.connection.recv(1, socket.MSG_PEEK))  # its own address has come
+    gloo_peer.connection.sendall(b"".join(frames(authenticated)))
+    [fenced] = until(lambda: reader.poll(0.0))
+    assert (fenced.peer, fenced.epoch) == (PREFILL, 1)
+    assert why in fenced.reason
+    until(lambda: not threads("form-gloo") + threads("receive-pages"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=st.one_of(st.binary(max_size=400), st.builds(address, st.just("127.0.0.1")).map(lambda v: v[:-5])))
+def test_random_bytes_are_no_valid_address(value: bytes) -> None:
+    assert not is_sound("gloo", value, "127.0.0.1")
+
+
+def test_only_an_address_of_the_peers_host_is_valid() -> None:
+    assert is_sound("gloo", address("127.0.0.1"), "127.0.0.1")
+    assert not is_sound("gloo", address("127.0.0.1"), "10.0.0.1")
+
+
+class Liar(AuthenticatedConnection):
+    """One without the secret of the offer."""
+
+    def proof(self, label: bytes) -> bytes:
+        return bytes(32)
+
+
+def test_a_stranger_in_the_peers_place_is_detected(reader: GroupReader, store: MemfdStore) -> None:
+    gloo_peer = RawGlooPeer(reader)
+    authenticated = gloo_peer.authenticated(offer(reader))
+    with pytest.raises(OSError):
+        form(Liar(authenticated.connection, authenticated.terms, KEY), "gloo", WRITER, Pages(store, "gloo"))
+    [fenced] = until(lambda: reader.poll(0.0))
+    assert "another process answered within the group" in fenced.reason
+
+
+def test_gloos_port_accepts_no_connection_once_the_group_has_formed(reader: GroupReader, writer: GroupWriter) -> None:
+    """Each connection would occupy a descriptor for as long as the pair lives."""
+
+    def listening() -> set[int]:
+        connections = psutil.Process().net_connections("tcp4")
+        return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+
+    before = listening()  # may include groups of earlier tests
+    attach(writer, reader)
+    ports = sorted(listening() - before)
+    assert len(ports) == 2
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for port in ports:
+        with pytest.raises(TimeoutError), socket.create_connection(("127.0.0.1", port), timeout=0.2):
+            pass
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+# ---- processes that stop and die --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", ["writer", "reader"])
+def test_the_survivor_of_a_death_at_any_step_holds_nothing(start: Callable[..., End], victim: str) -> None:
+    """Killed so many milliseconds after the offer was taken up: while dialling, shaking hands, forming, attached."""
+    writer, reader = start("writer", "gloo"), start("reader", "gloo")
+    for epoch, delay_ms in enumerate((0, 4, 12, 40), start=1):
+        dying = start(victim, "gloo")
+        ends = (dying, reader) if victim == "writer" else (writer, dying)
+        ends[0].ask("attach", peer=DECODE, connect=ends[1].ask("offer", peer=PREFILL, epoch=2 * epoch))
+        time.sleep(delay_ms / 1e3)
+        dying.kill()
+        until(lambda: writer.ask("detach", peer=DECODE))
+        writer.ask("news"), reader.ask("news")
+        join(writer, reader, "gloo", epoch=2 * epoch + 1)
+        ship(writer, reader, [(epoch, 0, epoch)], epoch=2 * epoch + 1)
+        assert writer.ask("detach", peer=DECODE) is True
+        assert until(lambda: reader.ask("news"))[0][:2] == [PREFILL, 2 * epoch + 1]
+    assert reader.ask("digest", pages=[1, 2, 3, 4]) == digests(1, 2, 3, 4)
+
+
+def test_a_writer_detaches_from_a_stopped_reader(start: Callable[..., End]) -> None:
+    writer, reader = start("writer", "gloo", TEST_STALL_S="600"), start("reader", "gloo")
+    join(writer, reader, "gloo")
+    reader.ask("allow", peer=PREFILL, epoch=1, pages=list(range(8)))
+    reader.signal(signal.SIGSTOP)
+    ticket = writer.ask("write", peer=DECODE, pages=[(i, i, i) for i in range(8)])
+    time.sleep(0.2)
+    assert writer.ask("finished") == []
+    is_first = writer.ask("detach", peer=DECODE)
+    until(lambda: writer.ask("detach", peer=DECODE))
+    assert writer.ask("finished") == ([] if is_first else [ticket])
+    assert writer.ask("counters")["bytes_by_gloo"] == 0
+    reader.signal(signal.SIGCONT)
+    assert until(lambda: reader.ask("news"))[0][:2] == [PREFILL, 1]
+    join(writer, reader, "gloo", epoch=2)
+    ship(writer, reader, [(50, 0, 7)], epoch=2)
+    assert reader.ask("digest", pages=[7]) == digests(50)
+
+
+def test_a_reader_that_is_stopped_for_too_long_breaks_its_pair_only(start: Callable[..., End]) -> None:
+    writer = start("writer", "gloo", TEST_STALL_S="1")
+    reader, other, peer = start("reader", "gloo"), start("reader", "gloo"), "e" * 32
+    join(writer, reader, "gloo")
+    assert writer.ask("attach", peer=peer, connect=other.ask("offer", peer=PREFILL, epoch=1)) == ""
+    assert until(lambda: writer.ask("news")) == [[peer, 1, "", "gloo"]]
+    assert other.ask("chosen", peer=PREFILL, epoch=1, transport="gloo")
+    other.ask("allow", peer=PREFILL, epoch=1, pages=[3])
+    reader.signal(signal.SIGSTOP)
+    writer.ask("write", peer=DECODE, pages=[(1, 0, 0)])
+    ticket = writer.ask("write", peer=peer, pages=[(2, 1, 3)])
+    assert until(lambda: writer.ask("finished")) == [ticket]
+    [[lost, epoch, problem, _]] = until(lambda: writer.ask("news"))
+    assert (lost, epoch) == (DECODE, 1)
+    assert problem.startswith("the gloo connection to decode node decode-0 at 127.0.0.1 port")
+    assert problem.endswith("broke: Timed out waiting 1000ms for send operation to complete")
+    assert other.ask("digest", pages=[3]) == digests(2)
+
+
+# ---- what is asked for and cannot be had ------------------------------------------------------------------------
+
+
+def test_nccl_without_a_gpu_is_refused_by_name(store: MemfdStore) -> None:
+    for make in (GroupReader, GroupWriter):
+        with pytest.raises(ConfigError, match="--transport nccl"):
+            make(store, "nccl")
+
+
+def test_an_address_that_is_not_ours_is_refused_with_the_flag_named(store: MemfdStore) -> None:
+    with pytest.raises(ConfigError, match="--data-interface"):
+        GroupReader(store, "gloo", host="192.0.2.1")
+
+
+def test_torch_is_not_imported_for_other_transports() -> None:
+    program = (
+        "import sys; sys.path.insert(0, 'tests'); from support.kv.kv_fakes import MemfdStore;"
+        "from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer;"
+        "open_reader(MemfdStore(1), TransportSettings('auto')), open_writer(MemfdStore(1), TransportSettings('tcp'));"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=60).returncode == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
+def test_pages_go_from_device_to_device() -> None:
+    from common.engine.kv_pool import KVPool
+
+    source, target = (KVPool(LAYOUT, NUM_PAGES, f"cuda:{i}") for i in range(2))
+    writer, reader = GroupWriter(source, "nccl"), GroupReader(target, "nccl")
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "nccl", reader.offer(PREFILL, 1))
+    writer.attach(DECODE, connect)
+    assert until(lambda: reader.poll(0.0) or writer.poll(), 60.0) == [Attached(DECODE, 1)]
+    source.tensor.copy_(torch.randn(source.tensor.shape))
+    reader.allow(PREFILL, 1, [0, 3])
+    tickets = [writer.write(DECODE, [(5, 3), (1, 0)]), writer.write(DECODE, [(2, 4)])]  # page 4 is not allowed
+    done: list[int] = []
+    until(lambda: done.extend(writer.done()) or len(done) == 2)
+    assert sorted(done) == tickets
+    reader.store.landed([0, 3])  # leaves what has come as it is
+    expected = {3: source.tensor[5], 0: source.tensor[1]}
+    for page in range(NUM_PAGES):
+        ours = target.tensor[page].cpu()
+        assert torch.equal(ours, expected[page].cpu() if page in expected else torch.zeros_like(ours))
+    assert writer.counters()["bytes_by_nccl"] == 2 * SIZE
+    writer.close()
+    reader.close()

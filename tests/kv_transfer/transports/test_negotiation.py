@@ -1,0 +1,248 @@
+"""Which transport carries a pair, and which fences count then."""
+
+from collections.abc import Iterator
+
+import pytest
+from support.kv.fake_transports import FakeReader, FakeWriter
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+
+from common.cache.page_allocator import Owner, PageAllocator
+from common.wire.messages import Closed, Connect, Connected, LayoutMessage, PagesWritten, PrefillDone, Refused
+from kv_transfer.events import PairLost
+from kv_transfer.receive.receiver import Receiver
+from kv_transfer.send.sender import Sender
+from kv_transfer.transports.base import Attached, AttachError, Fenced
+from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
+
+NUM_PAGES = 8
+
+
+@pytest.fixture
+def store() -> Iterator[MemfdStore]:
+    store = MemfdStore(NUM_PAGES)
+    yield store
+    store.close()
+
+
+def connect(reader: NegotiatingReader, epoch: int = 1) -> Connect:
+    endpoint = reader.offer(PREFILL, epoch)
+    return Connect("decode-0", "model", epoch, LayoutMessage.of(LAYOUT), NUM_PAGES, reader.name, endpoint)
+
+
+def both(
+    store: MemfdStore, *names: str
+) -> tuple[list[FakeWriter], NegotiatingWriter, list[FakeReader], NegotiatingReader]:
+    writers, readers = [FakeWriter(name, store) for name in names], [FakeReader(name, store) for name in names]
+    return writers, NegotiatingWriter(writers), readers, NegotiatingReader(readers)
+
+
+# ---- the choice -------------------------------------------------------------------------------------------------
+
+
+def test_the_first_that_works_is_chosen_and_no_other_is_tried(store: MemfdStore) -> None:
+    (a, b), writer, _, reader = both(store, "a", "b")
+    writer.attach(DECODE, connect(reader))
+    assert (a.attached, b.attached) == ([(DECODE, "a-1")], [])
+    a.news = [Attached(DECODE, 1)]
+    assert writer.poll() == [Attached(DECODE, 1, "", "a", "the first that worked")]
+    assert b.attached == []
+
+
+def test_transports_that_failed_before_are_named_with_their_reasons(store: MemfdStore) -> None:
+    (a, b, c), writer, _, reader = both(store, "a", "b", "c")
+    a.refuses = "not on this host"
+    writer.attach(DECODE, connect(reader))
+    b.news = [Attached(DECODE, 1, "no answer")]
+    assert writer.poll() == []
+    c.news = [Attached(DECODE, 1)]
+    why = "the first that worked; a: not on this host; b: no answer"
+    assert writer.poll() == [Attached(DECODE, 1, "", "c", why)]
+    assert b.num_detached == 1
+
+
+def test_all_reasons_are_named_when_no_transport_works(store: MemfdStore) -> None:
+    (a, b), writer, _, reader = both(store, "a", "b")
+    writer.attach(DECODE, connect(reader))
+    b.refuses = "refused"
+    a.news = [Attached(DECODE, 1, "no answer")]
+    assert writer.poll() == [Attached(DECODE, 1, "a: no answer; b: refused")]
+    b.refuses, a.refuses = "refused", "never"
+    with pytest.raises(AttachError, match="a: never; b: refused"):
+        writer.attach(DECODE, connect(reader, 2))
+
+
+def test_reports_of_a_transport_that_is_not_being_tried_are_ignored(store: MemfdStore) -> None:
+    (_, b), writer, _, reader = both(store, "a", "b")
+    writer.attach(DECODE, connect(reader))
+    b.news = [Attached(DECODE, 1)]
+    assert writer.poll() == []
+
+
+def test_tickets_of_two_transports_do_not_collide(store: MemfdStore) -> None:
+    (a, b), writer, _, reader = both(store, "a", "b")
+    writer.attach("peer-1", connect(reader))
+    a.news = [Attached("peer-1", 1)]
+    writer.poll()
+    a.refuses = "no"
+    writer.attach("peer-2", connect(reader))
+    b.news = [Attached("peer-2", 1)]
+    writer.poll()
+    first, second = writer.write("peer-1", [(0, 0)]), writer.write("peer-2", [(0, 0)])
+    b.finished = [1]
+    assert (first != second, writer.done()) == (True, [second])
+
+
+def test_tickets_end_with_their_peer(store: MemfdStore) -> None:
+    (a, _), writer, _, reader = both(store, "a", "b")
+    for peer in ("peer-1", "peer-2"):
+        writer.attach(peer, connect(reader))
+        a.news = [Attached(peer, 1)]
+        writer.poll()
+    lost, kept = writer.write("peer-1", [(0, 0)]), writer.write("peer-2", [(0, 0)])
+    assert lost != kept
+    assert writer.detach("peer-1")
+    assert len(writer._tickets) == 1
+    a.finished = [1, 2]
+    assert writer.done() == [kept]
+    assert not writer._tickets
+
+
+def test_proof_about_an_offer_that_was_withdrawn_is_not_kept(store: MemfdStore) -> None:
+    _, _, (a, _), reader = both(store, "a", "b")
+    connect(reader)
+    a.news = [Fenced(PREFILL, 1, "left before it had the pool")]
+    assert reader.poll(0.0) == []
+    reader.withdraw(PREFILL)
+    assert not reader._unasked
+
+
+def test_a_peer_is_attached_again_only_when_no_earlier_write_is_under_way(store: MemfdStore) -> None:
+    (a, b), writer, _, reader = both(store, "a", "b")
+    writer.attach(DECODE, connect(reader))
+    a.news = [Attached(DECODE, 1)]
+    writer.poll()
+    a.is_draining = True
+    assert writer.detach(DECODE) is False
+    writer.attach(DECODE, connect(reader, 2))
+    writer.poll()
+    assert (len(a.attached), len(b.attached)) == (1, 0)
+    a.is_draining = False
+    writer.poll()
+    assert a.attached == [(DECODE, "a-1"), (DECODE, "a-2")]
+
+
+def test_a_new_offer_may_void_writes_under_way(store: MemfdStore) -> None:
+    """The transports from which the peer is draining are told; otherwise they would read the offer too late."""
+    (a, b), writer, _, reader = both(store, "a", "b")
+    writer.attach(DECODE, connect(reader))
+    a.is_draining = True
+    assert writer.detach(DECODE) is False
+    writer.attach(DECODE, connect(reader, 2))
+    writer.attach("peer-2", connect(reader, 3))
+    assert (a.voided_by, b.voided_by) == ([(DECODE, "a-2")], [(DECODE, "b-2")])
+
+
+def test_a_pair_that_asks_for_different_transports_is_refused(store: MemfdStore) -> None:
+    sender = Sender(FakeWriter("slow", store), digest="model")
+    sender.on_message(DECODE, Connect("d", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "fast", "e"), 0.0)
+    why = "the decode node transfers by 'fast', this prefill node by 'slow'"
+    assert sender.take()[0] == [(DECODE, Refused(why, 1))]
+
+
+# ---- proof ------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_chosen_transport_proves_a_fence(store: MemfdStore) -> None:
+    _, _, (a, b), reader = both(store, "a", "b")
+    connect(reader)
+    a.news = [Fenced(PREFILL, 1, "left before it had the pool")]
+    assert reader.poll(0.0) == []
+    assert reader.chosen(PREFILL, 1, "b")
+    a.news = [Fenced(PREFILL, 1, "again")]
+    assert reader.poll(0.0) == []
+    b.news = [Fenced(PREFILL, 1, "dead")]
+    assert reader.poll(0.0) == [Fenced(PREFILL, 1, "dead")]
+
+
+def test_proof_that_comes_before_the_choice_is_kept(store: MemfdStore) -> None:
+    _, _, (a, _), reader = both(store, "a", "b")
+    connect(reader)
+    a.news = [Fenced(PREFILL, 1, "dead")]
+    assert reader.poll(0.0) == []
+    assert reader.chosen(PREFILL, 1, "a")
+    assert reader.poll(0.0) == [Fenced(PREFILL, 1, "dead")]
+
+
+def test_a_transport_that_was_not_offered_cannot_be_chosen(store: MemfdStore) -> None:
+    _, _, _, reader = both(store, "a", "b")
+    connect(reader)
+    assert not reader.chosen(PREFILL, 1, "c")
+    assert not reader.chosen(PREFILL, 2, "a")
+    assert not reader.chosen(DECODE, 1, "a")
+
+
+def test_permissions_are_given_at_the_chosen_transport_and_taken_at_all(store: MemfdStore) -> None:
+    _, _, (a, b), reader = both(store, "a", "b")
+    connect(reader)
+    reader.chosen(PREFILL, 1, "b")
+    a.calls.clear(), b.calls.clear()
+    reader.allow(PREFILL, 1, [3])
+    reader.forbid([3])
+    assert (a.calls, b.calls) == ([("forbid", 3)], [("allow", 3), ("forbid", 3)])
+
+
+def test_a_receiver_grants_nothing_by_a_transport_that_it_did_not_offer(store: MemfdStore) -> None:
+    _, _, (a, _), reader = both(store, "a", "b")
+    receiver = Receiver(reader, PageAllocator(NUM_PAGES))
+    receiver.connect(PREFILL)
+    receiver.on_message(PREFILL, Connected(1, "c"))
+    assert not receiver.is_connected(PREFILL)
+    receiver.on_message(PREFILL, Connected(1, "a"))
+    assert receiver.is_connected(PREFILL)
+    assert receiver.counters()["pairs_by_a"] == 1
+    a.news = [Fenced(PREFILL, 1, "dead", is_dead=True)]
+    receiver.poll(0.0)
+    assert receiver.take()[1] == [PairLost(PREFILL, "dead")]
+
+
+def test_a_receiver_permits_writes_with_each_grant_and_forbids_them_before_a_release(
+    store: MemfdStore,
+) -> None:
+    reader, allocator = FakeReader("a", store), PageAllocator(NUM_PAGES)
+    receiver = Receiver(reader, allocator)
+    receiver.connect(PREFILL)
+    receiver.on_message(PREFILL, Connected(1, "a"))
+    for rid, end in (("r", None), ("s", Closed("s", 0, "aborted")), ("t", PrefillDone("t", 0, 7, 9))):
+        reader.calls.clear()
+        pages = allocator.alloc(2, Owner.GRANT)
+        assert pages is not None
+        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_tokens=7)
+        assert reader.calls == [("allow", *pages)]
+        if end is None:
+            receiver.cancel((rid, 0))
+        else:
+            receiver.on_message(PREFILL, end)
+            receiver.on_message(PREFILL, PagesWritten(rid, 0, 1, (0, 1)))
+        assert reader.calls == [("allow", *pages), ("forbid", *pages)]
+
+
+def test_a_break_before_the_peers_answer_is_reported(store: MemfdStore) -> None:
+    """Otherwise the peer would wait for grants in vain."""
+    _, _, (a, b), reader = both(store, "a", "b")
+    connect(reader)
+    b.news, a.is_over, b.is_over = [Fenced(PREFILL, 1, "broke")], True, True
+    assert reader.poll(0.0) == []
+    assert reader.chosen(PREFILL, 1, "a") is False
+    assert reader.chosen(PREFILL, 1, "b") is True
+    assert reader.poll(0.0) == [Fenced(PREFILL, 1, "broke")]
+
+
+def test_pages_are_reclaimed_by_the_transport_that_carries_them(store: MemfdStore) -> None:
+    _, _, (a, b), reader = both(store, "a", "b")
+    connect(reader)
+    reader.reclaim(PREFILL, 1)
+    reader.chosen(PREFILL, 1, "b")
+    reader.reclaim(PREFILL, 1)
+    reader.reclaim(PREFILL, 2)
+    assert ("reclaim", 1) not in a.calls
+    assert b.calls.count(("reclaim", 1)) == 1
