@@ -103,7 +103,7 @@ def ship(pair: TransferPair, num_pages: int = 3) -> None:
 def test_a_damaged_page_is_shipped_again_and_everything_arrives(asks: tuple[bool, bool]) -> None:
     pair = TransferPair(Wire(faults={1: Fault("corrupt")}), wants_checksums=asks)
     ship(pair)
-    assert isinstance(pair.events[KEY], Completed)  # and the couple has looked at every byte
+    assert isinstance(pair.events[KEY], Completed)  # TransferPair has compared every byte
     assert pair.released[KEY].ok
     decode, prefill = pair.receiver.counters(), pair.sender.counters()
     assert (decode["checksum_mismatches"], decode["pages_verified"], decode["pages_received"]) == (1, 4, 3)
@@ -114,7 +114,7 @@ def test_a_damaged_page_is_shipped_again_and_everything_arrives(asks: tuple[bool
 
 def test_damage_goes_unnoticed_without_checksums() -> None:
     pair = TransferPair(Wire(faults={1: Fault("corrupt")}))
-    with pytest.raises(AssertionError, match="has other bytes"):  # says the couple, who knows what they should be
+    with pytest.raises(AssertionError, match="has other bytes"):  # raised by TransferPair, which knows the expected bytes
         ship(pair)
     assert pair.receiver.counters()["pages_verified"] == 0
 
