@@ -114,7 +114,7 @@ def test_a_damaged_page_is_shipped_again_and_everything_arrives(asks: tuple[bool
 
 def test_damage_goes_unnoticed_without_checksums() -> None:
     pair = TransferPair(Wire(faults={1: Fault("corrupt")}))
-    with pytest.raises(AssertionError, match="has other bytes"):  # raised by TransferPair, which knows the expected bytes
+    with pytest.raises(AssertionError, match="has other bytes"):  # raised by TransferPair
         ship(pair)
     assert pair.receiver.counters()["pages_verified"] == 0
 
