@@ -86,7 +86,8 @@ def _of_choice(transport: object) -> object:
         ]
         return (attempts, list(transport._draining))
     if isinstance(transport, NegotiatingReader):
-        return (transport._offered, transport._chosen, transport._unasked, transport._news)
+        chosen = {peer: (epoch, one.name) for peer, (epoch, one) in transport._chosen.items()}
+        return (transport._offered, chosen, transport._unasked, transport._news)
     return None
 
 
