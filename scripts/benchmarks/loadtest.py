@@ -14,7 +14,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-from scripts.benchmarks.cpu_contention import CpuContention
+from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from scripts.benchmarks.cpu_contention import CpuContention, cpu_time_s
+from scripts.benchmarks.harness.cpu_contention import CpuContention, cpu_time_s
 
 BURN = "import time; ends = time.process_time() + 0.6\nwhile time.process_time() < ends: pass"
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import IO
 
 from common.errors import BatonError
-from scripts.benchmarks.cpu_contention import CpuContention
+from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PR_SET_PDEATHSIG = 1
 STOP_S = 20.0
 MAX_OTHERS = 0.15  # cores used by other processes above which figures are invalid
