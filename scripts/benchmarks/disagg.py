@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.config.shared import SMALL_MODEL
-from scripts.benchmarks.options import comma_separated
-from scripts.benchmarks.service_fixture import MAX_OTHERS, measured_load, running_service
+from scripts.benchmarks.harness.options import comma_separated
+from scripts.benchmarks.harness.service_fixture import MAX_OTHERS, measured_load, running_service
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report
 from scripts.models.random_model import random_model

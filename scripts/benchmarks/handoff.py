@@ -22,9 +22,9 @@ from functools import partial
 
 from common.config.shared import SMALL_MODEL
 from common.errors import BatonError, ConfigError
-from scripts.benchmarks.cpu_contention import CpuContention
-from scripts.benchmarks.options import comma_separated
-from scripts.benchmarks.service_fixture import MAX_OTHERS, measured_load, running_service
+from scripts.benchmarks.harness.cpu_contention import CpuContention
+from scripts.benchmarks.harness.options import comma_separated
+from scripts.benchmarks.harness.service_fixture import MAX_OTHERS, measured_load, running_service
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.config import LoadtestConfig
 from scripts.models.random_model import random_model

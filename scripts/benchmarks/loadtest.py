@@ -14,7 +14,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-from scripts.benchmarks.cpu_contention import CpuContention
+from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
@@ -49,7 +49,7 @@ def one_run(options: argparse.Namespace, seed: int) -> dict[str, float]:
     """Figures of one run by the report and by the mock server."""
     with tempfile.TemporaryDirectory() as folder:
         truth_path = Path(folder) / "truth.jsonl"
-        script = str(ROOT / "tests" / "support" / "mock_openai.py")
+        script = str(ROOT / "tests" / "support" / "load" / "mock_openai.py")
         flags = ["--ttft", "0.1", "--itl", "0.01", "--truth", str(truth_path)]
         with subprocess.Popen([sys.executable, script, *flags], stdout=subprocess.PIPE, text=True) as mock:
             assert mock.stdout

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from common.config.shared import SMALL_MODEL
 from scripts.benchmarks.disagg import ARRANGEMENTS
-from scripts.benchmarks.options import comma_separated
-from scripts.benchmarks.service_fixture import measured_load, running_service
+from scripts.benchmarks.harness.options import comma_separated
+from scripts.benchmarks.harness.service_fixture import measured_load, running_service
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.charts import (
     distribution_charts,

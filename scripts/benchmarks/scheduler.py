@@ -24,7 +24,7 @@ from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
-from scripts.benchmarks.options import comma_separated
+from scripts.benchmarks.harness.options import comma_separated
 from scripts.benchmarks.policies import ROWS, bench_plan, print_plans
 from scripts.benchmarks.tree import CHAIN_NODES, LEAF_TOKENS, PAGE_SIZE, PROBE_TOKENS, Figure, Tree, figure, timed
 

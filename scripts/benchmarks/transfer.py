@@ -33,8 +33,8 @@ from common.wire.process_id import new_incarnation
 from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl.writer import HOLD_S
 from kv_transfer.transports.tcp.protocol import tune
-from scripts.benchmarks import gloo_baseline
-from scripts.benchmarks.options import comma_separated
+from scripts.benchmarks.harness import gloo_baseline
+from scripts.benchmarks.harness.options import comma_separated
 
 LAYOUTS = {"qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"), "llama-3.1-8b": PageLayout(32, 8, 128, 16, "bfloat16")}
 SHORTEST = ("--layouts=qwen3-0.6b", "--pages=4", "--round-trips=100")

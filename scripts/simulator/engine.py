@@ -1,8 +1,8 @@
 """An engine without a model, which returns the next token of a known answer.
 
 The request's seed selects the answer and the position selects the token. So, as in the real engine, tokens do not
-depend on retraction or migration. Pages have no contents, for speed; the engine in ``tests/support/fake_engine.py``
-does check contents.
+depend on retraction or migration. Pages have no contents, for speed; the engine in
+``tests/support/cluster/fake_engine.py`` does check contents.
 """
 
 from collections.abc import Callable, Sequence

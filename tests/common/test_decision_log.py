@@ -1,7 +1,7 @@
 """The log of decisions: order, bound, reasons for waiting, and formatting on reading."""
 
 import pytest
-from support.lone_nodes import DecodeNode, PrefillNode
+from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
 from common.decision_log import DecisionLog
 from common.wire.messages import Decision

@@ -3,8 +3,8 @@
 from collections import Counter
 
 import pytest
-from support.lone_nodes import ON, result_of
-from support.lone_nodes import DecodeNode as Node
+from support.scheduling.single_nodes import ON, result_of
+from support.scheduling.single_nodes import DecodeNode as Node
 
 from common.cache.page_allocator import Owner
 from common.config.scheduling import PriorityRules
@@ -73,7 +73,7 @@ def test_the_newest_of_the_least_urgent_requests_is_paused() -> None:
         node.run_in(rid, 8, priority, new=40)
     node.run_in("urgent", 8, 9)
     assert node.state("lower") is State.PAUSED
-    assert {key[0] for key in node.places.running} == {"low", "middle", "urgent"}
+    assert {key[0] for key in node.table.running} == {"low", "middle", "urgent"}
 
 
 def test_a_paused_request_continues_where_it_was_with_its_history() -> None:
@@ -99,7 +99,7 @@ def test_as_many_requests_are_retracted_as_needed_least_urgent_first() -> None:
     node.submit("urgent", 24, 9)
     node.step()
     assert node.granted[-1] == "urgent"
-    assert {key[0] for key in node.places.retracted} == {"low", "lower"}
+    assert {key[0] for key in node.table.retracted} == {"low", "lower"}
     assert node.scheduler.totals()["preemptions"] == node.scheduler.totals()["retractions"] == 2
     actions = [decided.action for decided in node.scheduler.decisions.last(5, node.now)]
     assert actions == ["retract", "retract", "grant", "wait", "wait"]
@@ -112,7 +112,7 @@ def test_no_request_is_retracted_if_the_pages_would_not_be_enough() -> None:
     node.run_in("low", 12, 0, new=40)
     node.submit("urgent", 40, 9)
     node.step()
-    assert {key[0] for key in node.places.running} == {"strong", "low"}
+    assert {key[0] for key in node.table.running} == {"strong", "low"}
     assert node.scheduler.totals()["retractions"] == 0
 
 
@@ -134,10 +134,10 @@ def test_the_victim_when_the_batch_outgrows_the_pool(rules: PriorityRules, victi
     node.run_in("old", 8, 0, new=30)
     node.step()
     node.run_in("new", 8, 1, new=30)
-    while not node.places.retracted:
+    while not node.table.retracted:
         node.step()
     # The least urgent request, or the one with the shorter output.
-    assert [key[0] for key in node.places.retracted] == [victim]
+    assert [key[0] for key in node.table.retracted] == [victim]
 
 
 def test_the_newest_of_equal_requests_is_retracted_when_pages_run_short() -> None:
@@ -148,9 +148,9 @@ def test_the_newest_of_equal_requests_is_retracted_when_pages_run_short() -> Non
             node.now += 1.0
         node.grant()
         node.receive(*rows)
-        while not node.places.retracted:
+        while not node.table.retracted:
             node.step()
-        assert [key[0] for key in node.places.retracted] == ["new"]
+        assert [key[0] for key in node.table.retracted] == ["new"]
 
 
 def test_the_new_token_ratio_set_by_a_retraction_falls_from_the_next_step_on() -> None:
@@ -160,10 +160,10 @@ def test_the_new_token_ratio_set_by_a_retraction_falls_from_the_next_step_on() -
         node.submit(rid, 8, new=100).expected_output = 1
     node.grant()
     node.receive("a", "b")
-    while not node.places.retracted:
+    while not node.table.retracted:
         before = ratio.value
         node.step()
-    [stays] = node.places.running.values()
+    [stays] = node.table.running.values()
     assert (
         ratio.value == (len(stays.output) - 1 + 20) / (100 + 1) != before
     )  # the ratio was set before this step's token
@@ -261,7 +261,7 @@ def test_local_prompts_overtake_a_request_that_lacks_pages_a_limited_number_of_t
         node.submit(f"local{number}", 3, new=1, is_local=True)
     node.grant()
     node.step()
-    assert {key[0] for key in node.places.waiting} == {"large", "local1", "local2"}
+    assert {key[0] for key in node.table.waiting} == {"large", "local1", "local2"}
     assert node.run()[-3:] == ["large", "local1", "local2"]
 
 

@@ -1,7 +1,7 @@
 """A decode node plans a second step before it commits the first."""
 
 import pytest
-from support.lone_nodes import DecodeNode, result_of
+from support.scheduling.single_nodes import DecodeNode, result_of
 
 from common.config.scheduling import PriorityRules
 from common.request import Request
@@ -123,7 +123,7 @@ def test_lingering_pages_prevent_further_retractions() -> None:
         ready(node, rid, 7).expected_output = 1  # two pages each, both full after one more token
     first = plan_of(node)
     assert node.scheduler.plan(node.now) is None, "a step was planned although no page is free"
-    assert len(node.places.retracted) == 1, "more requests were retracted than necessary"
+    assert len(node.table.retracted) == 1, "more requests were retracted than necessary"
     commit(node, first)
     assert len(plan_of(node).rows) == 2
 

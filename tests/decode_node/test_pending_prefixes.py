@@ -1,6 +1,6 @@
 """A request on a decode node waits for a prefix that is being received for another request."""
 
-from support.lone_nodes import PAGE, DecodeNode
+from support.scheduling.single_nodes import PAGE, DecodeNode
 
 from common.cache.page_allocator import Owner
 from common.config.scheduling import PriorityRules

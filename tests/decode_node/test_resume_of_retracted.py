@@ -1,8 +1,8 @@
 """A retracted request resumes from the cache, by local computation, or from a prefill node."""
 
 import pytest
-from support.lone_nodes import PAGE
-from support.lone_nodes import DecodeNode as Node
+from support.scheduling.single_nodes import PAGE
+from support.scheduling.single_nodes import DecodeNode as Node
 
 from common.cache.page_allocator import Owner
 from common.request import Request
@@ -11,7 +11,7 @@ from decode_node.request_state import State
 
 def lose_all(node: Node, rid: str) -> Request:
     """Retract a running request and evict its KV from the cache."""
-    request = node.places.running[rid, 0]
+    request = node.table.running[rid, 0]
     node.scheduler._preemptor.retract(request, node.now, "for the test")
     node.cache.clear()
     return request

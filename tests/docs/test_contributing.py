@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.reference_models import FAMILIES, make_model
+from support.engine.reference_models import FAMILIES, make_model
 
 from common.config.scheduling import POLICIES
 from common.engine import model_config

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support.processes import environment, free_port
+from support.service.processes import environment, free_port
 
 from common.plugins import RequestFacts, load_policy, load_priority_function
 from common.request import Request
@@ -52,7 +52,7 @@ def serving(log: Path, *flags: str) -> Iterator[str]:
         yield line.split()[1]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(60)
         process.stdout.close()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.processes import environment
+from support.service.processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 UNFORMATTED = "import os\nx=  1\n"

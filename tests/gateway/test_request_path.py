@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from support.fake_nodes import folder, running
+from support.gateway.fake_nodes import folder, running
 
 from common.wire.messages import Generate
 from gateway.workers.control_plane import MailboxChannel

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from support.fake_nodes import BODY, FakeNode, error_of, events, folder, running, silent, under_way
+from support.gateway.fake_nodes import BODY, FakeNode, error_of, events, folder, running, silent, start_request
 
 __all__ = ["folder"]
 
@@ -24,8 +24,8 @@ async def test_a_stop_ends_requests_in_flight_and_aborts_them_on_the_nodes(folde
     async with running(folder) as stack:
         prefill, decode = await stack.pair()
         prefill.on_generate = decode.on_generate = silent
-        plain, plain_rid = await under_way(stack)
-        stream, stream_rid = await under_way(stack, {**BODY, "stream": True})
+        plain, plain_rid = await start_request(stack)
+        stream, stream_rid = await start_request(stack, {**BODY, "stream": True})
         prefill.tokens(stream_rid, 0, (65,))
         answer = await stream
         arriving = events(answer)
@@ -47,7 +47,7 @@ async def test_requests_may_finish_while_the_gateway_stops(folder):
     async with running(folder) as stack:
         prefill, decode = await stack.pair()
         prefill.on_generate = decode.on_generate = silent
-        call, rid = await under_way(stack)
+        call, rid = await start_request(stack)
         stopping = asyncio.ensure_future(stack.gateway.stop())
         await asyncio.sleep(0.1)
         prefill.tokens(rid, 0, (65,), finish="length")

@@ -1,5 +1,5 @@
 """Fixtures of tests whose nodes run in processes of their own."""
 
-from support.transport_ends import nursery, start, transport
+from support.kv.transport_ends import fork_server, start, transport
 
-__all__ = ["nursery", "start", "transport"]
+__all__ = ["fork_server", "start", "transport"]

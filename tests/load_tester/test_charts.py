@@ -5,7 +5,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from support.load_records import record
+from support.load.records import record
 
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.analysis.stage_timeline import Span, median_spans, spans_of

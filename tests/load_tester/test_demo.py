@@ -29,7 +29,7 @@ def kill(process: "subprocess.Popen[str]") -> None:
 
 def until_answered(url: str) -> None:
     """Wait until a request of the run has succeeded."""
-    for _ in range(200):
+    for _ in range(600):
         with urllib.request.urlopen(url + "/metrics") as page:
             if b'baton_http_answers_total{path="/generate",status="200"}' in page.read():
                 return
@@ -53,8 +53,8 @@ def test_the_service_of_a_demo_ends_with_it(
         assert len(family) >= 5, "the service, a gateway, two nodes, a client"
         end(process)
         said = process.stdout.read()
-        assert process.wait(40) == status
-        _, alive = psutil.wait_procs(family, 30)
+        assert process.wait(60) == status
+        _, alive = psutil.wait_procs(family, 60)
     assert not alive
     assert set(os.listdir("/dev/shm")) <= shared
     if status == 130:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.load_mock import mock_server
+from support.load.mock_server import mock_server
 
 from common.errors import ConfigError
 from scripts.load_tester.analysis.goodput_search import find_goodput, measure

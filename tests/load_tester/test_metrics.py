@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.load_records import record
+from support.load.records import record
 
 from scripts.load_tester.analysis import metrics
 from scripts.load_tester.analysis.records import RequestRecord

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from support.load_mock import MockServer, mock_server
-from support.load_records import record
+from support.load.mock_server import MockServer, mock_server
+from support.load.records import record
 
 from common.config.shared import SMALL_MODEL
 from common.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.load_connection import FedConnection
+from support.load.connection import FedConnection
 
 from scripts.load_tester.client.http_framing import follow_chunks, read_head
 from scripts.load_tester.client.ipc import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.load_mock import load, mock_server
+from support.load.mock_server import load, mock_server
 
 from common.config.shared import SMALL_MODEL
 from common.errors import ConfigError

@@ -1,7 +1,7 @@
 """A prefill node plans a second step before it commits the first."""
 
 import pytest
-from support.lone_nodes import PrefillNode, result_of
+from support.scheduling.single_nodes import PrefillNode, result_of
 
 from common.step_plan import StepPlan
 from prefill_node.request_state import State

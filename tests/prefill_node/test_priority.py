@@ -1,7 +1,7 @@
 """Priorities on a prefill node decide about the queue, chunks, slots and pages, and are inherited."""
 
 import pytest
-from support.lone_nodes import PrefillNode as Node
+from support.scheduling.single_nodes import PrefillNode as Node
 
 from common.config.scheduling import PriorityRules
 from common.request import LOWEST_PRIORITY

@@ -1,5 +1,6 @@
-"""Several samples, judged prompts, flushed caches, penalties and local prefill over whole services: one with a node of
-each role, one whose decode node keeps short prompts, and a decode node alone.
+"""Samples, prompt log-probabilities, cache flushes, penalties and local prefill over whole services.
+
+Three services: a node of each role, the same with short prompts prefilled on the decode node, and a decode node alone.
 """
 
 from collections.abc import Iterator
@@ -7,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.service import SMALL_MODEL, Service, running
-from support.service_client import Client, prompt_of
+from support.service.client import Client, prompt_of
+from support.service.service import SMALL_MODEL, Service, running
 
 MODES = {"pair": "never", "short": "auto", "alone": "always"}
 THRESHOLD = 40
@@ -43,7 +44,7 @@ async def completions(client: Client, prompt: Any, **options: Any) -> list[dict[
     return choices
 
 
-async def test_each_sample_can_be_had_again_alone_by_its_own_seed(client: Client) -> None:
+async def test_each_sample_can_be_reproduced_alone_by_its_own_seed(client: Client) -> None:
     prompts = [prompt_of(70, 1), prompt_of(5, 2)]
     choices = await completions(client, prompts, n=3, seed=4, temperature=1.0)
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4, 5]
@@ -58,28 +59,28 @@ async def test_samples_share_the_whole_pages_of_their_prompt(service: Service, c
     await completions(client, prompt_of(70, 3), n=4, temperature=1.0)  # four whole pages and six tokens
     after = await client.counters()
 
-    def moved(name: str) -> int:
+    def increase(name: str) -> int:
         return int(sum(after[node].get(name, 0) - before[node].get(name, 0) for node in after))
 
-    assert moved("prompt_tokens_computed") == 70 + 3 * 6
-    assert moved("pages_sent") == (0 if "prefill-0" not in service.nodes else 5 + 3)
+    assert increase("prompt_tokens_computed") == 70 + 3 * 6
+    assert increase("pages_sent") == (0 if "prefill-0" not in service.nodes else 5 + 3)
 
 
-async def test_short_prompts_cost_no_transfer_where_decode_computes_them(service: Service, client: Client) -> None:
+async def test_prompts_below_the_threshold_are_prefilled_on_the_decode_node(service: Service, client: Client) -> None:
     modes = {"never": (1, 1), "auto": (0, 1), "always": (0, 0)}
     num_short, num_long = modes[service._gateway_options["local_prefill"]]
-    for length, num_handed_over in ((THRESHOLD - 1, num_short), (THRESHOLD, num_long)):
+    for length, num_transfers in ((THRESHOLD - 1, num_short), (THRESHOLD, num_long)):
         before = await client.counters()
         await completions(client, prompt_of(length, 100 + length))
         after = await client.counters()
-        assert after["decode-0"]["transfers"] - before["decode-0"]["transfers"] == num_handed_over
-        assert after["decode-0"]["local_prefills"] - before["decode-0"]["local_prefills"] == 1 - num_handed_over
+        assert after["decode-0"]["transfers"] - before["decode-0"]["transfers"] == num_transfers
+        assert after["decode-0"]["local_prefills"] - before["decode-0"]["local_prefills"] == 1 - num_transfers
         if "prefill-0" in after:
             is_idle = after["prefill-0"]["requests"] == before["prefill-0"]["requests"]
-            assert is_idle == (not num_handed_over)
+            assert is_idle == (not num_transfers)
 
 
-async def test_a_prompt_is_judged_alike_cold_and_cached_in_one_piece_and_in_chunks(client: Client) -> None:
+async def test_prompt_logprobs_are_equal_cold_and_cached_whole_and_in_chunks(client: Client) -> None:
     prompt = prompt_of(100, 4)
     cold, cached = [(await completions(client, prompt, echo=True, logprobs=2, max_tokens=0))[0] for _ in range(2)]
     values = cold["logprobs"]["token_logprobs"]
@@ -110,22 +111,22 @@ async def test_a_flushed_cache_is_empty(client: Client) -> None:
             assert all(row["num_cached_pages"] == 0 for row in (await client.heartbeats()).values())
 
 
-async def test_penalties_and_biases_hold_on_both_nodes(client: Client) -> None:
+async def test_penalties_and_biases_apply_on_both_nodes(client: Client) -> None:
     prompt = prompt_of(50, 6)
     (plain,) = await completions(client, prompt, temperature=0, max_tokens=12)
     banned = {str(token): -100 for token in plain["token_ids"]}
     (other,) = await completions(client, prompt, temperature=0, max_tokens=12, logit_bias=banned)
     assert not set(other["token_ids"]) & set(plain["token_ids"])
-    wish = next(token for token in range(4, 100) if token not in plain["token_ids"])
-    (loud,) = await completions(client, prompt, temperature=0, max_tokens=5, logit_bias={str(wish): 100})
-    assert loud["token_ids"] == [wish] * 5
-    (tired,) = await completions(
-        client, prompt, temperature=0, max_tokens=8, logit_bias={str(wish): 1}, frequency_penalty=2.0
+    favoured = next(token for token in range(4, 100) if token not in plain["token_ids"])
+    (biased,) = await completions(client, prompt, temperature=0, max_tokens=5, logit_bias={str(favoured): 100})
+    assert biased["token_ids"] == [favoured] * 5
+    (penalised,) = await completions(
+        client, prompt, temperature=0, max_tokens=8, logit_bias={str(favoured): 1}, frequency_penalty=2.0
     )
-    assert len(set(tired["token_ids"])) > 1
+    assert len(set(penalised["token_ids"])) > 1
 
 
-async def test_nodes_of_two_models_behind_one_gateway(tmp_path: Path) -> None:
+async def test_one_gateway_serves_nodes_of_two_models(tmp_path: Path) -> None:
     with running(
         tmp_path,
         prefill=0,

@@ -1,7 +1,7 @@
-"""Frames that were lost, doubled, swapped, cut, changed or made up, on every socket between nodes.
+"""Frames that are lost, repeated, swapped, cut, changed or invented, on every socket between nodes.
 
-Nobody but who was let in touches a page, and only pages that it may; nothing breaks of it; and whoever means it well
-gets in afterwards.
+Only an accepted peer writes pages, and only pages that it may write. No process fails, and the next valid peer is
+accepted.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.frame_damage import Change, changes, mangled
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.nursery import Nursery
-from support.shm_pair import attach as attach_shm
-from support.shm_pair import offer as offer_shm
-from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, until
-from support.tcp_stranger import offer as offer_tcp
-from support.transport_ends import End
+from support.kv.frame_damage import Change, changes, mangled
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
+from support.kv.raw_tcp_peer import offer as offer_tcp
+from support.kv.shm_ends import attach as attach_shm
+from support.kv.shm_ends import offer as offer_shm
+from support.kv.transport_ends import End
+from support.service.fork_server import ForkServer
 
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
@@ -58,23 +58,23 @@ from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, PAGE_FRAME_B
 def test_a_mangled_stream_of_pages_touches_no_page_that_is_not_allowed(changes: list[Change]) -> None:
     store = MemfdStore(NUM_PAGES)
     reader = TcpReader(store, key=KEY, num_connections=1)
-    stranger, again = Stranger(reader), Stranger(reader)
+    raw_peer, again = RawTcpPeer(reader), RawTcpPeer(reader)
     try:
-        assert len(stranger.shake(offer_tcp(reader))) == 32
+        assert len(raw_peer.handshake(offer_tcp(reader))) == 32
         reader.allow(PREFILL, 1, range(4))
-        frames = [stranger.header(page, number=page) + bytes([page + 10]) * SIZE for page in range(6)]
-        stranger.connection.sendall(b"".join(mangled(frames, changes, PAGE_FRAME_BYTES)))
-        stranger.connection.shutdown(socket.SHUT_WR)
+        frames = [raw_peer.header(page, number=page) + bytes([page + 10]) * SIZE for page in range(6)]
+        raw_peer.connection.sendall(b"".join(mangled(frames, changes, PAGE_FRAME_BYTES)))
+        raw_peer.connection.shutdown(socket.SHUT_WR)
         until(lambda: reader.poll(0.0))
         for page in range(NUM_PAGES):
             if page >= 4:
-                assert set(store.read(page)) == {0}, "nobody may write here"
-        assert len(again.shake(offer_tcp(reader, 2))) == 32
+                assert set(store.read(page)) == {0}, "a page was written without permission"
+        assert len(again.handshake(offer_tcp(reader, 2))) == 32
         reader.allow(PREFILL, 2, [7])
         again.page(7, 99)
         assert again.answer() == (1, 7)
     finally:
-        stranger.connection.close()
+        raw_peer.connection.close()
         again.connection.close()
         reader.close()
         store.close()
@@ -82,25 +82,25 @@ def test_a_mangled_stream_of_pages_touches_no_page_that_is_not_allowed(changes: 
 
 @settings(max_examples=60, deadline=None)
 @given(changes=changes)
-def test_nobody_gets_in_by_a_mangled_handshake(changes: list[Change]) -> None:
+def test_a_mangled_handshake_is_never_accepted(changes: list[Change]) -> None:
     store = MemfdStore(NUM_PAGES)
     reader = TcpReader(store, key=KEY, num_connections=1)
-    stranger, again = Stranger(reader), Stranger(reader)
+    raw_peer, again = RawTcpPeer(reader), RawTcpPeer(reader)
     try:
         connect = offer_tcp(reader)
         token = bytes.fromhex(connect.endpoint.split(":")[2])
         hello = HELLO.pack(MAGIC, 0, 1, token, b"n" * 32)
         sent = mangled([hello], changes)
         with contextlib.suppress(OSError):
-            stranger.connection.sendall(b"".join(sent))
-            stranger.turn()
+            raw_peer.connection.sendall(b"".join(sent))
+            raw_peer.turn()
             if b"".join(sent) != hello:
-                stranger.connection.shutdown(socket.SHUT_WR)
-                stranger.turn()
+                raw_peer.connection.shutdown(socket.SHUT_WR)
+                raw_peer.turn()
                 assert not reader._offers[PREFILL].threads
-        assert len(again.shake(offer_tcp(reader, 2))) == 32
+        assert len(again.handshake(offer_tcp(reader, 2))) == 32
     finally:
-        stranger.connection.close()
+        raw_peer.connection.close()
         again.connection.close()
         reader.close()
         store.close()
@@ -108,7 +108,7 @@ def test_nobody_gets_in_by_a_mangled_handshake(changes: list[Change]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(changes=changes)
-def test_mangled_acknowledgements_end_no_write_that_they_should_not(changes: list[Change]) -> None:
+def test_mangled_acknowledgements_end_no_other_write(changes: list[Change]) -> None:
     store = MemfdStore(NUM_PAGES)
     writer = TcpWriter(store, key=KEY)
     try:
@@ -144,7 +144,7 @@ def test_mangled_acknowledgements_end_no_write_that_they_should_not(changes: lis
 
 @settings(max_examples=60, deadline=None)
 @given(changes=changes, is_first=st.booleans())
-def test_mangled_packets_get_nobody_a_pool(changes: list[Change], is_first: bool) -> None:
+def test_mangled_packets_never_open_a_pool(changes: list[Change], is_first: bool) -> None:
     store, ours = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
     reader, writer = ShmReader(store, DECODE), ShmWriter(ours)
     try:
@@ -154,7 +154,7 @@ def test_mangled_packets_get_nobody_a_pool(changes: list[Change], is_first: bool
             if packet == token or not packet:
                 continue
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as pending:
-                pending.settimeout(5)
+                pending.settimeout(60)
                 pending.connect(f"\0{reader._name}")
                 pending.send(packet)
                 assert reader.poll(0.0) == []
@@ -171,7 +171,7 @@ def test_mangled_packets_get_nobody_a_pool(changes: list[Change], is_first: bool
 
 @settings(max_examples=60, deadline=None)
 @given(changes=changes)
-def test_a_writer_maps_no_pool_behind_a_mangled_greeting(changes: list[Change]) -> None:
+def test_a_writer_maps_no_pool_after_a_mangled_greeting(changes: list[Change]) -> None:
     theirs, ours = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
     writer = ShmWriter(ours)
     name = "baton-" + "b" * 32
@@ -201,12 +201,12 @@ def test_a_writer_maps_no_pool_behind_a_mangled_greeting(changes: list[Change]) 
 
 @pytest.fixture(scope="module")
 def nixl_ends() -> Iterator[tuple[End, End]]:
-    nursery = Nursery()
-    ends = (End(nursery, "writer", "nixl", TEST_ATTACH_TIMEOUT_S="5"), End(nursery, "reader", "nixl"))
+    fork_server = ForkServer()
+    ends = (End(fork_server, "writer", "nixl", TEST_ATTACH_TIMEOUT_S="60"), End(fork_server, "reader", "nixl"))
     yield ends
     for end in ends:
         end.close()
-    nursery.close()
+    fork_server.close()
 
 
 @settings(max_examples=25, deadline=None)
@@ -214,11 +214,11 @@ def nixl_ends() -> Iterator[tuple[End, End]]:
     changes=changes,
     field=st.sampled_from(("agent", "pool_at", "probe_at", "watch_address", "voided", "kind", "device", "seal")),
 )
-def test_a_mangled_nixl_offer_is_refused_and_the_next_is_taken(
+def test_a_mangled_nixl_offer_is_refused_and_the_next_is_accepted(
     nixl_ends: tuple[End, End], changes: list[Change], field: str
 ) -> None:
-    """The writer is a process of its own: one that NIXL brings down would answer nothing more. It is never told, and so
-    neither comes down nor refuses the reader for good."""
+    """The writer runs in its own process: NIXL aborts a process that loads a mangled offer. The writer refuses such an
+    offer before NIXL sees it, and accepts the next one."""
     writer, reader = nixl_ends
     connect = json.loads(reader.ask("offer", peer=PREFILL, epoch=1))
     offers = json.loads(connect["endpoint"])
@@ -230,14 +230,14 @@ def test_a_mangled_nixl_offer_is_refused_and_the_next_is_taken(
     problem = writer.ask("attach", peer=DECODE, connect=json.dumps(connect))
     if offer == true:
         assert problem == ""
-        assert until(lambda: writer.ask("news"), 30) == [[DECODE, 1, "", "nixl"]]
+        assert until(lambda: writer.ask("news"), 60) == [[DECODE, 1, "", "nixl"]]
         until(lambda: writer.ask("detach", peer=DECODE))
     else:
         assert problem.startswith("nixl: the endpoint offered by decode-0 is not one of nixl: "), problem
     reader.ask("withdraw", peer=PREFILL)
     reader.ask("news")
     assert writer.ask("attach", peer=DECODE, connect=reader.ask("offer", peer=PREFILL, epoch=2)) == ""
-    assert until(lambda: writer.ask("news"), 30) == [[DECODE, 2, "", "nixl"]]
+    assert until(lambda: writer.ask("news"), 60) == [[DECODE, 2, "", "nixl"]]
     assert reader.ask("chosen", peer=PREFILL, epoch=2, transport="nixl")
     until(lambda: writer.ask("detach", peer=DECODE))
     until(lambda: reader.ask("news"))
@@ -261,7 +261,7 @@ def _frames(sender: str, message: Any) -> list[bytes]:
     ],
     ids=["decode to prefill", "prefill to decode"],
 )
-def test_mangled_messages_are_dropped_and_the_next_is_heard(kind: Any, messages: list[Any]) -> None:
+def test_mangled_messages_are_dropped_and_the_next_is_received(kind: Any, messages: list[Any]) -> None:
     context = zmq.Context()
     bound = Mailbox(context, new_incarnation(), kind, bind="tcp://127.0.0.1:*")
     me = new_incarnation()
@@ -275,12 +275,12 @@ def test_mangled_messages_are_dropped_and_the_next_is_heard(kind: Any, messages:
         if frames := mangled(_frames(me, messages[number]), changes):
             dealer.send_multipart(frames)
         dealer.send_multipart(_frames(me, messages[0]))
-        heard: list[Any] = []
-        ends = time.monotonic() + 5
-        while not heard or heard[-1].message != messages[0]:
-            heard += bound.receive()
-            assert time.monotonic() < ends, "the next was not heard"
-        assert all(isinstance(letter.message, msgspec.Struct) and letter.sender == me for letter in heard)
+        received: list[Any] = []
+        ends = time.monotonic() + 60
+        while not received or received[-1].message != messages[0]:
+            received += bound.receive()
+            assert time.monotonic() < ends, "the next message was not received"
+        assert all(isinstance(letter.message, msgspec.Struct) and letter.sender == me for letter in received)
 
     try:
         run()

@@ -1,4 +1,4 @@
-"""IPv6 everywhere: HTTP, control, the way from decode to prefill, and the pages themselves, between real processes."""
+"""HTTP, control connections and page transfers over IPv6 between real processes."""
 
 import http.client
 import json
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import ROOT, flags, spawn
-from support.service import SMALL_MODEL
+from support.service.processes import ROOT, flags, spawn
+from support.service.service import SMALL_MODEL
 
 from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig
@@ -35,7 +35,7 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1"
 
 
 class Processes:
-    """What runs, each with a log of its own; all of it gone at the end, and no process may have met an exception."""
+    """Running processes with one log each; ``close`` ends them and asserts that no log contains a traceback."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,15 +48,15 @@ class Processes:
         shared = {"model": SMALL_MODEL, "dtype": "float32", "threads": 1, "max_total_tokens": 2048, "name": role}
         self.start(role, [sys.executable, "-m", f"{role}_node"], **shared, **options)
 
-    def said(self, name: str) -> str:
+    def read_log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text()
 
-    def hears(self, name: str, pattern: str) -> str:
-        """Waits for a line; its first group."""
+    def wait_for_line(self, name: str, pattern: str) -> str:
+        """Waits until the log matches ``pattern`` and returns its first group."""
         ends = time.monotonic() + 60
-        while not (found := re.search(pattern, self.said(name), re.MULTILINE)):
-            assert self._running[name].poll() is None, self.said(name)
-            assert time.monotonic() < ends, self.said(name)
+        while not (found := re.search(pattern, self.read_log(name), re.MULTILINE)):
+            assert self._running[name].poll() is None, self.read_log(name)
+            assert time.monotonic() < ends, self.read_log(name)
             time.sleep(0.02)
         return found.group(1)
 
@@ -64,8 +64,8 @@ class Processes:
         for process in self._running.values():
             process.terminate()
         for name, process in self._running.items():
-            assert process.wait(30) == 0, self.said(name)
-            assert "Traceback" not in self.said(name), self.said(name)
+            assert process.wait(60) == 0, self.read_log(name)
+            assert "Traceback" not in self.read_log(name), self.read_log(name)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 def ask(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
     host, port = host_and_port(url.removeprefix("http://"), "url")
-    connection = http.client.HTTPConnection(host, port, timeout=30)
+    connection = http.client.HTTPConnection(host, port, timeout=60)
     try:
         if body is None:
             connection.request("GET", path)
@@ -90,7 +90,7 @@ def ask(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, A
 
 
 def workers_of(url: str, count: int) -> list[dict[str, Any]]:
-    """What the nodes registered with, once so many have."""
+    """Waits until ``count`` nodes have registered and returns their registrations."""
     ends = time.monotonic() + 60
     while True:
         workers = ask(url, "/v1/workers")[1]["workers"]
@@ -101,14 +101,14 @@ def workers_of(url: str, count: int) -> list[dict[str, Any]]:
 
 
 @needs_ipv6
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "tcp"])
 def test_a_request_goes_from_prefill_to_decode_over_ipv6_alone(processes: Processes, transport: str) -> None:
     processes.start(
         "gateway", [sys.executable, "-m", "gateway"], model=SMALL_MODEL, host="::1", port=0, control_host="::1",
         control_port=0, log_level="info",
     )  # fmt: skip
-    control = processes.hears("gateway", r"(\[::1\]:\d+)$")
-    url = processes.hears("gateway", r"(http://\[::1\]:\d+)")
+    control = processes.wait_for_line("gateway", r"(\[::1\]:\d+)$")
+    url = processes.wait_for_line("gateway", r"(http://\[::1\]:\d+)")
     for role in ("prefill", "decode"):
         processes.node(role, gateway=control, advertise_host="::1", transport=transport)
     registered = {node["role"]: node for node in workers_of(url, 2)}
@@ -120,18 +120,18 @@ def test_a_request_goes_from_prefill_to_decode_over_ipv6_alone(processes: Proces
 
 
 @needs_ipv6
-def test_serve_does_with_ipv6_what_it_does_without(processes: Processes) -> None:
+def test_serve_works_over_ipv6(processes: Processes) -> None:
     processes.start(
         "serve", [str(ROOT / "scripts" / "serve")], host="::1", port=0, control_host="::1", max_total_tokens=2048
     )
-    url = processes.hears("serve", r"^ready (http://\[::1\]:\d+)$")
+    url = processes.wait_for_line("serve", r"^ready (http://\[::1\]:\d+)$")
     status, answer = ask(url, "/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "temperature": 0})
     assert status == 200, answer
     assert ask(url, "/ready")[0] == 200
 
 
 @pytest.mark.parametrize("name", ["host", "control_host"])
-def test_brackets_belong_to_addresses_with_a_port_only(name: str) -> None:
+def test_brackets_are_accepted_only_in_addresses_with_a_port(name: str) -> None:
     with pytest.raises(ConfigError, match=r"write it without brackets: ::1$"):
         GatewayConfig(**{name: "[::1]"})
     with pytest.raises(ConfigError, match="--advertise-host"):

@@ -1,6 +1,4 @@
-"""A service's first and last seconds, and the quiet ones between: it starts in any order, idles cheaply, and leaves
-nothing behind, however it ends.
-"""
+"""Start and end of a service: its processes start in any order and leave nothing behind, however they end."""
 
 import asyncio
 import contextlib
@@ -13,33 +11,18 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from support.processes import ROOT, Traces, cpu_seconds, descendants, flags, free_port, spawn
-from support.service import Service
-from support.service_client import Client, prompt_of
+from support.service.client import Client, prompt_of
+from support.service.processes import ROOT, ProcessResources, descendants, flags, free_port, spawn
+from support.service.service import Service
 
-IDLE_SHARE = 0.02  # of a core
-WATCHED_S = 4.0
-
-
-def shares_of_a_core(pids: dict[str, int], seconds: float = WATCHED_S) -> dict[str, float]:
-    """Processor time that each uses while nothing is asked of it."""
-    before = {name: cpu_seconds(pid) for name, pid in pids.items()}
-    began = time.monotonic()
-    time.sleep(seconds)
-    passed = time.monotonic() - began
-    return {name: (cpu_seconds(pid) - before[name]) / passed for name, pid in pids.items()}
-
-
-def assert_idle(pids: dict[str, int], seconds: float = WATCHED_S) -> None:
-    busy = {name: f"{share:.1%}" for name, share in shares_of_a_core(pids, seconds).items() if share >= IDLE_SHARE}
-    assert not busy
+TIMEOUT_S = 60.0
 
 
 # ---- one command ----------------------------------------------------------------------------------------------------
 
 
 class Serve:
-    """``./scripts/serve`` as a user starts it."""
+    """A running ``./scripts/serve``."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "serve.log"
@@ -49,16 +32,16 @@ class Serve:
 
     def wait_until_ready(self) -> None:
         ends = time.monotonic() + 90
-        while not re.search(rf"^ready http://127.0.0.1:{self.port}$", self.said(), re.MULTILINE):
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < ends, self.said()
+        while not re.search(rf"^ready http://127.0.0.1:{self.port}$", self.read_log(), re.MULTILINE):
+            assert self.process.poll() is None, self.read_log()
+            assert time.monotonic() < ends, self.read_log()
             time.sleep(0.02)
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         return self.log.read_text()
 
     def pids(self) -> dict[str, int]:
-        """Of all its processes by what they run."""
+        """Returns the ids of all its processes, by the first words of their command lines."""
         pids = [self.process.pid, *descendants(self.process.pid)]
         words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in pids}
         return {" ".join(word.decode() for word in words[pid][1:4]): pid for pid in pids}
@@ -70,21 +53,21 @@ class Serve:
 
     @contextlib.asynccontextmanager
     async def load(self) -> AsyncIterator[list[asyncio.Task[str]]]:
-        """Four long streams, under way."""
+        """Starts four long streams."""
         async with self.client() as session:
             streams = [asyncio.create_task(self.stream(session)) for _ in range(4)]
             await asyncio.sleep(0.3)
             yield streams
 
     async def stream(self, session: aiohttp.ClientSession) -> str:
-        """Everything that a long stream says until it ends or breaks."""
+        """Returns the last line of a long stream, up to its end or the break of the connection."""
         body = {"text": "ROMEO:", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
-        said = b""
+        last = b""
         with contextlib.suppress(aiohttp.ClientError):
             async with session.post("/generate", json=body) as answer:
                 async for line in answer.content:
-                    said = line if line.strip() else said
-        return said.decode()
+                    last = line if line.strip() else last
+        return last.decode()
 
 
 @pytest.fixture
@@ -96,60 +79,58 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(serve.process.pid, signal.SIGKILL)
-        serve.process.wait(10)
-    assert "Traceback" not in serve.said(), serve.said()
+        serve.process.wait(60)
+    assert "Traceback" not in serve.read_log(), serve.read_log()
 
 
-def wait_for_nothing(traces: Traces, until_s: float) -> None:
-    """Until nothing is left of what was there."""
-    while left := traces.left():
-        assert time.monotonic() < until_s, left
+def wait_until_released(resources: ProcessResources) -> None:
+    """Wait until none of the recorded resources exists."""
+    ends = time.monotonic() + TIMEOUT_S
+    while left := resources.left():
+        assert time.monotonic() < ends, left
         time.sleep(0.02)
 
 
-async def test_serve_idles_cheaply_and_a_sigterm_under_load_ends_all_of_it_within_five_seconds(serve: Serve) -> None:
+async def test_sigterm_under_load_ends_every_process(serve: Serve) -> None:
     pids = serve.pids()
     assert len(pids) == 4, pids
     assert sum("_node" in name for name in pids) == 2, pids
-    assert_idle(pids)
-    traces = Traces.of(list(pids.values()))
-    assert serve.port in traces.tcp
-    assert len(traces.tcp) == 4, "HTTP, control, and where each node is reached"
-    assert any(name.startswith("@baton-") for name in traces.unix)
-    assert not traces.files, "only what has no name dies with its process"
+    resources = ProcessResources.of(list(pids.values()))
+    assert serve.port in resources.tcp
+    assert len(resources.tcp) == 4, "HTTP, control, and one port per node"
+    assert any(name.startswith("@baton-") for name in resources.unix)
+    assert not resources.files, "named files outlive a killed process"
     async with serve.load() as streams:
-        asked_at = time.monotonic()
         serve.process.send_signal(signal.SIGTERM)
-        said = await asyncio.wait_for(asyncio.gather(*streams), 5)
-    assert all(re.search(r'"code":"(shutting_down|node_lost)"', last) for last in said), said
-    assert await asyncio.to_thread(serve.process.wait, 5) == 0
-    wait_for_nothing(traces, asked_at + 5)
+        last_lines = await asyncio.wait_for(asyncio.gather(*streams), TIMEOUT_S)
+    assert all(re.search(r'"code":"(shutting_down|node_lost)"', last) for last in last_lines), last_lines
+    assert await asyncio.to_thread(serve.process.wait, TIMEOUT_S) == 0
+    wait_until_released(resources)
 
 
-async def test_ctrl_c_under_load_ends_all_of_it_within_five_seconds(serve: Serve) -> None:
-    traces = Traces.of(list(serve.pids().values()))
+@pytest.mark.slow  # test_sigterm_under_load_ends_every_process covers all but the signal
+async def test_ctrl_c_under_load_ends_every_process(serve: Serve) -> None:
+    resources = ProcessResources.of(list(serve.pids().values()))
     async with serve.load() as streams:
-        asked_at = time.monotonic()
-        os.killpg(serve.process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-        await asyncio.wait_for(asyncio.gather(*streams), 5)
-    assert await asyncio.to_thread(serve.process.wait, 5) == 0
-    wait_for_nothing(traces, asked_at + 5)
+        os.killpg(serve.process.pid, signal.SIGINT)  # a terminal signals every process of the group
+        await asyncio.wait_for(asyncio.gather(*streams), TIMEOUT_S)
+    assert await asyncio.to_thread(serve.process.wait, TIMEOUT_S) == 0
+    wait_until_released(resources)
 
 
-async def test_nothing_outlives_a_serve_that_is_killed_under_load(serve: Serve) -> None:
-    traces = Traces.of(list(serve.pids().values()))
+async def test_no_process_outlives_a_killed_serve(serve: Serve) -> None:
+    resources = ProcessResources.of(list(serve.pids().values()))
     async with serve.load() as streams:
-        asked_at = time.monotonic()
         serve.process.kill()
-        await asyncio.wait_for(asyncio.gather(*streams), 5)
-        serve.process.wait(5)
-    wait_for_nothing(traces, asked_at + 5)
+        await asyncio.wait_for(asyncio.gather(*streams), TIMEOUT_S)
+        serve.process.wait(60)
+    wait_until_released(resources)
 
 
-# ---- processes of one's own -----------------------------------------------------------------------------------------
+# ---- single processes -----------------------------------------------------------------------------------------------
 
 
-async def test_nodes_wait_cheaply_for_a_gateway_that_is_not_there_yet_or_no_more(tmp_path: Path) -> None:
+async def test_nodes_wait_for_a_gateway_that_starts_late_or_is_replaced(tmp_path: Path) -> None:
     service = Service(tmp_path / "logs", is_forked=False)
     pids = {}
     try:
@@ -159,25 +140,20 @@ async def test_nodes_wait_cheaply_for_a_gateway_that_is_not_there_yet_or_no_more
             assert time.monotonic() < ends, service.log()
             time.sleep(0.02)
         pids = {name: service.pid(name) for name in service.nodes}
-        assert_idle(pids, 2.0)
-        began = time.monotonic()
         service.start("gateway")
-        service.wait_until_ready(15)
-        assert time.monotonic() - began < 10
+        service.wait_until_ready()
         async with service.client() as client:
             await check(client)
         service.kill("gateway")
         time.sleep(0.5)
-        assert_idle(pids, 2.0)
         service.start("gateway")
-        service.wait_until_ready(15)
+        service.wait_until_ready()
         async with service.client() as client:
             await check(client)
-        traces = Traces.of(list(pids.values()))
+        resources = ProcessResources.of(list(pids.values()))
         for name in ("prefill-0", "decode-0", "gateway"):
-            status, took_s = service.stop(name)
-            assert (status, took_s < 5) == (0, True), (name, status, took_s)
-        assert not traces.left()
+            assert service.stop(name) == 0, name
+        assert not resources.left()
     finally:
         service.close()
 
@@ -187,7 +163,7 @@ async def check(client: Client) -> None:
     await client.settled()
 
 
-def test_a_node_that_differs_from_the_others_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_a_node_with_another_page_layout_is_refused(tmp_path: Path) -> None:
     service = Service(tmp_path / "logs", is_forked=False, only={"decode-0": {"page_size": 24}})
     try:
         service.start("gateway", "prefill-0")
@@ -199,7 +175,7 @@ def test_a_node_that_differs_from_the_others_is_refused_with_a_sentence(tmp_path
         service.close()
 
 
-def test_a_gateway_whose_port_is_taken_says_so(tmp_path: Path) -> None:
+def test_a_gateway_refuses_a_port_in_use(tmp_path: Path) -> None:
     service = Service(tmp_path / "logs", is_forked=False)
     try:
         service.start("gateway")
@@ -208,6 +184,6 @@ def test_a_gateway_whose_port_is_taken_says_so(tmp_path: Path) -> None:
         service.start("gateway")
         assert service.processes.pop("gateway").wait(60) == 2
         taken.kill()
-        taken.wait(10)
+        taken.wait(60)
     finally:
         service.close()

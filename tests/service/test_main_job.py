@@ -1,10 +1,10 @@
-"""Prefill on one node and decode on another give the same tokens as ``transformers``."""
+"""Prefill on one node and decode on another produce the same tokens as ``transformers``."""
 
 from pathlib import Path
 
 import pytest
-from support.local_cluster import LocalCluster
-from support.reference_models import FAMILIES, draw_prompts, load_reference, make_model
+from support.cluster.local_cluster import LocalCluster
+from support.engine.reference_models import FAMILIES, draw_prompts, load_reference, make_model
 
 from common.sampling_params import SamplingParams
 
@@ -39,7 +39,7 @@ def serve_all(cluster: LocalCluster, cases: list[Case], *, together: bool, tag: 
     cluster.settle()
 
 
-@pytest.mark.slow(sample=0.4)
+@pytest.mark.slow(sample=0.15)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("chunk_tokens", [16, 100, None])
 @pytest.mark.parametrize("together", [False, True])
@@ -69,6 +69,7 @@ def test_greedy_tokens_equal_transformers_cold_and_cached(
     cluster.close()
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("latency", [0, 3])
 def test_retraction_in_a_tiny_pool_changes_no_token(model: tuple[Path, list[Case]], latency: int) -> None:
     folder, cases = model
@@ -80,6 +81,7 @@ def test_retraction_in_a_tiny_pool_changes_no_token(model: tuple[Path, list[Case
     cluster.close()
 
 
+@pytest.mark.slow(sample=0.4)
 def test_pages_are_sent_while_later_chunks_are_computed(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     long = [case for case in cases if len(case[0]) > 100]
@@ -91,6 +93,7 @@ def test_pages_are_sent_while_later_chunks_are_computed(model: tuple[Path, list[
     cluster.close()
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 2), (1, 3), (3, 1)])
 def test_any_number_of_nodes_gives_the_same_tokens(
     model: tuple[Path, list[Case]], num_prefill: int, num_decode: int
@@ -101,6 +104,7 @@ def test_any_number_of_nodes_gives_the_same_tokens(
     cluster.close()
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("chunk_tokens", [16, None])
 def test_local_prefill_gives_the_same_tokens(model: tuple[Path, list[Case]], chunk_tokens: int | None) -> None:
     folder, cases = model
@@ -118,6 +122,7 @@ def test_local_prefill_gives_the_same_tokens(model: tuple[Path, list[Case]], chu
     cluster.close()
 
 
+@pytest.mark.slow(sample=0.4)
 def test_local_and_remote_prompts_share_a_tiny_pool(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     small = [case for case in cases if len(case[0]) <= 65] * 3
@@ -130,7 +135,8 @@ def test_local_and_remote_prompts_share_a_tiny_pool(model: tuple[Path, list[Case
     cluster.close()
 
 
-def test_without_a_radix_cache_tokens_are_the_same_and_no_page_stays(model: tuple[Path, list[Case]]) -> None:
+@pytest.mark.slow(sample=0.4)
+def test_without_a_radix_cache_tokens_are_the_same_and_no_page_is_kept(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     cluster = LocalCluster(folder, chunk_tokens=64, is_cached=False)
     serve_all(cluster, cases, together=True)

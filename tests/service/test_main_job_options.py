@@ -1,6 +1,6 @@
 """Penalties and prompt log-probabilities equal those of ``transformers`` in float32.
 
-The cases cover chunks, caches, transfers, local prefill and retraction, none of which the reference has.
+The cases cover chunks, caches, transfers, local prefill and retraction, which the reference does not have.
 """
 
 from pathlib import Path
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.local_cluster import Answer, LocalCluster
-from support.reference_models import draw_prompts, load_reference, make_model, prompt_logprobs
+from support.cluster.local_cluster import Answer, LocalCluster
+from support.engine.reference_models import draw_prompts, load_reference, make_model, prompt_logprobs
 
 from common.sampling_params import SamplingParams, TokenLogprobs
 
@@ -75,7 +75,7 @@ def test_penalised_tokens_survive_retractions(folder: Path, penalised: list[Case
 # ---- prompt log-probabilities ---------------------------------------------------------------------------------------
 
 
-def judged(first: int, num_top: int | None = 3) -> SamplingParams:
+def with_prompt_logprobs(first: int, num_top: int | None = 3) -> SamplingParams:
     return SamplingParams(max_new_tokens=3, temperature=0.0, logprobs=num_top, prompt_logprobs_from=first)
 
 
@@ -93,6 +93,7 @@ def check_logprobs(
         assert all(abs(row[token].item() - value) < 1e-4 for token, value in logprobs.top)
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("chunk_tokens", [16, 100, None])
 @pytest.mark.parametrize("is_local", [False, True])
@@ -112,7 +113,11 @@ def test_prompt_logprobs_equal_transformers_cold_and_cached(
         for number, prompt in enumerate(prompts):
             for first in {1, 16, 17, 40, len(prompt) - 1, len(prompt)} - {0}:
                 answers.append(
-                    (cluster.submit(f"{tag}{number}-{first}", prompt, judged(first), pair=pair), number, first)
+                    (
+                        cluster.submit(f"{tag}{number}-{first}", prompt, with_prompt_logprobs(first), pair=pair),
+                        number,
+                        first,
+                    )
                 )
         cluster.run()
         for answer, number, first in answers:
@@ -124,10 +129,10 @@ def test_prompt_logprobs_equal_transformers_cold_and_cached(
     cluster.close()
 
 
-def test_the_number_of_alternatives_is_that_of_the_request(folder: Path, penalised: list[Case]) -> None:
+def test_prompt_logprobs_have_as_many_alternatives_as_requested(folder: Path, penalised: list[Case]) -> None:
     cluster = LocalCluster(folder)
     prompt = penalised[4][0]
-    answers = [cluster.submit(f"r{count}", prompt, judged(1, count)) for count in (None, 0, 5)]
+    answers = [cluster.submit(f"r{count}", prompt, with_prompt_logprobs(1, count)) for count in (None, 0, 5)]
     without = cluster.submit("none", prompt, SamplingParams(max_new_tokens=3, logprobs=2))
     cluster.run()
     assert [len(answer.prompt_logprobs) for answer in answers] == [len(prompt) - 1] * 3
@@ -154,7 +159,7 @@ def test_prompt_logprobs_are_sent_once_after_retractions_on_prefill_nodes(folder
         prompt = tuple(random.randrange(200) for _ in range(random.randint(1, 40)))
         pair = (random.randint(0, 1), random.randint(0, 1))
         first = random.randint(1, 9)
-        answers.append((cluster.submit(f"r{number}", prompt, judged(first), pair=pair), prompt, first))
+        answers.append((cluster.submit(f"r{number}", prompt, with_prompt_logprobs(first), pair=pair), prompt, first))
     cluster.run()
     for answer, prompt, first in answers:
         check_logprobs(answer.prompt_logprobs, prompt_logprobs(reference, prompt), prompt, first, 3)

@@ -1,4 +1,4 @@
-"""A user's own policy and priority function in a real service, on every node and in the gateway."""
+"""User-defined policies and priority functions in a real service, on every node and in the gateway."""
 
 import asyncio
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import ROOT, environment
-from support.service import running
+from support.service.processes import ROOT, environment
+from support.service.service import running
 
 MODULE = """
 from common.scheduling.policies.base import Policy
@@ -17,7 +17,7 @@ class LongestPromptFirst(Policy):
     def order(self, waiting, now):
         return sorted(waiting, key=lambda request: -len(request.prompt))
 
-def very_long_ones_wait(facts):
+def deprioritize_long_prompts(facts):
     return -5 if facts.num_prompt_tokens > 45 else 0
 """
 
@@ -27,7 +27,7 @@ def num_requests(heartbeat: dict[str, Any]) -> int:
     return found
 
 
-async def test_what_the_user_wrote_orders_the_requests(tmp_path: Path) -> None:
+async def test_a_user_defined_policy_orders_requests_on_every_node(tmp_path: Path) -> None:
     (tmp_path / "own_scheduling.py").write_text(MODULE)
     options = {
         "schedule_policy": "own_scheduling:LongestPromptFirst",
@@ -36,7 +36,7 @@ async def test_what_the_user_wrote_orders_the_requests(tmp_path: Path) -> None:
     }
     with running(
         tmp_path / "logs",
-        gateway_options={**options, "priority_function": "own_scheduling:very_long_ones_wait"},
+        gateway_options={**options, "priority_function": "own_scheduling:deprioritize_long_prompts"},
         node_options={**options, "max_running_requests": 1},
         variables={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
     ) as service:
@@ -50,13 +50,13 @@ async def test_what_the_user_wrote_orders_the_requests(tmp_path: Path) -> None:
             await begun.leave()
             await asyncio.gather(*(exchange.end() for exchange in others))
             by_end = sorted(zip(others, lengths, strict=True), key=lambda pair: pair[0].ended_at)
-            # Who came first had nobody to be compared with, and its prompt was computed at once.
+            # The first request met an empty queue, so its prompt was computed without a comparison.
             later = [length for _, length in by_end[1:]]
             assert later == sorted(later, key=lambda length: (length > 45, -length))
 
 
 @pytest.mark.parametrize("command", ["gateway", "prefill_node"])
-def test_what_cannot_be_imported_is_refused_with_a_sentence(command: str) -> None:
+def test_a_policy_that_cannot_be_imported_is_refused(command: str) -> None:
     argv = [sys.executable, "-m", command, "--schedule-policy", "own_nothing:Policy", "--port=0", "--control-port=0"]
     result = subprocess.run(
         argv if command == "gateway" else argv[:5], env=environment(), capture_output=True, text=True, timeout=60

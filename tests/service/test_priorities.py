@@ -1,18 +1,18 @@
-"""Urgency and fairness through a whole service of real processes: who is served first, and that nobody starves."""
+"""Priorities and fairness in a whole service: the order of service, and that no request starves."""
 
 import asyncio
 from collections.abc import Iterator
 
 import pytest
-from support.service import Service, running
-from support.service_client import Client, Exchange, prompt_of, until
+from support.service.client import Client, Exchange, prompt_of, until
+from support.service.service import Service, running
 
 OPTIONS = {"enable_priority_scheduling": True, "schedule_policy": "fair"}
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One row at the decode node, and a gateway that sends out no more than that."""
+    """A decode node with one slot, and a gateway that dispatches only one request at a time."""
     gateway = {**OPTIONS, "max_dispatch_ahead": 0, "tenant_header": True, "starvation_bound": 0.001}
     with running(
         tmp_path_factory.mktemp("urgency"),
@@ -27,15 +27,15 @@ async def in_flight(client: Client) -> int:
         return int((await answer.json())["num_in_flight"])
 
 
-async def busy(client: Client) -> Exchange:
-    """A request that has the only row until it leaves."""
+async def occupy(client: Client) -> Exchange:
+    """Begins a request that keeps the only slot until it is aborted."""
     first = client.begin(prompt_of(20, 0), 3000, priority=1000)
     await first.has(1)
     return first
 
 
-async def all_there(client: Client, count: int) -> None:
-    async with asyncio.timeout(30):
+async def wait_for_num_in_flight(client: Client, count: int) -> None:
+    async with asyncio.timeout(60):
         while await in_flight(client) < count:
             await asyncio.sleep(0.002)
 
@@ -45,11 +45,11 @@ async def test_reversing_priorities_reverses_the_order_in_which_requests_end(
     service: Service, priorities: tuple[int, ...]
 ) -> None:
     async with service.client() as client:
-        first = await busy(client)
+        first = await occupy(client)
         exchanges = []
         for i, priority in enumerate(priorities):
             exchanges.append(client.begin(prompt_of(30, i + 1), 10, priority=priority))
-            await all_there(client, i + 2)
+            await wait_for_num_in_flight(client, i + 2)
         assert not first.ended_at
         await first.leave()
         await asyncio.gather(*(exchange.end() for exchange in exchanges))
@@ -59,21 +59,21 @@ async def test_reversing_priorities_reverses_the_order_in_which_requests_end(
         await client.settled()
 
 
-async def test_one_that_waits_can_overtake_by_a_change_and_the_gateway_says_so(service: Service) -> None:
+async def test_a_waiting_request_overtakes_after_its_priority_is_raised(service: Service) -> None:
     async with service.client() as client:
-        first = await busy(client)
+        first = await occupy(client)
         exchanges = {}
         for i, rid in enumerate(("a", "b")):
             exchanges[rid] = client.begin(prompt_of(30, i + 1), 10, priority=5, rid=rid)
-            await all_there(client, i + 2)
+            await wait_for_num_in_flight(client, i + 2)
         assert await client.post("/v1/requests/b/priority", {"priority": 6}) == (200, {"changed": 1})
         assert not first.ended_at
         await first.leave()
         await asyncio.gather(*(exchange.end() for exchange in exchanges.values()))
         assert exchanges["b"].ended_at < exchanges["a"].ended_at
         async with client.session.get("/v1/workers/gateway/decisions?limit=20") as answer:
-            told = [(one["rid"], one["action"]) for one in (await answer.json())["decisions"]]
-        assert [one for one in told if one[0] in "ab"] == [
+            actions = [(one["rid"], one["action"]) for one in (await answer.json())["decisions"]]
+        assert [one for one in actions if one[0] in "ab"] == [
             ("a", "wait"), ("b", "wait"), ("b", "reprioritize"), ("b", "send"), ("a", "send"),
         ]  # fmt: skip
         for node in ("prefill-0", "decode-0"):
@@ -85,9 +85,9 @@ async def test_one_that_waits_can_overtake_by_a_change_and_the_gateway_says_so(s
         await client.settled()
 
 
-async def test_a_tenant_with_few_requests_is_not_starved_by_one_with_many(service: Service) -> None:
+async def test_a_tenant_with_many_requests_does_not_starve_another(service: Service) -> None:
     async with service.client() as client:
-        first = await busy(client)
+        first = await occupy(client)
         ended: list[str] = []
 
         async def one(tenant: str, seed: int) -> None:
@@ -99,10 +99,10 @@ async def test_a_tenant_with_few_requests_is_not_starved_by_one_with_many(servic
         work = []
         for i, tenant in enumerate(["many"] * 8 + ["few"] * 2):
             work.append(asyncio.ensure_future(one(tenant, 100 + i)))
-            await all_there(client, i + 2)
+            await wait_for_num_in_flight(client, i + 2)
         assert not first.ended_at
         await first.leave()
-        await until(lambda: len(ended) == 10, 30, "requests starve")
+        await until(lambda: len(ended) == 10, 60, "requests starve")
         await asyncio.gather(*work)
         assert ended == ["many", "few", "many", "few", *["many"] * 6]
         await client.settled()

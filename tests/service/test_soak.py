@@ -1,6 +1,7 @@
-"""Everything at once: prompts that share prefixes, pools that are too small, clients that leave, nodes that die. Every
-answer that ends well has exactly the tokens that it has alone; a single page written late or read stale would show.
-Deep: the same for longer, and memory over ten thousand requests.
+"""Random load: prompts that share prefixes, small pools, disconnects and killed nodes.
+
+Every complete response has exactly the tokens of the reference, so a page written late or read stale would show.
+The slow tests run longer, and watch memory over 12,000 requests.
 """
 
 import asyncio
@@ -12,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.processes import num_descriptors, resident_bytes
-from support.reference_models import draw_prompts, generate, load_reference, make_model
-from support.service import SMALL_MODEL, Service, running
-from support.service_client import Client, prompt_of
+from support.engine.reference_models import draw_prompts, generate, load_reference, make_model
+from support.service.client import Client, prompt_of
+from support.service.processes import num_descriptors, resident_bytes
+from support.service.service import SMALL_MODEL, Service, running
 
 MAX_NEW = 24
 Case = tuple[tuple[int, ...], tuple[int, ...]]
-SHORT_OF_EVERYTHING = {"page_size": 4, "chunked_prefill_size": 16, "max_running_requests": 8}
+SMALL_NODES = {"page_size": 4, "chunked_prefill_size": 16, "max_running_requests": 8}
 POOLS = {
     "prefill-0": {"max_total_tokens": 400},
     "prefill-1": {"max_total_tokens": 400},
@@ -30,7 +31,7 @@ POOLS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Case]]]:
-    """A random model, and prompts of which many begin alike."""
+    """A random model and prompts of which many share a prefix."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     folder = make_model(tmp_path_factory.mktemp("soak") / "m", "qwen3", seed=4, vocab_size=1024)
@@ -48,14 +49,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
     torch.set_num_threads(num_threads)
 
 
-class Crowd:
-    """Clients that ask, wait or leave, each in its own time."""
+class RandomClients:
+    """Clients that send random requests and disconnect from a quarter of them."""
 
     def __init__(self, client: Client, cases: list[Case], seed: int) -> None:
         self._client = client
         self._cases = cases
         self._random = random.Random(seed)
-        self.num_well = self.num_left = self.num_failed = 0
+        self.num_complete = self.num_left = self.num_failed = 0
 
     async def work(self, num_clients: int, num_requests: int) -> None:
         await asyncio.gather(*(self._one(num_requests) for _ in range(num_clients)))
@@ -74,28 +75,28 @@ class Crowd:
                 self.num_failed += 1
                 await asyncio.sleep(0.05)
             elif exchange.body and len(exchange.ids) == MAX_NEW:
-                self.num_well += 1
+                self.num_complete += 1
             assert exchange.ids == expected[: len(exchange.ids)], f"wrong tokens for a prompt of {len(prompt)}"
 
 
-async def test_answers_stay_exact_while_clients_leave_and_everything_is_short(
+async def test_tokens_stay_exact_under_disconnects_and_small_pools(
     model: tuple[Path, list[Case]], tmp_path: Path
 ) -> None:
     folder, cases = model
-    hopeful = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
-    options = {"node_options": SHORT_OF_EVERYTHING, "only": POOLS, "variables": hopeful}
+    overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
+    options = {"node_options": SMALL_NODES, "only": POOLS, "variables": overcommitted}
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
-            crowd = Crowd(client, cases, seed=1)
-            await asyncio.wait_for(crowd.work(num_clients=24, num_requests=10), 150)
+            clients = RandomClients(client, cases, seed=1)
+            await asyncio.wait_for(clients.work(num_clients=24, num_requests=10), 150)
             totals = await client.settled()
-    assert crowd.num_failed == 0
-    assert crowd.num_well > 120
-    assert crowd.num_left > 10
+    assert clients.num_failed == 0
+    assert clients.num_complete > 120
+    assert clients.num_left > 10
     assert sum(totals[name]["retractions"] for name in ("decode-0", "decode-1")) > 0
 
 
-#: Options under which something is as small as it may be.
+#: Each sets one resource to its minimum.
 EXTREMES = {
     "one slot": {"max_running_requests": 1},
     "one page": {"max_total_tokens": 192, "page_size": 192, "chunked_prefill_size": -1},
@@ -109,34 +110,34 @@ EXTREMES = {
 @pytest.mark.parametrize(
     "name", [name if name == "one request's pool" else pytest.param(name, marks=pytest.mark.slow) for name in EXTREMES]
 )
-async def test_requests_end_well_and_exact_however_little_there_is_of_something(
+async def test_requests_finish_exactly_at_the_minimum_of_each_resource(
     model: tuple[Path, list[Case]], tmp_path: Path, name: str
 ) -> None:
     folder, cases = model
     options = dict(EXTREMES[name])
-    hopeful = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
-    with running(tmp_path / "logs", folder, node_options=options, variables=hopeful) as service:
+    overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
+    with running(tmp_path / "logs", folder, node_options=options, variables=overcommitted) as service:
         async with service.client() as client:
-            crowd = Crowd(client, cases, seed=3)
-            await asyncio.wait_for(crowd.work(num_clients=12, num_requests=6), 150)
+            clients = RandomClients(client, cases, seed=3)
+            await asyncio.wait_for(clients.work(num_clients=12, num_requests=6), 150)
             await client.settled()
-    assert crowd.num_failed == 0
-    assert crowd.num_well > 40
+    assert clients.num_failed == 0
+    assert clients.num_complete > 40
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
-async def test_answers_stay_exact_while_nodes_die_as_well(
+async def test_tokens_stay_exact_while_nodes_are_killed(
     model: tuple[Path, list[Case]], tmp_path: Path, seed: int
 ) -> None:
     folder, cases = model
-    hopeful = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
-    options = {"node_options": SHORT_OF_EVERYTHING, "only": POOLS, "variables": hopeful}
+    overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
+    options = {"node_options": SMALL_NODES, "only": POOLS, "variables": overcommitted}
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
-            crowd = Crowd(client, cases, seed)
-            work = asyncio.create_task(crowd.work(num_clients=16, num_requests=150))
+            clients = RandomClients(client, cases, seed)
+            work = asyncio.create_task(clients.work(num_clients=16, num_requests=150))
             drawn = random.Random(seed)
             while not work.done():
                 victim = drawn.choice(service.nodes)
@@ -152,11 +153,11 @@ async def test_answers_stay_exact_while_nodes_die_as_well(
                 await asyncio.sleep(drawn.random())
             await work
             await client.settled()
-            assert crowd.num_well > 500
+            assert clients.num_complete > 500
 
 
 def figures(service: Service) -> dict[str, tuple[float, int]]:
-    """MB resident and descriptors of every process."""
+    """Returns the resident memory in MB and the number of open descriptors of every process."""
     return {
         name: (resident_bytes(process.pid) / 1e6, num_descriptors(process.pid))
         for name, process in service.processes.items()
@@ -165,8 +166,8 @@ def figures(service: Service) -> dict[str, tuple[float, int]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_books_memory_and_descriptors_stay_as_they_were_over_an_hours_worth_of_requests(tmp_path: Path) -> None:
-    """12,000 requests, as many as 3.3 a second make in an hour; of twenty, two leave and one is aborted."""
+async def test_memory_and_descriptors_do_not_grow_over_12000_requests(tmp_path: Path) -> None:
+    """12,000 requests are an hour at 3.3 a second; of twenty, two disconnect and one is aborted."""
     with running(tmp_path / "logs") as service:
         async with service.client() as client:
             numbers = iter(range(1_000_000))

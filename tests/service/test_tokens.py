@@ -1,5 +1,6 @@
-"""From the outside, over HTTP, with real processes: greedy tokens are those of ``transformers``, and decode computes
-no prompt token. Counters of the nodes tell what was computed and shipped.
+"""Greedy tokens over HTTP equal those of ``transformers``, and decode nodes compute no prompt token.
+
+The counters of the nodes show what was computed and transferred.
 """
 
 import asyncio
@@ -11,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.reference_models import LLAMA3_ROPE, draw_prompts, load_reference, make_model
-from support.service import SMALL_MODEL, Service, running
-from support.service_client import Client
+from support.engine.reference_models import LLAMA3_ROPE, draw_prompts, load_reference, make_model
+from support.service.client import Client
+from support.service.service import SMALL_MODEL, Service, running
 
 FAMILIES: dict[str, dict[str, Any]] = {"qwen3": {}, "llama": {"rope_parameters": LLAMA3_ROPE}}
 LENGTHS = [1, 15, 16, 17, 64, 65, 130, 600]
@@ -21,17 +22,17 @@ MAX_NEW = 8
 WARM_UP = 1
 Case = tuple[tuple[int, ...], tuple[int, ...]]
 
-#: model, page size, chunk: each value of each at least once; the rest is slow.
+#: Model, page size and chunk size; the other combinations are slow.
 CHOSEN = [("qwen3", 16, 16), ("llama", 1, -1), ("qwen3", 64, 100)]
-#: How pages travel; the rest goes by what ``auto`` finds, which is shared memory.
-OVER = {("llama", 1, -1): "gloo", ("qwen3", 64, 100): "tcp"}
+#: Transports other than ``auto``, which selects shared memory here.
+TRANSPORTS = {("llama", 1, -1): "gloo", ("qwen3", 64, 100): "tcp"}
 EVERY = [(model, page, chunk) for model in (*FAMILIES, "small") for page in (1, 16, 64) for chunk in (64, 100, -1)]
 EVERY += [(model, page, 16) for model in (*FAMILIES, "small") for page in (1, 16)]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Name -> (folder, cases); each made once, when first asked for."""
+    """A function from a model's name to (folder, cases), which creates each model at its first use."""
 
     @cache
     def make(name: str) -> tuple[Path, list[Case]]:
@@ -44,16 +45,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
                 shutil.copy(path, folder)
         cases = draw_prompts(load_reference(folder), LENGTHS, MAX_NEW, seed=8)
         firsts = {prompt[0] for prompt, _ in cases}
-        assert len(firsts) == len(cases) and WARM_UP not in firsts, "with pages of one token these would share some"
+        assert len(firsts) == len(cases) and WARM_UP not in firsts, "with pages of one token these would share pages"
         return folder, cases
 
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the cores are the nodes' as well
+    torch.set_num_threads(1)  # the nodes need the cores
     yield make
     torch.set_num_threads(num_threads)
 
 
-async def native(client: Client, case: Case, **options: Any) -> dict[str, Any]:
+async def generate(client: Client, case: Case, **options: Any) -> dict[str, Any]:
     prompt, expected = case
     answer = await client.generate(prompt, len(expected), **options)
     assert tuple(answer["output_ids"]) == expected, f"prompt of {len(prompt)} tokens"
@@ -82,28 +83,28 @@ def num_pages(case: Case, page_size: int) -> int:
     ("name", "page_size", "chunk"),
     [*CHOSEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in CHOSEN)],
 )
-async def test_greedy_tokens_are_those_of_transformers_cold_cached_and_in_company(
+async def test_greedy_tokens_equal_transformers_cold_cached_and_batched(
     models: Any, tmp_path: Path, name: str, page_size: int, chunk: int
 ) -> None:
     folder, cases = models(name)
-    over = OVER.get((name, page_size, chunk), "auto")
-    options = {"page_size": page_size, "chunked_prefill_size": chunk, "transport": over}
+    transport = TRANSPORTS.get((name, page_size, chunk), "auto")
+    options = {"page_size": page_size, "chunked_prefill_size": chunk, "transport": transport}
     with running(tmp_path / "logs", folder, node_options=options) as service:
         async with service.client() as client:
-            await client.generate([WARM_UP], 2)  # the pair is connected from here on
+            await client.generate([WARM_UP], 2)  # connects the pair
             before = await client.settled()
-            for case in cases:  # cold, one after the other
-                assert (await native(client, case))["meta_info"]["cached_tokens"] == 0
+            for case in cases:  # cold, one by one
+                assert (await generate(client, case))["meta_info"]["cached_tokens"] == 0
             totals = await client.settled()
             check_cold(before, totals, cases, page_size, chunk)
             sent = totals["prefill-0"]
-            assert over == "auto" or sent[f"bytes_by_{over}"] == sent["bytes_sent"] > 0
+            assert transport == "auto" or sent[f"bytes_by_{transport}"] == sent["bytes_sent"] > 0
             for case in cases:  # cached
-                answer = await native(client, case)
+                answer = await generate(client, case)
                 assert answer["meta_info"]["cached_tokens"] == (len(case[0]) - 1) // page_size * page_size
             check_cached(totals, await client.settled(), cases, page_size)
-            # together, some of them twice, through both endpoints
-            await asyncio.gather(*(ask(client, case) for case in cases for ask in (native, completion)))
+            # Concurrently, each over both endpoints.
+            await asyncio.gather(*(ask(client, case) for case in cases for ask in (generate, completion)))
             totals = await client.settled()
             assert totals["decode-0"]["retractions"] == 0
             assert totals["decode-0"]["resumed_tokens_computed"] == 0
@@ -134,16 +135,16 @@ def check_cached(before: Totals, after: Totals, cases: list[Case], page_size: in
     assert sent == sum(num_pages(case, page_size) for case in cases) - hits
 
 
-async def test_the_small_model_is_served_exactly_and_its_pages_leave_while_later_chunks_compute(tmp_path: Path) -> None:
+async def test_pages_are_transferred_while_later_chunks_are_computed(tmp_path: Path) -> None:
     cases = draw_prompts(load_reference(SMALL_MODEL), [3, 400, 600], MAX_NEW, seed=5)
     with running(tmp_path / "logs", node_options={"chunked_prefill_size": 32}) as service:
         async with service.client() as client:
             await client.generate([WARM_UP], 2)
             for case in cases:
-                await native(client, case, rid="mine")  # an id that has ended may be used again
+                await generate(client, case, rid="mine")  # the id of a finished request may be reused
             totals = await client.settled()
     assert totals["prefill-0"]["chunked_requests"] == 2
-    assert totals["prefill-0"]["overlapped_transfers"] == 2, "a first page landed only after the last chunk had begun"
+    assert totals["prefill-0"]["overlapped_transfers"] == 2, "no page arrived before the last chunk had begun"
     assert totals["prefill-0"]["pages_overlapped"] > 2
 
 
@@ -153,10 +154,10 @@ async def test_a_tiny_pool_retracts_requests_and_changes_no_token(models: Any, t
     cases = draw_prompts(load_reference(folder), [4, 5, 6, 7, 8, 9], 40, seed=5)
     only = {"decode-0": {"max_total_tokens": 100}}
     options = {"page_size": 4, "chunked_prefill_size": 16}
-    hopeful = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}  # admits more than there is room for
-    with running(tmp_path / "logs", folder, node_options=options, only=only, variables=hopeful) as service:
+    overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}  # admits more than fits
+    with running(tmp_path / "logs", folder, node_options=options, only=only, variables=overcommitted) as service:
         async with service.client() as client:
-            await asyncio.gather(*(native(client, case, ignore_eos=False) for case in cases * 2))
+            await asyncio.gather(*(generate(client, case, ignore_eos=False) for case in cases * 2))
             totals = await client.settled()
     assert totals["decode-0"]["retractions"] > 0
     assert totals["decode-0"]["resumed_tokens_computed"] > 0
@@ -170,13 +171,13 @@ async def test_any_number_of_nodes_started_in_any_order_gives_the_same_tokens(
 ) -> None:
     folder, cases = models("qwen3")
     service = Service(tmp_path / "logs", folder, prefill=num_prefill, decode=num_decode)
-    *early, late = reversed(service.nodes)  # decode nodes first, then prefill, one of them only after the gateway
+    *early, late = reversed(service.nodes)  # decode nodes first; the last prefill node starts after the gateway
     try:
         for name in (*early, "gateway", late):
             service.start(name)
         service.wait_until_ready()
         async with service.client() as client:
-            await asyncio.gather(*(native(client, case) for case in cases for _ in range(2)))
+            await asyncio.gather(*(generate(client, case) for case in cases for _ in range(2)))
             totals = await client.settled()
         assert {name for name, counters in totals.items() if counters["requests"]} == set(service.nodes)
         assert all(totals[name].get("resumed_tokens_computed", 0) == 0 for name in totals)

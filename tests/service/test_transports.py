@@ -1,4 +1,4 @@
-"""Whole services over each transport: the tokens of ``transformers``, and all pages by that transport alone."""
+"""A whole service over each transport: exact tokens, and all pages by that transport alone."""
 
 import asyncio
 import os
@@ -7,39 +7,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.reference_models import draw_prompts, load_reference
-from support.service import SMALL_MODEL, Service, running
-from support.service_client import Client, prompt_of
+from support.engine.reference_models import draw_prompts, load_reference
+from support.service.client import Client, prompt_of
+from support.service.service import SMALL_MODEL, Service, running
 
 NUM_NEW = 12
 
 
 @pytest.fixture(scope="module")
 def case() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A prompt of 12 whole pages and one of 11 tokens, and what ``transformers`` makes of it."""
+    """A prompt of 12 whole pages and 11 tokens, and its greedy tokens by ``transformers``."""
     return draw_prompts(load_reference(SMALL_MODEL), [203], NUM_NEW, seed=11)[0]
 
 
-@pytest.fixture(params=["auto", "nixl", "tcp"])
+@pytest.fixture(params=[pytest.param("auto", marks=pytest.mark.slow), "nixl", "tcp"])
 def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service]:
     options: dict[str, Any] = {"transport": request.param}
     if request.param == "tcp":
         options["cluster_key"] = "the key of this cluster"
-    gateway_options = {"heartbeat_interval": 1.0}  # so few that what they say is much less than a page
+    gateway_options = {"heartbeat_interval": 1.0}  # so few that control bytes stay far below a page
     with running(tmp_path, node_options=options, gateway_options=gateway_options) as service:
         yield service
 
 
 async def pairs(client: Client, name: str, count: int = 1) -> list[dict[str, Any]]:
-    for _ in range(100):
+    for _ in range(1200):
         found: list[dict[str, Any]] = (await client.workers())[name]["pairs"]
         if len(found) >= count:
             return found
         await asyncio.sleep(0.05)
-    raise AssertionError(f"{name} tells of no pair")
+    raise AssertionError(f"{name} reports no pair")
 
 
-async def test_pages_travel_by_the_transport_of_the_pair_and_by_nothing_else(
+async def test_pages_travel_only_by_the_transport_of_the_pair(
     service: Service, case: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> None:
     prompt, expected = case
@@ -54,24 +54,24 @@ async def test_pages_travel_by_the_transport_of_the_pair_and_by_nothing_else(
             service.pid("prefill-0"), service.pid("decode-0"),
         }  # fmt: skip
         assert len({service.pid("prefill-0"), service.pid("decode-0"), service.pid("gateway"), os.getpid()}) == 4
-        told = {name: await pairs(client, name) for name in ("prefill-0", "decode-0")}
+        reported = {name: await pairs(client, name) for name in ("prefill-0", "decode-0")}
     assert tuple(answer["output_ids"]) == expected
     assert answer["meta_info"]["timings"].keys() == {
         "prefill_queue_s", "prefill_s", "decode_queue_s", "prompt_wait_s", "transfer_s", "join_s",
     }  # fmt: skip
 
-    def moved(node: str, name: str) -> float:
+    def increase(node: str, name: str) -> float:
         return after[node].get(name, 0.0) - before[node].get(name, 0.0)
 
     shape = workers["prefill-0"]["register"]["layout"]
     page_bytes = 2 * shape["num_layers"] * shape["num_kv_heads"] * shape["page_size"] * shape["head_dim"] * 4
-    assert moved("prefill-0", f"bytes_by_{transport}") == 13 * page_bytes
+    assert increase("prefill-0", f"bytes_by_{transport}") == 13 * page_bytes
     others = [name for name in after["prefill-0"] if name.startswith("bytes_by_") and name != f"bytes_by_{transport}"]
-    assert not any(moved("prefill-0", name) for name in others)
-    spoken = moved("prefill-0", "control_bytes_sent") + moved("decode-0", "control_bytes_sent")
-    assert 0 < spoken < page_bytes / 2, "pages travel by the control plane"
+    assert not any(increase("prefill-0", name) for name in others)
+    control_bytes = increase("prefill-0", "control_bytes_sent") + increase("decode-0", "control_bytes_sent")
+    assert 0 < control_bytes < page_bytes / 2, "pages travel by the control plane"
     for name, peer in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
-        assert told[name] == [
+        assert reported[name] == [
             {
                 "peer": peer,
                 "incarnation": workers[peer]["incarnation"],
@@ -83,7 +83,7 @@ async def test_pages_travel_by_the_transport_of_the_pair_and_by_nothing_else(
 
 
 async def test_several_decode_nodes_attach_to_one_prefill_node_at_once(tmp_path: Path) -> None:
-    """By NIXL, to the first start of the prefill node and to the next, which all of them meet at the same time."""
+    """Over NIXL, to the prefill node and to its replacement, to which all of them connect at the same time."""
     with running(tmp_path, decode=3, node_options={"transport": "nixl"}) as service:
         async with service.client() as client:
             for _ in range(2):

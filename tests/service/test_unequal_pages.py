@@ -1,23 +1,23 @@
-"""From the outside, with real processes: nodes whose pages have different sizes say the tokens of equal ones."""
+"""Nodes with different page sizes produce the tokens of nodes with equal ones, over HTTP and real processes."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
-from support.service import Service
-from support.service_client import prompt_of
+from support.service.client import prompt_of
+from support.service.service import Service
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 47, 100, 260)
 Answers = list[list[int]]
 
 
 async def serve(logs: Path, source_size: int, target_size: int, transport: str) -> Answers:
-    """Output of some prompts, one after the other and then all together. Checksums are asked for by one node alone."""
+    """Returns the outputs of prompts sent one by one and then all at once. Only one node asks for checksums."""
     only = {"prefill-0": {"page_size": source_size}, "decode-0": {"page_size": target_size}}
     only["prefill-0" if source_size < target_size else "decode-0"]["kv_checksum"] = True
     service = Service(logs, node_options={"chunked_prefill_size": 64, "transport": transport}, only=only)
     prompts = [prompt_of(length, length) for length in LENGTHS]
-    prompts.append(prompts[-2] + prompt_of(20, 7))  # the decode node holds some of its pages by then
+    prompts.append(prompts[-2] + prompt_of(20, 7))  # the decode node has cached its first pages
     try:
         service.start("gateway", "prefill-0", "decode-0")
         service.wait_until_ready()

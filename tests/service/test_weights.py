@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from support.service import SMALL_MODEL, Service, running
+from support.service.service import SMALL_MODEL, Service, running
 
 
 def fine_tune(folder: Path) -> Path:

@@ -5,7 +5,7 @@ that arrived more than 5 s later.
 """
 
 import pytest
-from support.lone_nodes import DecodeNode, PrefillNode
+from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
 from common.config.scheduling import PriorityRules
 from common.request import Request, RequestKey
@@ -77,9 +77,9 @@ def test_an_aged_request_stays_when_the_batch_outgrows_the_pool(comes_at: float,
     node.run_in("old", 8, 0, new=40)
     node.now = comes_at
     node.run_in("urgent", 8, 10, new=40)
-    while not node.places.retracted:
+    while not node.table.retracted:
         node.step()
-    assert [key[0] for key in node.places.retracted] == [victim]
+    assert [key[0] for key in node.table.retracted] == [victim]
 
 
 def test_the_lowest_effective_priority_is_preempted() -> None:

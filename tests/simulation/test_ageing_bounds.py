@@ -1,6 +1,6 @@
 """Ageing bounds every wait for a prefill node and for a row of a decode node; in virtual time.
 
-``tests/support/ageing.py`` and docs/scheduling.md explain the formula.
+``tests/support/simulation/priority_ageing.py`` and docs/scheduling.md explain the formula.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.ageing import (
+from support.simulation.priority_ageing import (
     BURSTS_S,
     GROUPS,
     HIGHEST,
@@ -21,16 +21,16 @@ from support.ageing import (
     READY_S,
     SETTINGS,
     STEP_S,
-    Sent,
-    arriving,
+    SentRequest,
+    arrival_times,
+    count_preemptions,
+    end_of_lowest_priority,
     longest_backlog_s,
-    overtaken_s,
-    patient,
-    places_lost,
-    served,
+    overtaking_window_s,
+    run_requests,
     stream,
 )
-from support.simulated import Limits, Service
+from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from scripts.simulator.costs import Costs
 
@@ -74,15 +74,15 @@ def test_ageing_bounds_the_wait_of_every_prompt(
     is_sent_late = lookahead < 1_000
     sizes = [kinds[number % len(kinds)] for number in range(100)]
     works_s = [prompt_s(length, is_sent_late=is_sent_late) for length, *_ in sizes]
-    arrivals = arriving(works_s, load, head, burst_s)
+    arrivals = arrival_times(works_s, load, head, burst_s)
     backlog_s = longest_backlog_s(list(zip(arrivals, works_s, strict=True)))
     requests = [
-        Sent(at, length, 1, priority, group, num_shared)
+        SentRequest(at, length, 1, priority, group, num_shared)
         for at, (length, priority, group, num_shared) in zip(arrivals, sizes, strict=True)
     ]
-    service = served(
+    service = run_requests(
         requests,
-        Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=num_rows),
+        NodeLimits(4_000, 4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=num_rows),
         PROMPTS,
         priority_aging_per_second=rate,
         priority_scheduling_preemption_threshold=threshold,
@@ -91,8 +91,8 @@ def test_ageing_bounds_the_wait_of_every_prompt(
     rest_s = 2 * (STEP_S + TOKEN_S * CHUNK) + 4 * MESSAGE_S
     for number, sent in enumerate(requests):
         waited_s = service.ended[f"r{number}"].stamps_s[0] - sent.at
-        assert waited_s <= overtaken_s(sent.priority, rate) + backlog_s + rest_s + 1e-9
-    places_lost(service, rate)
+        assert waited_s <= overtaking_window_s(sent.priority, rate) + backlog_s + rest_s + 1e-9
+    count_preemptions(service, rate)
 
 
 # ---- rows of a decode node ------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def row_s(max_new: int, num_rows: int, *, is_sent_late: bool = False) -> float:
 
 
 def rows_bound_s(
-    sent: Sent, rate: float, requests: Sequence[Sent], num_rows: int, *, is_sent_late: bool = False
+    sent: SentRequest, rate: float, requests: Sequence[SentRequest], num_rows: int, *, is_sent_late: bool = False
 ) -> float:
     """The latest end of an output: ``D + B + L (m - 1) / m`` and its own steps.
 
@@ -121,15 +121,17 @@ def rows_bound_s(
     shares = [(each.at, each_s / num_rows) for each, each_s in zip(requests, rows_s, strict=True)]
     longest_s = max(rows_s) * (num_rows - 1) / num_rows
     step_s = STEP_S + TOKEN_S * num_rows
-    waited_s = overtaken_s(sent.priority, rate) + longest_backlog_s(shares) + longest_s
+    waited_s = overtaking_window_s(sent.priority, rate) + longest_backlog_s(shares) + longest_s
     return waited_s + row_s(sent.max_new, num_rows) + 2 * READY_S + 2 * step_s + MESSAGE_S
 
 
-def in_rows(requests: Sequence[Sent], num_rows: int, rate: float, threshold: int, *, lookahead: int = 1_000) -> Service:
+def in_rows(
+    requests: Sequence[SentRequest], num_rows: int, rate: float, threshold: int, *, lookahead: int = 1_000
+) -> SimulatedService:
     """Run outputs with enough pages and few rows."""
-    return served(
+    return run_requests(
         requests,
-        Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=4_000, max_running=num_rows, prefill_running=400),
+        NodeLimits(4_000, 4_000, page_size=PAGE, chunk_tokens=4_000, max_running=num_rows, prefill_running=400),
         OUTPUTS,
         priority_aging_per_second=rate,
         priority_scheduling_preemption_threshold=threshold,
@@ -155,18 +157,18 @@ def test_ageing_bounds_the_end_of_every_output_where_rows_are_short(
     """Covers runs with and without preemption of rows, and requests that wait in the gateway or on the nodes."""
     is_sent_late = lookahead < 1_000
     sizes = [kinds[number % len(kinds)] for number in range(60)]
-    arrivals = arriving(
+    arrivals = arrival_times(
         [row_s(max_new, num_rows, is_sent_late=is_sent_late) / num_rows for max_new, *_ in sizes], load, head, burst_s
     )
     requests = [
-        Sent(at, 3 * PAGE, max_new, priority, group, 2 * PAGE)
+        SentRequest(at, 3 * PAGE, max_new, priority, group, 2 * PAGE)
         for at, (max_new, priority, group) in zip(arrivals, sizes, strict=True)
     ]
     service = in_rows(requests, num_rows, rate, threshold, lookahead=lookahead)
     for number, sent in enumerate(requests):
         ended_s = service.ended[f"r{number}"].ended_at - sent.at
         assert ended_s <= rows_bound_s(sent, rate, requests, num_rows, is_sent_late=is_sent_late) + 1e-9
-    places_lost(service, rate)
+    count_preemptions(service, rate)
 
 
 # ---- a steady load of urgent requests -------------------------------------------------------------------------------
@@ -176,25 +178,28 @@ def test_ageing_bounds_the_end_of_every_output_where_rows_are_short(
 def test_the_least_urgent_prompt_is_served_among_urgent_ones(num_rows: int, lookahead: int) -> None:
     """Time spent in the gateway counts as waiting time on the nodes."""
     each_s = prompt_s(54, is_sent_late=lookahead < 1_000)
-    requests = [Sent(0.01, 8, 1, 0), *(Sent(at, 54, 1, HIGHEST) for at in stream(each_s, 12.0))]
-    limits = Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=num_rows)
+    requests = [SentRequest(0.01, 8, 1, 0), *(SentRequest(at, 54, 1, HIGHEST) for at in stream(each_s, 12.0))]
+    limits = NodeLimits(4_000, 4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=num_rows)
 
     def ended_at(rate: float) -> float:
-        service = served(requests, limits, PROMPTS, priority_aging_per_second=rate, max_dispatch_ahead=lookahead)
-        return patient(service, requests)
+        service = run_requests(requests, limits, PROMPTS, priority_aging_per_second=rate, max_dispatch_ahead=lookahead)
+        return end_of_lowest_priority(service, requests)
 
     backlog_s = longest_backlog_s(sorted((sent.at, each_s) for sent in requests))
     step_s = STEP_S + TOKEN_S * CHUNK
-    assert 2.5 < ended_at(4.0) <= 0.01 + overtaken_s(0, 4.0) + backlog_s + 2 * step_s + 4 * MESSAGE_S
+    assert 2.5 < ended_at(4.0) <= 0.01 + overtaking_window_s(0, 4.0) + backlog_s + 2 * step_s + 4 * MESSAGE_S
     assert ended_at(1e-6) > 11.0  # after all urgent requests
 
 
 @pytest.mark.parametrize("threshold", [2, 10])
 def test_the_least_urgent_output_finally_keeps_its_row(threshold: int) -> None:
     """A threshold below the difference lets urgent requests take its row repeatedly at first."""
-    requests = [Sent(0.0, PAGE, 40, 0), *(Sent(at + 0.1, PAGE, 10, HIGHEST) for at in stream(row_s(10, 1), 12.0))]
-    ended_at = patient(in_rows(requests, 1, 4.0, threshold), requests)
+    requests = [
+        SentRequest(0.0, PAGE, 40, 0),
+        *(SentRequest(at + 0.1, PAGE, 10, HIGHEST) for at in stream(row_s(10, 1), 12.0)),
+    ]
+    ended_at = end_of_lowest_priority(in_rows(requests, 1, 4.0, threshold), requests)
     assert ended_at <= rows_bound_s(requests[0], 4.0, sorted(requests, key=lambda sent: sent.at), 1)
     if threshold == 2:
         assert ended_at > 2.5
-        assert patient(in_rows(requests, 1, 1e-6, threshold), requests) > 11.0  # after all urgent requests
+        assert end_of_lowest_priority(in_rows(requests, 1, 1e-6, threshold), requests) > 11.0  # after all urgent ones

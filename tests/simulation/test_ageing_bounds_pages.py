@@ -1,6 +1,6 @@
 """Ageing bounds every wait for pages of a decode node, retractions and shared prefixes included; in virtual time.
 
-``tests/support/ageing.py`` and docs/scheduling.md explain the formula.
+``tests/support/simulation/priority_ageing.py`` and docs/scheduling.md explain the formula.
 """
 
 from collections import Counter
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.ageing import (
+from support.simulation.priority_ageing import (
     BURSTS_S,
     GROUPS,
     HIGHEST,
@@ -21,16 +21,16 @@ from support.ageing import (
     READY_S,
     SETTINGS,
     STEP_S,
-    Sent,
-    arriving,
+    SentRequest,
+    arrival_times,
+    count_preemptions,
+    end_of_lowest_priority,
     longest_backlog_s,
-    overtaken_s,
-    patient,
-    places_lost,
-    served,
+    overtaking_window_s,
+    run_requests,
     stream,
 )
-from support.simulated import Limits, Service
+from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from scripts.simulator.costs import Costs
 
@@ -50,12 +50,12 @@ def held_s(max_new: int, num_retracted: int = 0) -> float:
     return READY_S + (max_new + 1 + 3 * num_retracted) * STEP_S
 
 
-def num_pages(sent: Sent) -> int:
+def num_pages(sent: SentRequest) -> int:
     return (sent.length + sent.max_new) // PAGE
 
 
 def pages_bound_s(
-    number: int, rate: float, requests: Sequence[Sent], skip_ahead: int, retracted: Counter[str]
+    number: int, rate: float, requests: Sequence[SentRequest], skip_ahead: int, retracted: Counter[str]
 ) -> float:
     """The latest end of an output: ``D + B + H (P + k (r + 1) s) / (P - s)`` and its own steps.
 
@@ -69,19 +69,19 @@ def pages_bound_s(
     held = [held_s(sent.max_new, retracted[f"r{each}"]) for each, sent in enumerate(requests)]
     shares = [(sent.at, (num_pages(sent) + 1) * each_s / capacity) for sent, each_s in zip(requests, held, strict=True)]
     num_passes = skip_ahead * (retracted[f"r{number}"] + 1)
-    waited_s = overtaken_s(requests[number].priority, rate) + longest_backlog_s(shares)
+    waited_s = overtaking_window_s(requests[number].priority, rate) + longest_backlog_s(shares)
     waited_s += max(held) * (NUM_PAGES + num_passes * largest) / capacity
     return waited_s + held[number] + READY_S + 2 * STEP_S + MESSAGE_S
 
 
 def in_pages(
-    requests: Sequence[Sent], rate: float, *, threshold: int, skip_ahead: int, num_pages: int = NUM_PAGES,
+    requests: Sequence[SentRequest], rate: float, *, threshold: int, skip_ahead: int, num_pages: int = NUM_PAGES,
     reserved: int | None = None, lookahead: int = 1_000,
-) -> Service:  # fmt: skip
+) -> SimulatedService:  # fmt: skip
     """Run outputs with enough rows and few pages."""
-    return served(
+    return run_requests(
         requests,
-        Limits(4_000, num_pages, page_size=PAGE, chunk_tokens=4_000, max_running=num_pages, prefill_running=400),
+        NodeLimits(4_000, num_pages, page_size=PAGE, chunk_tokens=4_000, max_running=num_pages, prefill_running=400),
         COSTS,
         priority_aging_per_second=rate,
         priority_scheduling_preemption_threshold=threshold,
@@ -91,7 +91,7 @@ def in_pages(
     )
 
 
-def retractions(service: Service) -> Counter[str]:
+def retractions(service: SimulatedService) -> Counter[str]:
     """How often each request was retracted."""
     retracted: Counter[str] = Counter()
     num_retractions = 0
@@ -124,9 +124,9 @@ def test_ageing_bounds_the_end_of_every_output_where_pages_are_short(
     sizes = [(size, min(max_new, size * PAGE - 1), *rest) for size, max_new, *rest in sizes]
     capacity = NUM_PAGES - 1 - max(size for size, *_ in sizes)
     works_s = [(size + 1) * held_s(max_new) / capacity for size, max_new, *_ in sizes]
-    arrivals = arriving(works_s, load, head, burst_s)
+    arrivals = arrival_times(works_s, load, head, burst_s)
     requests = [
-        Sent(at, size * PAGE - max_new, max_new, *rest)
+        SentRequest(at, size * PAGE - max_new, max_new, *rest)
         for at, (size, max_new, *rest) in zip(arrivals, sizes, strict=True)
     ]
     service = in_pages(
@@ -136,16 +136,16 @@ def test_ageing_bounds_the_end_of_every_output_where_pages_are_short(
     for number, sent in enumerate(requests):
         ended_s = service.ended[f"r{number}"].ended_at - sent.at
         assert ended_s <= pages_bound_s(number, rate, requests, skip_ahead, retracted) + 1e-9
-    assert places_lost(service, rate) <= retracted
+    assert count_preemptions(service, rate) <= retracted
 
 
 def test_the_least_urgent_output_finally_keeps_its_pages() -> None:
     """Three requests of 0.09 s each fit at a time. The output has pages first, loses them, and then keeps them."""
     each_s = 0.09 / 3
-    requests = [Sent(0.0, 4, 28, 0), *(Sent(at + 0.15, 24, 8, HIGHEST) for at in stream(each_s, 12.0))]
+    requests = [SentRequest(0.0, 4, 28, 0), *(SentRequest(at + 0.15, 24, 8, HIGHEST) for at in stream(each_s, 12.0))]
     service = in_pages(requests, 4.0, threshold=2, skip_ahead=0, num_pages=27)
-    assert places_lost(service, 4.0)["r0"] > 0
+    assert count_preemptions(service, 4.0)["r0"] > 0
     backlog_s = longest_backlog_s([(sent.at, each_s) for sent in requests])
-    assert 2.5 < patient(service, requests) <= overtaken_s(0, 4.0) + backlog_s + 2 * held_s(28)
+    assert 2.5 < end_of_lowest_priority(service, requests) <= overtaking_window_s(0, 4.0) + backlog_s + 2 * held_s(28)
     service = in_pages(requests, 1e-6, threshold=2, skip_ahead=0, num_pages=27)
-    assert patient(service, requests) > 11.0  # after nearly all urgent requests
+    assert end_of_lowest_priority(service, requests) > 11.0  # after nearly all urgent requests

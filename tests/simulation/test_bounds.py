@@ -10,8 +10,8 @@ from random import Random
 
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.fake_engine import FakeExecutor
-from support.simulated import Limits, Service
+from support.cluster.fake_engine import FakeExecutor
+from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from common.node.memory_plan import Capacity
 from common.scheduling.policies.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
@@ -21,7 +21,7 @@ from scripts.simulator.costs import Costs
 PAGE, CHUNK = 4, 32
 STEP_S, TOKEN_S, MESSAGE_S = 0.01, 0.001, 0.001
 COSTS = Costs(STEP_S, TOKEN_S, TOKEN_S, 0.0, MESSAGE_S, 0.0, 1e12)
-ROOMY = Limits(prefill_pages=4_000, decode_pages=4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=400)
+ROOMY = NodeLimits(prefill_pages=4_000, decode_pages=4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=400)
 
 
 def unlike(number: int, length: int) -> tuple[int, ...]:
@@ -97,10 +97,10 @@ def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
         meters.append(Metered(capacity, tenants))
         return meters[-1]
 
-    service = Service(
+    service = SimulatedService(
         0,
         1,
-        limits=Limits(decode_pages=200, page_size=PAGE, chunk_tokens=16, max_running=max_running),
+        limits=NodeLimits(decode_pages=200, page_size=PAGE, chunk_tokens=16, max_running=max_running),
         costs=COSTS,
         engine=engine,
         local_prefill="always",
@@ -112,7 +112,7 @@ def test_backlogged_tenants_get_equal_service_within_the_vtc_bound(
     for number, (length, max_new) in enumerate(requests):
         tenant = tenants[number]
         at = late_s if tenant == "light" else 0.0
-        service.ask(f"r{number}", unlike(number, length), max_new, at=at, tenant=tenant, seed=number)
+        service.submit(f"r{number}", unlike(number, length), max_new, at=at, tenant=tenant, seed=number)
     service.events.at(late_s, lambda: has_come.append(len(meters[0].history)))
     service.run(is_checked=False)
     longest = max(length for length, _ in requests)
@@ -133,17 +133,17 @@ def test_a_tenant_with_ten_times_the_load_gets_no_more_service() -> None:
         meters.append(Metered(capacity, tenants))
         return meters[-1]
 
-    service = Service(
+    service = SimulatedService(
         0,
         1,
-        limits=Limits(decode_pages=200, page_size=PAGE, chunk_tokens=16, max_running=2),
+        limits=NodeLimits(decode_pages=200, page_size=PAGE, chunk_tokens=16, max_running=2),
         costs=COSTS,
         engine=engine,
         local_prefill="always",
         schedule_policy="fair",
     )
     for number, tenant in enumerate(tenants):
-        service.ask(f"r{number}", unlike(number, 16), 8, tenant=tenant, seed=number)
+        service.submit(f"r{number}", unlike(number, 16), 8, tenant=tenant, seed=number)
     service.run(is_checked=False)
     begun = [begun for _, begun in meters[0].history if begun["light"] < 10]
     # Two are sent before the other tenant's requests arrive; then they alternate.
@@ -186,8 +186,8 @@ def test_edf_meets_every_feasible_set_of_deadlines(jobs: list[tuple[float, int]]
     arrives, and for two messages.
     """
     ends = some_schedule(jobs, seed)
-    service = Service(
-        limits=Limits(4_000, 4_000, page_size=PAGE, chunk_tokens=PAGE, max_running=100),
+    service = SimulatedService(
+        limits=NodeLimits(4_000, 4_000, page_size=PAGE, chunk_tokens=PAGE, max_running=100),
         costs=COSTS,
         schedule_policy="edf",
         prefill_max_requests=1,
@@ -195,7 +195,7 @@ def test_edf_meets_every_feasible_set_of_deadlines(jobs: list[tuple[float, int]]
     )
     for number, ((released, chunks), end) in enumerate(zip(jobs, ends, strict=True)):
         timeout_s = end - released + CHUNK_S + 2 * MESSAGE_S + 1e-6
-        service.ask(f"r{number}", unlike(number, chunks * PAGE), 1, at=released, timeout_s=timeout_s)
+        service.submit(f"r{number}", unlike(number, chunks * PAGE), 1, at=released, timeout_s=timeout_s)
     service.run(is_checked=False)
     late = [rid for rid, answer in service.ended.items() if answer.error is not None]
     assert not late, f"{late} missed deadlines that could be met"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from support.local_cluster import LocalCluster, Member, assert_all_pages_are_back, prompt_of, sampling
+from support.cluster.local_cluster import LocalCluster, Member, assert_all_pages_are_released, prompt_of, sampling
 
 from common.errors import ErrorCode
 from common.wire.messages import Abort, Failed, Message
@@ -72,7 +72,7 @@ def test_both_nodes_report_the_same_error_code(cause: Callable[[LocalCluster], N
         LocalCluster.tell(cluster, member, Abort("a", 0))
     cluster.settle()
     assert cluster.failures or num_steps == 7, "neither node reported the end of the request"
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_both_nodes_refuse_a_prompt_larger_than_the_prefill_pool() -> None:
@@ -84,4 +84,4 @@ def test_both_nodes_refuse_a_prompt_larger_than_the_prefill_pool() -> None:
     assert len(cluster.failures) == 2
     assert {failure.code for failure in cluster.failures} == {ErrorCode.POOL_TOO_SMALL}
     assert all("--max-total-tokens" in failure.message for failure in cluster.failures)
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)

@@ -1,7 +1,7 @@
 """A request's class can change in every state. Turns and charges follow the new class from then on."""
 
 import pytest
-from support.lone_nodes import DecodeNode, PrefillNode
+from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
 from common.config.scheduling import PriorityRules
 from common.decision_log import DecisionLog
@@ -37,7 +37,7 @@ def test_a_request_waiting_on_a_decode_node_takes_its_turn_in_the_new_class(is_l
     for rid in "abcd":
         node.submit(rid, 8, is_local=is_local)
     node.grant()
-    node.receive(*[key[0] for key in node.places.receiving])
+    node.receive(*[key[0] for key in node.table.receiving])
     node.step()
     node.scheduler.reprioritize(("d", 0), 0, node.now, priority_class="high")
     assert "".join(node.run()) == order
@@ -86,7 +86,7 @@ def test_a_row_goes_to_the_least_served_class_whatever_the_priorities() -> None:
         request = node.submit(rid, 8, priority)
         node.scheduler.reprioritize(request.key, priority, node.now, priority_class=name)
         node.scheduler._reservations.reserve(request, spare_tokens=0)
-        node.places.move(request, Event.GRANT)
+        node.table.move(request, Event.GRANT)
     node.receive("a", "b")
     assert node.run() == ["busy", "b", "a"]
 
@@ -98,6 +98,6 @@ def test_when_pages_run_short_the_most_served_class_is_retracted() -> None:
         node.scheduler.reprioritize((rid, 0), priority, node.now, priority_class=name)
     node.grant()
     node.receive("a", "b")
-    while not node.places.retracted:
+    while not node.table.retracted:
         node.step()
-    assert [key[0] for key in node.places.retracted] == ["a"]
+    assert [key[0] for key in node.table.retracted] == ["a"]

@@ -6,8 +6,8 @@ low values first, which the gateway negates.
 """
 
 import pytest
-from support.lone_nodes import DecodeNode, PrefillNode
-from support.simulated import Limits, Service
+from support.scheduling.single_nodes import DecodeNode, PrefillNode
+from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from common.config.scheduling import SchedulingOptions
 from common.sampling_params import SamplingParams
@@ -42,12 +42,15 @@ CASES = [
 @pytest.mark.parametrize(("priorities", "ends"), CASES)
 def test_priority_decides_in_the_gateways_queue(priorities: Both, ends: str) -> None:
     """The nodes run one request at a time, so that only the gateway chooses."""
-    service = Service(
-        limits=Limits(max_running=1), enable_priority_scheduling=True, default_priority_value=0, max_dispatch_ahead=0
+    service = SimulatedService(
+        limits=NodeLimits(max_running=1),
+        enable_priority_scheduling=True,
+        default_priority_value=0,
+        max_dispatch_ahead=0,
     )
-    service.ask("busy", range(8), 6)
+    service.submit("busy", range(8), 6)
     for rid, priority in zip("ab", priorities, strict=True):
-        service.ask(rid, range(ord(rid), ord(rid) + 8), 6, at=0.001, priority=priority)
+        service.submit(rid, range(ord(rid), ord(rid) + 8), 6, at=0.001, priority=priority)
     service.run()
     assert "".join(service.ended) == "busy" + ends
 
@@ -108,7 +111,7 @@ def test_priority_decides_which_received_prompt_joins_the_batch(priorities: Both
     for rid, priority in zip("ab", priorities, strict=True):
         request = node.submit(rid, 8, priority)
         node.scheduler._reservations.reserve(request, spare_tokens=0)
-        node.places.move(request, Event.GRANT)
+        node.table.move(request, Event.GRANT)
     node.receive("a", "b")
     assert "".join(node.run()) == "busy" + ends
     assert node.scheduler.totals()["pauses"] == 0
@@ -165,8 +168,8 @@ def test_priority_decides_when_the_batch_outgrows_the_pool(priorities: Both, end
         node.submit(rid, 8, priority, new=24)
     node.grant()
     node.receive("a", "b")
-    while not node.places.retracted:
+    while not node.table.retracted:
         node.step()
-    assert [key[0] for key in node.places.retracted] == [ends[1]]
+    assert [key[0] for key in node.table.retracted] == [ends[1]]
     assert "".join(node.run()) == ends
     assert node.scheduler.totals()["preemptions"] == 0

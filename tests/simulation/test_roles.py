@@ -4,8 +4,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.fake_engine import expected_output
-from support.local_cluster import LocalCluster, assert_all_pages_are_back, prompt_of, sampling
+from support.cluster.fake_engine import expected_output
+from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
 
 from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
@@ -26,7 +26,7 @@ def test_a_prompt_computed_by_one_node_is_continued_by_the_other() -> None:
     cluster.run()
     assert answer.output == expected_output(prompt_of(100), 20)
     cluster.settle()
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 @pytest.mark.parametrize("latency", [0, 7])
@@ -48,7 +48,7 @@ def test_a_request_that_ends_with_its_first_token_needs_no_transfer() -> None:
     assert answer.finish == "length"
     cluster.settle(20)
     assert cluster.counters(cluster.decode[0])["output_tokens"] == 0
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_a_stop_token_ends_the_output_on_either_node() -> None:
@@ -60,7 +60,7 @@ def test_a_stop_token_ends_the_output_on_either_node() -> None:
         assert answer.output == output[: index + 1]
         assert answer.finish == "stop"
         cluster.settle()
-        assert_all_pages_are_back(cluster)
+        assert_all_pages_are_released(cluster)
 
 
 def test_an_answer_carries_the_number_of_its_query() -> None:
@@ -83,7 +83,7 @@ def test_a_shared_prefix_is_sent_once() -> None:
     cluster.settle()
     # Four whole pages once, and one partial page each.
     assert cluster.counters(cluster.prefill[0])["pages_sent"] == 4 + 4
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_requests_with_different_salts_share_nothing() -> None:
@@ -103,7 +103,7 @@ def test_more_requests_than_the_queue_holds_are_refused() -> None:
     assert len(refused) == 4
     assert {answer.error.code for answer in refused if answer.error} == {ErrorCode.QUEUE_FULL}
     cluster.settle()
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_a_prompt_larger_than_a_pool_is_refused_by_name() -> None:
@@ -113,7 +113,7 @@ def test_a_prompt_larger_than_a_pool_is_refused_by_name() -> None:
     assert answer.error is not None
     assert answer.error.code is ErrorCode.POOL_TOO_SMALL
     cluster.settle()
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 @pytest.mark.parametrize("pair", [(0, 0), (None, 0)])
@@ -127,7 +127,7 @@ def test_a_request_beyond_the_context_is_refused(
     assert (answer.error is None) == is_taken
     assert answer.error is None or answer.error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
     cluster.settle()
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_a_recomputed_prompt_keeps_its_priority_and_its_age() -> None:
@@ -182,7 +182,7 @@ def test_a_node_refuses_sampling_parameters_that_would_break_a_step(fields: dict
     cluster.run()
     assert answer.error is not None and answer.error.code is ErrorCode.INVALID_REQUEST
     cluster.settle()
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_an_output_that_outgrows_the_pool_fails_after_the_last_token_with_room() -> None:
@@ -194,7 +194,7 @@ def test_an_output_that_outgrows_the_pool_fails_after_the_last_token_with_room()
     assert answer.output == expected_output(prompt_of(30), 11)  # KV of 40 tokens, and one token more
     assert cluster.counters(cluster.decode[0])["retractions"] == 0, "the last runnable request was retracted"
     cluster.settle()
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_a_lone_request_may_fill_the_pool_to_the_last_token() -> None:
@@ -215,7 +215,7 @@ def test_a_deadline_ends_a_request_in_every_state() -> None:
         assert answer.error is not None
         assert answer.error.code is ErrorCode.DEADLINE_EXCEEDED
         cluster.settle(20)
-        assert_all_pages_are_back(cluster)
+        assert_all_pages_are_released(cluster)
 
 
 @pytest.mark.parametrize(("before_s", "is_missed"), [(0.11, False), (0.09, True), (-6.0, True)])
@@ -236,7 +236,7 @@ def test_a_request_ended_close_to_its_deadline_counts_as_missed_on_both_nodes(
     cluster.step()
     assert missed == [(member.name, "a") for member in (*cluster.prefill, *cluster.decode) if is_missed]
     cluster.settle(20)
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 @pytest.mark.parametrize("num_steps", range(14))
@@ -248,7 +248,7 @@ def test_an_abort_returns_all_pages_in_every_state(num_steps: int) -> None:
     answer.finish = "aborted"
     cluster.abort("a")
     cluster.settle(20)
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 @pytest.mark.parametrize("num_steps", range(14))
@@ -261,7 +261,7 @@ def test_the_death_of_a_node_frees_the_other_in_every_state(num_steps: int, role
     member = (cluster.prefill if role == "prefill" else cluster.decode)[0]
     cluster.kill(member)
     cluster.settle(20)
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
     cluster.replace(member, 256)
     answer = cluster.submit("b", prompt_of(64), sampling(5))
     cluster.run()
@@ -277,7 +277,7 @@ def test_a_lost_gateway_ends_all_requests() -> None:
     for member in cluster.members:
         member.role.gateway_lost(cluster.clock.now())
     cluster.settle(20)
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_a_full_batch_and_a_finished_transfer_do_not_deadlock() -> None:
@@ -288,7 +288,7 @@ def test_a_full_batch_and_a_finished_transfer_do_not_deadlock() -> None:
     assert first.output == expected_output(prompt_of(8), 36)
     assert second.output == expected_output(prompt_of(8, 50), 36)
     cluster.settle()
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_nodes_with_full_pools_do_not_deadlock() -> None:
@@ -306,7 +306,7 @@ def test_nodes_with_full_pools_do_not_deadlock() -> None:
         assert answer.output == wanted[rid]
     assert sum(cluster.counters(member)["retractions"] for member in cluster.prefill) > 0
     cluster.settle()
-    assert_all_pages_are_back(cluster)
+    assert_all_pages_are_released(cluster)
 
 
 def test_both_nodes_apply_a_new_class() -> None:

@@ -3,8 +3,8 @@
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from support.fake_engine import expected_output
-from support.local_cluster import Answer, LocalCluster, assert_all_pages_are_back, prompt_of, sampling
+from support.cluster.fake_engine import expected_output
+from support.cluster.local_cluster import Answer, LocalCluster, assert_all_pages_are_released, prompt_of, sampling
 
 from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
@@ -86,7 +86,7 @@ class Cluster(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.cluster.run()
         self.cluster.settle(30)
-        assert_all_pages_are_back(self.cluster)
+        assert_all_pages_are_released(self.cluster)
         for rid, answer in self.cluster.answers.items():
             self.judge(rid, answer)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.simulated import Limits, Service, prompt_of
+from support.simulation.simulated_service import NodeLimits, SimulatedService, prompt_of
 
 from common.config.scheduling import POLICIES
 from common.config.shared import Role
@@ -13,8 +13,8 @@ from common.errors import ErrorCode
 
 
 def test_times_of_a_lone_request_are_the_sum_of_its_parts() -> None:
-    service = Service()
-    service.ask("a", prompt_of(8), 3, at=5.0)
+    service = SimulatedService()
+    service.submit("a", prompt_of(8), 3, at=5.0)
     service.run()
     answer = service.ended["a"]
     # The nodes get the request at 5.001. Prefill takes 10 + 8 ms for 8 tokens; the gateway gets the first token 1 ms
@@ -23,14 +23,14 @@ def test_times_of_a_lone_request_are_the_sum_of_its_parts() -> None:
     assert answer.stamps_s == pytest.approx([5.020, 5.035, 5.046])
     assert answer.ended_at == pytest.approx(5.046)
     assert answer.timings["prefill_s"] == pytest.approx(0.018)
-    service.assert_right("a")
-    service.assert_all_is_back()
+    service.assert_exact_tokens("a")
+    service.assert_all_is_released()
 
 
 def test_two_outputs_share_a_batch() -> None:
-    service = Service()
+    service = SimulatedService()
     for number in range(2):
-        service.ask(f"r{number}", prompt_of(4, number), 2)
+        service.submit(f"r{number}", prompt_of(4, number), 2)
     service.run()
     # The first request is alone in its step (10 + 4 ms from 1 ms on), because it arrived a moment earlier.
     first, second = (service.ended[f"r{number}"] for number in range(2))
@@ -38,14 +38,16 @@ def test_two_outputs_share_a_batch() -> None:
     assert second.stamps_s[0] == pytest.approx(0.030)
     work = service.cluster.of("decode")[0].work
     assert (work["steps"], work["rows"]) == (2, 2)
-    service.assert_all_is_back()
+    service.assert_all_is_released()
 
 
 def test_a_run_is_deterministic() -> None:
     def history() -> list[tuple[str, list[float], list[int]]]:
-        service = Service(2, 2, limits=Limits(prefill_pages=20, decode_pages=14, max_running=3, chunk_tokens=8))
+        service = SimulatedService(
+            2, 2, limits=NodeLimits(prefill_pages=20, decode_pages=14, max_running=3, chunk_tokens=8)
+        )
         for number in range(30):
-            service.ask(f"r{number}", prompt_of(1 + number * 7 % 40, number % 3), 1 + number % 9, at=number * 0.013)
+            service.submit(f"r{number}", prompt_of(1 + number * 7 % 40, number % 3), 1 + number % 9, at=number * 0.013)
         service.run(is_checked=False)
         return [(rid, answer.stamps_s, answer.ids) for rid, answer in service.ended.items()]
 
@@ -53,41 +55,41 @@ def test_a_run_is_deterministic() -> None:
 
 
 def test_a_deadline_ends_a_request_at_its_instant() -> None:
-    service = Service()
-    service.ask("late", prompt_of(8), 200, timeout_s=2.0)
+    service = SimulatedService()
+    service.submit("late", prompt_of(8), 200, timeout_s=2.0)
     service.run()
     answer = service.ended["late"]
     assert answer.error is not None
     assert answer.error.code is ErrorCode.DEADLINE_EXCEEDED
     assert answer.ended_at == pytest.approx(2.0)
-    service.assert_right("late")
-    service.assert_all_is_back()
+    service.assert_exact_tokens("late")
+    service.assert_all_is_released()
 
 
 def test_requests_beyond_the_queue_are_refused_at_once() -> None:
-    service = Service(limits=Limits(max_running=2), max_queued_requests=3)
+    service = SimulatedService(limits=NodeLimits(max_running=2), max_queued_requests=3)
     for number in range(8):
-        service.ask(f"r{number}", prompt_of(8), 5)
+        service.submit(f"r{number}", prompt_of(8), 5)
     service.run()
     assert [error.code for error in service.refused.values()] == [ErrorCode.QUEUE_FULL] * 3
     assert len(service.ended) == 5
-    service.assert_all_is_back()
+    service.assert_all_is_released()
 
 
 def test_decode_nodes_compute_prompts_without_a_prefill_node() -> None:
-    service = Service(0, 1, local_prefill="always")
+    service = SimulatedService(0, 1, local_prefill="always")
     for number in range(6):
-        service.ask(f"r{number}", prompt_of(20, number), 6)
+        service.submit(f"r{number}", prompt_of(20, number), 6)
     service.run()
     for rid in service.ended:
-        service.assert_right(rid)
-    service.assert_all_is_back()
+        service.assert_exact_tokens(rid)
+    service.assert_all_is_released()
 
 
 def test_pages_are_transmitted_one_after_the_other() -> None:
-    service = Service(limits=Limits(prefill_pages=200, decode_pages=200, chunk_tokens=None))
+    service = SimulatedService(limits=NodeLimits(prefill_pages=200, decode_pages=200, chunk_tokens=None))
     for number in range(2):
-        service.ask(f"r{number}", prompt_of(400, number), 2)
+        service.submit(f"r{number}", prompt_of(400, number), 2)
     service.run()
     first, second = (service.ended[f"r{number}"].stamps_s for number in range(2))
     # Each prompt has 100 pages of 1 ms. Those of the first are computed at 411 ms and sent at 511 ms; of the second,
@@ -100,18 +102,18 @@ def test_a_prompt_with_granted_pages_overtakes_one_that_does_not_fit() -> None:
     """Found by the test below: A (8 of 11 pages) is computed and waits for the only row of its decode node, kept for
     B. B waits behind C, which comes first because of its longer output and does not fit beside A.
     """
-    service = Service(
-        1, 2, limits=Limits(11, 14, chunk_tokens=8, max_running=1), schedule_policy="lof", max_skip_ahead=0,
+    service = SimulatedService(
+        1, 2, limits=NodeLimits(11, 14, chunk_tokens=8, max_running=1), schedule_policy="lof", max_skip_ahead=0,
         disable_radix_cache=True,
     )  # fmt: skip
     for number in range(10):
         is_long = number in (5, 9)  # A and C; B is the second short request
         length = {5: 29, 9: 13}.get(number, 1)
-        service.ask(f"r{number}", prompt_of(length, 0), 2 if is_long else 1)
+        service.submit(f"r{number}", prompt_of(length, 0), 2 if is_long else 1)
     service.run()
     for rid in service.ended:
-        service.assert_right(rid)
-    service.assert_all_is_back()
+        service.assert_exact_tokens(rid)
+    service.assert_all_is_released()
 
 
 # ---- random services ------------------------------------------------------------------------------------------------
@@ -177,10 +179,10 @@ def test_every_request_ends_and_every_page_is_released(
 ) -> None:
     """``run`` also fails on a deadlock: when requests wait and only deadlines are pending."""
     num_prefill = 0 if given_options["local_prefill"] == "always" else nodes[0]
-    limits = Limits(*pools, chunk_tokens=8, max_running=max_running)
-    service = Service(num_prefill, nodes[1], limits=limits, **given_options)
+    limits = NodeLimits(*pools, chunk_tokens=8, max_running=max_running)
+    service = SimulatedService(num_prefill, nodes[1], limits=limits, **given_options)
     for number, request in enumerate(requests):
-        service.ask(
+        service.submit(
             f"r{number}",
             prompt_of(request["length"], request["first"]),
             request["max_new"],
@@ -194,11 +196,11 @@ def test_every_request_ends_and_every_page_is_released(
         service.events.at(at, strike, service, what, number)
     service.run()
     for rid in service.ended:
-        service.assert_right(rid)
-    service.assert_all_is_back()
+        service.assert_exact_tokens(rid)
+    service.assert_all_is_released()
 
 
-def strike(service: Service, what: str, number: int) -> None:
+def strike(service: SimulatedService, what: str, number: int) -> None:
     """Abort a request, or kill a node and start another."""
     if what == "abort":
         service.cluster.gateway.abort(f"r{number}")

@@ -3,7 +3,7 @@
 import argparse
 
 import pytest
-from support.load_records import record
+from support.load.records import record
 
 from common.errors import ConfigError
 from scripts.benchmarks.handoff import LOCAL, Options, Sample, add_options, flags, run, sample_of, table

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.load_mock import MockServer, mock_server
+from support.load.mock_server import MockServer, mock_server
 
 from scripts.benchmarks import pictures as bench_pictures
 from scripts.benchmarks.main import main

@@ -119,5 +119,5 @@ def test_a_command_that_is_stopped_during_setup_does_not_continue(tmp_path):
             while not (slow.parent / "begun").exists():
                 time.sleep(0.01)
             process.send_signal(number)
-            assert process.communicate(timeout=30) == ("", None)
+            assert process.communicate(timeout=60) == ("", None)
             assert process.returncode == status

@@ -21,7 +21,7 @@ def child(code: str, name: str = "node", **options) -> Child:
     return Child(name, [sys.executable, "-c", code], dict(os.environ), **options)
 
 
-async def until(condition, seconds: float = 30.0) -> None:
+async def until(condition, seconds: float = 60.0) -> None:
     ends = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < ends, "it took too long"
@@ -119,5 +119,5 @@ def test_no_child_outlives_a_supervisor_that_is_killed():
         assert parent.stderr.readline() == "node | 1\n"
         (sleeper,) = psutil.Process(parent.pid).children()
         parent.kill()
-    sleeper.wait(20)
+    sleeper.wait(60)
     assert not sleeper.is_running()

@@ -1,6 +1,6 @@
 """A request's pages in the cache after its chunks, and their release."""
 
-from support.adder_pool import CONTINUE, Pool, compute, request, taken
+from support.scheduling.adder_pool import CONTINUE, Pool, chunks_of, compute, request
 
 from common.cache.radix_cache import pack
 from common.cache.request_kv import packed_tokens, release
@@ -75,7 +75,7 @@ def test_a_paused_request_finds_its_chunks_again() -> None:
     release(pool.cache, pool.allocator, mine, keep=True)
     adder = pool.adder(chunk=16)
     assert adder.add_one_req(mine) is CONTINUE
-    assert taken(adder) == [(16, 14, True)]
+    assert chunks_of(adder) == [(16, 14, True)]
     pool.check()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.devices import DEVICES
+from support.engine.devices import DEVICES
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention import BACKENDS, make_attention

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.devices import DEVICES
-from support.engine_driver import Driver
-from support.reference_models import LLAMA3_ROPE, YARN_ROPE, draw_prompts, make_model
+from support.engine.devices import DEVICES
+from support.engine.engine_driver import Driver
+from support.engine.reference_models import LLAMA3_ROPE, YARN_ROPE, draw_prompts, make_model
 
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.model_config import ModelConfig

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.engine_driver import GREEDY, Driver
-from support.reference_models import draw_prompts, make_model
+from support.engine.engine_driver import GREEDY, Driver
+from support.engine.reference_models import draw_prompts, make_model
 
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.model_config import ModelConfig

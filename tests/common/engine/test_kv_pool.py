@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from support.devices import DEVICES
+from support.engine.devices import DEVICES
 
 from common.cache.page_layout import PageLayout
 from common.engine.kv_pool import KVPool

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.devices import DEVICES
-from support.reference_models import load_reference, make_model
-from support.reference_models import prompt_logprobs as reference_logprobs
+from support.engine.devices import DEVICES
+from support.engine.reference_models import load_reference, make_model
+from support.engine.reference_models import prompt_logprobs as reference_logprobs
 
 from common.engine.executor import load_executor
 from common.engine.model_config import ModelConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.reference_models import LLAMA3_ROPE, make_model
+from support.engine.reference_models import LLAMA3_ROPE, make_model
 
 from common.engine.executor import load_executor
 from common.engine.layers import inverse_frequencies

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.devices import DEVICES
-from support.engine_driver import Driver
-from support.reference_models import draw_prompts, make_model
+from support.engine.devices import DEVICES
+from support.engine.engine_driver import Driver
+from support.engine.reference_models import draw_prompts, make_model
 
 from common.engine.executor import load_executor
 from common.engine.model_config import ModelConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.devices import DEVICES
+from support.engine.devices import DEVICES
 
 from common.engine import sampler
 from common.engine.sampler import SamplingRow, sample, uniforms

@@ -32,7 +32,7 @@ def plan(step: int) -> StepPlan:
 
 
 def taken(thread: EngineThread) -> StepResult:
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + 60
     while (result := thread.take()) is None:
         assert time.monotonic() < ends
     return result
@@ -56,7 +56,7 @@ def test_a_result_may_be_taken_before_its_wake_up(monkeypatch: pytest.MonkeyPatc
         thread.submit(plan(step))
         assert taken(thread).step == step
         assert not thread.is_busy
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + 60
     while len(written) < 3:
         assert time.monotonic() < ends
     assert is_readable(thread), "the late wake-up"
@@ -68,11 +68,13 @@ def test_a_result_may_be_taken_before_its_wake_up(monkeypatch: pytest.MonkeyPatc
 def test_only_time_inside_steps_counts_as_busy() -> None:
     engine = Engine(0.05)
     thread = EngineThread(engine)
+    began_at = time.monotonic()
     for step in range(2):
         thread.submit(plan(step))
         taken(thread)
         time.sleep(0.2)
-    assert 0.1 <= engine.spent_s <= thread.busy_s < engine.spent_s + 0.3
+    spent_s = time.monotonic() - began_at
+    assert 0.1 <= engine.spent_s <= thread.busy_s <= spent_s - 0.4
     thread.close()
 
 

@@ -9,11 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.fake_engine import VOCAB_SIZE, FakeExecutor
-from support.manual_clock import ManualClock
-from support.processes import ROOT
-from support.service import Service, running
-from support.service_client import prompt_of
+from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor
+from support.cluster.manual_clock import ManualClock
+from support.service.client import prompt_of
+from support.service.processes import ROOT
+from support.service.service import Service, running
 
 from common.cache.page_allocator import PageAllocator
 from common.config.node import NodeConfig

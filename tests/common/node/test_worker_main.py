@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import zmq
-from support.kv_fakes import MemfdStore
+from support.kv.kv_fakes import MemfdStore
 
 from common.cache.page_allocator import PageAllocator
 from common.cache.page_layout import PageLayout
@@ -120,7 +120,7 @@ class Engine:
         self.may_run = threading.Event()
 
     def run(self, plan: StepPlan) -> StepResult:
-        assert self.may_run.wait(10)
+        assert self.may_run.wait(60)
         if plan.step == 13:
             raise RuntimeError("the device is on fire")
         return StepResult(plan.step, (plan.step,))
@@ -139,7 +139,7 @@ def test_the_engine_thread_wakes_the_loop_once_for_each_step() -> None:
         assert thread.is_busy
         assert thread.take() is None
         engine.may_run.set()
-        assert select.select([thread.fileno()], [], [], 5)[0]
+        assert select.select([thread.fileno()], [], [], 60)[0]
         result = thread.take()
         assert result is not None
         assert result.tokens == (step,)
@@ -153,7 +153,7 @@ def test_an_exception_of_the_engine_is_raised_in_the_loop() -> None:
     engine.may_run.set()
     thread = EngineThread(engine)
     thread.submit(plan(13))
-    assert select.select([thread.fileno()], [], [], 5)[0]
+    assert select.select([thread.fileno()], [], [], 60)[0]
     with pytest.raises(RuntimeError, match="on fire"):
         thread.take()
     thread.close()

@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
-from support.local_cluster import LocalCluster
-from support.simulated import Limits, Service
+from support.cluster.local_cluster import LocalCluster
+from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from common.cache.prefix_watch import PrefixWatch
 from common.request import Request
@@ -123,10 +123,12 @@ def test_a_node_logs_the_chosen_policy_and_the_reason() -> None:
 @pytest.mark.parametrize("lookahead", [0, 1_000])
 def test_missed_deadlines_count_where_the_requests_waited(lookahead: int) -> None:
     """Every second request has too little time, in the gateway's queue or on the nodes."""
-    service = Service(limits=Limits(max_running=2), schedule_policy="adaptive", max_dispatch_ahead=lookahead)
+    service = SimulatedService(
+        limits=NodeLimits(max_running=2), schedule_policy="adaptive", max_dispatch_ahead=lookahead
+    )
     for number in range(60):
         timeout_s = 0.3 if number % 2 else 20.0
-        service.ask(f"r{number}", range(7 * number, 7 * number + 20), 6, at=0.02 * number, timeout_s=timeout_s)
+        service.submit(f"r{number}", range(7 * number, 7 * number + 20), 6, at=0.02 * number, timeout_s=timeout_s)
     service.run(is_checked=False)
     missed = sum(answer.error is not None for answer in service.ended.values())
     assert missed >= 10

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.adder_pool import CONTINUE, NO_TOKEN, PAGE, Pool, compute, request
+from support.scheduling.adder_pool import CONTINUE, NO_TOKEN, PAGE, Pool, compute, request
 
 from common.cache.page_allocator import Owner
 from common.cache.request_kv import release

@@ -5,9 +5,9 @@ from itertools import takewhile
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_engine import expected_output
-from support.local_cluster import LocalCluster
-from support.waiting_fakes import PAGE_SIZE, TOKENS, cache_with, request
+from support.cluster.fake_engine import expected_output
+from support.cluster.local_cluster import LocalCluster
+from support.scheduling.waiting_requests import PAGE_SIZE, TOKENS, cache_with, request
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.waiting_fakes import PAGE_SIZE, TOKENS, cache_with, insert, request
+from support.scheduling.waiting_requests import PAGE_SIZE, TOKENS, cache_with, insert, request
 
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.adder_pool import CONTINUE, NO_TOKEN, OTHER, Pool, compute, request, taken
+from support.scheduling.adder_pool import CONTINUE, NO_TOKEN, OTHER, Pool, chunks_of, compute, request
 
 from common.cache.page_allocator import Owner
 from common.cache.request_kv import release
@@ -138,11 +138,11 @@ def test_at_least_the_last_token_is_computed() -> None:
     whole = request(12, start=0)
     adder = pool.adder()
     assert adder.add_one_req(whole) is CONTINUE
-    assert taken(adder) == [(8, 4, True)]
+    assert chunks_of(adder) == [(8, 4, True)]
     assert (whole.num_cached, whole.num_computed, len(whole.own)) == (8, 8, 1)
     one_more = request(13, start=0)
     assert adder.add_one_req(one_more) is CONTINUE
-    assert taken(adder)[1] == (12, 1, True)
+    assert chunks_of(adder)[1] == (12, 1, True)
     assert whole.pages[:2] == one_more.pages[:2]
     pool.check()
 
@@ -177,7 +177,7 @@ def test_a_batch_has_at_most_max_requests_chunks() -> None:
 def test_without_chunking_a_prompt_is_computed_whole() -> None:
     adder = Pool(1000).adder(chunk=None)
     assert adder.add_one_req(request(3001)) is CONTINUE
-    assert taken(adder) == [(0, 3001, True)]
+    assert chunks_of(adder) == [(0, 3001, True)]
 
 
 def test_a_long_prompt_is_cut_at_pages_and_its_memory_is_allocated_at_once() -> None:
@@ -185,14 +185,14 @@ def test_a_long_prompt_is_cut_at_pages_and_its_memory_is_allocated_at_once() -> 
     long = request(25)
     adder = pool.adder(chunk=10)
     assert adder.add_one_req(long) is CONTINUE
-    assert taken(adder) == [(0, 8, False)]
+    assert chunks_of(adder) == [(0, 8, False)]
     assert len(long.pages) == 7
     assert adder.total_left == 400 - 28
     compute(pool, adder)
     for expected in [(8, 8, False), (16, 9, True)]:  # a tail that fits is not cut again
         adder = pool.adder(chunk=10)
         assert adder.add_chunked_req(long) is CONTINUE
-        assert taken(adder) == [expected]
+        assert chunks_of(adder) == [expected]
         assert adder.total_left == pool.num_tokens
         compute(pool, adder)
     assert len(long.own) == 1
@@ -206,12 +206,12 @@ def test_a_chunk_that_leaves_one_token_is_not_the_last() -> None:
     mine = request(9)
     adder = pool.adder(chunk=8)
     adder.add_one_req(mine)
-    assert taken(adder) == [(0, 8, False)]
+    assert chunks_of(adder) == [(0, 8, False)]
     assert not adder.chunks[0].to_row().sample
     compute(pool, adder)
     adder = pool.adder(chunk=8)
     adder.add_chunked_req(mine)
-    assert taken(adder) == [(8, 1, True)]
+    assert chunks_of(adder) == [(8, 1, True)]
 
 
 def test_a_step_is_filled_by_a_tail_whole_requests_and_a_head() -> None:
@@ -226,7 +226,7 @@ def test_a_step_is_filled_by_a_tail_whole_requests_and_a_head() -> None:
     assert adder.add_one_req(request(4)) is CONTINUE  # 12 left
     head = request(100)
     assert adder.add_one_req(head) is CONTINUE
-    assert taken(adder) == [(32, 9, True), (0, 3, True), (0, 4, True), (0, 12, False)]
+    assert chunks_of(adder) == [(32, 9, True), (0, 3, True), (0, 4, True), (0, 12, False)]
     assert adder.chunk_left == 0
     assert adder.add_one_req(request(1)) is OTHER
     compute(pool, adder)
@@ -245,14 +245,14 @@ def test_a_chunk_budget_below_a_page_is_one_page() -> None:
     pool = Pool(10, page_size=64)
     adder = pool.adder(chunk=16)
     assert adder.add_one_req(request(100)) is CONTINUE
-    assert taken(adder) == [(0, 64, False)]
+    assert chunks_of(adder) == [(0, 64, False)]
 
 
 def test_the_head_of_a_request_longer_than_the_input_budget_fills_the_step() -> None:
     adder = Pool(100).adder(inputs=30, chunk=20)
     assert adder.add_one_req(request(8)) is CONTINUE
     assert adder.add_one_req(request(60)) is CONTINUE
-    assert taken(adder) == [(0, 8, True), (0, 12, False)]
+    assert chunks_of(adder) == [(0, 8, True), (0, 12, False)]
 
 
 def test_an_admitted_request_waits_when_the_step_is_full_and_never_for_memory() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 import pytest
-from support.fake_nodes import EOS, MODEL, events, folder, make_tokenizer, running, silent
+from support.gateway.fake_nodes import EOS, MODEL, events, folder, make_tokenizer, running, silent
 
 from gateway.text.tokenizer import Tokenizer
 

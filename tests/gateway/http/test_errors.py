@@ -5,7 +5,7 @@ import dataclasses
 import threading
 
 import pytest
-from support.fake_nodes import MODEL, folder, running, silent
+from support.gateway.fake_nodes import MODEL, folder, running, silent
 
 from common.errors import ErrorCode
 from common.wire.messages import Generate
@@ -258,7 +258,7 @@ async def test_an_id_in_use_is_refused_until_its_request_has_ended(folder):
         assert (await first)[0] == 200
         await decode.until(lambda: "mine" in decode.aborts)  # it must not wait for pages
         again = asyncio.ensure_future(stack.post("/generate", body))
-        await prefill.until(lambda: sum(isinstance(message, Generate) for message in prefill.heard) == 2)
+        await prefill.until(lambda: sum(isinstance(message, Generate) for message in prefill.received) == 2)
         prefill.tokens("mine", 0, (65,), finish="length")
         assert (await again)[0] == 200
 

@@ -7,7 +7,7 @@ import json
 from urllib.parse import urlsplit
 
 import pytest
-from support.fake_nodes import folder, running
+from support.gateway.fake_nodes import folder, running
 
 __all__ = ["folder"]
 
@@ -64,7 +64,7 @@ async def raw(stack, data, enough=None):
     writer.write(data)
     answer = b""
     with contextlib.suppress(ConnectionError):
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60):
             while (enough is None or enough not in answer) and (piece := await reader.read(1 << 16)):
                 answer += piece
     writer.close()

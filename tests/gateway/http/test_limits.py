@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_nodes import folder, running
+from support.gateway.fake_nodes import folder, running
 
 from common.errors import ErrorCode, RequestError
 from gateway.http.limits import LIGHT_BYTES, MAX_PARTS, PIECE_BYTES, Counter, check_weight

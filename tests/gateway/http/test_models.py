@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from support.fake_nodes import MODEL, folder, make_model_folder, make_tokenizer, running, silent
+from support.gateway.fake_nodes import MODEL, folder, make_model_folder, make_tokenizer, running, silent
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
@@ -186,7 +186,7 @@ async def test_a_flush_does_not_wait_for_a_node_that_dies(stack, monkeypatch):
     monkeypatch.setattr("gateway.http.admin.FLUSH_TIMEOUT_S", 600.0)
     stack.nodes[1].num_cached_pages = None
     call = asyncio.ensure_future(stack.post("/flush_cache", b""))
-    await stack.nodes[1].until(lambda: any(isinstance(message, Flush) for message in stack.nodes[1].heard))
+    await stack.nodes[1].until(lambda: any(isinstance(message, Flush) for message in stack.nodes[1].received))
     await stack.nodes[1].kill()
     assert (await call)[0] == 504
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from support.fake_nodes import MODEL, echo, events, folder, make_tokenizer, running, silent
+from support.gateway.fake_nodes import MODEL, echo, events, folder, make_tokenizer, running, silent
 
 from gateway.requests.input_processor import MAX_LOGPROB_BYTES
 from gateway.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 import zmq
-from support.fake_nodes import echo, folder, running, silent
+from support.gateway.fake_nodes import echo, folder, running, silent
 
 from common.errors import ErrorCode
 from common.wire.messages import Pairs, PairState

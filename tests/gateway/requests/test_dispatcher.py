@@ -1,8 +1,8 @@
 """The dispatcher without sockets, step by step."""
 
 import pytest
-from support.fake_nodes import make_register
-from support.manual_clock import ManualClock
+from support.cluster.manual_clock import ManualClock
+from support.gateway.fake_nodes import make_register
 
 from common.config.gateway import GatewayConfig
 from common.errors import RequestError

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_nodes import make_tokenizer
+from support.gateway.fake_nodes import make_tokenizer
 
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_nodes import CORPUS, EOS, TEMPLATE, make_tokenizer
+from support.gateway.fake_nodes import CORPUS, EOS, TEMPLATE, make_tokenizer
 from tokenizers import decoders, models
 
 from common.errors import RequestError

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
-from support.fake_nodes import echo, events, folder, running, silent
+from support.gateway.fake_nodes import echo, events, folder, running, silent
 
 from common.errors import ErrorCode
 
@@ -25,7 +25,7 @@ async def stack(folder):
 BODY = {"prompt": "abc", "max_tokens": 4}
 
 
-async def under_way(stack, body=BODY):
+async def start_request(stack, body=BODY):
     (decode,) = stack.nodes
     call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json=body))
     await decode.until(lambda: decode.generates)
@@ -54,7 +54,7 @@ async def test_after_a_single_token_no_abort_is_sent(stack):
 
 async def test_a_disconnect_aborts_it(stack):
     stack.nodes[0].on_generate = silent
-    call, rid = await under_way(stack)
+    call, rid = await start_request(stack)
     call.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await call
@@ -64,7 +64,7 @@ async def test_a_disconnect_aborts_it(stack):
 async def test_a_stop_string_aborts_it(stack):
     (decode,) = stack.nodes
     decode.on_generate = silent
-    call, rid = await under_way(stack, {"prompt": "x", "max_tokens": 9, "stop": "A"})
+    call, rid = await start_request(stack, {"prompt": "x", "max_tokens": 9, "stop": "A"})
     decode.tokens(rid, 0, (32,))
     async with await call as answer:
         assert (await answer.json())["choices"][0]["stop_reason"] == "A"
@@ -83,7 +83,7 @@ async def test_the_loss_of_the_decode_node_ends_it_before_and_after_its_first_to
     for num_tokens in (0, 2):
         (decode,) = stack.nodes
         decode.on_generate = silent
-        call, rid = await under_way(stack, {**BODY, "stream": bool(num_tokens)})
+        call, rid = await start_request(stack, {**BODY, "stream": bool(num_tokens)})
         for i in range(num_tokens):
             decode.tokens(rid, i, (65,))
         if num_tokens:

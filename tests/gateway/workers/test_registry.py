@@ -1,7 +1,7 @@
 """Registration, restarts and loss of nodes."""
 
 import pytest
-from support.fake_nodes import make_register
+from support.gateway.fake_nodes import make_register
 
 from common.wire.messages import Heartbeat, LayoutMessage, PairState, Refused, Registered
 from gateway.workers.registry import Registry

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.base import AttachError
@@ -110,7 +110,7 @@ def writer() -> Iterator[NixlWriter]:
     writer, reader = NixlWriter(stores[0]), NixlReader(stores[1])
     connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), 4, "nixl", reader.offer(PREFILL, 1))
     writer.attach(DECODE, connect)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (news := writer.poll()):
         reader.poll(time.monotonic())
         assert time.monotonic() < end, "the writer did not attach"
@@ -124,7 +124,7 @@ def writer() -> Iterator[NixlWriter]:
 
 
 def until(writer: NixlWriter, tickets: list[int]) -> None:
-    end, done = time.monotonic() + 20, []
+    end, done = time.monotonic() + 60, []
     while done != tickets:
         done += writer.done()
         assert time.monotonic() < end, f"only writes {done} have ended"
@@ -197,7 +197,7 @@ def test_a_failed_write_of_a_detached_pair_is_reported_as_ended(peer_state: Peer
     writer._peers[peer_state.peer] = peer_state
     peer_state.num_open = 1  # one write is in progress
     ticket = writer.write(peer_state.peer, [(0, 0)])  # cannot begin: the peer's pages are unknown
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 60
     while not writer.poll():
         assert time.monotonic() < ends, "the connection did not break"
         time.sleep(0.001)
@@ -223,7 +223,7 @@ def reader() -> Iterator[NixlReader]:
 
 
 def wait_for(look: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (found := look()):
         assert time.monotonic() < end, "the expected state was not reached"
         time.sleep(0.005)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from support.kv_fakes import LAYOUT, MemfdStore
+from support.kv.kv_fakes import LAYOUT, MemfdStore
 
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.nixl.reader import NixlReader

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.config.node import NodeConfig
 from common.engine.kv_pool import KVPool

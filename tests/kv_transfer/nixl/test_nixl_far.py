@@ -10,24 +10,24 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.nursery import Nursery
-from support.transfer_cluster import SOME, Cluster
-from support.transport_ends import until
-from support.transport_node import LAYOUT, NUM_PAGES
+from support.kv.transfer_cluster import SOME, Cluster
+from support.kv.transport_ends import until
+from support.kv.transport_process import LAYOUT, NUM_PAGES
+from support.service.fork_server import ForkServer
 
 FAR = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "32k", "UCX_TCP_RCVBUF": "32k", "TEST_FAR": "1", "TEST_RECLAIM_S": "1"}
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def fork_server() -> Iterator[ForkServer]:
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
-def cluster(nursery: Nursery) -> Iterator[Cluster]:
-    cluster = Cluster(nursery, "nixl")
+def cluster(fork_server: ForkServer) -> Iterator[Cluster]:
+    cluster = Cluster(fork_server, "nixl")
     for name in ("d0", "p0", "p1"):
         cluster.start(name, **FAR)
     yield cluster

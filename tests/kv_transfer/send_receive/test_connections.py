@@ -1,22 +1,22 @@
 """Connections between a prefill and a decode node: which pairs are accepted, and what an old epoch may still do."""
 
 import msgspec
-from support.couples import KEY, couple, failure, shipped, slow
-from support.kv_fakes import DECODE, PREFILL, Couple
+from support.kv.connected_pair import KEY, failure, pair, slow, written_unreported
+from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode
 from common.wire.messages import AttachFailed, Connected, LayoutMessage, PagesWritten, Refused
 from kv_transfer.events import Completed, TransferFailed
 
-__all__ = ["couple"]
+__all__ = ["pair"]
 
 
 # ---- pairs ------------------------------------------------------------------------------------------------------
 
 
 def test_an_incompatible_pair_is_refused_with_an_explanation() -> None:
-    base = Couple().receiver.connect(PREFILL)
+    base = TransferPair().receiver.connect(PREFILL)
     wrong: dict[str, dict[str, object]] = {
         "serves a model with digest other": {"digest": "other"},
         "transfers by 'nixl', this prefill node by 'inprocess'": {"transport": "nixl"},
@@ -30,166 +30,166 @@ def test_an_incompatible_pair_is_refused_with_an_explanation() -> None:
         "there is no offer 'nowhere'": {"endpoint": "nowhere"},
     }
     for sentence, change in wrong.items():
-        couple = Couple()
-        couple.sender.connect(DECODE, msgspec.structs.replace(base, **change))
-        ((_, refused),), _ = couple.sender.take()
+        pair = TransferPair()
+        pair.sender.connect(DECODE, msgspec.structs.replace(base, **change))
+        ((_, refused),), _ = pair.sender.take()
         assert isinstance(refused, AttachFailed if "endpoint" in change else Refused)
         assert sentence in refused.reason
-        assert list(couple.sender.peers()) == []
+        assert list(pair.sender.peers()) == []
 
 
 def test_transfers_of_a_refused_pair_fail_at_once() -> None:
-    couple = Couple()
-    couple.begin(("before", 0), 2)
-    couple.receiver.connect(PREFILL)
-    couple.settle()
-    couple.begin(("amid", 0), 2)
-    couple.to_decode.append(Refused("another model", 1))
-    couple.hear_prefill()
-    couple.begin(("after", 0), 2)
+    pair = TransferPair()
+    pair.begin(("before", 0), 2)
+    pair.receiver.connect(PREFILL)
+    pair.settle()
+    pair.begin(("amid", 0), 2)
+    pair.to_decode.append(Refused("another model", 1))
+    pair.hear_prefill()
+    pair.begin(("after", 0), 2)
     for rid in ("before", "amid", "after"):
-        assert couple.events[rid, 0] == TransferFailed((rid, 0), ErrorCode.TRANSFER_FAILED, "another model")
-    couple.assert_nothing_is_held()
+        assert pair.events[rid, 0] == TransferFailed((rid, 0), ErrorCode.TRANSFER_FAILED, "another model")
+    pair.assert_nothing_is_held()
 
 
 def test_a_lost_connection_alone_frees_nothing() -> None:
-    couple = slow()
-    shipped(couple, 3)
-    couple.receiver.peer_lost(PREFILL)  # the prefill node has not noticed and keeps writing
-    couple.settle()
-    assert failure(couple).code is ErrorCode.NODE_LOST
-    couple.poll()
-    assert couple.allocator.count(Owner.QUARANTINE) == 3
+    pair = slow()
+    written_unreported(pair, 3)
+    pair.receiver.peer_lost(PREFILL)  # the prefill node has not noticed and keeps writing
+    pair.settle()
+    assert failure(pair).code is ErrorCode.NODE_LOST
+    pair.poll()
+    assert pair.allocator.count(Owner.QUARANTINE) == 3
     for _ in range(4):
-        couple.tick()
-    assert couple.writer.num_in_quarantine == 3
-    couple.writer.die()
-    couple.poll()
-    assert couple.allocator.count(Owner.QUARANTINE) == 0
-    assert couple.allocator.num_free == couple.num_pages
+        pair.tick()
+    assert pair.writer.num_in_quarantine == 3
+    pair.writer.die()
+    pair.poll()
+    assert pair.allocator.count(Owner.QUARANTINE) == 0
+    assert pair.allocator.num_free == pair.num_pages
 
 
 def test_death_of_a_writer_fails_its_transfers_and_frees_their_pages() -> None:
-    couple = slow()
-    couple.open(KEY, 3)
-    couple.begin(KEY, 3)
-    couple.begin(("early", 0), 2)
-    couple.run()
-    couple.writer.die()
-    couple.poll()
-    assert failure(couple).code is ErrorCode.NODE_LOST
-    assert couple.pairs_lost == 1
-    assert couple.allocator.num_free == couple.num_pages
-    assert list(couple.receiver.peers()) == []
+    pair = slow()
+    pair.open(KEY, 3)
+    pair.begin(KEY, 3)
+    pair.begin(("early", 0), 2)
+    pair.run()
+    pair.writer.die()
+    pair.poll()
+    assert failure(pair).code is ErrorCode.NODE_LOST
+    assert pair.pairs_lost == 1
+    assert pair.allocator.num_free == pair.num_pages
+    assert list(pair.receiver.peers()) == []
 
 
 def test_a_new_connection_proves_that_writes_of_the_old_one_have_ended() -> None:
-    couple = slow()
-    couple.open(KEY, 3)
-    couple.begin(KEY, 3)
-    couple.hear_decode()
-    couple.compute(KEY, 2)
-    couple.pump()
-    couple.to_prefill.append(couple.receiver.connect(PREFILL))  # before the prefill node notices
-    couple.settle()
-    assert couple.allocator.count(Owner.QUARANTINE) == 3
-    couple.hear_decode()
-    assert not couple.released[KEY].ok
-    assert couple.wire.num_in_flight == 0
-    couple.hear_prefill()
-    assert couple.allocator.count(Owner.QUARANTINE) == 0
-    assert couple.receiver.is_connected(PREFILL)
-    couple.assert_nothing_is_held()
+    pair = slow()
+    pair.open(KEY, 3)
+    pair.begin(KEY, 3)
+    pair.hear_decode()
+    pair.compute(KEY, 2)
+    pair.pump()
+    pair.to_prefill.append(pair.receiver.connect(PREFILL))  # before the prefill node notices
+    pair.settle()
+    assert pair.allocator.count(Owner.QUARANTINE) == 3
+    pair.hear_decode()
+    assert not pair.released[KEY].ok
+    assert pair.wire.num_in_flight == 0
+    pair.hear_prefill()
+    assert pair.allocator.count(Owner.QUARANTINE) == 0
+    assert pair.receiver.is_connected(PREFILL)
+    pair.assert_nothing_is_held()
 
 
 def test_an_attachment_of_an_earlier_connection_does_not_connect_a_later_one() -> None:
-    couple = Couple()
-    couple.receiver.connect(PREFILL)
-    couple.receiver.connect(PREFILL)
-    couple.receiver.on_message(PREFILL, Connected(1, "inprocess"))
-    assert not couple.receiver.is_connected(PREFILL)
-    assert couple.receiver.counters()["stale_messages"] == 1
+    pair = TransferPair()
+    pair.receiver.connect(PREFILL)
+    pair.receiver.connect(PREFILL)
+    pair.receiver.on_message(PREFILL, Connected(1, "inprocess"))
+    assert not pair.receiver.is_connected(PREFILL)
+    assert pair.receiver.counters()["stale_messages"] == 1
 
 
 def test_a_refusal_of_an_earlier_connection_does_not_refuse_a_later_one() -> None:
-    couple = Couple()
-    couple.receiver.connect(PREFILL)
-    couple.begin(KEY, 2)
-    couple.to_prefill.append(couple.receiver.connect(PREFILL))
-    couple.to_decode.append(Refused("it took too long", 1))
-    couple.open(KEY, 2)
-    couple.finish(KEY)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
-    assert couple.receiver.counters()["stale_messages"] == 1
+    pair = TransferPair()
+    pair.receiver.connect(PREFILL)
+    pair.begin(KEY, 2)
+    pair.to_prefill.append(pair.receiver.connect(PREFILL))
+    pair.to_decode.append(Refused("it took too long", 1))
+    pair.open(KEY, 2)
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+    assert pair.receiver.counters()["stale_messages"] == 1
 
 
-def test_grants_and_deliveries_of_an_earlier_epoch_are_refused(couple: Couple) -> None:
-    couple.open(KEY, 2)
-    couple.begin(KEY, 2)
-    old_grant = couple.to_prefill.popleft()
-    couple.connect()
-    couple.to_prefill.append(old_grant)
-    couple.hear_decode()
-    assert couple.sender.counters()["stale_messages"] == 1
-    couple.compute(KEY, 1)
-    couple.run()
-    assert not couple.writer.written
-    couple.begin(("s", 0), 2)
-    couple.receiver.on_message(PREFILL, PagesWritten("s", 0, 1, (0, 1)), 0.0)
-    couple.settle()
-    assert couple.target.num_landed == 0
+def test_grants_and_deliveries_of_an_earlier_epoch_are_refused(pair: TransferPair) -> None:
+    pair.open(KEY, 2)
+    pair.begin(KEY, 2)
+    old_grant = pair.to_prefill.popleft()
+    pair.connect()
+    pair.to_prefill.append(old_grant)
+    pair.hear_decode()
+    assert pair.sender.counters()["stale_messages"] == 1
+    pair.compute(KEY, 1)
+    pair.run()
+    assert not pair.writer.written
+    pair.begin(("s", 0), 2)
+    pair.receiver.on_message(PREFILL, PagesWritten("s", 0, 1, (0, 1)), 0.0)
+    pair.settle()
+    assert pair.target.num_landed == 0
 
 
-def test_a_late_fence_of_an_earlier_epoch_does_not_affect_the_current_one(couple: Couple) -> None:
-    couple.to_prefill.append(couple.receiver.connect(PREFILL))
-    couple.settle()
-    couple.hear_decode()  # detaches epoch 1; the reader's transport reports it at the next poll
-    couple.hear_prefill()
-    couple.open(KEY, 2)
-    couple.begin(KEY, 2)
-    couple.poll()
-    assert KEY not in couple.events
-    assert couple.receiver.is_connected(PREFILL)
-    couple.finish(KEY)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
+def test_a_late_fence_of_an_earlier_epoch_does_not_affect_the_current_one(pair: TransferPair) -> None:
+    pair.to_prefill.append(pair.receiver.connect(PREFILL))
+    pair.settle()
+    pair.hear_decode()  # detaches epoch 1; the reader's transport reports it at the next poll
+    pair.hear_prefill()
+    pair.open(KEY, 2)
+    pair.begin(KEY, 2)
+    pair.poll()
+    assert KEY not in pair.events
+    assert pair.receiver.is_connected(PREFILL)
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
 
 
-def test_an_old_offer_is_counted_and_ignored(couple: Couple) -> None:
-    first = couple.receiver.connect(PREFILL)
-    second = couple.receiver.connect(PREFILL)
-    couple.sender.connect(DECODE, second)
-    couple.sender.connect(DECODE, first)
-    couple.settle()
-    assert [type(message) for message in couple.to_decode] == [Connected]
-    assert couple.sender.counters()["stale_messages"] == 1
+def test_an_old_offer_is_counted_and_ignored(pair: TransferPair) -> None:
+    first = pair.receiver.connect(PREFILL)
+    second = pair.receiver.connect(PREFILL)
+    pair.sender.connect(DECODE, second)
+    pair.sender.connect(DECODE, first)
+    pair.settle()
+    assert [type(message) for message in pair.to_decode] == [Connected]
+    assert pair.sender.counters()["stale_messages"] == 1
 
 
-def test_requests_without_a_grant_survive_a_new_connection(couple: Couple) -> None:
-    couple.open(KEY, 2)
-    couple.open(("granted", 0), 2)
-    couple.begin(("granted", 0), 2)
-    couple.run()
-    couple.connect()
-    assert ("granted", 0) in couple.released
-    assert KEY not in couple.released
-    couple.begin(KEY, 2)
-    couple.finish(KEY)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
+def test_requests_without_a_grant_survive_a_new_connection(pair: TransferPair) -> None:
+    pair.open(KEY, 2)
+    pair.open(("granted", 0), 2)
+    pair.begin(("granted", 0), 2)
+    pair.run()
+    pair.connect()
+    assert ("granted", 0) in pair.released
+    assert KEY not in pair.released
+    pair.begin(KEY, 2)
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
 
 
-def test_close_releases_everything(couple: Couple) -> None:
-    couple.open(KEY, 2)
-    couple.begin(KEY, 2)
-    couple.run()
-    couple.sender.close()
-    couple.settle()
-    assert not couple.released[KEY].ok
-    couple.poll()
-    assert couple.allocator.count(Owner.GRANT) == 2  # the prefill node may come back
-    couple.receiver.close()
-    couple.settle()
-    assert failure(couple).code is ErrorCode.NODE_LOST
-    couple.assert_nothing_is_held()
+def test_close_releases_everything(pair: TransferPair) -> None:
+    pair.open(KEY, 2)
+    pair.begin(KEY, 2)
+    pair.run()
+    pair.sender.close()
+    pair.settle()
+    assert not pair.released[KEY].ok
+    pair.poll()
+    assert pair.allocator.count(Owner.GRANT) == 2  # the prefill node may come back
+    pair.receiver.close()
+    pair.settle()
+    assert failure(pair).code is ErrorCode.NODE_LOST
+    pair.assert_nothing_is_held()

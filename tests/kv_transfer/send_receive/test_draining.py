@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from support.choice_fakes import FakeWriter
-from support.kv_fakes import DECODE, LAYOUT, MemfdStore
+from support.kv.fake_transports import FakeWriter
+from support.kv.kv_fakes import DECODE, LAYOUT, MemfdStore
 
 from common.errors import ErrorCode
 from common.wire.messages import (

@@ -3,8 +3,8 @@
 Such writes hold no source pages, and no message reports them as ended before they are.
 """
 
-from support.couples import KEY, shipped
-from support.kv_fakes import DECODE, PREFILL, Couple
+from support.kv.connected_pair import KEY, written_unreported
+from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode
@@ -19,132 +19,132 @@ from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWri
 from scripts.simulator.inprocess_transport import Wire
 
 
-def in_flight(*others: RequestKey) -> Couple:
+def in_flight(*others: RequestKey) -> TransferPair:
     """Start transfers of two pages each, with one irrevocable write of ``KEY`` in flight and no other."""
-    couple = Couple(Wire(latency=3, can_recall=False))
-    couple.connect()
+    pair = TransferPair(Wire(latency=3, can_recall=False))
+    pair.connect()
     for key in (KEY, *others):
-        couple.open(key, 2)
-        couple.begin(key, 2)
-        couple.hear_decode()
-    couple.compute(KEY, 1)
-    couple.pump()
-    return couple
+        pair.open(key, 2)
+        pair.begin(key, 2)
+        pair.hear_decode()
+    pair.compute(KEY, 1)
+    pair.pump()
+    return pair
 
 
 def test_irrevocable_writes_are_repeated_after_a_break_once_they_have_ended() -> None:
     """The end of such a write does not prove that its page arrived."""
     other = ("s", 0)
-    couple = in_flight(other)
-    couple.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
-    couple.settle()
+    pair = in_flight(other)
+    pair.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
+    pair.settle()
     for _ in range(4):
-        couple.tick()
-    couple.pump()
-    assert not couple.to_decode and not couple.released
+        pair.tick()
+    pair.pump()
+    assert not pair.to_decode and not pair.released
     for key in (KEY, other):
-        couple.finish(key)
-    couple.sender._transport.detach(DECODE)  # as the negotiating transport does until this returns True
-    couple.run()
-    assert [type(couple.events[key]) for key in (KEY, other)] == [Completed] * 2
-    assert couple.writer.written.count(couple.grants[KEY][0]) == 2
-    assert couple.sender.counters()["pages_sent"] == 4
-    couple.give_back(KEY)
-    couple.give_back(other)
-    couple.assert_nothing_is_held()
+        pair.finish(key)
+    pair.sender._transport.detach(DECODE)  # as the negotiating transport does until this returns True
+    pair.run()
+    assert [type(pair.events[key]) for key in (KEY, other)] == [Completed] * 2
+    assert pair.writer.written.count(pair.grants[KEY][0]) == 2
+    assert pair.sender.counters()["pages_sent"] == 4
+    pair.give_back(KEY)
+    pair.give_back(other)
+    pair.assert_nothing_is_held()
 
 
 def test_a_lost_decode_node_holds_no_source_pages_despite_irrevocable_writes() -> None:
     """The write goes to pages in quarantine, which come back when it ends."""
-    couple = in_flight()
-    couple.sender.peer_lost(DECODE)
-    couple.settle()
-    assert not couple.released[KEY].ok
-    assert couple.source_allocator.num_free == couple.num_pages
-    couple.receiver.peer_lost(PREFILL)
-    couple.settle()
-    assert couple.allocator.count(Owner.QUARANTINE) == 2
+    pair = in_flight()
+    pair.sender.peer_lost(DECODE)
+    pair.settle()
+    assert not pair.released[KEY].ok
+    assert pair.source_allocator.num_free == pair.num_pages
+    pair.receiver.peer_lost(PREFILL)
+    pair.settle()
+    assert pair.allocator.count(Owner.QUARANTINE) == 2
     for _ in range(4):
-        couple.tick()
-    assert couple.writer.num_in_quarantine == 1
-    couple.pump()
-    couple.hear_prefill()  # Closed
-    couple.assert_nothing_is_held()
+        pair.tick()
+    assert pair.writer.num_in_quarantine == 1
+    pair.pump()
+    pair.hear_prefill()  # Closed
+    pair.assert_nothing_is_held()
 
 
 def test_no_transfer_is_closed_while_irrevocable_writes_are_in_flight() -> None:
     """After ``Closed`` the decode node would give the pages to another request although they may still be written."""
-    couple = in_flight()
-    couple.sender.peer_lost(DECODE)
-    couple.settle()
-    couple.cancel(KEY)
-    couple.hear_decode()  # Cancel
-    couple.sender.reject(KEY, DECODE, "no", ErrorCode.TRANSFER_FAILED)
-    couple.settle()
-    assert not couple.to_decode
+    pair = in_flight()
+    pair.sender.peer_lost(DECODE)
+    pair.settle()
+    pair.cancel(KEY)
+    pair.hear_decode()  # Cancel
+    pair.sender.reject(KEY, DECODE, "no", ErrorCode.TRANSFER_FAILED)
+    pair.settle()
+    assert not pair.to_decode
     for _ in range(4):
-        couple.tick()
-    couple.pump()
-    assert [type(message) for message in couple.to_decode] == [Closed]
-    couple.hear_prefill()
-    couple.assert_nothing_is_held()
+        pair.tick()
+    pair.pump()
+    assert [type(message) for message in pair.to_decode] == [Closed]
+    pair.hear_prefill()
+    pair.assert_nothing_is_held()
 
 
-def chosen() -> Couple:
+def chosen() -> TransferPair:
     """Like ``in_flight``, but with negotiation, which waits until a peer is detached."""
-    couple = Couple(Wire(latency=3, can_recall=False))
-    couple.sender = Sender(NegotiatingWriter([couple.writer]), digest="model")
-    couple.receiver = Receiver(NegotiatingReader([couple.reader]), couple.allocator, digest="model")
-    couple.connect()
-    shipped(couple, 2)
-    return couple
+    pair = TransferPair(Wire(latency=3, can_recall=False))
+    pair.sender = Sender(NegotiatingWriter([pair.writer]), digest="model")
+    pair.receiver = Receiver(NegotiatingReader([pair.reader]), pair.allocator, digest="model")
+    pair.connect()
+    written_unreported(pair, 2)
+    return pair
 
 
 def test_writes_that_a_new_offer_voids_end_before_new_pages_are_granted() -> None:
-    couple = chosen()
-    couple.writer.voided = lambda *_: [couple.wire.tick() for _ in range(4)]  # type: ignore[method-assign,assignment,return-value]
-    couple.reader.gone(couple.writer, "the pool was registered again")
-    couple.poll()
-    couple.now = BACKOFF_S
-    couple.poll()
-    couple.reader.writers[couple.writer] = (PREFILL, 1)  # the reader has not noticed yet
-    couple.hear_decode()
-    couple.drain_to_decode()
-    assert [type(message) for message in couple.to_prefill] == [Grant]
-    couple.hear_decode()  # without a poll of the prefill node in between
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
+    pair = chosen()
+    pair.writer.voided = lambda *_: [pair.wire.tick() for _ in range(4)]  # type: ignore[method-assign,assignment,return-value]
+    pair.reader.gone(pair.writer, "the pool was registered again")
+    pair.poll()
+    pair.now = BACKOFF_S
+    pair.poll()
+    pair.reader.writers[pair.writer] = (PREFILL, 1)  # the reader has not noticed yet
+    pair.hear_decode()
+    pair.drain_to_decode()
+    assert [type(message) for message in pair.to_prefill] == [Grant]
+    pair.hear_decode()  # without a poll of the prefill node in between
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
 
 
 def test_writes_that_have_ended_leave_nothing_of_their_transfer() -> None:
     """The new connection declares all earlier writes ended."""
-    couple = chosen()
-    couple.disconnect()
+    pair = chosen()
+    pair.disconnect()
     for _ in range(4):
-        couple.tick()
-    couple.to_prefill.append(couple.receiver.connect(PREFILL))
-    couple.hear_decode()
-    assert [type(message) for message in couple.to_decode] == [Connected]
-    couple.hear_prefill()
-    assert not couple.sender._table.lingering
-    couple.assert_nothing_is_held()
+        pair.tick()
+    pair.to_prefill.append(pair.receiver.connect(PREFILL))
+    pair.hear_decode()
+    assert [type(message) for message in pair.to_decode] == [Connected]
+    pair.hear_prefill()
+    assert not pair.sender._table.lingering
+    pair.assert_nothing_is_held()
 
 
 def test_a_request_aborted_after_a_break_holds_no_source_pages() -> None:
-    couple = in_flight()
-    couple.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
-    couple.sender.abort(KEY, "aborted")
-    couple.settle()
-    assert KEY in couple.released
-    assert not couple.to_decode
+    pair = in_flight()
+    pair.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
+    pair.sender.abort(KEY, "aborted")
+    pair.settle()
+    assert KEY in pair.released
+    assert not pair.to_decode
 
 
 def test_a_pair_that_breaks_after_an_abort_releases_the_source_pages() -> None:
-    couple = in_flight()
-    couple.sender.abort(KEY, "aborted")
-    couple.settle()
-    assert KEY not in couple.released, "the source pages were released while a write was in flight"
-    couple.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
-    couple.settle()
-    assert KEY in couple.released
-    assert not couple.to_decode
+    pair = in_flight()
+    pair.sender.abort(KEY, "aborted")
+    pair.settle()
+    assert KEY not in pair.released, "the source pages were released while a write was in flight"
+    pair.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
+    pair.settle()
+    assert KEY in pair.released
+    assert not pair.to_decode

@@ -1,8 +1,8 @@
 """A data connection that breaks while the control connection holds: how often it is retried and what is repeated."""
 
 import pytest
-from support.couples import KEY, halfway, shipped, slow, snap
-from support.kv_fakes import DECODE, PREFILL, Couple
+from support.kv.connected_pair import KEY, break_data_connection, half_written, slow, written_unreported
+from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.wire.messages import Connect, Grant, PrefillDone, Refused, TransferAck
@@ -21,7 +21,7 @@ from scripts.simulator.inprocess_transport import Fault, Wire
 
 
 @pytest.fixture
-def couple() -> Couple:
+def pair() -> TransferPair:
     return slow()
 
 
@@ -47,160 +47,160 @@ def test_the_prefill_node_waits_longer_than_all_retries_take() -> None:
     assert sum(BACKOFF_S * 2**n + ANSWER_S for n in range(MAX_TRIES)) + ANSWER_S < RESUME_LEASE_S
 
 
-def test_the_pool_is_not_offered_again_before_the_backoff_ends(couple: Couple) -> None:
-    halfway(couple)
-    snap(couple)
-    couple.now = BACKOFF_S - 0.01
-    couple.poll()
-    assert not couple.to_prefill
-    couple.now = BACKOFF_S
-    couple.poll()
-    [connect] = couple.to_prefill
+def test_the_pool_is_not_offered_again_before_the_backoff_ends(pair: TransferPair) -> None:
+    half_written(pair)
+    break_data_connection(pair)
+    pair.now = BACKOFF_S - 0.01
+    pair.poll()
+    assert not pair.to_prefill
+    pair.now = BACKOFF_S
+    pair.poll()
+    [connect] = pair.to_prefill
     assert isinstance(connect, Connect)
     assert (connect.epoch, connect.resumes) == (2, True)
-    couple.poll()
-    assert len(couple.to_prefill) == 1
+    pair.poll()
+    assert len(pair.to_prefill) == 1
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
 def test_a_first_offer_without_an_answer_is_repeated(is_refused: bool) -> None:
     """The prefill node may be waiting for writes that only a newer offer declares ended."""
-    couple = Couple()
-    couple.receiver.connect(PREFILL)
-    couple.poll()
+    pair = TransferPair()
+    pair.receiver.connect(PREFILL)
+    pair.poll()
     if is_refused:
-        couple.receiver.on_message(PREFILL, Refused("no", 1))
-    couple.now = FIRST_ANSWER_S - 0.1
-    couple.poll()
-    couple.now = 2 * FIRST_ANSWER_S
-    couple.poll()
-    assert not couple.to_prefill
-    couple.run()
-    assert couple.receiver.is_connected(PREFILL) is not is_refused
-    assert couple.receiver.counters()["reconnects"] == (not is_refused)
+        pair.receiver.on_message(PREFILL, Refused("no", 1))
+    pair.now = FIRST_ANSWER_S - 0.1
+    pair.poll()
+    pair.now = 2 * FIRST_ANSWER_S
+    pair.poll()
+    assert not pair.to_prefill
+    pair.run()
+    assert pair.receiver.is_connected(PREFILL) is not is_refused
+    assert pair.receiver.counters()["reconnects"] == (not is_refused)
 
 
 # ---- resumed transfers -------------------------------------------------------------------------------------------
 
 
-def test_only_pages_that_have_not_arrived_are_granted_again(couple: Couple) -> None:
-    pages = halfway(couple)
-    couple.hear_prefill()
-    assert couple.receiver.counters()["pages_received"] == 1
-    snap(couple)
-    assert couple.allocator.count(Owner.GRANT) == 4
-    assert KEY not in couple.released
-    couple.writer.written.clear()
-    couple.finish(KEY)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
-    assert couple.writer.written == pages[1:]
-    assert couple.released[KEY].ok
-    assert couple.receiver.counters()["reconnects"] == couple.sender.counters()["broken_pairs"] == 1
-    couple.give_back(KEY)
-    couple.assert_nothing_is_held()
+def test_only_pages_that_have_not_arrived_are_granted_again(pair: TransferPair) -> None:
+    pages = half_written(pair)
+    pair.hear_prefill()
+    assert pair.receiver.counters()["pages_received"] == 1
+    break_data_connection(pair)
+    assert pair.allocator.count(Owner.GRANT) == 4
+    assert KEY not in pair.released
+    pair.writer.written.clear()
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+    assert pair.writer.written == pages[1:]
+    assert pair.released[KEY].ok
+    assert pair.receiver.counters()["reconnects"] == pair.sender.counters()["broken_pairs"] == 1
+    pair.give_back(KEY)
+    pair.assert_nothing_is_held()
 
 
 def test_a_page_lost_with_the_connection_is_sent_over_the_next_one() -> None:
-    couple = Couple(Wire(faults={1: Fault("drop")}))
-    couple.connect()
-    couple.open(KEY, 3)
-    couple.begin(KEY, 3)
-    couple.finish(KEY)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
-    assert couple.pairs_lost == 0
+    pair = TransferPair(Wire(faults={1: Fault("drop")}))
+    pair.connect()
+    pair.open(KEY, 3)
+    pair.begin(KEY, 3)
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+    assert pair.pairs_lost == 0
 
 
 @pytest.mark.parametrize("is_before", [True, False], ids=["prefill_done before", "prefill_done amid"])
-def test_prefill_done_is_sent_once_wherever_the_connection_breaks(couple: Couple, is_before: bool) -> None:
-    halfway(couple)
+def test_prefill_done_is_sent_once_wherever_the_connection_breaks(pair: TransferPair, is_before: bool) -> None:
+    half_written(pair)
     if is_before:
-        couple.finish(KEY)
-    snap(couple)
+        pair.finish(KEY)
+    break_data_connection(pair)
     if not is_before:
-        couple.finish(KEY)
+        pair.finish(KEY)
     num_said = 0
     for _ in range(60):
-        num_said += sum(isinstance(message, PrefillDone) for message in couple.to_decode)
-        couple.drain_to_decode()
-        couple.drain_to_prefill()
-        couple.now += 0.01
-        couple.tick()
-        couple.poll()
-        couple.pump()
+        num_said += sum(isinstance(message, PrefillDone) for message in pair.to_decode)
+        pair.drain_to_decode()
+        pair.drain_to_prefill()
+        pair.now += 0.01
+        pair.tick()
+        pair.poll()
+        pair.pump()
     assert num_said == 1
-    assert isinstance(couple.events[KEY], Completed)
+    assert isinstance(pair.events[KEY], Completed)
 
 
-def test_a_prefill_done_that_arrives_after_the_break_is_kept(couple: Couple) -> None:
+def test_a_prefill_done_that_arrives_after_the_break_is_kept(pair: TransferPair) -> None:
     """The prefill node has not noticed the break yet and will not repeat the message."""
-    halfway(couple)
-    couple.finish(KEY)
-    couple.writer.lose(DECODE, "a snap")
-    couple.reader._news.append(Fenced(PREFILL, 1, "a snap"))
-    couple.poll()
-    assert couple.sender.counters()["broken_pairs"] == 0
-    couple.drain_to_decode()
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
+    half_written(pair)
+    pair.finish(KEY)
+    pair.writer.lose(DECODE, "a snap")
+    pair.reader._news.append(Fenced(PREFILL, 1, "a snap"))
+    pair.poll()
+    assert pair.sender.counters()["broken_pairs"] == 0
+    pair.drain_to_decode()
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
 
 
-def test_pages_whose_report_was_lost_with_the_connection_are_sent_again(couple: Couple) -> None:
-    halfway(couple)
-    snap(couple)
-    couple.finish(KEY)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
-    assert couple.receiver.counters()["stale_messages"] == 1  # a report under an epoch that has ended
-    assert couple.sender.counters()["pages_sent"] == 5
+def test_pages_whose_report_was_lost_with_the_connection_are_sent_again(pair: TransferPair) -> None:
+    half_written(pair)
+    break_data_connection(pair)
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+    assert pair.receiver.counters()["stale_messages"] == 1  # a report under an epoch that has ended
+    assert pair.sender.counters()["pages_sent"] == 5
 
 
 def test_a_transfer_that_was_complete_at_the_break_needs_no_new_connection() -> None:
-    couple = Couple()
-    couple.connect()
-    shipped(couple, 2)
-    couple.drain_to_decode()
-    assert list(couple.to_prefill) == [TransferAck("r", 0)]
-    snap(couple)
-    couple.hear_decode()
-    assert couple.released[KEY].ok
-    assert isinstance(couple.events[KEY], Completed)
+    pair = TransferPair()
+    pair.connect()
+    written_unreported(pair, 2)
+    pair.drain_to_decode()
+    assert list(pair.to_prefill) == [TransferAck("r", 0)]
+    break_data_connection(pair)
+    pair.hear_decode()
+    assert pair.released[KEY].ok
+    assert isinstance(pair.events[KEY], Completed)
 
 
-def test_an_early_grant_is_granted_again(couple: Couple) -> None:
-    couple.begin(KEY, 2)
-    couple.hear_decode()
-    snap(couple)
-    couple.open(KEY, 2)
-    couple.finish(KEY)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
+def test_an_early_grant_is_granted_again(pair: TransferPair) -> None:
+    pair.begin(KEY, 2)
+    pair.hear_decode()
+    break_data_connection(pair)
+    pair.open(KEY, 2)
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
 
 
-def test_requests_that_begin_during_a_break_are_granted_after_it(couple: Couple) -> None:
-    snap(couple)
-    couple.open(KEY, 3)
-    couple.begin(KEY, 3)
-    couple.finish(KEY)
-    assert not any(isinstance(message, Grant) for message in couple.to_prefill)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
+def test_requests_that_begin_during_a_break_are_granted_after_it(pair: TransferPair) -> None:
+    break_data_connection(pair)
+    pair.open(KEY, 3)
+    pair.begin(KEY, 3)
+    pair.finish(KEY)
+    assert not any(isinstance(message, Grant) for message in pair.to_prefill)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
 
 
 def test_an_arriving_page_resets_the_retry_count() -> None:
     """The connection breaks nine times, and a page arrives after each break."""
-    couple = Couple(Wire(faults={n: Fault("drop") for n in range(1, 18, 2)}), num_pages=20)
-    couple.connect()
-    couple.open(KEY, 18)
-    couple.begin(KEY, 18)
-    couple.finish(KEY)
+    pair = TransferPair(Wire(faults={n: Fault("drop") for n in range(1, 18, 2)}), num_pages=20)
+    pair.connect()
+    pair.open(KEY, 18)
+    pair.begin(KEY, 18)
+    pair.finish(KEY)
     for _ in range(40):
-        couple.drain_to_prefill()
-        couple.pump(max_pages=1)
-        couple.drain_to_decode()
-        couple.now += 0.1
-        couple.poll()
-    couple.run()
-    assert couple.receiver.counters()["reconnects"] > MAX_TRIES
-    assert isinstance(couple.events[KEY], Completed)
+        pair.drain_to_prefill()
+        pair.pump(max_pages=1)
+        pair.drain_to_decode()
+        pair.now += 0.1
+        pair.poll()
+    pair.run()
+    assert pair.receiver.counters()["reconnects"] > MAX_TRIES
+    assert isinstance(pair.events[KEY], Completed)

@@ -1,8 +1,8 @@
 """Transfers that do not continue after a broken data connection: cancels, aborts, deaths and failed retries."""
 
 import pytest
-from support.couples import KEY, halfway, shipped, slow, snap
-from support.kv_fakes import DECODE, PREFILL, Couple, owner_of
+from support.kv.connected_pair import KEY, break_data_connection, half_written, slow, written_unreported
+from support.kv.kv_fakes import DECODE, PREFILL, TransferPair, owner_of
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode
@@ -15,102 +15,102 @@ from scripts.simulator.inprocess_transport import Fault, Wire
 
 
 @pytest.fixture
-def couple() -> Couple:
+def pair() -> TransferPair:
     return slow()
 
 
-def test_a_cancel_during_a_break_frees_the_pages_at_once(couple: Couple) -> None:
-    halfway(couple)
-    snap(couple)
-    couple.cancel(KEY)
-    assert couple.allocator.num_free == couple.num_pages
-    couple.run()
-    assert not couple.released[KEY].ok
-    couple.assert_nothing_is_held()
+def test_a_cancel_during_a_break_frees_the_pages_at_once(pair: TransferPair) -> None:
+    half_written(pair)
+    break_data_connection(pair)
+    pair.cancel(KEY)
+    assert pair.allocator.num_free == pair.num_pages
+    pair.run()
+    assert not pair.released[KEY].ok
+    pair.assert_nothing_is_held()
 
 
-def test_an_abort_during_a_break_reaches_the_other_side(couple: Couple) -> None:
-    halfway(couple)
-    snap(couple)
-    couple.sender.abort(KEY, "aborted", "because")
-    couple.settle()
-    couple.run()
-    assert couple.events[KEY] == TransferFailed(KEY, ErrorCode.ABORTED, "because")
-    couple.assert_nothing_is_held()
+def test_an_abort_during_a_break_reaches_the_other_side(pair: TransferPair) -> None:
+    half_written(pair)
+    break_data_connection(pair)
+    pair.sender.abort(KEY, "aborted", "because")
+    pair.settle()
+    pair.run()
+    assert pair.events[KEY] == TransferFailed(KEY, ErrorCode.ABORTED, "because")
+    pair.assert_nothing_is_held()
 
 
-def test_pages_of_a_cancelled_transfer_leave_quarantine_at_the_break(couple: Couple) -> None:
-    halfway(couple)
-    couple.cancel(KEY)
-    assert couple.allocator.count(Owner.QUARANTINE) == 4
-    couple.to_prefill.clear()  # the message is delayed
-    snap(couple)
-    assert couple.allocator.count(Owner.QUARANTINE) == 0
+def test_pages_of_a_cancelled_transfer_leave_quarantine_at_the_break(pair: TransferPair) -> None:
+    half_written(pair)
+    pair.cancel(KEY)
+    assert pair.allocator.count(Owner.QUARANTINE) == 4
+    pair.to_prefill.clear()  # the message is delayed
+    break_data_connection(pair)
+    assert pair.allocator.count(Owner.QUARANTINE) == 0
 
 
 def test_a_connection_that_always_breaks_ends_in_an_error_that_names_pair_and_transport() -> None:
-    couple = Couple(Wire(faults={n: Fault("drop") for n in range(50)}))
-    couple.connect("prefill-7")
-    couple.open(KEY, 2)
-    couple.begin(KEY, 2)
-    couple.finish(KEY)
-    couple.run()
+    pair = TransferPair(Wire(faults={n: Fault("drop") for n in range(50)}))
+    pair.connect("prefill-7")
+    pair.open(KEY, 2)
+    pair.begin(KEY, 2)
+    pair.finish(KEY)
+    pair.run()
     why = (
         "inprocess from prefill node prefill-7 to decode node decode-0 broke and could not be mended in 4 tries: "
         "the writer has detached"
     )
-    assert couple.events[KEY] == TransferFailed(KEY, ErrorCode.TRANSFER_FAILED, why)
-    assert couple.pairs_lost == 0
-    assert couple.receiver.counters()["broken_pairs"] == MAX_TRIES + 1
-    couple.assert_nothing_is_held()
-    assert couple.receiver.is_connected(PREFILL), "the pool was not offered again"
+    assert pair.events[KEY] == TransferFailed(KEY, ErrorCode.TRANSFER_FAILED, why)
+    assert pair.pairs_lost == 0
+    assert pair.receiver.counters()["broken_pairs"] == MAX_TRIES + 1
+    pair.assert_nothing_is_held()
+    assert pair.receiver.is_connected(PREFILL), "the pool was not offered again"
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silence", "refusal"])
-def test_a_refused_or_unanswered_retry_counts_as_failed(couple: Couple, is_silent: bool) -> None:
-    halfway(couple)
-    snap(couple)
+def test_a_refused_or_unanswered_retry_counts_as_failed(pair: TransferPair, is_silent: bool) -> None:
+    half_written(pair)
+    break_data_connection(pair)
     num_connects = 0
     for _ in range(200):
-        couple.now += 0.5
-        couple.poll()
-        if couple.to_prefill and isinstance(couple.to_prefill.popleft(), Connect):
-            num_connects += KEY not in couple.events
+        pair.now += 0.5
+        pair.poll()
+        if pair.to_prefill and isinstance(pair.to_prefill.popleft(), Connect):
+            num_connects += KEY not in pair.events
             if not is_silent:
-                couple.to_decode.appendleft(Refused("no way there", couple.receiver._connections.epoch))
-                couple.hear_prefill()
+                pair.to_decode.appendleft(Refused("no way there", pair.receiver._connections.epoch))
+                pair.hear_prefill()
     assert num_connects == MAX_TRIES
-    event = couple.events[KEY]
+    event = pair.events[KEY]
     assert isinstance(event, TransferFailed)
     assert event.message.endswith("it did not answer" if is_silent else "no way there")
-    assert [pair.problem for pair in couple.receiver.pairs()] != [""], "the pair was not reported as failed"
-    assert couple.allocator.num_free == couple.num_pages
+    assert [end.problem for end in pair.receiver.pairs()] != [""], "the pair was not reported as failed"
+    assert pair.allocator.num_free == pair.num_pages
 
 
-def test_a_prefill_node_gives_up_when_no_new_connection_comes(couple: Couple) -> None:
-    halfway(couple)
-    couple.writer.lose(DECODE, "a snap")
-    couple.pump()
-    assert couple.sender.peers() == [DECODE]
-    couple.now = RESUME_LEASE_S + 1
-    couple.pump()
-    reason = couple.released[KEY].reason
+def test_a_prefill_node_gives_up_when_no_new_connection_comes(pair: TransferPair) -> None:
+    half_written(pair)
+    pair.writer.lose(DECODE, "a snap")
+    pair.pump()
+    assert pair.sender.peers() == [DECODE]
+    pair.now = RESUME_LEASE_S + 1
+    pair.pump()
+    reason = pair.released[KEY].reason
     assert reason.startswith("the wire to") and reason.endswith("no new connection within 60 s")
 
 
-def test_the_death_of_a_writer_is_not_retried(couple: Couple) -> None:
-    halfway(couple)
-    couple.writer.die()
-    couple.poll()
-    assert couple.pairs_lost == 1
-    event = couple.events[KEY]
+def test_the_death_of_a_writer_is_not_retried(pair: TransferPair) -> None:
+    half_written(pair)
+    pair.writer.die()
+    pair.poll()
+    assert pair.pairs_lost == 1
+    event = pair.events[KEY]
     assert isinstance(event, TransferFailed) and event.code is ErrorCode.NODE_LOST
-    assert couple.allocator.num_free == couple.num_pages
+    assert pair.allocator.num_free == pair.num_pages
 
 
-def test_a_fence_of_an_offer_that_was_never_used_counts_as_a_break(couple: Couple) -> None:
+def test_a_fence_of_an_offer_that_was_never_used_counts_as_a_break(pair: TransferPair) -> None:
     """A late answer to that offer is ignored."""
-    late = Couple()
+    late = TransferPair()
     late.begin(KEY, 2)
     connect = late.receiver.connect(PREFILL)
     late.sender.on_message(DECODE, connect, 0.0)
@@ -127,73 +127,73 @@ def test_a_fence_of_an_offer_that_was_never_used_counts_as_a_break(couple: Coupl
 
 def test_a_break_before_a_resend_resets_the_resend_count_at_both_ends() -> None:
     """Otherwise the decode node waits for a resend of a page that the prefill node is to write for the first time."""
-    couple = Couple(Wire(faults={0: Fault("corrupt")}), wants_checksums=(True, True))
-    couple.connect()
-    shipped(couple, 2)
-    couple.drain_to_decode()
-    assert [type(message) for message in couple.to_prefill] == [Resend]
-    snap(couple)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
+    pair = TransferPair(Wire(faults={0: Fault("corrupt")}), wants_checksums=(True, True))
+    pair.connect()
+    written_unreported(pair, 2)
+    pair.drain_to_decode()
+    assert [type(message) for message in pair.to_prefill] == [Resend]
+    break_data_connection(pair)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
 
 
-def turns(couple: Couple) -> None:
+def turns(pair: TransferPair) -> None:
     """Run a few turns of both nodes, even if something stays in flight."""
     for _ in range(5):
-        couple.poll()
-        couple.pump()
-        couple.drain_to_prefill()
-        couple.drain_to_decode()
+        pair.poll()
+        pair.pump()
+        pair.drain_to_prefill()
+        pair.drain_to_decode()
 
 
 def test_a_break_without_a_fence_ends_the_transfers_and_keeps_the_pages_in_quarantine() -> None:
     """This is a NIXL break between two hosts: the decode node does not see it and must not keep granting pages."""
-    couple = Couple(Wire(faults={0: Fault("drop"), 1: Fault("delay", 10**6)}, can_recall=False))
-    couple.connect()
+    pair = TransferPair(Wire(faults={0: Fault("drop"), 1: Fault("delay", 10**6)}, can_recall=False))
+    pair.connect()
     reclaimed: list[tuple[str, int]] = []
-    couple.reader.reclaim = lambda *what: reclaimed.append(what)  # type: ignore[method-assign]
+    pair.reader.reclaim = lambda *what: reclaimed.append(what)  # type: ignore[method-assign]
     other, later = ("s", 0), ("t", 0)
     for key in (KEY, other):
-        couple.open(key, 1)
-        couple.begin(key, 1)
-        couple.hear_decode()
-        couple.finish(key)
-    couple.pump()  # the first write breaks the connection while the second is in flight
-    turns(couple)
-    couple.open(later, 1)
-    couple.begin(later, 1)
-    couple.now = ANSWER_S - 0.1
-    turns(couple)
-    assert not couple.events, "pages were reclaimed although their transfers may be retried"
+        pair.open(key, 1)
+        pair.begin(key, 1)
+        pair.hear_decode()
+        pair.finish(key)
+    pair.pump()  # the first write breaks the connection while the second is in flight
+    turns(pair)
+    pair.open(later, 1)
+    pair.begin(later, 1)
+    pair.now = ANSWER_S - 0.1
+    turns(pair)
+    assert not pair.events, "pages were reclaimed although their transfers may be retried"
     assert set(reclaimed) == {(PREFILL, 1)}
-    couple.now = ANSWER_S
-    turns(couple)
-    assert couple.pairs_lost == 1
-    assert [couple.events[key].code for key in (KEY, other, later)] == [ErrorCode.NODE_LOST] * 3
-    assert couple.allocator.count(Owner.QUARANTINE) == 2, "pages left quarantine although they may still be written"
-    assert owner_of(couple.allocator, couple.grants[other][0], Owner.QUARANTINE) is Owner.QUARANTINE
+    pair.now = ANSWER_S
+    turns(pair)
+    assert pair.pairs_lost == 1
+    assert [pair.events[key].code for key in (KEY, other, later)] == [ErrorCode.NODE_LOST] * 3
+    assert pair.allocator.count(Owner.QUARANTINE) == 2, "pages left quarantine although they may still be written"
+    assert owner_of(pair.allocator, pair.grants[other][0], Owner.QUARANTINE) is Owner.QUARANTINE
 
 
 def test_a_break_whose_writes_are_fenced_in_time_is_resumed() -> None:
-    couple = Couple(Wire(faults={0: Fault("drop"), 1: Fault("delay", 3)}, can_recall=False))
-    couple.connect()
+    pair = TransferPair(Wire(faults={0: Fault("drop"), 1: Fault("delay", 3)}, can_recall=False))
+    pair.connect()
     other, later = ("s", 0), ("t", 0)
     for key in (KEY, other):
-        couple.open(key, 1)
-        couple.begin(key, 1)
-        couple.hear_decode()
-        couple.finish(key)
-    couple.pump()
-    couple.run()
-    couple.open(later, 1)
-    couple.begin(later, 1)
-    couple.finish(later)
+        pair.open(key, 1)
+        pair.begin(key, 1)
+        pair.hear_decode()
+        pair.finish(key)
+    pair.pump()
+    pair.run()
+    pair.open(later, 1)
+    pair.begin(later, 1)
+    pair.finish(later)
     for _ in range(4):
-        couple.tick()
-    couple.pump()
-    couple.sender._transport.detach(DECODE)  # as the negotiating transport does until this returns True
-    couple.run()
-    couple.now += BACKOFF_S
-    couple.run()
-    assert isinstance(couple.events[later], Completed)
-    assert couple.allocator.count(Owner.QUARANTINE) == 0
+        pair.tick()
+    pair.pump()
+    pair.sender._transport.detach(DECODE)  # as the negotiating transport does until this returns True
+    pair.run()
+    pair.now += BACKOFF_S
+    pair.run()
+    assert isinstance(pair.events[later], Completed)
+    assert pair.allocator.count(Owner.QUARANTINE) == 0

@@ -3,8 +3,8 @@
 import logging
 
 import pytest
-from support.couples import KEY
-from support.kv_fakes import DECODE, PREFILL, Couple
+from support.kv.connected_pair import KEY
+from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
 from common.wire.messages import AttachFailed, Connect, Connected, PairState, Refused
 from kv_transfer.events import Completed, TransferFailed
@@ -14,139 +14,139 @@ NO_WAY = "other bytes came back"
 
 
 @pytest.fixture
-def couple() -> Couple:
-    """A couple whose pool has been offered once, in a message that the prefill node has not received yet."""
-    couple = Couple()
-    couple.receiver.connect(PREFILL, "prefill-0")
-    return couple
+def pair() -> TransferPair:
+    """A pair whose pool has been offered once, in a message that the prefill node has not received yet."""
+    pair = TransferPair()
+    pair.receiver.connect(PREFILL, "prefill-0")
+    return pair
 
 
-def fail(couple: Couple) -> None:
+def fail(pair: TransferPair) -> None:
     """Make the attachment of the last offer fail."""
-    epoch = couple.receiver._connections.epoch
-    couple.receiver.on_message(PREFILL, AttachFailed(epoch, NO_WAY), couple.now)
-    couple.settle()
+    epoch = pair.receiver._connections.epoch
+    pair.receiver.on_message(PREFILL, AttachFailed(epoch, NO_WAY), pair.now)
+    pair.settle()
 
 
-def next_offer(couple: Couple) -> Connect:
+def next_offer(pair: TransferPair) -> Connect:
     """Advance the clock until the pool is offered again."""
-    until = couple.now + 2 * MAX_BACKOFF_S
-    while not couple.to_prefill:
-        couple.now += 0.05
-        assert couple.now < until, "the pool was not offered again"
-        couple.poll()
-    offer = couple.to_prefill.popleft()
+    until = pair.now + 2 * MAX_BACKOFF_S
+    while not pair.to_prefill:
+        pair.now += 0.05
+        assert pair.now < until, "the pool was not offered again"
+        pair.poll()
+    offer = pair.to_prefill.popleft()
     assert isinstance(offer, Connect)
     return offer
 
 
-def attach(couple: Couple, offer: Connect) -> None:
+def attach(pair: TransferPair, offer: Connect) -> None:
     """Attach the prefill node to the last offer."""
-    couple.sender.on_message(DECODE, offer, couple.now)
-    couple.settle()
-    couple.run()
+    pair.sender.on_message(DECODE, offer, pair.now)
+    pair.settle()
+    pair.run()
 
 
-def fail_all_tries(couple: Couple) -> None:
-    fail(couple)
+def fail_all_tries(pair: TransferPair) -> None:
+    fail(pair)
     for _ in range(MAX_TRIES):
-        next_offer(couple)
-        fail(couple)
+        next_offer(pair)
+        fail(pair)
 
 
-def test_a_transfer_waits_while_attachments_are_retried(couple: Couple) -> None:
-    couple.begin(KEY, 2)
+def test_a_transfer_waits_while_attachments_are_retried(pair: TransferPair) -> None:
+    pair.begin(KEY, 2)
     for _ in range(MAX_TRIES):
-        fail(couple)
-        offer = next_offer(couple)
-    attach(couple, offer)
-    couple.open(KEY, 2)
-    couple.finish(KEY)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
-    couple.give_back(KEY)
-    couple.assert_nothing_is_held()
+        fail(pair)
+        offer = next_offer(pair)
+    attach(pair, offer)
+    pair.open(KEY, 2)
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+    pair.give_back(KEY)
+    pair.assert_nothing_is_held()
 
 
-def test_waiting_transfers_fail_when_the_retries_are_exhausted(couple: Couple) -> None:
-    couple.begin(KEY, 2)
-    fail_all_tries(couple)
-    couple.begin(("after", 0), 2)
+def test_waiting_transfers_fail_when_the_retries_are_exhausted(pair: TransferPair) -> None:
+    pair.begin(KEY, 2)
+    fail_all_tries(pair)
+    pair.begin(("after", 0), 2)
     for key in (KEY, ("after", 0)):
-        event = couple.events[key]
+        event = pair.events[key]
         assert isinstance(event, TransferFailed)
         assert event.message == (
             f"prefill node prefill-0 could not attach the pool of decode node decode-0 in 4 tries: {NO_WAY}"
         )
-    assert couple.pairs_lost == 0
-    assert couple.allocator.num_free == couple.num_pages
+    assert pair.pairs_lost == 0
+    assert pair.allocator.num_free == pair.num_pages
 
 
-def test_a_failed_pair_is_still_retried_and_recovers(couple: Couple) -> None:
-    fail_all_tries(couple)
+def test_a_failed_pair_is_still_retried_and_recovers(pair: TransferPair) -> None:
+    fail_all_tries(pair)
     for _ in range(5):
-        before = couple.now
-        offer = next_offer(couple)
-        assert couple.now - before <= MAX_BACKOFF_S + 0.1
-        fail(couple)
-    offer = next_offer(couple)
-    attach(couple, offer)
-    assert couple.receiver.is_connected(PREFILL)
-    couple.begin(KEY, 2)
-    couple.open(KEY, 2)
-    couple.finish(KEY)
-    couple.run()
-    assert isinstance(couple.events[KEY], Completed)
+        before = pair.now
+        offer = next_offer(pair)
+        assert pair.now - before <= MAX_BACKOFF_S + 0.1
+        fail(pair)
+    offer = next_offer(pair)
+    attach(pair, offer)
+    assert pair.receiver.is_connected(PREFILL)
+    pair.begin(KEY, 2)
+    pair.open(KEY, 2)
+    pair.finish(KEY)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
 
 
-def test_a_pair_reports_its_problem_until_it_is_connected(couple: Couple) -> None:
-    assert couple.receiver.pairs() == []
-    fail(couple)
-    assert couple.receiver.pairs() == [PairState("prefill-0", PREFILL, "inprocess", "", NO_WAY)]
-    offer = next_offer(couple)
-    assert [pair.problem for pair in couple.receiver.pairs()] == [NO_WAY]
-    attach(couple, offer)
-    assert [pair.problem for pair in couple.receiver.pairs()] == [""]
+def test_a_pair_reports_its_problem_until_it_is_connected(pair: TransferPair) -> None:
+    assert pair.receiver.pairs() == []
+    fail(pair)
+    assert pair.receiver.pairs() == [PairState("prefill-0", PREFILL, "inprocess", "", NO_WAY)]
+    offer = next_offer(pair)
+    assert [end.problem for end in pair.receiver.pairs()] == [NO_WAY]
+    attach(pair, offer)
+    assert [end.problem for end in pair.receiver.pairs()] == [""]
 
 
-def test_a_break_is_reported_until_the_pair_is_connected_again(couple: Couple) -> None:
-    attach(couple, couple.receiver.connect(PREFILL, "prefill-0"))
-    couple.writer.lose(DECODE, "a snap")
-    couple.pump()
-    couple.poll()
-    assert [bool(pair.problem) for pair in couple.receiver.pairs()] == [True]
-    couple.run()
-    assert [pair.problem for pair in couple.receiver.pairs()] == [""]
+def test_a_break_is_reported_until_the_pair_is_connected_again(pair: TransferPair) -> None:
+    attach(pair, pair.receiver.connect(PREFILL, "prefill-0"))
+    pair.writer.lose(DECODE, "a snap")
+    pair.pump()
+    pair.poll()
+    assert [bool(end.problem) for end in pair.receiver.pairs()] == [True]
+    pair.run()
+    assert [end.problem for end in pair.receiver.pairs()] == [""]
 
 
-def test_a_refusal_is_final_and_reported(couple: Couple) -> None:
-    couple.receiver.on_message(PREFILL, Refused("another model", 1), couple.now)
-    assert [pair.problem for pair in couple.receiver.pairs()] == ["another model"]
-    couple.now += 1_000.0
-    couple.poll()
-    assert not couple.to_prefill
+def test_a_refusal_is_final_and_reported(pair: TransferPair) -> None:
+    pair.receiver.on_message(PREFILL, Refused("another model", 1), pair.now)
+    assert [end.problem for end in pair.receiver.pairs()] == ["another model"]
+    pair.now += 1_000.0
+    pair.poll()
+    assert not pair.to_prefill
 
 
-def test_a_failure_of_an_earlier_offer_is_ignored(couple: Couple) -> None:
-    fail(couple)
-    offer = next_offer(couple)
-    couple.receiver.on_message(PREFILL, AttachFailed(1, "late"), couple.now)
-    assert couple.receiver.counters()["stale_messages"] == 1
-    attach(couple, offer)
-    assert couple.receiver.is_connected(PREFILL)
+def test_a_failure_of_an_earlier_offer_is_ignored(pair: TransferPair) -> None:
+    fail(pair)
+    offer = next_offer(pair)
+    pair.receiver.on_message(PREFILL, AttachFailed(1, "late"), pair.now)
+    assert pair.receiver.counters()["stale_messages"] == 1
+    attach(pair, offer)
+    assert pair.receiver.is_connected(PREFILL)
 
 
 def test_a_pool_that_cannot_be_attached_is_reported_and_logged(
-    couple: Couple, caplog: pytest.LogCaptureFixture
+    pair: TransferPair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    offer = couple.receiver.connect(PREFILL)
-    couple.reader.withdraw(PREFILL)
+    offer = pair.receiver.connect(PREFILL)
+    pair.reader.withdraw(PREFILL)
     with caplog.at_level(logging.WARNING):
-        couple.sender.on_message(DECODE, offer, 0.0)
-    ((_, answer),), _ = couple.sender.take()
+        pair.sender.on_message(DECODE, offer, 0.0)
+    ((_, answer),), _ = pair.sender.take()
     assert isinstance(answer, AttachFailed)
     assert answer.epoch == offer.epoch
     assert "the pool of decode node decode-0 cannot be attached now: there is no offer" in caplog.text
-    couple.sender.on_message(DECODE, couple.receiver.connect(PREFILL), 0.0)
-    ((_, answer),), _ = couple.sender.take()
+    pair.sender.on_message(DECODE, pair.receiver.connect(PREFILL), 0.0)
+    ((_, answer),), _ = pair.sender.take()
     assert isinstance(answer, Connected)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.nursery import Nursery
-from support.transfer_cluster import SOME, Cluster
-from support.transport_ends import TRANSPORTS, until
-from support.transport_node import NUM_PAGES
+from support.kv.transfer_cluster import SOME, Cluster
+from support.kv.transport_ends import TRANSPORTS, until
+from support.kv.transport_process import NUM_PAGES
+from support.service.fork_server import ForkServer
 
 STEPS = ("offered", "attaching", "granted", "writing", "written", "acknowledging")
 #: Longer than a healthy peer needs on a busy machine. The other node is stopped for longer than this.
@@ -23,11 +23,11 @@ PATIENCE_S = 1.5
 
 
 @pytest.fixture
-def make(nursery: Nursery) -> Iterator[Callable[[str], Cluster]]:
+def make(fork_server: ForkServer) -> Iterator[Callable[[str], Cluster]]:
     clusters: list[Cluster] = []
 
     def begin(transport: str) -> Cluster:
-        clusters.append(Cluster(nursery, transport))
+        clusters.append(Cluster(fork_server, transport))
         return clusters[-1]
 
     yield begin

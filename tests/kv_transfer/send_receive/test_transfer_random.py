@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, Couple
+from support.kv.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.request import RequestKey
@@ -33,7 +33,7 @@ class Nodes:
 
     def __init__(self, latency: int, bytes_per_tick: int | None, faults: Faults) -> None:
         wire = Wire(latency=latency, bytes_per_tick=bytes_per_tick, faults=faults)
-        self.couple = Couple(wire, num_pages=12, wants_checksums=(bool(faults), False))
+        self.pair = TransferPair(wire, num_pages=12, wants_checksums=(bool(faults), False))
         self.sizes: dict[RequestKey, int] = {}
         self.begun: dict[RequestKey, None] = {}
         self.finished: dict[RequestKey, None] = {}
@@ -50,89 +50,89 @@ class Nodes:
         self.sizes["r", len(self.sizes)] = number % 4 + 1
 
     def open(self, number: int) -> None:
-        free = self.couple.source_allocator.num_free if self.is_alive else 0
-        for key in pick((k for k, n in self.sizes.items() if k not in self.couple.source_pages and n <= free), number):
-            self.couple.open(key, self.sizes[key])
+        free = self.pair.source_allocator.num_free if self.is_alive else 0
+        for key in pick((k for k, n in self.sizes.items() if k not in self.pair.source_pages and n <= free), number):
+            self.pair.open(key, self.sizes[key])
 
     def opened(self) -> list[RequestKey]:
-        keys = self.couple.source_pages if self.is_alive else ()
-        return [k for k in keys if k not in self.couple.released and k not in self.finished]
+        keys = self.pair.source_pages if self.is_alive else ()
+        return [k for k in keys if k not in self.pair.released and k not in self.finished]
 
     def compute(self, number: int) -> None:
         for key in pick(self.opened(), number):
-            num_known = len(self.couple.sender._table.sessions[key].sources)
-            self.couple.compute(key, max(num_known, min(number % 4, self.sizes[key] - 1)))
+            num_known = len(self.pair.sender._table.sessions[key].sources)
+            self.pair.compute(key, max(num_known, min(number % 4, self.sizes[key] - 1)))
 
     def finish(self, number: int) -> None:
         for key in pick(self.opened(), number):
             self.finished[key] = None
-            self.couple.finish(key)
+            self.pair.finish(key)
 
     def retract(self, number: int) -> None:
         """Take back the source pages of a prompt without grants, which is then computed again."""
-        keys = self.couple.source_pages if self.is_alive else ()
-        waiting = (k for k in keys if k not in self.couple.released and not self.couple.sender.is_granted(k))
+        keys = self.pair.source_pages if self.is_alive else ()
+        waiting = (k for k in keys if k not in self.pair.released and not self.pair.sender.is_granted(k))
         for key in pick(waiting, number):
-            for page in self.couple.source_pages[key]:
-                self.couple.source.fill(page, JUNK)
+            for page in self.pair.source_pages[key]:
+                self.pair.source.fill(page, JUNK)
             self.finished.pop(key, None)
-            self.couple.sender.retract(key)
+            self.pair.sender.retract(key)
             self.settle()
 
     def abort(self, number: int) -> None:
         for key in pick(self.sizes, number):
             if self.is_alive:
                 self.called_off[key] = None
-                self.couple.sender.abort(key, REASONS[number % 3])
+                self.pair.sender.abort(key, REASONS[number % 3])
                 self.settle()
 
     def begin(self, number: int) -> None:
-        free = self.couple.allocator.num_free
+        free = self.pair.allocator.num_free
         for key in pick((k for k, n in self.sizes.items() if k not in self.begun and n <= free), number):
             first = min(number // 7 % 2, self.sizes[key])
             self.begun[key] = None
-            self.couple.begin(key, self.sizes[key], first=first)
+            self.pair.begin(key, self.sizes[key], first=first)
 
     def cancel(self, number: int) -> None:
         for key in pick(self.begun, number):
             self.called_off[key] = None
-            self.couple.cancel(key)
+            self.pair.cancel(key)
             self.settle()
 
     def completed(self) -> list[RequestKey]:
-        return [e.key for e in self.couple.events.values() if isinstance(e, Completed) and self.couple.grants[e.key]]
+        return [e.key for e in self.pair.events.values() if isinstance(e, Completed) and self.pair.grants[e.key]]
 
     def give_back(self, number: int) -> None:
         for key in pick(self.completed(), number):
-            self.couple.give_back(key)
-            self.couple.grants[key] = []
+            self.pair.give_back(key)
+            self.pair.grants[key] = []
 
     # ---- time and messages --------------------------------------------------------------------------------------
 
     def hear_prefill(self, number: int) -> None:
-        for _ in range(min(number % 4 + 1, len(self.couple.to_decode))):
-            self.couple.hear_prefill()
+        for _ in range(min(number % 4 + 1, len(self.pair.to_decode))):
+            self.pair.hear_prefill()
         self.settle()
 
     def hear_decode(self, number: int) -> None:
-        for _ in range(min(number % 4 + 1, len(self.couple.to_prefill)) if self.is_alive else 0):
-            self.couple.hear_decode()
+        for _ in range(min(number % 4 + 1, len(self.pair.to_prefill)) if self.is_alive else 0):
+            self.pair.hear_decode()
         self.settle()
 
     def pump(self, number: int) -> None:
         if self.is_alive:
-            self.couple.pump(number % 5 + 1)
+            self.pair.pump(number % 5 + 1)
         self.settle()
 
     def tick(self, number: int) -> None:
-        self.couple.tick()
+        self.pair.tick()
 
     def poll(self, number: int) -> None:
-        before = self.couple.pairs_lost
-        self.couple.poll()
-        if self.couple.pairs_lost > before:
+        before = self.pair.pairs_lost
+        self.pair.poll()
+        if self.pair.pairs_lost > before:
             self.has_dialled = False
-            self.couple.to_prefill.clear()
+            self.pair.to_prefill.clear()
 
     def go_on(self, number: int) -> None:
         """Run one turn of both loops."""
@@ -157,10 +157,10 @@ class Nodes:
             hear(0)
 
     def directions(self) -> list[tuple[deque[Message], Callable[[int], None]]]:
-        return [(self.couple.to_decode, self.hear_prefill), (self.couple.to_prefill, self.hear_decode)]
+        return [(self.pair.to_decode, self.hear_prefill), (self.pair.to_prefill, self.hear_decode)]
 
     def wait(self, number: int) -> None:
-        self.couple.now += number % 25
+        self.pair.now += number % 25
 
     # ---- connections --------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Nodes:
         """Connect the decode node, sometimes without need."""
         if self.receiver_must_notice or (self.has_dialled and number % 8):
             return
-        self.couple.to_prefill.append(self.couple.receiver.connect(PREFILL))
+        self.pair.to_prefill.append(self.pair.receiver.connect(PREFILL))
         self.has_dialled = True
         self.settle()
 
@@ -181,46 +181,46 @@ class Nodes:
     def sender_notices(self, number: int) -> None:
         if self.is_alive and self.sender_must_notice:
             self.sender_must_notice = False
-            self.couple.to_decode.clear()
-            self.couple.sender.peer_lost(DECODE)
+            self.pair.to_decode.clear()
+            self.pair.sender.peer_lost(DECODE)
             self.settle()
 
     def receiver_notices(self, number: int) -> None:
         if self.receiver_must_notice:
             self.receiver_must_notice = self.has_dialled = False
-            self.couple.receiver.peer_lost(PREFILL)
-            self.couple.to_prefill.clear()
+            self.pair.receiver.peer_lost(PREFILL)
+            self.pair.to_prefill.clear()
             self.settle()
 
-    def snap(self, number: int) -> None:
+    def break_data_connection(self, number: int) -> None:
         """Break the data connection; the control connection holds."""
-        if self.is_alive and DECODE in self.couple.writer._readers:
-            self.couple.writer.lose(DECODE, "a snap")
+        if self.is_alive and DECODE in self.pair.writer._readers:
+            self.pair.writer.lose(DECODE, "a snap")
 
     def die(self, number: int) -> None:
         """Kill the prefill node as ``kill -9`` does."""
         if number % 10 == 0 and self.is_alive:
             self.is_alive = False
-            self.couple.writer.die()
+            self.pair.writer.die()
             self.settle()
 
     def settle(self) -> None:
-        self.couple.settle()
+        self.pair.settle()
         if self.receiver_must_notice or not self.is_alive:
-            self.couple.to_prefill.clear()
+            self.pair.to_prefill.clear()
         if self.receiver_must_notice:
-            self.couple.to_decode.clear()
+            self.pair.to_decode.clear()
 
     # ---- the end of a history ------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run until nothing is left to do and a pair that breaks meanwhile is connected again."""
         for _ in range(10):
-            before = self.couple.pairs_lost
-            self.couple.run()
-            self.couple.pump()  # the write was lost as soon as it began
-            self.couple.poll()
-            if self.couple.pairs_lost == before:
+            before = self.pair.pairs_lost
+            self.pair.run()
+            self.pair.pump()  # the write was lost as soon as it began
+            self.pair.poll()
+            if self.pair.pairs_lost == before:
                 return
             self.has_dialled = False
             self.dial(1)
@@ -228,7 +228,7 @@ class Nodes:
 
     def let_everything_finish(self) -> None:
         """With a working connection, every transfer that both sides want completes."""
-        couple = self.couple
+        pair = self.pair
         self.receiver_notices(0)
         self.sender_notices(0)
         self.poll(0)
@@ -238,28 +238,28 @@ class Nodes:
             self.finish(0)
         self.run()
         for key in self.begun:
-            is_wanted = key in couple.source_pages and key not in self.called_off
-            assert not is_wanted or key in couple.events, f"{key} hangs"
+            is_wanted = key in pair.source_pages and key not in self.called_off
+            assert not is_wanted or key in pair.events, f"{key} hangs"
 
     def end_everything(self) -> None:
         """Once all transfers are cancelled and the writer is alive or proven dead, every page is free again."""
-        couple = self.couple
+        pair = self.pair
         for key in self.begun:
-            couple.cancel(key)
+            pair.cancel(key)
         if self.is_alive:
             for key in self.sizes:
-                couple.sender.abort(key, "aborted")
+                pair.sender.abort(key, "aborted")
             self.settle()
-            couple.run()
-            assert couple.released.keys() == couple.source_pages.keys(), "source pages are never released"
-            assert couple.source_allocator.num_free == couple.num_pages
+            pair.run()
+            assert pair.released.keys() == pair.source_pages.keys(), "source pages are never released"
+            assert pair.source_allocator.num_free == pair.num_pages
         else:
             self.poll(0)
         while self.completed():
             self.give_back(0)
-        assert couple.allocator.count(Owner.GRANT) == couple.allocator.count(Owner.QUARANTINE) == 0
-        assert couple.allocator.num_free == couple.num_pages
-        couple.close()
+        assert pair.allocator.count(Owner.GRANT) == pair.allocator.count(Owner.QUARANTINE) == 0
+        assert pair.allocator.num_free == pair.num_pages
+        pair.close()
 
 
 def pick(keys: Iterable[RequestKey], number: int) -> list[RequestKey]:

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, PREFILL
-from support.unequal_nodes import SIZES, Nodes
+from support.kv.kv_fakes import DECODE, PREFILL
+from support.kv.unequal_nodes import SIZES, Nodes
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode

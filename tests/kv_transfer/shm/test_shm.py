@@ -12,11 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore, content
-from support.shm_pair import (
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore, content
+from support.kv.shm_ends import (
     KEY,
     NUM_PAGES,
-    Child,
+    WriterProcess,
     attach,
     child,
     offer,
@@ -42,7 +42,7 @@ __all__ = ["child", "reader", "store", "writer"]
 # ---- pages arrive -----------------------------------------------------------------------------------------------
 
 
-def test_pages_of_another_process_arrive_unchanged(child: Child, reader: ShmReader, store: MemfdStore) -> None:
+def test_pages_of_another_process_arrive_unchanged(child: WriterProcess, reader: ShmReader, store: MemfdStore) -> None:
     assert child.attach(reader, offer(reader)) == ""
     assert child.ask(do="write", peer=DECODE, page=3, value=77) == 1
     assert child.ask(do="write", peer=DECODE, page=NUM_PAGES - 1, value=78) == 1
@@ -63,7 +63,7 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
         writer.store.fill(index, content(KEY, index))
     sender.finish(KEY, PrefillDone("r", 0, 15, 9), [0, 1, 2, 3])
     events, released = [], []
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (events and released) and time.monotonic() < until:
         select.select(writer.files(), [], [], 0.1)
         receiver.poll(0.0)
@@ -117,13 +117,13 @@ def test_attaching_waits_while_the_backlog_is_full(
 # ---- fences -----------------------------------------------------------------------------------------------------
 
 
-def test_a_detached_writer_is_a_fence(child: Child, reader: ShmReader) -> None:
+def test_a_detached_writer_is_a_fence(child: WriterProcess, reader: ShmReader) -> None:
     child.attach(reader, offer(reader, epoch=4))
     child.ask(do="detach", peer=DECODE)
     assert wait_for_news(reader) == [Fenced(PREFILL, 4, "the prefill node has unmapped the pool")]
 
 
-def test_a_killed_writer_is_proven_dead(child: Child, reader: ShmReader) -> None:
+def test_a_killed_writer_is_proven_dead(child: WriterProcess, reader: ShmReader) -> None:
     child.attach(reader, offer(reader, epoch=4))
     assert reader.poll(0.0) == []
     child.kill()
@@ -132,7 +132,7 @@ def test_a_killed_writer_is_proven_dead(child: Child, reader: ShmReader) -> None
 
 
 def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
-    child: Child, reader: ShmReader, store: MemfdStore
+    child: WriterProcess, reader: ShmReader, store: MemfdStore
 ) -> None:
     allocator = PageAllocator(NUM_PAGES)
     receiver = Receiver(reader, allocator, name="decode-0", digest="model")
@@ -157,7 +157,7 @@ def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
     receiver.poll(1e6)
     assert allocator.count(Owner.QUARANTINE) == 4
     child.kill()
-    select.select(reader.files(), [], [], 20.0)
+    select.select(reader.files(), [], [], 60)
     receiver.poll(1e6)
     receiver.check()
     assert allocator.num_free == NUM_PAGES
@@ -231,7 +231,7 @@ class SlowStore(MemfdStore):
 
     def export_page(self, page: int, into: memoryview) -> None:
         self.has_begun.set()
-        assert self.may_end.wait(30)
+        assert self.may_end.wait(60)
         if self.error is not None:
             raise self.error
         super().export_page(page, into)
@@ -246,7 +246,7 @@ def slow(reader: ShmReader) -> Iterator[tuple[SlowStore, ShmWriter]]:
         source.fill(page, 7)
     assert attach(reader, writer, offer(reader)) == ""
     writer.write(DECODE, [(0, 0), (1, 1), (2, 2)])
-    assert source.has_begun.wait(20)
+    assert source.has_begun.wait(60)
     yield source, writer
     source.may_end.set()
     writer.close()
@@ -260,7 +260,7 @@ def test_the_loop_runs_while_pages_are_copied_and_is_woken_when_they_are_in_plac
     writer.done()
     assert select.select(writer.files(), [], [], 0)[0] == []
     source.may_end.set()
-    assert select.select(writer.files(), [], [], 20)[0] == list(writer.files())
+    assert select.select(writer.files(), [], [], 60)[0] == list(writer.files())
     assert writer.done() == [1]
     assert [set(store.read(page)) for page in range(4)] == [{7}, {7}, {7}, {0}]
     assert writer.counters() == {"bytes_by_shm": 3 * LAYOUT.page_bytes}
@@ -286,7 +286,7 @@ def test_detaching_waits_only_for_the_page_being_copied(
     assert attach(reader, writer, offer(reader, 2)) == ""
     writer.write(DECODE, [(3, 3)])  # runs after the other jobs in the thread's queue
     done: list[int] = []
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not done and time.monotonic() < until:
         done = writer.done()
     assert done == [2]
@@ -299,13 +299,13 @@ def test_a_failed_copy_breaks_the_pair_with_an_error_that_names_it(
     source, writer = slow
     source.error = RuntimeError("the device is lost")
     source.may_end.set()
-    assert select.select(writer.files(), [], [], 20)[0]
+    assert select.select(writer.files(), [], [], 60)[0]
     why = "writing into the shared memory of decode-0 failed: the device is lost"
     assert writer.poll() == [Attached(DECODE, 1, why)]
     assert (writer.poll(), writer.done()) == ([], [])
     source.error = None
     writer.write(DECODE, [(3, 3)])
-    assert select.select(writer.files(), [], [], 20)[0]
+    assert select.select(writer.files(), [], [], 60)[0]
     assert writer.done() == []
     assert writer.detach(DECODE) is True
 
@@ -336,7 +336,7 @@ def test_detaching_before_being_attached_is_a_fence(reader: ShmReader, writer: S
     assert wait_for_news(reader) == [Fenced(PREFILL, 1, "the prefill node left before it had the pool")]
 
 
-def test_killing_a_writer_leaves_nothing_behind(child: Child, reader: ShmReader) -> None:
+def test_killing_a_writer_leaves_nothing_behind(child: WriterProcess, reader: ShmReader) -> None:
     before = set(os.listdir("/dev/shm"))
     child.attach(reader, offer(reader))
     child.ask(do="write", peer=DECODE, page=1, value=5)
@@ -350,7 +350,7 @@ def test_killing_a_writer_leaves_nothing_behind(child: Child, reader: ShmReader)
 
 
 def test_two_offers_and_two_writers_are_kept_apart(reader: ShmReader, store: MemfdStore) -> None:
-    first, second = Child(), Child()
+    first, second = WriterProcess(), WriterProcess()
     assert first.attach(reader, offer(reader, 1, "a" * 32)) == ""
     assert second.attach(reader, offer(reader, 2, "b" * 32)) == ""
     second.kill()

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.shm_pair import NUM_PAGES, Child, attach, child, offer, open_descriptors, reader, store, writer
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.shm_ends import NUM_PAGES, WriterProcess, attach, child, offer, open_descriptors, reader, store, writer
 
 from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage
@@ -101,7 +101,7 @@ def test_a_mapped_pool_cannot_be_truncated(reader: ShmReader, store: MemfdStore)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or platform.machine() != "x86_64", reason="becomes another user by system call")
-def test_a_writer_of_another_user_is_refused(child: Child, reader: ShmReader) -> None:
+def test_a_writer_of_another_user_is_refused(child: WriterProcess, reader: ShmReader) -> None:
     connect = offer(reader)
     child.ask(do="setuid", uid=65_534)
     assert child.attach(reader, connect) == "decode-0 runs as another user than this prefill node"
@@ -136,7 +136,7 @@ def _as_nobody(act: Any) -> Any:
 
 def _visit(reader: ShmReader) -> socket.socket:
     pending = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pending.settimeout(20)
+    pending.settimeout(60)
     pending.connect(f"\0{reader._name}")
     return pending
 

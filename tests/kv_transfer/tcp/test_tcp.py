@@ -6,13 +6,13 @@ import socket
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.tcp_stranger import (
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.raw_tcp_peer import (
     KEY,
     NUM_PAGES,
     SIZE,
-    Stranger,
-    _strangers_leave,
+    RawTcpPeer,
+    _close_raw_peers,
     join,
     offer,
     reader,
@@ -29,7 +29,7 @@ from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp import writer as tcp_writer
 from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, WELCOME, Terms
 
-__all__ = ["_strangers_leave", "reader", "store", "writer"]
+__all__ = ["_close_raw_peers", "reader", "store", "writer"]
 
 
 # ---- accepted and rejected connections ---------------------------------------------------------------------------
@@ -37,16 +37,16 @@ __all__ = ["_strangers_leave", "reader", "store", "writer"]
 
 def test_a_connection_without_the_token_of_an_offer_is_rejected(reader: TcpReader) -> None:
     offer(reader)
-    stranger = Stranger(reader)
-    stranger.hello(b"t" * 32, count=2)
-    assert stranger.is_hung_up()
+    raw_peer = RawTcpPeer(reader)
+    raw_peer.hello(b"t" * 32, count=2)
+    assert raw_peer.is_hung_up()
     assert reader._pending.dropped == {"token": 1}
 
 
 def test_a_connection_without_the_cluster_key_is_rejected(reader: TcpReader) -> None:
     connect = offer(reader)
-    stranger = Stranger(reader)
-    assert stranger.shake(connect, key=b"another") == b""
+    raw_peer = RawTcpPeer(reader)
+    assert raw_peer.handshake(connect, key=b"another") == b""
     assert reader._pending.dropped == {"key": 1}
     assert not reader.chosen(PREFILL, 1, "tcp")
 
@@ -54,13 +54,13 @@ def test_a_connection_without_the_cluster_key_is_rejected(reader: TcpReader) -> 
 def test_a_proof_is_valid_for_one_handshake_only(reader: TcpReader) -> None:
     """A recorded handshake does not answer the nonce of the next handshake."""
     token = bytes.fromhex(offer(reader).endpoint.split(":")[2])
-    stranger = Stranger(reader)
-    stranger.hello(token, index=0, count=2)
-    nonce, _ = WELCOME.unpack(stranger.receive(WELCOME.size))
+    raw_peer = RawTcpPeer(reader)
+    raw_peer.hello(token, index=0, count=2)
+    nonce, _ = WELCOME.unpack(raw_peer.receive(WELCOME.size))
     proof = Terms(MAGIC, token, 0, 2, 1, SIZE, NUM_PAGES, b"n" * 32, nonce).proof(
         KEY, b"writer"
     )  # recorded, but never delivered
-    again = Stranger(reader)
+    again = RawTcpPeer(reader)
     again.hello(token, index=0, count=2)
     again.receive(WELCOME.size)
     again.connection.sendall(proof)
@@ -70,45 +70,45 @@ def test_a_proof_is_valid_for_one_handshake_only(reader: TcpReader) -> None:
 
 def test_an_offer_admits_one_connection(reader: TcpReader) -> None:
     connect = offer(reader)
-    assert len(Stranger(reader).shake(connect, index=0)) == 32
-    second = Stranger(reader)
+    assert len(RawTcpPeer(reader).handshake(connect, index=0)) == 32
+    second = RawTcpPeer(reader)
     second.hello(bytes.fromhex(connect.endpoint.split(":")[2]), index=0, count=2)
     assert second.is_hung_up()
 
 
 def test_a_silent_connection_is_rejected_after_the_timeout(reader: TcpReader) -> None:
-    stranger = Stranger(reader)
+    raw_peer = RawTcpPeer(reader)
     until(lambda: reader.poll(100.0) or reader._pending)
     reader.poll(100.0 + visitors.PATIENCE_S)
-    assert stranger.is_hung_up()
+    assert raw_peer.is_hung_up()
     assert reader._pending.dropped == {"silent": 1}
 
 
 def test_a_writer_attaches_despite_many_pending_connections(reader: TcpReader, writer: TcpWriter) -> None:
-    crowd = [Stranger(reader) for _ in range(visitors.MAX_PENDING + 10)]
+    crowd = [RawTcpPeer(reader) for _ in range(visitors.MAX_PENDING + 10)]
     join(writer, reader)
     assert reader._pending.dropped["crowded"] >= 10
-    for stranger in crowd:
-        stranger.connection.close()
+    for raw_peer in crowd:
+        raw_peer.connection.close()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(noise=st.binary(min_size=1, max_size=200))
 def test_random_bytes_on_the_port_are_rejected(reader: TcpReader, noise: bytes) -> None:
     offer(reader)
-    stranger = Stranger(reader)
-    stranger.connection.sendall(noise)
-    stranger.turn()
-    stranger.connection.close()
+    raw_peer = RawTcpPeer(reader)
+    raw_peer.connection.sendall(noise)
+    raw_peer.turn()
+    raw_peer.connection.close()
     until(lambda: reader.poll(0.0) or not reader._pending)
 
 
 def test_a_writer_attaches_after_rejected_connections(reader: TcpReader, writer: TcpWriter) -> None:
     for noise in (b"GET / HTTP/1.1\r\n\r\n" * 10, b"", MAGIC, bytes(HELLO.size)):
-        stranger = Stranger(reader)
-        stranger.connection.sendall(noise)
-        stranger.turn()
-        stranger.connection.close()
+        raw_peer = RawTcpPeer(reader)
+        raw_peer.connection.sendall(noise)
+        raw_peer.turn()
+        raw_peer.connection.close()
     join(writer, reader)
 
 
@@ -209,10 +209,10 @@ def test_the_loop_is_woken_by_acknowledgements_and_ends(reader: TcpReader, write
     assert select.select(writer.files(), [], [], 0)[0] == []
     reader.allow(PREFILL, 1, [0])
     writer.write(DECODE, [(0, 0)])
-    assert select.select(writer.files(), [], [], 5)[0] == list(writer.files())
+    assert select.select(writer.files(), [], [], 60)[0] == list(writer.files())
     assert until(writer.done) == [1]
     writer.detach(DECODE)
-    assert select.select(reader.files(), [], [], 5)[0] == list(reader.files())
+    assert select.select(reader.files(), [], [], 60)[0] == list(reader.files())
 
 
 def test_a_port_that_is_taken_is_refused_with_the_flag_named(reader: TcpReader, store: MemfdStore) -> None:

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.tcp_stranger import (
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.raw_tcp_peer import (
     KEY,
     NUM_PAGES,
     SIZE,
     WHOLE,
-    Stranger,
-    _strangers_leave,
+    RawTcpPeer,
+    _close_raw_peers,
     join,
     offer,
+    raw_peer,
     reader,
     store,
-    stranger,
     until,
     writer,
 )
@@ -33,59 +33,59 @@ from kv_transfer.transports.tcp import TcpReader, TcpWriter
 from kv_transfer.transports.tcp.protocol import MAC_BYTES, PAGE_FRAME_BYTES
 from kv_transfer.transports.tcp.receive_thread import ReceiveThread
 
-__all__ = ["_strangers_leave", "reader", "store", "stranger", "writer"]
+__all__ = ["_close_raw_peers", "raw_peer", "reader", "store", "writer"]
 
 
 # ---- permissions and frames --------------------------------------------------------------------------------------
 
 
-def test_a_page_is_placed_only_where_it_is_permitted(stranger: Stranger, store: MemfdStore) -> None:
-    stranger.page(2, 7)
-    stranger.page(4, 8)
-    stranger.page(3, 9)
-    assert [stranger.answer() for _ in range(3)] == [(1, 2), (0, 4), (1, 3)]
+def test_a_page_is_placed_only_where_it_is_permitted(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+    raw_peer.page(2, 7)
+    raw_peer.page(4, 8)
+    raw_peer.page(3, 9)
+    assert [raw_peer.answer() for _ in range(3)] == [(1, 2), (0, 4), (1, 3)]
     assert [set(store.read(page)) for page in (2, 3, 4)] == [{7}, {9}, {0}]
-    assert stranger.reader.counters()["refused_pages"] == 1
-    assert stranger.reader.counters()["bytes_by_tcp"] == 2 * SIZE
+    assert raw_peer.reader.counters()["refused_pages"] == 1
+    assert raw_peer.reader.counters()["bytes_by_tcp"] == 2 * SIZE
 
 
-def test_a_page_can_be_written_once_per_grant(stranger: Stranger, store: MemfdStore) -> None:
-    stranger.page(2, 7)
-    stranger.page(2, 8)
-    assert [stranger.answer(), stranger.answer()] == [(1, 2), (0, 2)]
+def test_a_page_can_be_written_once_per_grant(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+    raw_peer.page(2, 7)
+    raw_peer.page(2, 8)
+    assert [raw_peer.answer(), raw_peer.answer()] == [(1, 2), (0, 2)]
     assert set(store.read(2)) == {7}
 
 
 def test_a_page_that_arrives_after_its_permission_was_revoked_is_discarded(
-    stranger: Stranger, store: MemfdStore
+    raw_peer: RawTcpPeer, store: MemfdStore
 ) -> None:
-    stranger.reader.forbid([2])
-    stranger.page(2, 7)
-    assert stranger.answer() == (0, 2)
+    raw_peer.reader.forbid([2])
+    raw_peer.page(2, 7)
+    assert raw_peer.answer() == (0, 2)
     assert set(store.read(2)) == {0}
 
 
-def test_a_permission_can_be_revoked_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
-    frame = stranger.frame(2, 7)
+def test_a_permission_can_be_revoked_in_the_middle_of_a_page(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+    frame = raw_peer.frame(2, 7)
     half = PAGE_FRAME_BYTES + SIZE // 2
-    stranger.connection.sendall(frame[:half])
+    raw_peer.connection.sendall(frame[:half])
     until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
-    stranger.reader.forbid([2])
+    raw_peer.reader.forbid([2])
     store.fill(2, 99)  # now another request's page
-    stranger.connection.sendall(frame[half:])
-    assert stranger.answer() == (0, 2)
+    raw_peer.connection.sendall(frame[half:])
+    assert raw_peer.answer() == (0, 2)
     assert set(store.read(2)) == {99}
 
 
-def test_a_permission_of_another_epoch_is_not_valid(stranger: Stranger, store: MemfdStore) -> None:
-    stranger.reader.allow(PREFILL, 2, [2])
-    stranger.page(2, 7)
-    assert stranger.answer() == (0, 2)
+def test_a_permission_of_another_epoch_is_not_valid(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+    raw_peer.reader.allow(PREFILL, 2, [2])
+    raw_peer.page(2, 7)
+    assert raw_peer.answer() == (0, 2)
     assert set(store.read(2)) == {0}
 
 
 def test_revoking_a_permission_waits_for_the_copy_in_progress(
-    stranger: Stranger, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
+    raw_peer: RawTcpPeer, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_copying, receive = threading.Event(), ReceiveThread._receive
 
@@ -97,26 +97,26 @@ def test_revoking_a_permission_waits_for_the_copy_in_progress(
         return receive(thread, into)
 
     monkeypatch.setattr(ReceiveThread, "_receive", slow)
-    stranger.page(2, 7)
-    assert is_copying.wait(20)
-    stranger.reader.forbid([2])
+    raw_peer.page(2, 7)
+    assert is_copying.wait(60)
+    raw_peer.reader.forbid([2])
     store.fill(2, 99)  # now another request's page
-    assert stranger.answer() == (0, 2)
+    assert raw_peer.answer() == (0, 2)
     assert set(store.read(2)) == {99}
 
 
-def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(stranger: Stranger, store: MemfdStore) -> None:
-    frame = stranger.frame(2, 7)
+def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+    frame = raw_peer.frame(2, 7)
     half = PAGE_FRAME_BYTES + SIZE // 2
-    stranger.connection.sendall(frame[:half])
+    raw_peer.connection.sendall(frame[:half])
     until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
-    stranger.reader.withdraw(PREFILL)
+    raw_peer.reader.withdraw(PREFILL)
     store.fill(2, 99)
     with contextlib.suppress(OSError):
-        stranger.connection.sendall(frame[half:])
+        raw_peer.connection.sendall(frame[half:])
     time.sleep(0.05)
     assert set(store.read(2)) == {99}
-    assert stranger.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
+    assert raw_peer.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
 
 
 @pytest.mark.parametrize(
@@ -135,93 +135,93 @@ def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(stranger: Stranger,
         {"page": 2, "page_slice": PageSlice(0, 2)},
     ],
 )
-def test_an_invalid_frame_ends_the_connection(stranger: Stranger, store: MemfdStore, frame: dict[str, Any]) -> None:
-    stranger.connection.sendall(stranger.header(**frame) + b"\7" * SIZE)
-    news = until(lambda: stranger.reader.poll(0.0))
+def test_an_invalid_frame_ends_the_connection(raw_peer: RawTcpPeer, store: MemfdStore, frame: dict[str, Any]) -> None:
+    raw_peer.connection.sendall(raw_peer.header(**frame) + b"\7" * SIZE)
+    news = until(lambda: raw_peer.reader.poll(0.0))
     assert [(fenced.peer, fenced.epoch) for fenced in news] == [(PREFILL, 1)]
     assert set(store.memory[:]) == {0}
-    assert stranger.answer() is None
+    assert raw_peer.answer() is None
 
 
-def test_each_part_of_a_page_is_placed_once_at_its_offset(stranger: Stranger, store: MemfdStore) -> None:
+def test_each_part_of_a_page_is_placed_once_at_its_offset(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
     """A page has 4 tokens: 32 bytes of keys and 32 bytes of values."""
     first, last = PageSlice(0, 3), PageSlice(3, 1)
-    stranger.part(2, 7, last)
-    assert stranger.answer() == (1, 2)
-    stranger.part(2, 9, first)
-    assert stranger.answer() == (1, 2)
+    raw_peer.part(2, 7, last)
+    assert raw_peer.answer() == (1, 2)
+    raw_peer.part(2, 9, first)
+    assert raw_peer.answer() == (1, 2)
     keys_then_values = (b"\x09" * 24 + b"\x07" * 8) * 2
     assert store.read(2) == keys_then_values
     for again in (last, first, WHOLE):
-        stranger.part(2, 5, again)
-        assert stranger.answer() == (0, 2)
+        raw_peer.part(2, 5, again)
+        assert raw_peer.answer() == (0, 2)
     assert store.read(2) == keys_then_values
-    stranger.reader.allow(PREFILL, 1, [2])
-    stranger.part(2, 5, last)
-    assert stranger.answer() == (1, 2)
+    raw_peer.reader.allow(PREFILL, 1, [2])
+    raw_peer.part(2, 5, last)
+    assert raw_peer.answer() == (1, 2)
     assert store.read(2) == (b"\x09" * 24 + b"\x05" * 8) * 2
-    assert stranger.reader.counters()["bytes_by_tcp"] == SIZE + 16
-    assert stranger.reader.counters()["refused_pages"] == 3
+    assert raw_peer.reader.counters()["bytes_by_tcp"] == SIZE + 16
+    assert raw_peer.reader.counters()["refused_pages"] == 3
 
 
-def test_a_new_permission_does_not_cover_a_page_already_in_flight(stranger: Stranger, store: MemfdStore) -> None:
-    frame = stranger.frame(2, 7)
+def test_a_new_permission_does_not_cover_a_page_already_in_flight(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+    frame = raw_peer.frame(2, 7)
     half = PAGE_FRAME_BYTES + SIZE // 2
-    stranger.connection.sendall(frame[:half])
+    raw_peer.connection.sendall(frame[:half])
     until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
-    stranger.reader.forbid([2])
+    raw_peer.reader.forbid([2])
     store.fill(2, 99)
-    stranger.reader.allow(PREFILL, 1, [2])
-    stranger.connection.sendall(frame[half:])
-    assert stranger.answer() == (0, 2)
+    raw_peer.reader.allow(PREFILL, 1, [2])
+    raw_peer.connection.sendall(frame[half:])
+    assert raw_peer.answer() == (0, 2)
     assert set(store.read(2)) == {99}
 
 
-def test_a_replayed_frame_ends_the_connection(stranger: Stranger, store: MemfdStore) -> None:
-    frame = stranger.frame(2, 7)
-    stranger.connection.sendall(frame)
-    assert stranger.answer() == (1, 2)
-    stranger.reader.allow(PREFILL, 1, [2])
+def test_a_replayed_frame_ends_the_connection(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+    frame = raw_peer.frame(2, 7)
+    raw_peer.connection.sendall(frame)
+    assert raw_peer.answer() == (1, 2)
+    raw_peer.reader.allow(PREFILL, 1, [2])
     store.fill(2, 99)
-    stranger.connection.sendall(frame)
-    assert "frame 1 was expected" in until(lambda: stranger.reader.poll(0.0))[0].reason
+    raw_peer.connection.sendall(frame)
+    assert "frame 1 was expected" in until(lambda: raw_peer.reader.poll(0.0))[0].reason
     assert set(store.read(2)) == {99}
 
 
-def test_a_header_without_the_key_ends_the_connection(stranger: Stranger, store: MemfdStore) -> None:
-    header = stranger.header(2)
-    stranger.connection.sendall(header[:-MAC_BYTES] + bytes(MAC_BYTES) + b"\7" * SIZE)
-    assert "not a page of this writer" in until(lambda: stranger.reader.poll(0.0))[0].reason
+def test_a_header_without_the_key_ends_the_connection(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+    header = raw_peer.header(2)
+    raw_peer.connection.sendall(header[:-MAC_BYTES] + bytes(MAC_BYTES) + b"\7" * SIZE)
+    assert "not a page of this writer" in until(lambda: raw_peer.reader.poll(0.0))[0].reason
     assert set(store.read(2)) == {0}
 
 
 @pytest.mark.parametrize("at", [PAGE_FRAME_BYTES, PAGE_FRAME_BYTES + SIZE // 2, -MAC_BYTES - 1, -MAC_BYTES, -1])
-def test_a_changed_page_is_not_acknowledged_and_ends_the_connection(stranger: Stranger, at: int) -> None:
-    stranger.page(3, 6)
-    assert stranger.answer() == (1, 3)
-    frame = bytearray(stranger.frame(2, 7))
+def test_a_changed_page_is_not_acknowledged_and_ends_the_connection(raw_peer: RawTcpPeer, at: int) -> None:
+    raw_peer.page(3, 6)
+    assert raw_peer.answer() == (1, 3)
+    frame = bytearray(raw_peer.frame(2, 7))
     frame[at] ^= 1
-    stranger.connection.sendall(frame)
-    [fenced] = until(lambda: stranger.reader.poll(0.0))
+    raw_peer.connection.sendall(frame)
+    [fenced] = until(lambda: raw_peer.reader.poll(0.0))
     assert (fenced.peer, fenced.epoch) == (PREFILL, 1)
     assert "were changed on the way" in fenced.reason
-    assert stranger.answer() is None
-    assert stranger.reader.counters()["bytes_by_tcp"] == SIZE
+    assert raw_peer.answer() is None
+    assert raw_peer.reader.counters()["bytes_by_tcp"] == SIZE
 
 
-def test_the_last_few_bytes_of_a_page_are_received_without_delay(stranger: Stranger) -> None:
-    frame = stranger.frame(2, 7)
+def test_the_last_few_bytes_of_a_page_are_received_without_delay(raw_peer: RawTcpPeer) -> None:
+    frame = raw_peer.frame(2, 7)
     for begin, end in ((0, 1), (1, -MAC_BYTES - SIZE + 1), (-MAC_BYTES - SIZE + 1, -MAC_BYTES), (-MAC_BYTES, -1)):
-        stranger.connection.sendall(frame[begin:end])
+        raw_peer.connection.sendall(frame[begin:end])
         time.sleep(0.05)  # the reader waits for at least the bytes that must follow
-    stranger.connection.sendall(frame[-1:])
-    assert stranger.answer() == (1, 2)
+    raw_peer.connection.sendall(frame[-1:])
+    assert raw_peer.answer() == (1, 2)
 
 
-def test_bytes_of_one_page_are_not_accepted_for_another(stranger: Stranger, store: MemfdStore) -> None:
-    two, three = stranger.frame(2, 7), stranger.frame(3, 8)
-    stranger.connection.sendall(two[:PAGE_FRAME_BYTES] + three[PAGE_FRAME_BYTES:])
-    assert "were changed on the way" in until(lambda: stranger.reader.poll(0.0))[0].reason
+def test_bytes_of_one_page_are_not_accepted_for_another(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+    two, three = raw_peer.frame(2, 7), raw_peer.frame(3, 8)
+    raw_peer.connection.sendall(two[:PAGE_FRAME_BYTES] + three[PAGE_FRAME_BYTES:])
+    assert "were changed on the way" in until(lambda: raw_peer.reader.poll(0.0))[0].reason
 
 
 def test_slices_are_authenticated_with_a_cluster_key(reader: TcpReader, store: MemfdStore) -> None:
@@ -244,23 +244,23 @@ def test_slices_are_authenticated_with_a_cluster_key(reader: TcpReader, store: M
         source.close()
 
 
-def test_each_part_of_a_page_is_authenticated_separately(stranger: Stranger) -> None:
+def test_each_part_of_a_page_is_authenticated_separately(raw_peer: RawTcpPeer) -> None:
     first, second = PageSlice(0, 1), PageSlice(1, 1)
-    stranger.part(2, 7, first)
-    assert stranger.answer() == (1, 2)
+    raw_peer.part(2, 7, first)
+    assert raw_peer.answer() == (1, 2)
     size = second.num_bytes(LAYOUT)
-    frame, other = (stranger.frame(2, value, size=size, page_slice=second) for value in (8, 9))
-    stranger.connection.sendall(frame[:-MAC_BYTES] + other[-MAC_BYTES:])
-    assert "were changed on the way" in until(lambda: stranger.reader.poll(0.0))[0].reason
+    frame, other = (raw_peer.frame(2, value, size=size, page_slice=second) for value in (8, 9))
+    raw_peer.connection.sendall(frame[:-MAC_BYTES] + other[-MAC_BYTES:])
+    assert "were changed on the way" in until(lambda: raw_peer.reader.poll(0.0))[0].reason
 
 
 @pytest.mark.parametrize(
     "num_bytes", [0, 1, PAGE_FRAME_BYTES - 1, PAGE_FRAME_BYTES, PAGE_FRAME_BYTES + 5, -MAC_BYTES, -1]
 )
-def test_a_connection_cut_at_any_byte_is_a_fence(stranger: Stranger, num_bytes: int) -> None:
-    stranger.connection.sendall(stranger.frame(2, 7)[:num_bytes])
-    stranger.connection.close()
-    assert [(f.peer, f.epoch) for f in until(lambda: stranger.reader.poll(0.0))] == [(PREFILL, 1)]
+def test_a_connection_cut_at_any_byte_is_a_fence(raw_peer: RawTcpPeer, num_bytes: int) -> None:
+    raw_peer.connection.sendall(raw_peer.frame(2, 7)[:num_bytes])
+    raw_peer.connection.close()
+    assert [(f.peer, f.epoch) for f in until(lambda: raw_peer.reader.poll(0.0))] == [(PREFILL, 1)]
 
 
 @settings(max_examples=40, deadline=None)
@@ -268,14 +268,14 @@ def test_a_connection_cut_at_any_byte_is_a_fence(stranger: Stranger, num_bytes: 
 def test_random_bytes_end_the_connection_and_change_no_page(noise: bytes) -> None:
     store = MemfdStore(NUM_PAGES)
     reader = TcpReader(store, key=KEY, num_connections=1)
-    stranger = Stranger(reader)
+    raw_peer = RawTcpPeer(reader)
     try:
-        assert len(stranger.shake(offer(reader))) == 32
+        assert len(raw_peer.handshake(offer(reader))) == 32
         reader.allow(PREFILL, 1, range(NUM_PAGES))
-        stranger.connection.sendall(noise)
+        raw_peer.connection.sendall(noise)
         assert until(lambda: reader.poll(0.0))
         assert set(store.memory[:]) == {0}
     finally:
-        stranger.connection.close()
+        raw_peer.connection.close()
         reader.close()
         store.close()

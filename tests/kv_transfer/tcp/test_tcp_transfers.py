@@ -5,8 +5,8 @@ import time
 from typing import Any
 
 import pytest
-from support.kv_fakes import DECODE, PREFILL, MemfdStore, content
-from support.tcp_stranger import NUM_PAGES, reader, store, until, writer
+from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore, content
+from support.kv.raw_tcp_peer import NUM_PAGES, reader, store, until, writer
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.errors import ErrorCode

@@ -16,10 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gloo_intruder import Intruder, attach, offer, reader, store, threads, writer
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.tcp_stranger import KEY, NUM_PAGES, SIZE, Stranger, _strangers_leave, until
-from support.transport_ends import End, digests, join, ship
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.raw_gloo_peer import RawGlooPeer, attach, offer, reader, store, threads, writer
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, _close_raw_peers, until
+from support.kv.transport_ends import End, digests, join, ship
 
 from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage
@@ -40,7 +40,7 @@ from kv_transfer.transports.torch_distributed.rendezvous import (
     form,
 )
 
-__all__ = ["_strangers_leave", "reader", "store", "writer"]
+__all__ = ["_close_raw_peers", "reader", "store", "writer"]
 
 
 # ---- forming a group ---------------------------------------------------------------------------------------------
@@ -126,16 +126,16 @@ def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
 
 def test_an_offer_of_another_transport_is_refused(reader: GroupReader) -> None:
     """The handshakes of the transports have the same frames and differ only in their magic word."""
-    stranger = Stranger(reader)
-    stranger.hello(bytes.fromhex(offer(reader).endpoint.split(":")[2]))  # in the format of the tcp transport
-    assert stranger.is_hung_up()
+    raw_peer = RawTcpPeer(reader)
+    raw_peer.hello(bytes.fromhex(offer(reader).endpoint.split(":")[2]))  # in the format of the tcp transport
+    assert raw_peer.is_hung_up()
     assert reader._pending.dropped == {"garbage": 1}
 
 
 def test_a_reader_gives_up_on_a_group_without_a_writer(reader: GroupReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_form, "FORM_S", 0.3)
     monkeypatch.setattr(group_backend, "FORM_S", 0.3)
-    assert len(Intruder(reader).shake(offer(reader))) == 32
+    assert len(RawGlooPeer(reader).handshake(offer(reader))) == 32
     [fenced] = until(lambda: reader.poll(0.0))
     assert fenced.reason.endswith("the group did not form within 0 s")
     until(lambda: not threads("form-gloo") + threads("receive-pages"))
@@ -219,14 +219,14 @@ def address(host: str, port: int = 1) -> bytes:
 def test_an_invalid_frame_during_the_rendezvous_ends_it(
     reader: GroupReader, frames: Callable[[AuthenticatedConnection], list[bytes]], why: str
 ) -> None:
-    intruder = Intruder(reader)
-    authenticated = intruder.authenticated(offer(reader))
-    until(lambda: reader.poll(0.0) or intruder.connection.recv(1, socket.MSG_PEEK))  # the reader has answered
-    intruder.connection.sendall(b"".join(frames(authenticated)))
+    gloo_peer = RawGlooPeer(reader)
+    authenticated = gloo_peer.authenticated(offer(reader))
+    until(lambda: reader.poll(0.0) or gloo_peer.connection.recv(1, socket.MSG_PEEK))  # the reader has answered
+    gloo_peer.connection.sendall(b"".join(frames(authenticated)))
     [fenced] = until(lambda: reader.poll(0.0))
     assert (fenced.peer, fenced.epoch) == (PREFILL, 1)
     assert why in fenced.reason
-    until(lambda: not threads("form-gloo") + threads("receive-pages"), 5.0)  # well before Gloo's own timeout
+    until(lambda: not threads("form-gloo") + threads("receive-pages"))
 
 
 @settings(max_examples=200, deadline=None)
@@ -248,8 +248,8 @@ class Liar(AuthenticatedConnection):
 
 
 def test_a_group_member_without_the_secret_is_detected(reader: GroupReader, store: MemfdStore) -> None:
-    intruder = Intruder(reader)
-    authenticated = intruder.authenticated(offer(reader))
+    gloo_peer = RawGlooPeer(reader)
+    authenticated = gloo_peer.authenticated(offer(reader))
     with pytest.raises(OSError):
         form(Liar(authenticated.connection, authenticated.terms, KEY), "gloo", WRITER, Pages(store, "gloo"))
     [fenced] = until(lambda: reader.poll(0.0))
@@ -350,7 +350,7 @@ def test_an_address_of_another_machine_is_refused_with_the_flag_named(store: Mem
 
 def test_torch_is_not_imported_for_other_transports() -> None:
     program = (
-        "import sys; sys.path.insert(0, 'tests'); from support.kv_fakes import MemfdStore;"
+        "import sys; sys.path.insert(0, 'tests'); from support.kv.kv_fakes import MemfdStore;"
         "from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer;"
         "open_reader(MemfdStore(1), TransportSettings('auto')), open_writer(MemfdStore(1), TransportSettings('tcp'));"
         "sys.exit('torch' in sys.modules)"

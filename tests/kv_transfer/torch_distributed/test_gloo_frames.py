@@ -15,11 +15,11 @@ from itertools import count
 import msgspec
 import pytest
 from hypothesis import example, given, settings
-from support.frame_damage import Change, changes, mangled
-from support.kv_fakes import DECODE, PREFILL, MemfdStore
-from support.nursery import Nursery
-from support.tcp_stranger import KEY
-from support.transport_ends import End, digests, join, ship, until
+from support.kv.frame_damage import Change, changes, mangled
+from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
+from support.kv.raw_tcp_peer import KEY
+from support.kv.transport_ends import End, digests, join, ship, until
+from support.service.fork_server import ForkServer
 
 from common.wire.messages import Connect
 from kv_transfer.transports.tcp.protocol import HELLO, MAC_BYTES, WELCOME, AuthenticatedConnection, Terms
@@ -33,13 +33,16 @@ epochs = count(1)
 
 @pytest.fixture(scope="module")
 def ends() -> Iterator[tuple[End, End]]:
-    nursery = Nursery()
+    fork_server = ForkServer()
     words = ("gloo", KEY.decode())
-    ends = (End(nursery, "writer", *words, TEST_PATIENCE_S="3"), End(nursery, "reader", *words, TEST_PATIENCE_S="3"))
+    ends = (
+        End(fork_server, "writer", *words, TEST_PATIENCE_S="3"),
+        End(fork_server, "reader", *words, TEST_PATIENCE_S="3"),
+    )
     yield ends
     for end in ends:
         end.close()
-    nursery.close()
+    fork_server.close()
 
 
 def exactly(connection: socket.socket, size: int) -> bytes:
@@ -89,13 +92,13 @@ class Relay:
 
     def end(self) -> bool:
         """Close everything once the outcome is known. Returns whether a group has formed."""
-        self._threads[0].join(20)
+        self._threads[0].join(60)
         assert not self._threads[0].is_alive()
         for connection in (self.authenticated.connection, self.outer, self.inner):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
-        self._threads[1].join(20)
+        self._threads[1].join(60)
         if self.group is not None:
             self.group.close()
         return self.group is not None

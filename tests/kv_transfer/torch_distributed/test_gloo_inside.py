@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gloo_intruder import Intruder, attach, intruder, offer, reader, store, threads, writer
-from support.kv_fakes import DECODE, PREFILL, MemfdStore
-from support.tcp_stranger import KEY, NUM_PAGES, SIZE, _strangers_leave, until
+from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
+from support.kv.raw_gloo_peer import RawGlooPeer, attach, gloo_peer, offer, reader, store, threads, writer
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, _close_raw_peers, until
 
 from kv_transfer.transports.base import Fenced
 from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES
@@ -20,52 +20,52 @@ from kv_transfer.transports.torch_distributed import backend as group_backend
 from kv_transfer.transports.torch_distributed.backend import Group, Pages
 from kv_transfer.transports.torch_distributed.reader import GroupReceiveThread
 
-__all__ = ["_strangers_leave", "intruder", "reader", "store", "writer"]
+__all__ = ["_close_raw_peers", "gloo_peer", "reader", "store", "writer"]
 
 
 # ---- permissions and frames --------------------------------------------------------------------------------------
 
 
-def test_a_page_is_placed_once_where_it_is_permitted(intruder: Intruder, store: MemfdStore) -> None:
+def test_a_page_is_placed_once_where_it_is_permitted(gloo_peer: RawGlooPeer, store: MemfdStore) -> None:
     for page, value in ((2, 7), (4, 8), (3, 9), (2, 10)):
-        intruder.send(page, value)
-    assert [intruder.answer() for _ in range(4)] == [(1, 2), (0, 4), (1, 3), (0, 2)]
+        gloo_peer.send(page, value)
+    assert [gloo_peer.answer() for _ in range(4)] == [(1, 2), (0, 4), (1, 3), (0, 2)]
     assert [set(store.read(page)) for page in (2, 3, 4)] == [{7}, {9}, {0}]
-    assert intruder.reader.counters()["refused_pages"] == 2
+    assert gloo_peer.reader.counters()["refused_pages"] == 2
 
 
 def test_a_page_that_arrives_after_its_permission_was_revoked_is_discarded(
-    intruder: Intruder, store: MemfdStore
+    gloo_peer: RawGlooPeer, store: MemfdStore
 ) -> None:
-    intruder.announce(2, 7)
+    gloo_peer.announce(2, 7)
     time.sleep(0.05)
-    intruder.reader.forbid([2])
+    gloo_peer.reader.forbid([2])
     store.fill(2, 99)  # now another request's page
-    intruder.group.wait(intruder.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
-    assert intruder.answer() == (0, 2)
+    gloo_peer.group.wait(gloo_peer.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
+    assert gloo_peer.answer() == (0, 2)
     assert set(store.read(2)) == {99}
 
 
 @pytest.mark.parametrize("at", [0, SIZE - 1])
-def test_a_changed_page_is_discarded_and_ends_the_pair(intruder: Intruder, store: MemfdStore, at: int) -> None:
-    intruder.send(3, 6)
-    assert intruder.answer() == (1, 3)
-    intruder.send(2, 7, changed=at)
-    [fenced] = until(lambda: intruder.reader.poll(0.0))
+def test_a_changed_page_is_discarded_and_ends_the_pair(gloo_peer: RawGlooPeer, store: MemfdStore, at: int) -> None:
+    gloo_peer.send(3, 6)
+    assert gloo_peer.answer() == (1, 3)
+    gloo_peer.send(2, 7, changed=at)
+    [fenced] = until(lambda: gloo_peer.reader.poll(0.0))
     assert "were changed on the way" in fenced.reason
     assert set(store.read(2)) == {0}
-    assert intruder.answer() is None
+    assert gloo_peer.answer() is None
 
 
-def test_a_permission_of_another_epoch_is_not_valid(intruder: Intruder, store: MemfdStore) -> None:
-    intruder.reader.allow(PREFILL, 2, [2])
-    intruder.send(2, 7)
-    assert intruder.answer() == (0, 2)
+def test_a_permission_of_another_epoch_is_not_valid(gloo_peer: RawGlooPeer, store: MemfdStore) -> None:
+    gloo_peer.reader.allow(PREFILL, 2, [2])
+    gloo_peer.send(2, 7)
+    assert gloo_peer.answer() == (0, 2)
     assert set(store.read(2)) == {0}
 
 
 def test_revoking_a_permission_waits_for_the_copy_in_progress(
-    intruder: Intruder, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
+    gloo_peer: RawGlooPeer, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_copying, copy = threading.Event(), group_backend._copy
 
@@ -75,26 +75,26 @@ def test_revoking_a_permission_waits_for_the_copy_in_progress(
         copy(target, source)
 
     monkeypatch.setattr(group_backend, "_copy", slow)
-    intruder.send(2, 7)
-    assert is_copying.wait(20)
-    intruder.reader.forbid([2])
+    gloo_peer.send(2, 7)
+    assert is_copying.wait(60)
+    gloo_peer.reader.forbid([2])
     store.fill(2, 99)  # now another request's page
-    assert intruder.answer() == (1, 2)
+    assert gloo_peer.answer() == (1, 2)
     assert set(store.read(2)) == {99}
 
 
 def test_withdrawing_is_a_fence_while_a_page_is_in_flight(
-    intruder: Intruder, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
+    gloo_peer: RawGlooPeer, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Late bytes of an old epoch do not reach the page, whichever request uses it by then."""
-    intruder.announce(2, 7)
+    gloo_peer.announce(2, 7)
     time.sleep(0.05)
-    intruder.reader.withdraw(PREFILL)
-    assert intruder.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
+    gloo_peer.reader.withdraw(PREFILL)
+    assert gloo_peer.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
     store.fill(2, 99)
     monkeypatch.setattr(group_backend, "STALL_S", 0.5)  # no bytes are taken
     with contextlib.suppress(ConnectionError):
-        intruder.group.wait(intruder.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
+        gloo_peer.group.wait(gloo_peer.group.send(torch.full((SIZE,), 7, dtype=torch.uint8)))
     until(lambda: not threads("receive-pages"))
     assert set(store.read(2)) == {99}
 
@@ -102,9 +102,9 @@ def test_withdrawing_is_a_fence_while_a_page_is_in_flight(
 @pytest.mark.parametrize(
     "frame", [{"page": NUM_PAGES}, {"page": 2**63}, {"page": 2, "size": SIZE + 1}, {"page": 2, "number": 1}]
 )
-def test_an_invalid_frame_ends_the_pair(intruder: Intruder, store: MemfdStore, frame: dict[str, Any]) -> None:
-    intruder.connection.sendall(intruder.header(**frame))
-    assert [(f.peer, f.epoch) for f in until(lambda: intruder.reader.poll(0.0))] == [(PREFILL, 1)]
+def test_an_invalid_frame_ends_the_pair(gloo_peer: RawGlooPeer, store: MemfdStore, frame: dict[str, Any]) -> None:
+    gloo_peer.connection.sendall(gloo_peer.header(**frame))
+    assert [(f.peer, f.epoch) for f in until(lambda: gloo_peer.reader.poll(0.0))] == [(PREFILL, 1)]
     assert set(store.memory[:]) == {0}
 
 
@@ -113,15 +113,15 @@ def test_an_invalid_frame_ends_the_pair(intruder: Intruder, store: MemfdStore, f
 def test_random_bytes_end_the_pair_and_change_no_page(noise: bytes) -> None:
     store, source = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
     reader = GroupReader(store, "gloo", key=KEY)
-    intruder = Intruder(reader)
+    gloo_peer = RawGlooPeer(reader)
     try:
-        intruder.join(offer(reader), Pages(source, "gloo"))
+        gloo_peer.join(offer(reader), Pages(source, "gloo"))
         reader.allow(PREFILL, 1, range(NUM_PAGES))
-        intruder.connection.sendall(noise)
+        gloo_peer.connection.sendall(noise)
         assert until(lambda: reader.poll(0.0))
         assert set(store.memory[:]) == {0}
     finally:
-        intruder.group.close()
+        gloo_peer.group.close()
         reader.close()
         store.close()
         source.close()
@@ -132,14 +132,14 @@ def test_an_announced_page_that_never_arrives_ends_the_pair(
 ) -> None:
     monkeypatch.setattr(group_backend, "STALL_S", 0.2)
     source = MemfdStore(NUM_PAGES)
-    intruder = Intruder(reader)
-    intruder.join(offer(reader), Pages(source, "gloo"))
-    intruder.announce(2, 7)
+    gloo_peer = RawGlooPeer(reader)
+    gloo_peer.join(offer(reader), Pages(source, "gloo"))
+    gloo_peer.announce(2, 7)
     [fenced] = until(lambda: reader.poll(0.0))
     assert fenced.reason == (
         "the gloo connection to the prefill node ended: Timed out waiting 200ms for recv operation to complete"
     )
-    intruder.group.close()
+    gloo_peer.group.close()
 
 
 def test_detach_returns_false_while_pages_are_still_being_read(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import pytest
-from support.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, MemfdStore
+from support.kv.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, MemfdStore
 
 from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage

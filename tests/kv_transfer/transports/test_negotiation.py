@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from support.choice_fakes import FakeReader, FakeWriter
-from support.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.fake_transports import FakeReader, FakeWriter
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.wire.messages import Closed, Connect, Connected, LayoutMessage, PagesWritten, PrefillDone, Refused

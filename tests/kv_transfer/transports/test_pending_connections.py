@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.kv_fakes import MemfdStore
+from support.kv.kv_fakes import MemfdStore
 
 from kv_transfer.transports.pending_connections import PAUSE_S
 from kv_transfer.transports.shm import ShmReader

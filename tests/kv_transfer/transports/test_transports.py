@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support.kv_fakes import DECODE, PREFILL
-from support.transport_ends import End, digests, join, ship, until
-from support.transport_node import LAYOUT, NUM_PAGES
+from support.kv.kv_fakes import DECODE, PREFILL
+from support.kv.transport_ends import End, digests, join, ship, until
+from support.kv.transport_process import LAYOUT, NUM_PAGES
 
 #: Transports whose reader places the bytes, so that a fence needs no message from the writer.
 PLACED = ("tcp", "gloo")
@@ -73,7 +73,7 @@ def test_a_pair_reconnects_repeatedly_and_nothing_is_left_behind(start: Callable
     until(lambda: is_steady() and counts[-1] == at_first)  # descriptors do not accumulate
     for end in (writer, reader):
         assert end.ask("close") == "closed"
-        assert end.process.wait(20) == 0
+        assert end.process.wait(60) == 0
 
 
 def test_death_of_the_writer_is_a_fence(start: Callable[..., End], transport: str) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.kv_fakes import DECODE, PREFILL
-from support.transport_ends import End, join, until
-from support.transport_node import LAYOUT, page_content
+from support.kv.kv_fakes import DECODE, PREFILL
+from support.kv.transport_ends import End, join, until
+from support.kv.transport_process import LAYOUT, page_content
 
 
 def prompt_of(pages: list[np.ndarray]) -> np.ndarray:

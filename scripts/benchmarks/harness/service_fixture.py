@@ -1,0 +1,92 @@
+"""Runs ``serve`` as a user would for the length of a ``with`` block, and loads it. For benchmarks."""
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from common.errors import BatonError
+from scripts.benchmarks.harness.cpu_contention import CpuContention
+from scripts.load_tester.config import LoadtestConfig
+from scripts.load_tester.reporting.report import Report
+from scripts.load_tester.run import run_load
+
+ROOT = Path(__file__).resolve().parents[3]
+PR_SET_PDEATHSIG = 1
+STOP_S = 20.0
+MAX_OTHERS = 0.15  # cores used by other processes above which figures are invalid
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ServiceStartError(BatonError):
+    """``serve`` ended or timed out before it was ready; the message contains its output."""
+
+
+@contextlib.contextmanager
+def running_service(flags: Sequence[str], *, timeout_s: float = 300.0) -> Iterator[str]:
+    """Run ``serve`` on a free port with these flags; yields its URL once a request has succeeded.
+
+    The service inherits the CPU affinity of this process, and ends with the block or with this process.
+
+    Raises ServiceStartError: the service did not become ready.
+    """
+    command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning", *flags]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, env=environ, preexec_fn=_die_first
+        )
+        try:
+            yield _ready(process, log, timeout_s)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its children die with it
+                process.wait()
+            assert process.stdout
+            process.stdout.close()
+
+
+def measured_load(config: LoadtestConfig, *, salt: int = 0) -> tuple[Report, float]:
+    """Run the load tester; returns its report and the cores that other processes used meanwhile.
+
+    Raises KeyboardInterrupt: the run was stopped.
+    """
+    contention = CpuContention(os.sched_getaffinity(0))
+    report = run_load(config, salt=salt)
+    if "the run was stopped before its end" in report.reasons:
+        raise KeyboardInterrupt  # the load tester has handled the signal
+    return report, contention.cores()
+
+
+def _die_first() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _ready(process: "subprocess.Popen[bytes]", log: IO[str], timeout_s: float) -> str:
+    assert process.stdout
+    ends_at = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while (left_s := ends_at - time.monotonic()) > 0:
+            if not selector.select(left_s):
+                break
+            line = process.stdout.readline()
+            if line.startswith(b"ready "):
+                return line.split()[1].decode()
+            if not line:
+                break
+    log.seek(0)
+    raise ServiceStartError(f"the service was not ready after {timeout_s:g} s or ended:\n{log.read()[-3000:]}")

@@ -1,0 +1,103 @@
+"""An engine without a model whose tokens reveal every wrong page.
+
+The "KV" of a position is a running hash over all tokens up to it. The next token is a function of the sum of all
+hashes, read back from the pages as attention would. A page that is stale, overwritten, misplaced or released too soon
+changes every later token, and the output no longer equals ``expected_output``.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.cache.page_layout import PageLayout
+from common.step_plan import StepPlan, StepResult
+
+VOCAB_SIZE = 50_000
+
+
+def mix(state: int, token: int) -> int:
+    """Return the running hash after one more token; 32 bits, never zero."""
+    value = (state * 0x9E3779B1 + token * 0x85EBCA77 + 0x165667B1) & 0xFFFFFFFF
+    value ^= value >> 15
+    return value * 0xC2B2AE3D & 0xFFFFFFFF | 1
+
+
+def expected_output(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """Return the tokens that the engine must produce after ``prompt``."""
+    state = total = 0
+    for token in prompt:
+        state = mix(state, token)
+        total += state
+    output = []
+    for _ in range(num_tokens):
+        output.append(total % VOCAB_SIZE)
+        state = mix(state, output[-1])
+        total += state
+    return tuple(output)
+
+
+class FakePool:
+    """A ``PageStore`` with 4 bytes of hash per token as the key, and 4 unused bytes as the value."""
+
+    fd = -1
+    is_mapped = is_in_place = True
+    device_pages = None
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.layout = PageLayout(1, 1, 1, page_size, "float32")
+        self.num_pages = num_pages
+        self.bytes = bytearray(self.layout.pool_bytes(num_pages))
+        self.memory = memoryview(self.bytes)
+        self.keys = np.frombuffer(self.bytes, np.uint32).reshape(num_pages, 2, page_size)[:, 0]
+
+    def export_page(self, page: int, into: memoryview) -> None:
+        size = self.layout.page_bytes
+        into[:] = self.memory[page * size : (page + 1) * size]
+
+    def landed(self, pages: Sequence[int]) -> None:
+        pass
+
+
+class FakeExecutor:
+    """Runs plans over a ``FakePool`` and asserts that each plan is valid."""
+
+    def __init__(self, num_pages: int, page_size: int, num_slots: int) -> None:
+        self.pool = FakePool(num_pages, page_size)
+        self._page_size = page_size
+        self._tables: dict[int, list[int]] = {}
+        self._last: dict[int, int | None] = {}
+        self._num_slots = num_slots
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for admit in plan.admits:
+            assert 0 <= admit.slot < self._num_slots
+            self._tables[admit.slot] = []
+            self._last[admit.slot] = admit.last_token
+        for slot, first, pages in plan.pages:
+            assert first <= len(self._tables[slot])
+            self._tables[slot][first : first + len(pages)] = pages
+        assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot has two rows"
+        tokens = [self._extend(row.slot, row.start, row.tokens, row.sample) for row in plan.rows]
+        return StepResult(plan.step, tuple(token for token in tokens if token is not None))
+
+    def _extend(self, slot: int, start: int, tokens: tuple[int, ...] | None, sample: bool) -> int | None:
+        if tokens is None:
+            last = self._last[slot]
+            assert last is not None
+            tokens = (last,)
+        table = np.array(self._tables[slot])
+        state = int(self._keys(table, start)[-1]) if start else 0
+        for position, token in enumerate(tokens, start):
+            state = mix(state, token)
+            self.pool.keys[table[position // self._page_size], position % self._page_size] = state
+        if not sample:
+            return None
+        self._last[slot] = int(self._keys(table, start + len(tokens)).sum(dtype=np.uint64)) % VOCAB_SIZE
+        return self._last[slot]
+
+    def _keys(self, table: NDArray[np.int64], num_tokens: int) -> NDArray[np.uint32]:
+        return self.pool.keys[table].reshape(-1)[:num_tokens]
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,406 @@
+"""Prefill and decode nodes in one process, stepped by hand, with real roles, schedulers, caches and transfer sessions.
+
+Only sockets and the clock are replaced. Messages are delivered between steps, and between plan and commit as in a node
+whose engine runs in a thread. Pages travel over an in-process wire, and every node is checked after every step. The
+cluster acts as the gateway: it joins tokens by index and tells the other node when a request has ended.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor
+from support.cluster.manual_clock import ManualClock
+
+from common.cache.page_allocator import PageAllocator
+from common.cache.radix_cache import RadixCache
+from common.config.scheduling import PriorityRules, SchedulingOptions
+from common.errors import ErrorCode
+from common.sampling_params import SamplingParams, TokenLogprobs
+from common.scheduling.new_token_ratio import NewTokenRatio, ratio_constants_from_environ
+from common.scheduling.ordering import RequestOrdering
+from common.scheduling.policies.factory import make_policy
+from common.wire.messages import Abort, Failed, Generate, Message, Peer, Tokens
+from decode_node import scheduler as decode
+from decode_node.role import DecodeRole
+from kv_transfer.receive.receiver import Receiver
+from kv_transfer.send.sender import Sender
+from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
+from prefill_node import scheduler as prefill
+from prefill_node.role import PrefillRole
+from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter, Wire
+
+
+@dataclass(slots=True)
+class Member:
+    """A node of the cluster: its name, its role and its engine."""
+
+    name: str
+    role: Any
+    executor: Any
+    transport: Any
+    plans: list[Any] = field(default_factory=list)  # outstanding, oldest first
+    is_alive: bool = True
+    is_planned_out: bool = False  # the last call of plan returned None
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.name, self.name, "here:1")
+
+
+@dataclass(slots=True)
+class Answer:
+    """The response to a request so far; ``nodes`` are those that serve the request."""
+
+    nodes: list[Member]
+    tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs | None] = field(default_factory=dict)
+    finish: str = ""
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_messages: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
+    error: Failed | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish != "" or self.error is not None
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        assert sorted(self.tokens) == list(range(len(self.tokens))), "a token is missing"
+        return tuple(self.tokens[index] for index in sorted(self.tokens))
+
+
+class LocalCluster:
+    """A cluster of prefill and decode nodes.
+
+    Args:
+        folder: model folder, loaded in float32; None for the engine of ``fake_engine``.
+        num_prefill, num_decode: numbers of nodes.
+        page_size, chunk_tokens: of all nodes.
+        prefill_pages, decode_pages: size of each pool.
+        latency: ticks (steps of the cluster) that a page is in flight.
+        decode_page_size: page size of decode nodes, if it differs.
+        limits: fields of ``PrefillLimits`` and ``DecodeLimits`` by name; each applies where the role has it.
+        options: scheduling options of the policies.
+        wants_checksums: verify every transferred page.
+        wire: a wire instead of one with ``latency``.
+        num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is
+            committed, the latest possible moment.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        page_size: int = 16,
+        chunk_tokens: int | None = None,
+        prefill_pages: int = 256,
+        decode_pages: int = 256,
+        max_running: int = 8,
+        latency: int = 0,
+        attention: str = "auto",
+        device: str = "cpu",
+        is_cached: bool = True,
+        max_queued: int | None = None,
+        policy: str = "fcfs",
+        rules: PriorityRules | None = None,
+        stream_interval: int = 1,
+        resume_tokens: int | None = None,
+        conservativeness: float = 1.0,
+        decode_page_size: int | None = None,
+        limits: Mapping[str, Any] | None = None,
+        options: SchedulingOptions | None = None,
+        wants_checksums: bool = False,
+        wire: Wire | None = None,
+        num_outstanding: int = 1,
+    ) -> None:
+        self.clock = ManualClock()
+        self.num_outstanding = num_outstanding
+        self.wire = wire or Wire(latency=latency)
+        self.answers: dict[str, Answer] = {}
+        self.num_starts = 0
+        self._folder = folder
+        self._page_sizes = {"prefill": page_size, "decode": decode_page_size or page_size}
+        self._engine = {"attention": attention, "device": device, "num_slots": max_running}
+        self._is_cached = is_cached
+        self._chunk = chunk_tokens
+        self._max_running = max_running
+        self._max_queued = max_queued
+        self._policy = policy
+        self._rules = rules
+        self._resume_tokens = resume_tokens
+        self._conservativeness = conservativeness
+        self._limits = limits or {}
+        self._options = options
+        self._wants_checksums = wants_checksums
+        self._stream_interval = stream_interval
+        self.prefill = [self._prefill_node(f"prefill-{i}".ljust(32, "."), prefill_pages) for i in range(num_prefill)]
+        self.decode = [self._decode_node(f"decode-{i}".ljust(32, "."), decode_pages) for i in range(num_decode)]
+
+    def _load(self, num_pages: int, page_size: int) -> tuple[Any, tuple[int, ...]]:
+        if self._folder is None:
+            return FakeExecutor(num_pages, page_size, self._max_running), ()
+        from common.engine.executor import load_executor
+        from common.engine.model_config import ModelConfig
+
+        config = ModelConfig.load(str(self._folder))
+        executor = load_executor(config, dtype="float32", num_pages=num_pages, page_size=page_size, **self._engine)
+        return executor, config.eos_token_ids
+
+    def _with_limits(self, limits: Any) -> Any:
+        return replace(limits, **{name: value for name, value in self._limits.items() if hasattr(limits, name)})
+
+    def _order(self, cache: RadixCache) -> RequestOrdering:
+        return RequestOrdering(make_policy(self._policy, cache, options=self._options), self._rules)
+
+    def _prefill_node(self, name: str, num_pages: int) -> Member:
+        page_size = self._page_sizes["prefill"]
+        executor, eos = self._load(num_pages, page_size)
+        allocator = PageAllocator(num_pages)
+        cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
+        limits = prefill.PrefillLimits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
+        transport = InProcessWriter(self.wire, executor.pool)
+        chosen = transport if self.wire.can_recall else NegotiatingWriter([transport])
+        sender = Sender(chosen, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
+        scheduler = prefill.PrefillScheduler(
+            cache,
+            allocator,
+            limits=self._with_limits(limits),
+            ordering=self._order(cache),
+            eos_token_ids=eos,
+            is_granted=sender.is_granted,
+        )
+        return Member(
+            name,
+            PrefillRole(scheduler, sender, cache=cache, allocator=allocator, vocab_size=VOCAB_SIZE),
+            executor,
+            transport,
+        )
+
+    def _decode_node(self, name: str, num_pages: int) -> Member:
+        page_size = self._page_sizes["decode"]
+        executor, eos = self._load(num_pages, page_size)
+        allocator = PageAllocator(num_pages)
+        cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
+        transport = InProcessReader(self.wire, executor.pool)
+        chosen = transport if self.wire.can_recall else NegotiatingReader([transport])
+        receiver = Receiver(chosen, allocator, name=name, digest="model")
+        scheduler = decode.DecodeScheduler(
+            cache,
+            allocator,
+            limits=self._with_limits(
+                decode.DecodeLimits(
+                    self._max_running,
+                    self._max_queued,
+                    chunk_tokens=self._chunk,
+                    resume_tokens=self._resume_tokens,
+                    is_retracted_by_priority=self._rules is not None,
+                )
+            ),
+            ordering=self._order(cache),
+            ratio=NewTokenRatio(ratio_constants_from_environ({}), self._conservativeness),
+            eos_token_ids=eos,
+            is_connected=receiver.is_connected,
+        )
+        role = DecodeRole(
+            scheduler,
+            receiver,
+            cache=cache,
+            allocator=allocator,
+            vocab_size=VOCAB_SIZE,
+            stream_interval=self._stream_interval,
+        )
+        return Member(name, role, executor, transport)
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for member in [*self.prefill, *self.decode] if member.is_alive]
+
+    # ---- the client -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        pair: tuple[int | None, int] = (0, 0),
+        salt: str = "",
+        timeout_s: float = 1e6,
+        priority: int = 0,
+        **others: Any,
+    ) -> Answer:
+        """Send a request to a pair of nodes, decode node first, or to a decode node alone."""
+        decode = self.decode[pair[1]]
+        prefill = None if pair[0] is None else self.prefill[pair[0]]
+        nodes = [decode] if prefill is None else [prefill, decode]
+        answer = self.answers[rid] = Answer(nodes)
+        message = Generate(
+            rid,
+            0,
+            tuple(prompt),
+            sampling,
+            prefill and prefill.peer,
+            decode.peer,
+            timeout_s=timeout_s,
+            cache_salt=salt,
+            priority=priority,
+            **others,
+        )
+        for node in reversed(nodes):
+            self.tell(node, message)
+        return answer
+
+    def tell(self, member: Member, message: Message) -> None:
+        """Deliver a message of the gateway to a node."""
+        if member.is_alive:
+            member.role.on_gateway(message, self.clock.now())
+
+    def abort(self, rid: str) -> None:
+        for node in self.answers[rid].nodes:
+            self.tell(node, Abort(rid, 0))
+
+    def kill(self, member: Member, *, is_noticed: bool = True) -> None:
+        """End a node as SIGKILL does. The other nodes notice unless ``is_noticed`` is false, and its requests fail."""
+        member.is_alive = False
+        member.plans.clear()
+        if member in self.prefill:
+            member.transport.die()
+        for rid, answer in self.answers.items():
+            if member in answer.nodes and not answer.is_over:
+                answer.error = Failed(rid, 0, ErrorCode.NODE_LOST, f"{member.name} was killed")
+                self.abort(rid)
+        for other in self.members:
+            if is_noticed:
+                other.role.peer_lost(member.name, self.clock.now())
+
+    def replace(self, member: Member, num_pages: int) -> Member:
+        """Replace a dead node by a new one."""
+        nodes = self.prefill if member in self.prefill else self.decode
+        self.num_starts += 1
+        name = f"{member.name.split('-')[0]}-{len(nodes)}.{self.num_starts}".ljust(32, ".")
+        make = self._prefill_node if nodes is self.prefill else self._decode_node
+        nodes[nodes.index(member)] = fresh = make(name, num_pages)
+        return fresh
+
+    def run(self, max_steps: int = 20_000) -> None:
+        """Step until every response has ended."""
+        for _ in range(max_steps):
+            if all(answer.is_over for answer in self.answers.values()):
+                return
+            self.step()
+        raise AssertionError(
+            f"not over after {max_steps} steps: {[r for r, a in self.answers.items() if not a.is_over]}"
+        )
+
+    def settle(self, num_steps: int = 10) -> None:
+        """Run some more steps, so that the last messages arrive."""
+        for _ in range(num_steps):
+            self.step()
+
+    # ---- one step of every node -------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self.clock.advance(0.001)
+        for member in self.members:
+            self.plan(member)
+        self._deliver()
+        for member in self.members:
+            member.role.tick(self.clock.now())
+        self._deliver()
+        self.wire.tick()
+        for member in self.members:
+            if member.plans and self.is_due(member):
+                self.commit(member)
+            member.role.tick(self.clock.now())
+        self._deliver()
+        self.check()
+
+    def plan(self, member: Member) -> None:
+        """Plan one more step, if the node has anything to compute."""
+        member.is_planned_out = (plan := member.role.plan(self.clock.now())) is None
+        if plan is not None:
+            member.plans.append(plan)
+
+    def is_due(self, member: Member) -> bool:
+        """Whether the oldest step must be committed before another is planned."""
+        return len(member.plans) >= self.num_outstanding or member.is_planned_out
+
+    def commit(self, member: Member) -> None:
+        """Run the oldest step, and commit its result."""
+        member.role.commit(member.executor.run(member.plans.pop(0)), self.clock.now())
+
+    def check(self) -> None:
+        for member in self.members:
+            member.role.check()
+
+    def _deliver(self) -> None:
+        names = {member.name: member for member in self.members}
+        moved = True
+        while moved:
+            moved = False
+            for member in self.members:
+                outbox = member.role.outbox
+                mail, outbox.peers = outbox.peers, []
+                news, outbox.gateway = outbox.gateway, []
+                outbox.dial.clear()
+                outbox.hang_up.clear()
+                for to, message in mail:
+                    if to in names:
+                        names[to].role.on_peer(member.name, message, self.clock.now())
+                for message in news:
+                    self._hear(member, message)
+                moved |= bool(mail or news)
+
+    def _hear(self, sender: Member, message: Message) -> None:
+        assert isinstance(message, Tokens | Failed)
+        answer = self.answers[message.rid]
+        if isinstance(message, Failed):
+            answer.error = answer.error or message
+        else:
+            answer.num_messages += 1
+            answer.timings |= message.timings
+            for offset, token in enumerate(message.tokens):
+                assert message.index + offset not in answer.tokens, "a token was sent twice"
+                answer.tokens[message.index + offset] = token
+                answer.logprobs[message.index + offset] = message.logprobs[offset] if message.logprobs else None
+            answer.finish = answer.finish or message.finish
+            assert message.index == 0 or not message.prompt_logprobs, "prompt log-probabilities arrived late"
+            answer.prompt_logprobs += message.prompt_logprobs
+            answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
+        if answer.is_over:
+            for node in answer.nodes:
+                if node is not sender:
+                    self.tell(node, Abort(message.rid, 0))
+
+    def counters(self, member: Member) -> dict[str, float]:
+        counters: dict[str, float] = member.role.counters()
+        return counters
+
+    def close(self) -> None:
+        for member in [*self.prefill, *self.decode]:
+            member.transport.close()
+            member.executor.close()
+
+
+def sampling(max_new: int, **others: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new, temperature=0.0, **others)
+
+
+def prompt_of(length: int, first: int = 7) -> tuple[int, ...]:
+    return tuple((first + 3 * i) % 101 for i in range(length))
+
+
+def assert_all_pages_are_released(cluster: LocalCluster) -> None:
+    for member in cluster.members:
+        load = member.role.load()
+        assert load.num_running == 0
+        assert load.num_waiting == 0
+        assert load.num_quarantined_pages == 0
+        num_pages = member.executor.pool.num_pages
+        assert load.num_free_pages + load.num_cached_pages == num_pages, "a page leaked"

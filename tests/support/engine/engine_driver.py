@@ -1,0 +1,93 @@
+"""Drives an executor step by step without a scheduler; pages are scattered over the pool."""
+
+from collections.abc import Sequence
+
+from common.engine.executor import TorchExecutor
+from common.sampling_params import SamplingParams, TokenLogprobs
+from common.step_plan import Admit, PageDelta, Row, StepPlan
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Driver:
+    """Runs requests on one executor step by step."""
+
+    def __init__(self, executor: TorchExecutor) -> None:
+        self.executor = executor
+        self.page_size = executor.pool.layout.page_size
+        # Even pages come after odd ones, so that consecutive tokens are not on consecutive pages.
+        pages = range(executor.pool.num_pages)
+        self.free = [*pages[::2], *pages[1::2]]
+        self.steps = 0
+
+    def start(
+        self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY, shared: int = 0
+    ) -> "DrivenRequest":
+        """Return a request; its first ``shared`` tokens are not computed, and the test sets their pages."""
+        text = DrivenRequest(self, slot, list(prompt), params)
+        text.num_computed = shared
+        return text
+
+    def step(self, *extends: tuple["DrivenRequest", int]) -> None:
+        """Run one step that extends each request by a number of tokens; 0 means all known tokens."""
+        admits, deltas, rows, sampling = [], [], [], []
+        for text, count in extends:
+            admits += text.take_admit()
+            row = text.next_row(count)
+            deltas += text.take_pages(row.start + row.num_tokens)
+            rows.append(row)
+            if row.sample:
+                sampling.append(text)
+        self.steps += 1
+        result = self.executor.run(StepPlan(self.steps, tuple(admits), tuple(deltas), tuple(rows)))
+        assert result.step == self.steps
+        assert len(result.tokens) == len(sampling)
+        logprobs = result.logprobs or (None,) * len(sampling)
+        for text, token, logprob in zip(sampling, result.tokens, logprobs, strict=True):
+            text.output.append(token)
+            text.logprobs.append(logprob)
+
+    def finish(self, texts: Sequence["DrivenRequest"], max_new: int, chunk: int = 0) -> None:
+        """Run steps until every request has ``max_new`` output tokens; prompts are computed in chunks."""
+        while waiting := [text for text in texts if len(text.output) < max_new]:
+            self.step(*((text, chunk) for text in waiting))
+
+
+class DrivenRequest:
+    """A request with its tokens, its pages and the number of computed tokens."""
+
+    def __init__(self, driver: Driver, slot: int, prompt: list[int], params: SamplingParams) -> None:
+        self.slot = slot
+        self.prompt = prompt
+        self.output: list[int] = []
+        self.logprobs: list[TokenLogprobs | None] = []
+        self.pages: list[int] = []
+        self.num_computed = 0
+        self._driver = driver
+        self.params = params
+        self._is_admitted = False
+        self._num_reported_pages = 0
+
+    def take_admit(self) -> list[Admit]:
+        if self._is_admitted:
+            return []
+        self._is_admitted = True
+        history = tuple(self.prompt + self.output) if self.params.has_penalties else ()
+        return [Admit(self.slot, self.params, len(self.prompt), None, history)]
+
+    def next_row(self, count: int) -> Row:
+        known = self.prompt + self.output
+        start = self.num_computed
+        if self.output and start == len(known) - 1:
+            self.num_computed += 1
+            return Row(self.slot, start, None, True)
+        end = min(len(known), start + count) if count else len(known)
+        self.num_computed = end
+        return Row(self.slot, start, tuple(known[start:end]), end == len(known))
+
+    def take_pages(self, num_tokens: int) -> list[PageDelta]:
+        while len(self.pages) * self._driver.page_size < num_tokens:
+            self.pages.append(self._driver.free.pop())
+        fresh = self.pages[self._num_reported_pages :]
+        first, self._num_reported_pages = self._num_reported_pages, len(self.pages)
+        return [PageDelta(self.slot, first, tuple(fresh))] if fresh else []

@@ -1,0 +1,115 @@
+"""Processes that each have one end of a transport, and what tests make them do."""
+
+import contextlib
+import hashlib
+import json
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.kv.kv_fakes import DECODE, PREFILL
+from support.kv.transport_process import page_content
+from support.service.fork_server import ForkServer
+
+TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
+
+
+class End:
+    """A process with one end of a transport; see ``transport_process``."""
+
+    def __init__(self, fork_server: ForkServer, role: str, transport: str, key: str = "", **environment: str) -> None:
+        self.process = fork_server.start(role, transport, key, **environment)
+        self.pid: int = self.answer()
+        assert self.pid == self.process.pid
+
+    def answer(self) -> Any:
+        ready, _, _ = select.select([self.process.stdout], [], [], 60)
+        assert ready, "no answer"
+        return json.loads(self.process.stdout.readline())
+
+    def tell(self, do: str, **words: Any) -> None:
+        self.process.stdin.write(json.dumps({"do": do, **words}) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, do: str, **words: Any) -> Any:
+        self.tell(do, **words)
+        return self.answer()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Returns when a SIGSTOP has reached every thread: the first to hear of it may have to wait for a core."""
+        self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            until(lambda: all(state == "T" for state in _states(self.pid)))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _states(pid: int) -> list[str]:
+    """Of a process's threads."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
+
+
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[ForkServer]:
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
+
+
+@pytest.fixture
+def start(fork_server: ForkServer) -> Iterator[Callable[..., End]]:
+    ends: list[End] = []
+
+    def begin(role: str, transport: str, key: str = "", **environment: str) -> End:
+        ends.append(End(fork_server, role, transport, key, **environment))
+        return ends[-1]
+
+    yield begin
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def until(look: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    """The first true answer."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if found := look():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it never came")
+
+
+def join(writer: End, reader: End, transport: str, epoch: int = 1) -> None:
+    connect = reader.ask("offer", peer=PREFILL, epoch=epoch)
+    assert writer.ask("attach", peer=DECODE, connect=connect) == ""
+    assert until(lambda: writer.ask("news")) == [[DECODE, epoch, "", transport]]
+    assert reader.ask("chosen", peer=PREFILL, epoch=epoch, transport=transport)
+
+
+def ship(writer: End, reader: End, pages: list[tuple[int, int, int]], epoch: int = 1) -> None:
+    """(seed, source, target): written, and over."""
+    reader.ask("allow", peer=PREFILL, epoch=epoch, pages=[target for _, _, target in pages])
+    ticket = writer.ask("write", peer=DECODE, pages=pages)
+    assert until(lambda: writer.ask("finished")) == [ticket]
+
+
+def digests(*seeds: int) -> list[str]:
+    return [hashlib.sha256(page_content(seed)).hexdigest() for seed in seeds]

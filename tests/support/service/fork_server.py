@@ -1,0 +1,191 @@
+"""Starts processes in milliseconds by forking a process that has already imported torch and NIXL.
+
+    fork_server.py DESCRIPTOR
+
+The interpreter, torch and NIXL take two seconds of CPU to start; a fork takes next to nothing. The fork server has one
+thread when it forks, and no agent, pool or socket except the one over which it receives commands.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+TESTS = Path(__file__).resolve().parents[2]
+_PR_SET_PDEATHSIG = 1
+
+
+class ForkServer:
+    """Starts the fork server, and ends it with all processes that it forked.
+
+    Args:
+        variables: environment variables that torch reads when it is loaded.
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(TESTS / "support" / "service" / "fork_server.py"), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **environment, "OPENBLAS_NUM_THREADS": "1", **(variables or {})},
+            )
+
+    def start(self, *argv: str, **environment: str) -> "TransportProcess":
+        """Forks a process that runs ``transport_process`` and returns it with pipes for its commands and replies."""
+        (their_in, our_in), (our_out, their_out) = os.pipe(), os.pipe()
+        pid = self._request({"argv": argv, "environment": environment}, [their_in, their_out])
+        os.close(their_in)
+        os.close(their_out)
+        return TransportProcess(self, pid, os.fdopen(our_in, "w"), os.fdopen(our_out))
+
+    def run(self, module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> "ForkedProcess":
+        """Forks a process that does the same as ``python -m MODULE`` with these arguments and this environment."""
+        with open(os.devnull) as nothing, log.open("ab") as output:
+            files = [nothing.fileno(), output.fileno(), output.fileno()]
+            return ForkedProcess(
+                self, self._request({"module": module, "argv": argv, "environment": dict(environment)}, files)
+            )
+
+    def status(self, pid: int) -> int:
+        """Returns the exit status of an ended process, as ``subprocess`` does; only once for each process."""
+        return self._request({"ended": pid}, [])
+
+    def _request(self, order: dict[str, Any], descriptors: list[int]) -> int:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(order).encode()], descriptors)
+            ready, _, _ = select.select([self._socket], [], [], 60)
+            answer = self._socket.recv(64) if ready else b""
+        assert answer, "the fork server did not reply in 60 s"
+        return int(answer)
+
+    def close(self) -> None:
+        self._socket.close()
+        assert self._process.wait(60) == 0
+
+
+class ForkedProcess:
+    """The part of ``subprocess.Popen`` that tests need."""
+
+    def __init__(self, fork_server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._fork_server = fork_server
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.returncode is None:  # until it is reaped, its pid is not reused
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        status = self._ended(timeout_s)
+        assert status is not None, f"process {self.pid} did not end in {timeout_s:g} s"
+        return status
+
+    def poll(self) -> int | None:
+        return self._ended(0.0)
+
+    def _ended(self, timeout_s: float) -> int | None:
+        if self.returncode is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                ready, _, _ = select.select([pidfd], [], [], timeout_s)
+            finally:
+                os.close(pidfd)
+            if ready:
+                self.returncode = self._fork_server.status(self.pid)
+        return self.returncode
+
+
+class TransportProcess(ForkedProcess):
+    """A forked process with pipes to its standard input and output."""
+
+    def __init__(self, fork_server: ForkServer, pid: int, stdin: TextIO, stdout: TextIO) -> None:
+        super().__init__(fork_server, pid)
+        self.stdin, self.stdout = stdin, stdout
+
+
+def main() -> None:
+    """Runs the fork server."""
+    os.environ["NIXL_LOG_LEVEL"] = "WARN"
+    import support.kv.transport_process as transport_process
+
+    with contextlib.suppress(ImportError):  # a test that needs it reports the error
+        import nixl  # noqa: F401
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(orders, 1 << 20, 3)
+        if not data:
+            return
+        order: dict[str, Any] = json.loads(data)
+        if "ended" in order:
+            _, status = os.waitpid(order["ended"], 0)
+            orders.send(str(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        if "module" in order:
+            import common.engine.executor
+            import common.node.worker_main  # noqa: F401
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
+        pid = os.fork()
+        if not pid:
+            orders.close()
+            if "module" in order:
+                _run_module(order, descriptors)
+            _run_main(transport_process, order, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        orders.send(str(pid).encode())
+
+
+def _run_main(program: Any, order: dict[str, Any], descriptors: list[int]) -> None:
+    """In the forked process: runs ``main`` with its own standard files, arguments and environment, then exits."""
+    status = 1
+    try:
+        _adopt_descriptors(descriptors)
+        os.environ.update(order["environment"])
+        sys.argv[1:] = order["argv"]
+        program.main()
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _run_module(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """In the forked process: continues as if the interpreter had just been started with this module."""
+    _adopt_descriptors(descriptors)
+    os.chdir(TESTS.parent)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.argv[1:] = order["argv"]
+    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def _adopt_descriptors(descriptors: list[int]) -> None:
+    """Installs the standard files; the kernel kills the process when the fork server ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()
