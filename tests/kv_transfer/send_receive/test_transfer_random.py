@@ -272,7 +272,8 @@ WEIGHTS = {
     **dict.fromkeys(("arrive", "open", "begin", "compute"), 5),
     **dict.fromkeys(("go_on", "hear_prefill", "hear_decode", "pump", "tick", "finish", "give_back"), 3),
     **dict.fromkeys(("poll", "cancel", "abort", "retract"), 2),
-    **dict.fromkeys(("dial", "sender_notices", "receiver_notices", "tear", "wait", "die", "snap"), 1),
+    **dict.fromkeys(("dial", "sender_notices", "receiver_notices", "tear", "wait", "die"), 1),
+    "break_data_connection": 1,
     **dict.fromkeys(("repeat", "overtake"), 1),
 }
 ACTIONS = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
