@@ -70,7 +70,7 @@ def test_drops_refusals_errors_in_the_stream_and_hangs_are_told_apart(tmp_path: 
     hung = {n for n in numbers if n % 13 == 0} - refused - dropped - sour
     expected = {"http_500": len(refused), "dropped": len(dropped), "stream_node_lost": len(sour), "timeout": len(hung)}
     assert report.errors["kinds"] == dict(sorted(expected.items(), key=lambda item: -item[1]))
-    assert report.errors["examples"]["http_500"] == "out of luck"
+    assert report.errors["examples"]["http_500"] == "internal error"
     bad = sum(expected.values())
     assert report.errors["count"] == bad
     assert report.service["good"] == 78 - bad and report.service["misses"] == {"failed": bad}

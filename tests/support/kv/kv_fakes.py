@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class MemfdStore:
         self.num_pages = num_pages
         self.fd = os.memfd_create("baton-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, layout.pool_bytes(num_pages))
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
         self.memory = mmap.mmap(self.fd, layout.pool_bytes(num_pages))
         self.num_landed = 0
 
@@ -52,7 +54,7 @@ class MemfdStore:
 
     def close(self) -> None:
         self.memory.close()
-        os.close(self.fd)
+        self._close_fd()
 
 
 def content(key: RequestKey, index: int) -> int:
