@@ -11,6 +11,7 @@ import zmq
 from common.config.cli import resolve
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
+from common.logs import configure_logging
 from gateway.server import Gateway
 from gateway.workers.served_models import model_folders
 
@@ -34,19 +35,17 @@ async def serve(gateway: Gateway) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     config = resolve(GatewayConfig, argv, command="gateway", help="Speak HTTP and text, choose nodes, relay tokens.")
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s gateway %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    writer = configure_logging("gateway", level=config.log_level, log_format=config.log_format)
     try:
         gateway = Gateway(config, model_folders(config))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(gateway))
     except (ConfigError, OSError, zmq.ZMQError) as error:
-        print(f"gateway: {error}", file=sys.stderr)
+        log.error("%s", error)
         return 2
+    finally:
+        if writer is not None:
+            writer.close()
     return 0
 
 

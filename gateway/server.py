@@ -40,6 +40,7 @@ from gateway.requests.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.priority import PriorityResolver
 from gateway.requests.quotas import Quotas
+from gateway.requests.request_log import log_request
 from gateway.requests.response_store import ResponseStore
 from gateway.workers.control_plane import ControlPlane, MailboxChannel
 from gateway.workers.pool import WorkerPools
@@ -182,9 +183,11 @@ class Gateway:
         self._metrics.answered("other" if route is None else _without_parameters(route.path), status)
 
     def _ended(self, stream: OutputStream) -> None:
-        """Counts an ended output, charges its tenant and teaches the predictor."""
+        """Counts and logs an ended output, charges its tenant and teaches the predictor."""
         request = stream.request
         self._metrics.ended(stream)
+        if self._config.log_requests:
+            log_request(stream)
         self._quotas.settle(stream)
         if stream.finish and not request.sampling.ignore_eos and not request.is_prompt_only:
             predictor = self._models[request.model].predictor

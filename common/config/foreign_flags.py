@@ -40,7 +40,7 @@ _MEMORY = "it includes the weights; give --memory-fraction, the share that KV pa
 _GRAMMARS = "llguidance is the only library for structured output; leave it out"
 _SEED = "there is no seed of the server; give `seed` in requests"
 _NO_TLS = "the gateway speaks plain HTTP; let a proxy before it end TLS"
-_NO_PROMPT_LOG = "prompts are never logged; --record writes what a node does, prompts included, to a file"
+_CRASH_DUMP = "prompts are never logged; --record writes what a node does, prompts included, to a file"
 _DEFAULTS = "requests start from the model's generation_config.json; give other values in requests"
 _TEXT_ONLY = "Baton serves text alone; leave it out"
 
@@ -94,7 +94,10 @@ NO_EQUAL: dict[str, str] = {
     "--max-logprobs": "at most 20 alternatives are given for a token; leave it out",
     # process and logs
     **dict.fromkeys(("--log-level-http", "--uvicorn-log-level"), "give --log-level"),
-    **dict.fromkeys(("--log-requests", "--enable-log-requests", "--crash-dump-folder"), _NO_PROMPT_LOG),
+    "--enable-log-requests": "every request is logged when it has ended, without its prompt; leave it out",
+    **dict.fromkeys(("--disable-log-requests", "--disable-uvicorn-access-log"), "give --no-log-requests"),
+    "--log-requests-level": "--log-requests logs counts and times; prompts and outputs are never logged; leave it out",
+    "--crash-dump-folder": _CRASH_DUMP,
     **dict.fromkeys(("--watchdog-timeout",), "give the gateway --heartbeat-timeout: a silent node counts as lost"),
     **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"), _NO_TLS),
 }

@@ -95,6 +95,9 @@ class HttpOptions:
     incremental_streaming_output: bool = option(
         False, "Send only new text in each event of a /generate stream, instead of all text so far."
     )
+    log_requests: bool = option(
+        True, "Log one line for each output that has ended: its ids, counts and times, never its text."
+    )
     heartbeat_interval: float = option(2.0, "Seconds between two heartbeats of a node.", minimum=0.05, maximum=3600)
     heartbeat_timeout: float = option(
         30.0,

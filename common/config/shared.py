@@ -9,6 +9,7 @@ from common.config.batching import check_batching
 from common.config.options import option
 from common.config.scheduling import check_scheduling
 from common.errors import ConfigError
+from common.logs import LogFormat
 
 Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -51,6 +52,7 @@ class ModelOptions:
         False, "Allow addresses that other machines can reach although connections to them are not authenticated."
     )
     log_level: LogLevel = option("info", "Least severe messages to log. Prompts are never logged.")
+    log_format: LogFormat = option("console", "Form of log lines: text for people, or one JSON object per line.")
 
     @property
     def served_name(self) -> str:

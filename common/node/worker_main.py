@@ -20,6 +20,7 @@ from common.cache.page_layout import PageLayout
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.errors import BatonError, ConfigError
+from common.logs import configure_logging
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
 from common.node.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
@@ -64,16 +65,15 @@ def run(config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole
     Returns:
         The exit status: 0 stopped on purpose, 1 failed, 2 refused.
     """
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s {config.node_name} %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    writer = configure_logging(config.node_name, level=config.log_level, log_format=config.log_format)
     try:
         return _serve(config, open_transport, build_role)
     except ConfigError as error:
         log.error("%s", error)
         return 2
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole) -> int:

@@ -56,6 +56,7 @@ class OutputStream:
         finish: "stop" or "length" after a normal end.
         matched: the token id or stop string that ended it.
         is_local_prefill: the decode node computes the prompt too.
+        prefill_node, decode_node: names of the nodes; empty until it is sent, and without a prefill node.
         started_at, sent_at, first_at, last_at, ended_at: instants in seconds; 0 until they are reached.
     """
 
@@ -74,6 +75,8 @@ class OutputStream:
     matched: int | str | None = None
     error: RequestError | None = None
     is_local_prefill: bool = False
+    prefill_node: str = ""
+    decode_node: str = ""
     cached_tokens: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     sent_at: float = 0.0

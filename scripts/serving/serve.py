@@ -2,7 +2,7 @@
 
 Every part is a process of its own: ``python -m gateway``, ``python -m prefill_node``, ``python -m decode_node``. This
 process divides the machine among them, keeps them running (``scripts/serving/supervisor.py``), and reports when a
-request succeeds. Logs go to standard error; standard output gets the one line ``ready http://...``.
+request succeeds. Logs go to standard error; standard output gets the one line ``ready http://...``, for programs.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ from common.config.serve import ServeConfig
 from common.errors import BatonError, ConfigError
 from common.wire.address import in_url
 from scripts.serving.cpu_affinity import Share, divide, usable_cores
-from scripts.serving.supervisor import Child, Supervisor, say
+from scripts.serving.output import Output, ServeOutput
+from scripts.serving.supervisor import Child, Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nodes.
@@ -130,7 +131,7 @@ def _url(config: ServeConfig) -> str:
 # ---- readiness ------------------------------------------------------------------------------------------------------
 
 
-async def wait_until_ready(config: ServeConfig) -> None:
+async def wait_until_ready(config: ServeConfig, output: Output) -> None:
     """Return once every node is registered and a small request has succeeded.
 
     Raises NotReady: not within ``ready_timeout``.
@@ -144,7 +145,7 @@ async def wait_until_ready(config: ServeConfig) -> None:
                 raise NotReady(f"not ready after --ready-timeout {config.ready_timeout:g} s; still missing: {missing}")
             if now - told_at > PROGRESS_S:
                 told_at = now
-                say(f"serve: {now - began:.0f} s, waiting for {missing}")
+                output.say(f"{now - began:.0f} s, waiting for {missing}")
             await asyncio.sleep(POLL_S)
 
 
@@ -180,27 +181,27 @@ async def _failed_request(session: aiohttp.ClientSession, config: ServeConfig) -
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-async def serve(config: ServeConfig) -> int:
+async def serve(config: ServeConfig, output: Output) -> int:
     """Run until a signal; returns the exit status."""
     shares = shares_of(config)
-    supervisor = Supervisor(children(config, shares))
+    supervisor = Supervisor(children(config, shares), output)
     stopping = asyncio.Event()
-    _on_signals(supervisor, stopping)
+    _on_signals(supervisor, stopping, output)
     threads = sorted({share.num_threads for share in shares})
-    say(
-        f"serve: starting a gateway, {config.prefill} prefill and {config.decode} decode for {config.served_name}, "
+    output.say(
+        f"starting a gateway, {config.prefill} prefill and {config.decode} decode for {config.served_name}, "
         f"{' or '.join(map(str, threads))} compute threads each{'' if shares[0].cpus else ', not pinned'}"
     )
     running = asyncio.create_task(supervisor.run())
-    ready = asyncio.create_task(wait_until_ready(config))
+    ready = asyncio.create_task(wait_until_ready(config, output))
     stop = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait({running, ready, stop}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not ready.exception():
             supervisor.mark_ready()
-            tell_ready(_url(config))
+            tell_ready(_url(config), _curl_headers(config), output)
             await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
-        return _status(running, ready)
+        return _status(running, ready, output)
     finally:
         ready.cancel()
         await supervisor.stop()
@@ -208,16 +209,28 @@ async def serve(config: ServeConfig) -> int:
         await asyncio.gather(running, ready, return_exceptions=True)
 
 
-def tell_ready(url: str) -> None:
-    """Print the line on standard output; the service continues if that is closed or its disk is full."""
+def tell_ready(url: str, curl_headers: str, output: Output) -> None:
+    """Print the line on standard output, and what to try next on standard error.
+
+    The service continues if standard output is closed or its disk is full.
+    """
     try:
         print(f"ready {url}", flush=True)
     except OSError as error:
         sys.stdout = None  # otherwise the interpreter fails again when it flushes at exit
-        say(f"serve: ready {url}; cannot write to standard output: {error.strerror}")
+        output.say(f"ready {url}; cannot write to standard output: {error.strerror}")
+    body = '{"prompt": "To be, or", "max_tokens": 20}'
+    output.say(f"try it: curl {url}/v1/completions -H 'Content-Type: application/json'{curl_headers} -d '{body}'")
+    output.say(f"see it: {url}/ in a browser; {url}/docs describes the API")
 
 
-def _status(running: "asyncio.Task[None]", ready: "asyncio.Task[None]") -> int:
+def _curl_headers(config: ServeConfig) -> str:
+    if config.tenant_keys is not None:
+        return " -H 'Authorization: Bearer KEY'"
+    return ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_key else ""
+
+
+def _status(running: "asyncio.Task[None]", ready: "asyncio.Task[None]", output: Output) -> int:
     """The exit status: 0 after a requested stop, otherwise 1 and a message."""
     for work in (running, ready):
         error = work.exception() if work.done() else None
@@ -226,19 +239,19 @@ def _status(running: "asyncio.Task[None]", ready: "asyncio.Task[None]") -> int:
         if error is not None:
             if not isinstance(error, BatonError):
                 raise error
-            say(f"serve: {error}")
+            output.say(str(error))
             return 1
     return 0
 
 
-def _on_signals(supervisor: Supervisor, stopping: asyncio.Event) -> None:
+def _on_signals(supervisor: Supervisor, stopping: asyncio.Event, output: Output) -> None:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
         if stopping.is_set():  # second signal: kill everything at once
             supervisor.signal_all(signal.SIGKILL)
             os._exit(130)
-        say("serve: stopping")
+        output.say("stopping")
         stopping.set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -247,12 +260,14 @@ def _on_signals(supervisor: Supervisor, stopping: asyncio.Event) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(ServeConfig, argv, command="serve", help=HELP)
+    output = ServeOutput(config.log_format)
     try:
-        config = with_ports(with_key(config))
+        return asyncio.run(serve(with_ports(with_key(config)), output))
     except ConfigError as error:
-        say(f"serve: {error}")
+        output.say(str(error))
         return 2
-    return asyncio.run(serve(config))
+    finally:
+        output.close()
 
 
 if __name__ == "__main__":

@@ -6,15 +6,14 @@ not help, so this ends everything unless the service has been ready before.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
+from scripts.serving.output import Output
 
 PR_SET_PDEATHSIG = 1
 REFUSED = 2  # exit status of a process that refuses its configuration
@@ -46,17 +45,12 @@ class Child:
     num_deaths: int = field(default=0, init=False)
 
 
-def say(line: str) -> None:
-    """Print a line on standard error; drop it if that is closed."""
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
-
-
 class Supervisor:
     """Keeps children running until ``stop``."""
 
-    def __init__(self, children: list[Child]) -> None:
+    def __init__(self, children: list[Child], output: Output) -> None:
         self.children = children
+        self._output = output
         self._has_been_ready = False
         self._is_stopping = False
 
@@ -79,7 +73,7 @@ class Supervisor:
             began = time.monotonic()
             child.process = await _spawn(child)
             assert child.process.stdout is not None
-            await _relay(child.name, child.process.stdout)
+            await self._relay(child.name, child.process.stdout)
             status = await child.process.wait()
             if self._is_stopping:
                 return
@@ -89,9 +83,19 @@ class Supervisor:
                 raise ChildFailed(f"{child.name} {ended}; see its output above")
             if time.monotonic() - began > STEADY_S:
                 delay = FIRST_DELAY_S
-            say(f"serve: {child.name} {ended}; starting it again in {delay:g} s")
+            self._output.say(f"{child.name} {ended}; starting it again in {delay:g} s")
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_DELAY_S)
+
+    async def _relay(self, name: str, stream: asyncio.StreamReader) -> None:
+        """Copy a child's output, whole lines at a time, until it closes."""
+        rest = b""
+        while chunk := await stream.read(65536):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._output.relay(name, line.decode(errors="replace"))
+        if rest:
+            self._output.relay(name, rest.decode(errors="replace"))
 
     async def stop(self) -> None:
         """Stop all children with SIGTERM, after ``STOP_S`` with SIGKILL; returns when all have ended."""
@@ -104,7 +108,7 @@ class Supervisor:
             await asyncio.wait_for(asyncio.gather(*running), STOP_S)
         except TimeoutError:
             late = [child.name for child in self.children if child.process and child.process.returncode is None]
-            say(f"serve: {', '.join(late)} did not stop in {STOP_S:g} s; killing")
+            self._output.say(f"{', '.join(late)} did not stop in {STOP_S:g} s; killing")
             self.signal_all(signal.SIGKILL)
             await asyncio.gather(*(child.process.wait() for child in self.children if child.process))
 
@@ -142,14 +146,3 @@ async def _spawn(child: Child) -> asyncio.subprocess.Process:
         stderr=asyncio.subprocess.STDOUT,
         preexec_fn=in_child,
     )
-
-
-async def _relay(name: str, stream: asyncio.StreamReader) -> None:
-    """Copy a child's output, whole lines at a time, until it closes."""
-    rest = b""
-    while chunk := await stream.read(65536):
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            say(f"{name} | {line.decode(errors='replace')}")
-    if rest:
-        say(f"{name} | {rest.decode(errors='replace')}")

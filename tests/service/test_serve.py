@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.service.output import Lines
 
 from common.config.serve import ServeConfig
 from scripts.serving.cpu_affinity import Share
@@ -202,11 +203,12 @@ def test_serve_makes_its_own_key_if_only_tenants_have_keys() -> None:
     assert with_key(ServeConfig()).api_key is None
 
 
-def test_serve_continues_if_stdout_is_full(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_continues_if_stdout_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = Lines()
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        tell_ready("http://127.0.0.1:1")
+        tell_ready("http://127.0.0.1:1", "", output)
         assert sys.stdout is None
         with contextlib.suppress(OSError):
             full.close()
-    assert "serve: ready http://127.0.0.1:1; cannot write to standard output: No space left" in capsys.readouterr().err
+    assert output.lines[0].startswith("serve: ready http://127.0.0.1:1; cannot write to standard output: No space left")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.service.output import Lines
 
 from scripts.serving import supervisor as module
 from scripts.serving.supervisor import Child, ChildFailed, Supervisor
@@ -35,7 +36,7 @@ def _short_delays(monkeypatch):
 
 async def test_a_child_that_dies_is_restarted_alone():
     first, second = child("import time; time.sleep(60)"), child("import time; time.sleep(60)")
-    supervisor = Supervisor([first, second])
+    supervisor = Supervisor([first, second], Lines())
     running = asyncio.create_task(supervisor.run())
     await until(lambda: first.process and second.process)
     killed, kept = first.process, second.process
@@ -49,7 +50,7 @@ async def test_a_child_that_dies_is_restarted_alone():
 
 
 async def test_a_child_that_refuses_its_configuration_ends_everything():
-    supervisor = Supervisor([child("raise SystemExit(2)"), child("import time; time.sleep(60)")])
+    supervisor = Supervisor([child("raise SystemExit(2)"), child("import time; time.sleep(60)")], Lines())
     with pytest.raises(ExceptionGroup) as failed:
         await supervisor.run()
     await supervisor.stop()
@@ -60,13 +61,13 @@ async def test_a_child_that_refuses_its_configuration_ends_everything():
 async def test_a_child_that_keeps_dying_before_the_service_was_ready_ends_everything():
     failing = child("raise SystemExit(1)")
     with pytest.raises(ExceptionGroup):
-        await Supervisor([failing]).run()
+        await Supervisor([failing], Lines()).run()
     assert failing.num_deaths == module.MAX_EARLY_DEATHS
 
 
 async def test_once_ready_a_child_that_keeps_dying_is_always_restarted():
     failing = child("raise SystemExit(2)")
-    supervisor = Supervisor([failing])
+    supervisor = Supervisor([failing], Lines())
     supervisor.mark_ready()
     running = asyncio.create_task(supervisor.run())
     await until(lambda: failing.num_deaths > module.MAX_EARLY_DEATHS)
@@ -75,44 +76,43 @@ async def test_once_ready_a_child_that_keeps_dying_is_always_restarted():
     running.cancel()
 
 
-async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch, capsys):
+async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch):
     monkeypatch.setattr(module, "STOP_S", 0.2)
     deaf = child("import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)")
-    supervisor = Supervisor([deaf])
+    output = Lines()
+    supervisor = Supervisor([deaf], output)
     running = asyncio.create_task(supervisor.run())
-    said = []
-    monkeypatch.setattr(module, "say", said.append)
-    await until(lambda: "node | deaf" in said)
+    await until(lambda: "node | deaf" in output.lines)
     await supervisor.stop()
     await running
     assert deaf.process.returncode == -signal.SIGKILL
 
 
-async def test_output_is_copied_line_by_line_after_the_name(monkeypatch):
-    said = []
-    monkeypatch.setattr(module, "say", said.append)
-    supervisor = Supervisor([child("print('one'); print('two', end=''); raise SystemExit(2)", name="decode-0")])
+async def test_output_is_copied_line_by_line_after_the_name():
+    output = Lines()
+    printing = child("print('one'); print('two', end=''); raise SystemExit(2)", name="decode-0")
+    supervisor = Supervisor([printing], output)
     with pytest.raises(ExceptionGroup):
         await supervisor.run()
-    assert said == ["decode-0 | one", "decode-0 | two"]
+    assert output.lines == ["decode-0 | one", "decode-0 | two"]
 
 
-async def test_a_child_is_pinned_to_its_cpus(monkeypatch):
+async def test_a_child_is_pinned_to_its_cpus():
     cpu = min(os.sched_getaffinity(0))
-    said = []
-    monkeypatch.setattr(module, "say", said.append)
+    output = Lines()
     pinned = child("import os; print(os.sched_getaffinity(0)); raise SystemExit(2)", cpus=(cpu,))
     with pytest.raises(ExceptionGroup):
-        await Supervisor([pinned]).run()
-    assert said == [f"node | {{{cpu}}}"]
+        await Supervisor([pinned], output).run()
+    assert output.lines == [f"node | {{{cpu}}}"]
 
 
 def test_no_child_outlives_a_supervisor_that_is_killed():
     code = (
         "import asyncio, os, sys\n"
+        "from scripts.serving.output import ServeOutput\n"
         "from scripts.serving.supervisor import Child, Supervisor\n"
         "sleeper = [sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(60)']\n"
-        "asyncio.run(Supervisor([Child('node', sleeper, dict(os.environ))]).run())\n"
+        "asyncio.run(Supervisor([Child('node', sleeper, dict(os.environ))], ServeOutput('console')).run())\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True) as parent:
         assert parent.stderr is not None

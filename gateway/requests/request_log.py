@@ -1,0 +1,29 @@
+"""The log line of an output that has ended. It has neither the prompt nor the output."""
+
+import logging
+
+from common.logs import FIELDS
+from gateway.requests.output_processor import OutputStream
+
+log = logging.getLogger(__name__)
+
+
+def log_request(stream: OutputStream) -> None:
+    """Log one line; ``docs/operations.md`` describes its fields."""
+    request, error = stream.request, stream.error
+    fields = {
+        "rid": request.rid,
+        "request_id": request.request_id,
+        "model": request.model,
+        "tenant": request.tenant,
+        "status": stream.finish or (str(error.code) if error is not None else "aborted"),
+        "prompt_tokens": len(request.prompt),
+        "cached_tokens": stream.cached_tokens,
+        "output_tokens": len(stream.ids),
+        "ttft_s": round(stream.first_at - stream.started_at, 6) if stream.first_at else None,
+        "duration_s": round(stream.ended_at - stream.started_at, 6),
+        "prefill": stream.prefill_node,
+        "decode": stream.decode_node,
+        "priority_class": request.priority_class,
+    }
+    log.info("request ended", extra={FIELDS: fields})
