@@ -12,11 +12,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-LogFormat = Literal["console", "json"]
+from common.config.shared import LogFormat
 
 MAX_WAITING_BYTES = 4 << 20
 #: Lines that follow the first within this time are written with it: waking the thread costs more than a line.

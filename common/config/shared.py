@@ -9,10 +9,10 @@ from common.config.batching import check_batching
 from common.config.options import option
 from common.config.scheduling import check_scheduling
 from common.errors import ConfigError
-from common.logs import LogFormat
 
 Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["console", "json"]
 LocalPrefill = Literal["never", "auto", "always"]
 
 #: The small model of the repository, the default of --model.

@@ -1,16 +1,15 @@
 """Finds a checkpoint on disk and reads its JSON files and safetensors headers, but no tensors.
 
-A model is a local folder or a hub id. ``huggingface_hub`` downloads a hub model once and finds it in its cache later,
-with or without a network. Only JSON and safetensors files are read: no remote code, no pickles.
+Only JSON and safetensors files are read: no remote code, no pickles.
 """
 
 import json
-import os
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError, UnsupportedModelError
+from common.model_folder import find_checkpoint
 
 FETCHED_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
 MAX_HEADER_BYTES = 100 << 20
@@ -28,29 +27,7 @@ def locate(path_or_hub_id: str, revision: str | None = None) -> Path:
     Raises:
         ConfigError: neither a folder nor a model of that name exists.
     """
-    if not path_or_hub_id:
-        raise ConfigError("--model is empty: no such folder; give a folder or a hub id")
-    path = Path(os.path.expanduser(path_or_hub_id))
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ConfigError(f"--model {path_or_hub_id}: not a folder; give the folder that holds config.json")
-    if path_or_hub_id.startswith((".", "/", "~")) or path_or_hub_id.count("/") > 1:
-        raise ConfigError(f"--model {path_or_hub_id}: no such folder")
-    return _fetch(path_or_hub_id, revision)
-
-
-def _fetch(hub_id: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=FETCHED_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"--model {hub_id}: neither a local folder nor available from the hub or its local cache ({reason})"
-        ) from error
+    return find_checkpoint(path_or_hub_id, revision, patterns=FETCHED_FILES)
 
 
 def read_json(file: Path, *, required: bool = True) -> dict[str, Any]:

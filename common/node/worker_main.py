@@ -21,6 +21,7 @@ from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.errors import BatonError, ConfigError
 from common.logs import configure_logging
+from common.model_folder import find_checkpoint
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
 from common.node.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
@@ -201,10 +202,10 @@ def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
     for name, value in SHAPE_CACHE.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
     from common.engine.checkpoint import weight_files
-    from common.engine.executor import load_executor
     from common.engine.model_config import ModelConfig
     from common.engine.weight_version import fingerprint
 
+    find_checkpoint(config.model, config.revision)
     log.info("loading %s", config.model)
     model = ModelConfig.load(config.model, revision=config.revision)
     model = replace(model, weight_version=config.weight_version or fingerprint(weight_files(model.folder)))
@@ -220,6 +221,8 @@ def _load(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
 
     num_pages = pages_of(config, layout, capacity.num_pages, device)
     num_pages()  # refuse a pool that can never fit before the weights are read
+    from common.engine.executor import load_executor  # loads torch
+
     executor = load_executor(
         model,
         device=device,

@@ -192,7 +192,7 @@ class GenerateApp:
             requests = await endpoint.process(body, model, tenant, answer_id)
             requests = services.priorities.assign(requests, body.priority, body.priority_class)
             events = OutputEvents(self._turn, only_ends=not body.stream)
-            streams = self._streams(requests, model, events, arrived_at)
+            streams = self._streams(requests, model, events, arrived_at, scope["state"][REQUEST_ID])
             self._submit(streams)
         except RequestError as error:
             services.metrics.rejected(model_name, error)
@@ -215,7 +215,12 @@ class GenerateApp:
                     services.dispatcher.abort(output.request.rid, "the client has disconnected")
 
     def _streams(
-        self, requests: list[GenerateRequest], model: ServedModel, events: OutputEvents, arrived_at: float
+        self,
+        requests: list[GenerateRequest],
+        model: ServedModel,
+        events: OutputEvents,
+        arrived_at: float,
+        x_request_id: str,
     ) -> list[OutputStream]:
         on_gap = self._on_gap[model.name]
         return [
@@ -226,6 +231,7 @@ class GenerateApp:
                 events.wake,
                 arrived_at,
                 on_gap,
+                x_request_id,
             )
             for number, request in enumerate(requests)
         ]

@@ -269,8 +269,7 @@ class Dispatcher:
         stream.is_local_prefill = pair.prefill is None
         waited_s = max(now - stream.started_at, 0.0)
         nodes = [pool.registry.workers[incarnation] for incarnation in pair.nodes]
-        stream.decode_node = nodes[-1].name
-        stream.prefill_node = "" if stream.is_local_prefill else nodes[0].name
+        stream.prefill, stream.decode = nodes[0].name if len(nodes) > 1 else "", nodes[-1].name
         self.decisions.note(now, request.rid, "send", SENT[len(nodes)], waited_s, *nodes)
         return True
 

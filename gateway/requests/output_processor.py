@@ -46,6 +46,7 @@ class OutputStream:
         new_detokenizer: called when the first token arrives.
         wake: called with the stream whenever there is something new to read.
         on_gap: called with the mean time between tokens, in seconds, and how many tokens came in it.
+        x_request_id: header of the HTTP answer.
 
     Attributes:
         ids, logprobs: every output token so far.
@@ -56,7 +57,7 @@ class OutputStream:
         finish: "stop" or "length" after a normal end.
         matched: the token id or stop string that ended it.
         is_local_prefill: the decode node computes the prompt too.
-        prefill_node, decode_node: names of the nodes; empty until it is sent, and without a prefill node.
+        prefill, decode: names of the nodes it was sent to; empty for none.
         started_at, sent_at, first_at, last_at, ended_at: instants in seconds; 0 until they are reached.
     """
 
@@ -66,6 +67,7 @@ class OutputStream:
     wake: Callable[["OutputStream"], None]
     started_at: float
     on_gap: Callable[[float, int], None] | None = None
+    x_request_id: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     pieces: list[OutputPiece] = field(default_factory=list)
@@ -75,8 +77,8 @@ class OutputStream:
     matched: int | str | None = None
     error: RequestError | None = None
     is_local_prefill: bool = False
-    prefill_node: str = ""
-    decode_node: str = ""
+    prefill: str = ""
+    decode: str = ""
     cached_tokens: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     sent_at: float = 0.0

@@ -14,6 +14,7 @@ def log_request(stream: OutputStream) -> None:
     fields = {
         "rid": request.rid,
         "request_id": request.request_id,
+        "x_request_id": stream.x_request_id,
         "model": request.model,
         "tenant": request.tenant,
         "status": stream.finish or (str(error.code) if error is not None else "aborted"),
@@ -22,8 +23,8 @@ def log_request(stream: OutputStream) -> None:
         "output_tokens": len(stream.ids),
         "ttft_s": round(stream.first_at - stream.started_at, 6) if stream.first_at else None,
         "duration_s": round(stream.ended_at - stream.started_at, 6),
-        "prefill": stream.prefill_node,
-        "decode": stream.decode_node,
+        "prefill": stream.prefill,
+        "decode": stream.decode,
         "priority_class": request.priority_class,
     }
     log.info("request ended", extra={FIELDS: fields})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config.gateway import GatewayConfig, also_served
-from common.errors import ConfigError
+from common.model_folder import find_model
 from common.scheduling.output_length_predictor import OutputLengthPredictor
 from common.tokenizer_file import tokenizer_digest
 from gateway.text.chat_template import ChatTemplate
@@ -63,25 +63,10 @@ def _output_formats(config: GatewayConfig, template: ChatTemplate | None) -> Mod
 
 def model_folders(config: GatewayConfig) -> dict[str, Path]:
     """The folder with the tokenizer files of each served model, by name. Raises ConfigError naming the flag."""
-    folders = {config.served_name: model_folder(config.model, config.revision)}
+    folders = {config.served_name: find_model(config.model, config.revision, patterns=FILES)}
     for name, place in also_served(config).items():
         plain, _, revision = place.rpartition("@")
         is_revised = bool(plain) and not Path(os.path.expanduser(place)).is_dir()
-        flag = f"--also-serve {name}="
-        folders[name] = model_folder(*((plain, revision) if is_revised else (place, None)), flag=flag)
+        found = (plain, revision) if is_revised else (place, None)
+        folders[name] = find_model(*found, patterns=FILES, flag=f"--also-serve {name}=")
     return folders
-
-
-def model_folder(model: str, revision: str | None = None, *, flag: str = "--model ") -> Path:
-    """A local folder, or the one to which the files of a hub id are downloaded. Raises ConfigError naming the flag."""
-    folder = Path(os.path.expanduser(model))
-    if folder.is_dir():
-        return folder
-    if model.startswith((".", "/", "~")):
-        raise ConfigError(f"{flag}{model}: this folder does not exist")
-    import huggingface_hub  # only for hub ids: it takes a while to load
-
-    try:
-        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=list(FILES)))
-    except Exception as error:  # network, names, rights: the library has dozens of them
-        raise ConfigError(f"{flag}{model}: its tokenizer cannot be fetched from the hub: {error}") from error

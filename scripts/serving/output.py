@@ -5,7 +5,8 @@ from typing import Protocol
 
 import msgspec
 
-from common.logs import JsonFormatter, LogFormat, configure_logging
+from common.config.shared import LogFormat
+from common.logs import JsonFormatter, configure_logging
 
 
 class Output(Protocol):

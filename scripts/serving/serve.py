@@ -25,6 +25,7 @@ from common.config.node import NodeConfig
 from common.config.options import options_of, to_flags
 from common.config.serve import ServeConfig
 from common.errors import BatonError, ConfigError
+from common.model_folder import find_checkpoint
 from common.wire.address import in_url
 from scripts.serving.cpu_affinity import Share, divide, usable_cores
 from scripts.serving.output import Output, ServeOutput
@@ -262,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(ServeConfig, argv, command="serve", help=HELP)
     output = ServeOutput(config.log_format)
     try:
+        find_checkpoint(config.model, config.revision)
         return asyncio.run(serve(with_ports(with_key(config)), output))
     except ConfigError as error:
         output.say(str(error))

@@ -83,6 +83,25 @@ async def test_a_process_serves_logs_no_prompt_and_stops_cleanly(folder, number)
             await node.kill()
 
 
+async def test_requests_are_answered_although_nothing_reads_the_log(folder):
+    async with gateway_process(folder, "--log-format", "json") as gateway, aiohttp.ClientSession() as client:
+        control = await gateway.said(r"nodes dial ([\d.:]+)")
+        url = await gateway.said(r"listening (http://[\w.:]+)")
+        nodes = [await FakeNode(control, role).registered() for role in ("prefill", "decode")]
+        gateway.process.stderr._transport.pause_reading()
+        for _ in range(20):  # 2,000 lines are several times what a pipe holds
+            body = {"prompt": ["a"] * 100, "max_tokens": 1}
+            async with client.post(f"{url}/v1/completions", json=body) as answer:
+                assert answer.status == 200
+        gateway.process.stderr._transport.resume_reading()
+        await gateway.stop()
+        lines = [json.loads(line) for line in gateway.log.splitlines()]
+        assert sum(line["message"] == "request ended" for line in lines) == 2_000
+        assert {line["process"] for line in lines} == {"gateway"}
+        for node in nodes:
+            await node.kill()
+
+
 def test_torch_and_transformers_are_never_imported(folder):
     code = """
 import asyncio, json, sys
@@ -128,8 +147,8 @@ async def test_a_port_in_use_is_one_sentence(folder):
             )
             assert done.returncode == 2
             host = name.replace("port", "host")
-            sentence = f"gateway: cannot bind --{host} 127.0.0.1 --{name} {port}: "
-            assert done.stderr.decode().startswith(sentence), done.stderr.decode()
+            sentence = f" ERROR gateway cannot bind --{host} 127.0.0.1 --{name} {port}: "
+            assert sentence in done.stderr.decode()
             assert "in use" in done.stderr.decode()
             assert done.stderr.count(b"\n") == 1
         await gateway.stop()

@@ -133,7 +133,7 @@ def test_also_serve_takes_a_folder_or_a_hub_id_with_a_revision(folder, other, mo
     assert list(found) == ["first", "b", "c", "d"]
     assert (found["first"], found["b"], str(found["d"])) == (folder, other, "/fetched")
     assert asked == [("org/name", None), ("org/name", "v2")]
-    with pytest.raises(ConfigError, match="--also-serve e=/nowhere: this folder does not exist"):
+    with pytest.raises(ConfigError, match="--also-serve e=/nowhere: no such folder"):
         model_folders(config(folder, also_serve=("e=/nowhere",)))
 
 

@@ -1,0 +1,59 @@
+"""Finds the folder of a model: a local one, or the one to which files of a hub id are downloaded.
+
+``huggingface_hub`` downloads a hub model once and finds it in its cache later, with or without a network.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.errors import ConfigError
+
+
+def find_model(
+    path_or_hub_id: str, revision: str | None = None, *, patterns: Sequence[str], flag: str = "--model "
+) -> Path:
+    """Return the folder of a model, without looking into a local one.
+
+    Args:
+        patterns: names of the files to download of a hub id.
+        flag: the beginning of the option that names the model, for errors.
+    Raises:
+        ConfigError: there is no such folder, or the hub id cannot be fetched.
+    """
+    if not path_or_hub_id:
+        raise ConfigError(f"{flag}is empty: no such folder; give a folder or a hub id")
+    path = Path(os.path.expanduser(path_or_hub_id))
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"{flag}{path_or_hub_id}: not a folder; give the folder that holds config.json")
+    if path_or_hub_id.startswith((".", "/", "~")) or path_or_hub_id.count("/") > 1:
+        raise ConfigError(f"{flag}{path_or_hub_id}: no such folder")
+    return _fetch(path_or_hub_id, revision, patterns, flag)
+
+
+def find_checkpoint(
+    path_or_hub_id: str, revision: str | None = None, *, patterns: Sequence[str] = ("config.json",)
+) -> Path:
+    """Like ``find_model``, and the folder must have a config.json."""
+    folder = find_model(path_or_hub_id, revision, patterns=patterns)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"--model {path_or_hub_id}: there is no config.json in {folder}; give the folder of a checkpoint in the "
+            "Hugging Face layout"
+        )
+    return folder
+
+
+def _fetch(hub_id: str, revision: str | None, patterns: Sequence[str], flag: str) -> Path:
+    import huggingface_hub  # only for hub ids: it takes a while to load
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"{flag}{hub_id}: neither a local folder nor available from the hub or its local cache ({reason})"
+        ) from error

@@ -1,0 +1,124 @@
+"""Log lines: their two forms, and that a reader of standard error who stops or leaves never stops a process."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+from common.logs import FIELDS, ConsoleFormatter, JsonFormatter
+
+ROOT = Path(__file__).resolve().parents[2]
+PREAMBLE = "import logging, warnings, threading, os; from common.logs import configure_logging;"
+
+
+def record(message="hello %s", *args, **extra):
+    made = logging.getLogger("some.logger").makeRecord("some.logger", logging.INFO, "", 0, message, args, None, None)
+    made.__dict__.update(extra)
+    return made
+
+
+def run(code: str, log_format: str) -> "subprocess.CompletedProcess[str]":
+    setup = f"{PREAMBLE} writer = configure_logging('here', level='info', log_format='{log_format}')\n"
+    return subprocess.run(
+        [sys.executable, "-c", f"{setup}{code}\nwriter.close()"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_json_line_has_the_five_fields_and_those_of_the_record():
+    made = record("hello %s", "world", created=1700000000.25, **{FIELDS: {"rid": "r", "ttft_s": None}})
+    assert json.loads(JsonFormatter("decode-0").format(made)) == {
+        "time": "2023-11-14T22:13:20.250000Z",
+        "level": "info",
+        "process": "decode-0",
+        "logger": "some.logger",
+        "message": "hello world",
+        "rid": "r",
+        "ttft_s": None,
+    }
+
+
+def test_a_line_of_the_console_shows_fields_as_words_and_cannot_be_forged():
+    made = record("ended", **{FIELDS: {"rid": "a\n12:00:00 INFO forged", "tenant": "", "ttft_s": 0.123456, "n": 3}})
+    shown = ConsoleFormatter("gateway").format(made)
+    assert shown.endswith(r" INFO gateway ended rid='a\n12:00:00 INFO forged' ttft_s=0.1235 n=3")
+    assert "\n" not in shown
+
+
+def test_line_ends_and_lone_surrogates_stay_inside_of_a_json_line():
+    shown = JsonFormatter("p").format(record("a\nb \udcff"))
+    assert "\n" not in shown
+    assert json.loads(shown)["message"] == "a\nb \\udcff"
+
+
+def test_exceptions_warnings_and_lines_of_libraries_are_json_objects_of_one_line():
+    done = run(
+        "try:\n    1 / 0\n"
+        "except ZeroDivisionError:\n    logging.getLogger('uvicorn.error').exception('failed')\n"
+        "warnings.warn('old')\n"
+        "thread = threading.Thread(target=lambda: [][1], name='t'); thread.start(); thread.join()\n"
+        "writer.close()\n"
+        "raise KeyError('end')",
+        "json",
+    )
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["logger"] for line in lines[:3]] == ["uvicorn.error", "py.warnings", "common.logs"]
+    assert lines[0]["message"] == "failed"
+    assert lines[0]["exception"].startswith("Traceback") and lines[0]["exception"].endswith("division by zero")
+    assert "old" in lines[1]["message"]
+    assert "IndexError" in lines[2]["exception"]
+
+
+def test_a_process_goes_on_while_nothing_reads_its_log_and_says_what_was_lost():
+    code = (
+        f"{PREAMBLE} writer = configure_logging('here', level='info', log_format='json')\n"
+        "for i in range(100_000): logging.info('%d %s', i, 'x' * 100)\n"
+        "print('done', flush=True); input()\n"
+        "logging.info('the last line'); writer.close()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None and process.stdin is not None
+        assert process.stdout.readline() == "done\n"  # although the pipe of standard error has been full for long
+        lines = iter(process.stderr.readline, "")
+        messages = [json.loads(next(lines))["message"]]
+        while "were dropped" not in messages[-1]:
+            messages.append(json.loads(next(lines))["message"])
+        num_lost = int(messages[-1].split()[0])
+        assert num_lost + len(messages) - 1 == 100_000
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert json.loads(next(lines))["message"] == "the last line"
+        assert process.wait(60) == 0
+
+
+def test_a_process_ends_in_good_order_although_its_log_is_never_read():
+    code = (
+        f"{PREAMBLE} writer = configure_logging('here', level='info', log_format='console')\n"
+        "for i in range(10_000): logging.info('x' * 100)\n"
+        "writer.close(); print('closed', flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == "closed\n"
+        assert process.wait(60) == 0
+
+
+def test_a_closed_standard_error_is_no_error():
+    code = f"{PREAMBLE} configure_logging('here', level='info', log_format='console'); logging.info('x'); print('on')"
+    for redirection in ("2>&-", "2>/dev/full"):
+        command = f"exec '{sys.executable}' -c \"{code}\" {redirection}"
+        done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, "on\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{code}; input(); logging.info('y'); print('still on')"], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        process.stderr.close()
+        out, _ = process.communicate("\n", timeout=60)
+        assert (process.returncode, out) == (0, "on\nstill on\n")
