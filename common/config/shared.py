@@ -99,6 +99,12 @@ class EngineOptions:
         " name of each node. Existing files are kept: a number is appended.",
         metavar="FILE",
     )
+    profile_dir: str | None = option(
+        None,
+        "Folder for traces of torch's profiler, which POST /start_profile and /stop_profile of the gateway control. "
+        "Without it, they are refused.",
+        metavar="DIR",
+    )
     kv_checksum: bool = option(
         False,
         "Send a checksum with every KV page and verify it on arrival; damaged pages are sent again. It is enough to set"

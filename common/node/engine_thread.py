@@ -5,10 +5,13 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
+from common.node.profiler import NO_FOLDER, Profiler
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
+from common.wire.messages import ProfileAnswer, StartProfile, StopProfile
 
 
 class Executor(Protocol):
@@ -18,15 +21,20 @@ class Executor(Protocol):
 
 
 class EngineThread:
-    """Runs one plan at a time. Its ``fileno`` becomes readable when the result is available.
+    """Runs one plan at a time. Its ``fileno`` becomes readable when the result, or an answer of the profiler, is there.
+
+    Args:
+        profiler: records steps at request; without one, such requests are answered with an error.
 
     Attributes:
         busy_s: seconds spent in steps so far.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, profiler: Profiler | None = None) -> None:
         self._executor = executor
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._profiler = profiler
+        self._plans: queue.SimpleQueue[StepPlan | StartProfile | StopProfile | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[ProfileAnswer] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -45,6 +53,22 @@ class EngineThread:
         assert not self.is_busy
         self.is_busy = True
         self._plans.put(plan)
+
+    def profile(self, message: StartProfile | StopProfile) -> None:
+        """Start or stop a profile between two steps; ``take_answers`` has the answer later."""
+        if self._profiler is None:
+            self._answer(ProfileAnswer(error=NO_FOLDER, number=message.number))
+        else:
+            self._plans.put(message)
+
+    def take_answers(self) -> Iterator[ProfileAnswer]:
+        """The answers of the profiler since the last call."""
+        while not self._answers.empty():
+            yield self._answers.get()
+
+    def _answer(self, answer: ProfileAnswer) -> None:
+        self._answers.put(answer)
+        os.eventfd_write(self._wake, 1)
 
     def take(self) -> StepResult | None:
         """The result of the step, if it is finished. Raises what the executor raised."""
@@ -68,7 +92,11 @@ class EngineThread:
             os.close(self._wake)
 
     def _run(self) -> None:
-        while (plan := self._plans.get()) is not None:
+        while (plan := self._next()) is not None:
+            if not isinstance(plan, StepPlan):
+                assert self._profiler is not None
+                self._profiler.handle(plan, self._answer)
+                continue
             began_at = time.monotonic()
             try:
                 result: StepResult | BaseException = self._executor.run(plan)
@@ -77,3 +105,14 @@ class EngineThread:
             self.busy_s += time.monotonic() - began_at
             self._results.put(result)
             os.eventfd_write(self._wake, 1)
+            if self._profiler is not None:
+                self._profiler.after_step()
+
+    def _next(self) -> StepPlan | StartProfile | StopProfile | None:
+        """Wait for work, and end a profile whose time is over."""
+        while True:
+            try:
+                return self._plans.get(timeout=None if self._profiler is None else self._profiler.seconds_left)
+            except queue.Empty:
+                assert self._profiler is not None
+                self._profiler.end()

@@ -33,6 +33,8 @@ from common.wire.messages import (
     Refused,
     Register,
     Registered,
+    StartProfile,
+    StopProfile,
     Unknown,
 )
 
@@ -127,6 +129,8 @@ class EventLoop:
             result = self._engine.take()
             if result is not None:
                 self._role.commit(result, now)
+            for answer in self._engine.take_answers():
+                self._gateway.send(answer, target=self._gateway_incarnation)
             self._start_step(now)
             self._send(now)  # first tokens leave, and the engine computes, before pages are moved
             more = self._role.tick(now)
@@ -218,6 +222,8 @@ class EventLoop:
             self._gateway.send(self._register())
         elif isinstance(message, Refused):
             self.refused = message.reason
+        elif isinstance(message, StartProfile | StopProfile):
+            self._engine.profile(message)
         elif not isinstance(message, Ping):
             if isinstance(message, Generate):
                 self._engine.prepare(message.sampling)

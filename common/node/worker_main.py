@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -25,6 +26,7 @@ from common.model_folder import find_checkpoint
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
 from common.node.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
+from common.node.profiler import Profiler
 from common.node.recording.format import VERSION as RECORDING_VERSION
 from common.node.recording.format import RecordingHeader
 from common.node.recording.recorder import RecordedRole, RecordedTransport, Recorder, plain_config, read_environ
@@ -100,6 +102,7 @@ def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildR
 def _serve_model(
     config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole, endpoint: ControlEndpoint
 ) -> int:
+    profiler = Profiler(Path(config.profile_dir), config.node_name) if config.profile_dir else None
     model, executor, capacity = _load(config)
     worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
     transport = open_transport(worker)
@@ -107,7 +110,7 @@ def _serve_model(
     role = build_role(worker, transport if recorder is None else RecordedTransport(transport, recorder))
     if recorder is not None:
         role = RecordedRole(role, recorder)
-    engine = EngineThread(executor)
+    engine = EngineThread(executor, profiler)
     loop = EventLoop(
         role,
         engine,

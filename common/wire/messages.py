@@ -17,7 +17,7 @@ from common.sampling_params import SamplingParams, TokenLogprobs
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -170,6 +170,31 @@ class Decisions(Message, frozen=True, tag="decisions"):
     """node -> gateway: answer to ``GetDecisions``, newest decision last."""
 
     decisions: tuple[Decision, ...]
+    number: Count = 0
+
+
+class StartProfile(Message, frozen=True, tag="start_profile"):
+    """gateway -> node: record the next steps with torch's profiler."""
+
+    num_steps: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    activities: Annotated[tuple[Literal["CPU", "GPU"], ...], Meta(min_length=1, max_length=2)] = ("CPU", "GPU")
+    with_stack: bool = False
+    record_shapes: bool = False
+    number: Count = 0
+
+
+class StopProfile(Message, frozen=True, tag="stop_profile"):
+    """gateway -> node: end the profile, and answer once its file is written."""
+
+    number: Count = 0
+
+
+class ProfileAnswer(Message, frozen=True, tag="profile_answer"):
+    """node -> gateway: answer to ``StartProfile`` and ``StopProfile``."""
+
+    file: Text = ""  # of the trace, on the node's machine
+    num_steps: Count = 0  # recorded; 0 in an answer to ``StartProfile``
+    error: Sentence = ""  # why nothing was started or written
     number: Count = 0
 
 
@@ -363,7 +388,19 @@ class Closed(RequestMessage, frozen=True, tag="closed"):
     code: ErrorCode = ErrorCode.TRANSFER_FAILED  # code of a failure, which both nodes report to the gateway
 
 
-FromNode = Register | Heartbeat | Pairs | Deregister | Flushed | Decisions | Tokens | Failed | Ping
-FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | GetDecisions | Ping
+FromNode = Register | Heartbeat | Pairs | Deregister | Flushed | Decisions | ProfileAnswer | Tokens | Failed | Ping
+FromGateway = (
+    Registered
+    | Refused
+    | Unknown
+    | Generate
+    | Abort
+    | Reprioritize
+    | Flush
+    | GetDecisions
+    | StartProfile
+    | StopProfile
+    | Ping
+)
 FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Ping
 FromPrefill = Connected | AttachFailed | Refused | PagesWritten | PrefillDone | Closed | Ping

@@ -24,8 +24,11 @@ from common.wire.messages import (  # fmt: skip
     Message,
     Pairs,
     Ping,
+    ProfileAnswer,
     Register,
     Registered,
+    StartProfile,
+    StopProfile,
     Tokens,
     Unknown,
 )
@@ -154,6 +157,7 @@ class ControlPlane:
             Deregister: self._on_leave,
             Flushed: self._rpc.on_answer,
             Decisions: self._rpc.on_answer,
+            ProfileAnswer: self._rpc.on_answer,
             Ping: lambda sender, message: None,
         }
 
@@ -285,6 +289,14 @@ class ControlPlane:
         answers = await self._rpc.call([node.incarnation], GetDecisions(limit), Decisions, timeout_s)
         answer = answers.get(node.incarnation)
         return None if answer is None else answer.decisions[-limit:]
+
+    async def profile(
+        self, message: StartProfile | StopProfile, timeout_s: float
+    ) -> list[tuple[Worker, ProfileAnswer | None]]:
+        """Starts or stops profiles on all nodes. Returns each node with its answer; None if it did not answer."""
+        nodes = self.pools.workers()
+        answers = await self._rpc.call([node.incarnation for node in nodes], message, ProfileAnswer, timeout_s)
+        return [(node, answers.get(node.incarnation)) for node in nodes]
 
     def describe(self, node: Worker) -> dict[str, Any]:
         """One row of ``GET /v1/workers``."""

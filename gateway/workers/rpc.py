@@ -6,9 +6,19 @@ from typing import TypeVar
 
 import msgspec
 
-from common.wire.messages import Decisions, Flush, Flushed, GetDecisions, Message
+from common.wire.messages import (
+    Decisions,
+    Flush,
+    Flushed,
+    GetDecisions,
+    Message,
+    ProfileAnswer,
+    StartProfile,
+    StopProfile,
+)
 
-Answer = TypeVar("Answer", Flushed, Decisions)
+Question = Flush | GetDecisions | StartProfile | StopProfile
+Answer = TypeVar("Answer", Flushed, Decisions, ProfileAnswer)
 
 
 class NodeRpc:
@@ -24,7 +34,7 @@ class NodeRpc:
         self._open: dict[tuple[str, int], asyncio.Future[Message | None]] = {}
 
     async def call(
-        self, incarnations: Iterable[str], request: Flush | GetDecisions, kind: type[Answer], timeout_s: float
+        self, incarnations: Iterable[str], request: Question, kind: type[Answer], timeout_s: float
     ) -> dict[str, Answer]:
         """Calls nodes and waits. Nodes that are gone or do not answer in time are left out."""
         self._num_calls += 1
@@ -43,7 +53,7 @@ class NodeRpc:
         answers = {incarnation: wait.result() for incarnation, wait in waits.items() if wait.done()}
         return {incarnation: answer for incarnation, answer in answers.items() if isinstance(answer, kind)}
 
-    def on_answer(self, incarnation: str, answer: Flushed | Decisions) -> None:
+    def on_answer(self, incarnation: str, answer: Flushed | Decisions | ProfileAnswer) -> None:
         """Passes on an answer; one that is too late is dropped."""
         self._end(incarnation, answer.number, answer)
 

@@ -90,6 +90,21 @@ class CacheFlushed(Answer):
     nodes: list[FlushedNode]
 
 
+class ProfiledNode(Answer):
+    """A trace on the machine of a node, and the steps in it; ``error`` says why there is none."""
+
+    name: str
+    role: str
+    model: str
+    file: str
+    num_steps: int
+    error: str
+
+
+class Profile(Answer):
+    nodes: list[ProfiledNode]
+
+
 class Worker(msgspec.Struct, kw_only=True):
     """A node, with its registration and its last heartbeat."""
 

@@ -17,6 +17,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     native.DetokenizeRequest,
     native.AbortRequest,
     native.PriorityChange,
+    native.ProfileRequest,
     anthropic.CountTokensRequest,
     generated.Response,
     *(kind for kind in vars(answers).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)),
@@ -29,6 +30,7 @@ def described(
     *,
     summary: str,
     errors: Sequence[int] = (),
+    needs_body: bool = True,
 ) -> dict[str, Any]:
     """Arguments of a router's decorator that describe a body, an answer, and errors that most endpoints do not have."""
     assert answer in KINDS and (body is None or body in KINDS), "a struct in a description is one of KINDS"
@@ -38,5 +40,5 @@ def described(
     }
     if body is not None:
         schema = {"$ref": REF.format(name=body.__name__)}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        operation["requestBody"] = {"required": needs_body, "content": {"application/json": {"schema": schema}}}
     return {"summary": summary, "openapi_extra": operation}

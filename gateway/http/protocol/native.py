@@ -1,6 +1,6 @@
 """Bodies of SGLang's ``/generate``, ``/tokenize``, ``/detokenize`` and ``/abort_request``, and of our own endpoints."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -86,6 +86,16 @@ class AbortRequest(Strict, kw_only=True):
 
     rid: Rid | None = None
     abort_all: bool = False
+
+
+class ProfileRequest(Strict, kw_only=True):
+    """``POST /start_profile``, in SGLang's names."""
+
+    num_steps: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    activities: Annotated[list[Literal["CPU", "GPU"]], Meta(min_length=1, max_length=2)] | None = None
+    with_stack: bool | None = None
+    record_shapes: bool | None = None
+    output_dir: str | None = None  # refused: a node writes to its --profile-dir only
 
 
 class PriorityChange(Strict, kw_only=True):

@@ -61,7 +61,7 @@ def test_a_policy_that_lacks_its_cache_is_warned_of_once(
 ) -> None:
     monkeypatch.setattr(process, "_serve_model", lambda *args: 0)
     config = NodeConfig(role="decode", schedule_policy=policy, disable_radix_cache=is_off)
-    assert process.run(config, lambda parts: None, lambda parts, transport: None) == 0
+    assert process._serve(config, lambda parts: None, lambda parts, transport: None) == 0
     said = f"--schedule-policy {policy} needs the radix cache: serving with fcfs, since --disable-radix-cache is set"
     assert [record.getMessage() for record in caplog.records] == [said] * num_said
 

@@ -25,6 +25,7 @@ GENERATING: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"text": "ab", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1,
                    "return_text_in_logprobs": True}),
 ]  # fmt: skip
+WITHOUT_BODY = ("/flush_cache", "/stop_profile")
 OTHERS: list[tuple[str, str, Any, Any]] = [
     ("GET", "/v1/models", None, answers.ModelList),
     ("GET", "/v1/models/tiny", None, answers.Model),
@@ -35,6 +36,8 @@ OTHERS: list[tuple[str, str, Any, Any]] = [
     ("POST", "/detokenize", {"tokens": [[65], []]}, answers.Detokenized),
     ("POST", "/abort_request", {"abort_all": True}, answers.Aborted),
     ("POST", "/flush_cache", None, answers.CacheFlushed),
+    ("POST", "/start_profile", {"num_steps": 3}, answers.Profile),
+    ("POST", "/stop_profile", None, answers.Profile),
     ("GET", "/v1/workers", None, answers.WorkerList),
     ("GET", "/v1/workers/gateway/decisions", None, answers.DecisionList),
     ("GET", "/v1/workers/prefill/decisions?limit=3", None, answers.DecisionList),
@@ -94,7 +97,7 @@ async def test_every_operation_describes_its_body_its_answers_and_its_errors(sta
             assert operation["summary"], path
             whole = operation["responses"]["200"]["content"]
             assert all(content["schema"] for content in whole.values()), path
-            assert ("requestBody" in operation) == (method in ("post", "put") and path != "/flush_cache"), path
+            assert ("requestBody" in operation) == (method in ("post", "put") and path not in WITHOUT_BODY), path
             assert "422" not in operation["responses"]
             for status, answer in operation["responses"].items():
                 assert answer["headers"]["x-request-id"], path

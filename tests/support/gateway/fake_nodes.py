@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import zmq
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -37,9 +38,12 @@ from common.wire.messages import (
     Heartbeat,
     LayoutMessage,
     Message,
+    ProfileAnswer,
     Refused,
     Register,
     Registered,
+    StartProfile,
+    StopProfile,
     Tokens,
     Unknown,
 )
@@ -133,6 +137,7 @@ class FakeNode:
         on_generate: called with the node and each ``Generate``; ``echo`` by default.
         num_cached_pages: the reply to ``Flush``; None for no reply.
         decisions: the reply to ``GetDecisions``; None for no reply.
+        profile: the reply to ``StartProfile`` and ``StopProfile``; None for no reply.
     """
 
     def __init__(
@@ -149,6 +154,7 @@ class FakeNode:
         self.is_beating = True
         self.num_cached_pages: int | None = 5
         self.decisions: tuple[Decision, ...] | None = ()
+        self.profile: ProfileAnswer | None = ProfileAnswer(file=f"/traces/{self.register.name}.trace.json.gz")
         self._context = zmq.Context()
         self.mailbox = Mailbox(self._context, self.incarnation, FromGateway, connect=f"tcp://{control_address}")
         self._changed = asyncio.Event()
@@ -235,6 +241,8 @@ class FakeNode:
                 self.send(Flushed(self.num_cached_pages, letter.message.number))
             elif isinstance(letter.message, GetDecisions) and self.decisions is not None:
                 self.send(Decisions(self.decisions[-letter.message.limit :], letter.message.number))
+            elif isinstance(letter.message, StartProfile | StopProfile) and self.profile is not None:
+                self.send(msgspec.structs.replace(self.profile, number=letter.message.number))
         if letters:
             self._changed.set()
         return letters

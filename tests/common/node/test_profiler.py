@@ -1,0 +1,137 @@
+"""Profiles of steps: bounded in steps and time, one file each, ended and written in every order of events."""
+
+import gzip
+import json
+import queue
+import time
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.node import profiler as module
+from common.node.engine_thread import EngineThread
+from common.node.profiler import NO_FOLDER, Profiler
+from common.sampling_params import SamplingParams
+from common.step_plan import StepPlan, StepResult
+from common.wire.messages import ProfileAnswer, StartProfile, StopProfile
+
+
+class Engine:
+    """Multiplies two matrices in each step."""
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        pass
+
+    def run(self, plan: StepPlan) -> StepResult:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+        return StepResult(plan.step, ())
+
+
+@pytest.fixture
+def profiler(tmp_path):
+    return Profiler(tmp_path / "traces", "decode/../0")
+
+
+@pytest.fixture
+def engine(profiler):
+    thread = EngineThread(Engine(), profiler)
+    yield thread
+    thread.close()
+
+
+def ask(engine, message):
+    """Return the answer to a message, however long it takes."""
+    engine.profile(message)
+    return answer_of(engine)
+
+
+def answer_of(engine):
+    while not (answers := list(engine.take_answers())):
+        time.sleep(0.001)
+    (answer,) = answers
+    return answer
+
+
+def step(engine, count=1):
+    for _ in range(count):
+        engine.submit(StepPlan(0, (), (), ()))
+        while engine.take() is None:
+            time.sleep(0.001)
+
+
+def events_of(file):
+    with gzip.open(file) as stream:
+        return json.load(stream)["traceEvents"]
+
+
+def test_a_profile_has_the_operations_of_the_steps_between_start_and_stop(engine, tmp_path):
+    started = ask(engine, StartProfile(activities=("CPU",), number=4))
+    assert (started.error, started.number) == ("", 4)
+    step(engine, 3)
+    stopped = ask(engine, StopProfile(number=5))
+    assert stopped == ProfileAnswer(file=started.file, num_steps=3, number=5)
+    (file,) = (tmp_path / "traces").iterdir()
+    assert str(file) == stopped.file
+    assert file.name.startswith("decode_.._0-2")
+    names = [event.get("name") for event in events_of(file)]
+    assert names.count("aten::mm") == 3
+
+
+def test_a_profile_ends_after_its_steps_and_is_reported_once_at_the_stop(engine):
+    file = ask(engine, StartProfile(num_steps=2)).file
+    step(engine, 5)
+    assert ask(engine, StopProfile()) == ProfileAnswer(file=file, num_steps=2)
+    assert ask(engine, StopProfile()).error == "no profile has been started; start one first"
+    assert [event.get("name") for event in events_of(file)].count("aten::mm") == 2
+
+
+def test_a_profile_ends_after_its_time_although_no_step_comes(engine, monkeypatch):
+    monkeypatch.setattr(module, "MAX_S", 0.05)
+    file = ask(engine, StartProfile()).file
+    while engine._profiler.seconds_left is not None:
+        time.sleep(0.005)
+    monkeypatch.setattr(module, "MAX_S", 60.0)
+    assert ask(engine, StopProfile()) == ProfileAnswer(file=file, num_steps=0)
+    assert isinstance(events_of(file), list)
+
+
+def test_a_second_start_is_refused_and_a_later_one_has_a_file_of_its_own(engine):
+    first = ask(engine, StartProfile())
+    assert "stop it first" in ask(engine, StartProfile()).error
+    ask(engine, StopProfile())
+    second = ask(engine, StartProfile())
+    assert second.error == "" and second.file != first.file
+    ask(engine, StopProfile())
+
+
+def test_a_profile_of_a_gpu_that_is_not_there_is_refused(engine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "there is no GPU" in ask(engine, StartProfile(activities=("GPU",))).error
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_and_the_next_one_works(profiler, tmp_path):
+    answers: queue.SimpleQueue[ProfileAnswer] = queue.SimpleQueue()
+    profiler.handle(StartProfile(), answers.put)
+    assert not answers.get().error
+    (tmp_path / "traces").rmdir()
+    profiler.handle(StopProfile(), answers.put)
+    assert "could not be written" in answers.get(timeout=60).error
+    (tmp_path / "traces").mkdir()
+    profiler.handle(StartProfile(), answers.put)
+    profiler.handle(StopProfile(), answers.put)
+    assert not answers.get().error and not answers.get(timeout=60).error
+
+
+def test_a_node_without_a_folder_refuses_to_profile():
+    engine = EngineThread(Engine())
+    try:
+        assert ask(engine, StartProfile(number=3)) == ProfileAnswer(error=NO_FOLDER, number=3)
+    finally:
+        engine.close()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_start(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--profile-dir"):
+        Profiler(tmp_path / "file" / "traces", "decode")
