@@ -14,12 +14,16 @@ import click
 from common.config.foreign_flags import ALIASES, ALWAYS_ON, aliases_of, unknown_flag
 from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig
+from common.config.option_groups import sections
 from common.config.options import Option, merge, options_of, read_file, unknown_variables
 from common.config.serve import ServeConfig
 from common.config.shared import OTHER_VARIABLES, SMALL_MODEL
 from common.errors import ConfigError
 
 Config = TypeVar("Config")
+
+#: Characters of a flag with its choices, so that a line has 80 columns at most.
+MAX_ROW = 76
 
 CLASSES: dict[str, type] = {"serve": ServeConfig, "gateway": GatewayConfig, "prefill": NodeConfig, "decode": NodeConfig}
 
@@ -64,10 +68,9 @@ def _typed(cls: type, words: Sequence[str], *, command: str, help: str) -> dict[
     if is_serving:
         params += [click.Option([flag], is_flag=True, hidden=True, expose_value=False) for flag in ALWAYS_ON]
     config_help = "TOML file with options as keys, in a table named after the command, or before all tables."
-    params.append(click.Option(["--config"], metavar="FILE", help=f"{config_help}  [env: BATON_CONFIG]"))
-    footer = "Flags take precedence over BATON_* variables, and those over the --config file."
-    parser = click.Command(
-        command, params=params, help=help, epilog=footer, context_settings={"max_content_width": 110}
+    params.append(click.Option(["--config"], metavar="FILE", help=config_help))
+    parser = GroupedCommand(
+        command, params=params, help=help, epilog=_footer(cls), context_settings={"max_content_width": 100}
     )
     try:
         with parser.make_context(command, list(words)) as context:
@@ -84,9 +87,42 @@ def _typed(cls: type, words: Sequence[str], *, command: str, help: str) -> dict[
         raise ConfigError(error.format_message() + ("; give a model as --model" if is_stray else "")) from None
 
 
+class GroupedCommand(click.Command):
+    """A command whose ``--help`` shows the usual options first, and then the others in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        params = {param.name or "": param for param in self.get_params(ctx) if isinstance(param, click.Option)}
+        general = [name for name, param in params.items() if {"--config", "--help"} & set(param.opts)]
+        shown = [name for name, param in params.items() if not param.hidden and name not in general]
+        for title, names in sections(self.name or "", shown):
+            with formatter.section(title):
+                formatter.write_dl([_help_row(params[name]) for name in names], col_max=24)
+        with formatter.section("General"):
+            formatter.write_dl([_help_row(params[name]) for name in general], col_max=24)
+
+
+def _help_row(param: click.Option) -> tuple[str, str]:
+    """The flags of an option, and its help."""
+    flags = ", ".join(param.opts)
+    if param.secondary_opts:
+        flags = f"--[no-]{param.opts[0][2:]}" + "".join(f", {flag}" for flag in param.opts[1:])
+    metavar = param.metavar or ""
+    if len(flags) + len(metavar) > MAX_ROW and "|" in metavar:
+        metavar = "NAME"  # the help explains the names
+    return f"{flags} {metavar}".rstrip(), param.help or ""
+
+
+def _footer(cls: type) -> str:
+    example = next(iter(options_of(cls).values()))
+    return (
+        f"Every option is also an environment variable ({example.flag} is {example.env}) and a key of the --config "
+        "file. Flags take precedence over variables, and those over the file."
+    )
+
+
 def _param(found: Option, *, has_aliases: bool) -> click.Option:
     shown = _shown(found.default)
-    text = f"{found.help}  [default: {shown}; env: {found.env}]" if shown else f"{found.help}  [env: {found.env}]"
+    text = f"{found.help}  [default: {shown}]" if shown else found.help
     aliases = ALIASES.get(found.name, ()) if has_aliases else ()
     if found.kind is bool:
         flag = f"{found.flag}/--no-{found.flag[2:]}"
@@ -121,4 +157,6 @@ def _shown(default: Any) -> str:
         return ""
     if default == SMALL_MODEL:
         return "the small model of the repository"
+    if default is True:
+        return "on"
     return f"{default:g}" if isinstance(default, float) else str(default)

@@ -31,10 +31,11 @@ HELP = """Run a service of many nodes in virtual time, with the schedulers, cach
 sessions of production. Only the clock, the engine and the network are replaced, by a cost model.
 
 \b
-simulate --prefill 2 --decode 6 --rate 8 --duration 10m --input-len lognormal:800:1 --output-len 250
-simulate --prefill 8 --decode 8 --trace conversation_trace.jsonl
-simulate --trace AzureLLMInferenceTrace_code.csv --time-scale 0.5 --schedule-policy lpm --json report.json
-simulate --replay FILE       check a node's recording (--record) against the code
+Examples:
+  simulate --prefill 2 --decode 6 --rate 8 --duration 10m --output-len 250
+  simulate --prefill 8 --decode 8 --trace conversation_trace.jsonl
+  simulate --trace TRACE.csv --time-scale 0.5 --schedule-policy lpm
+  simulate --replay FILE     check a node's recording (--record) against the code
 
 Loads, traces and seeds are those of loadtest; limits and policies are those of the nodes. The same options give the
 same result. An hour of a trace takes about a minute: find where a service saturates, and which limit, policy or ratio

@@ -193,7 +193,8 @@ def test_help_shows_defaults_and_variables(capsys):
         resolve(NodeConfig, ["--help"], command="decode", help="A decode node.")
     shown = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
-    assert "Tokens per KV page, the unit of caching and transfer. [default: 16; env: BATON_PAGE_SIZE]" in shown
+    assert "Tokens per KV page, the unit of caching and transfer. [default: 16]" in shown
+    assert "Every option is also an environment variable (--model is BATON_MODEL)" in shown
 
 
 KNOWN_DEFAULTS = {

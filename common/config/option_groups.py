@@ -1,0 +1,122 @@
+"""The groups in which ``--help`` shows the options of each command, and the ten that it shows first.
+
+Every option of a command is in exactly one group. A group may name options that a command does not have.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+Groups = Mapping[str, tuple[str, ...]]
+
+SERVING: Groups = {
+    "Processes": ("prefill", "decode", "ready_timeout", "name", "device", "threads", "attention_backend"),
+    "Model": (
+        "model", "revision", "served_model_name", "also_serve", "weight_version", "dtype", "context_length",
+        "chat_template", "tool_call_parser", "reasoning_parser",
+    ),
+    "Requests and answers": (
+        "request_timeout", "strict_fields", "max_body_bytes", "stream_interval", "incremental_streaming_output",
+        "max_stored_responses", "max_stored_response_bytes", "stored_response_ttl", "app_plugin",
+    ),
+    "Memory": (
+        "memory_fraction", "max_total_tokens", "page_size", "disable_radix_cache", "radix_eviction_policy",
+        "schedule_conservativeness", "num_reserved_decode_tokens", "retraction_policy", "resume_prefill_threshold",
+    ),
+    "Scheduling": (
+        "schedule_policy", "max_running_requests", "max_queued_requests", "max_dispatch_ahead",
+        "local_prefill", "local_prefill_threshold",
+        "chunked_prefill_size", "max_prefill_tokens", "prefill_max_requests", "enable_mixed_chunk",
+        "enable_dynamic_chunking", "truncation_align_size", "max_skip_ahead", "lpm_degrade_threshold", "schedule_seed",
+    ),
+    "Priorities and tenants": (
+        "enable_priority_scheduling", "default_priority_value", "schedule_low_priority_values_first",
+        "priority_scheduling_preemption_threshold", "abort_on_priority_when_disabled", "priority_aging_per_second",
+        "priority_function", "priority_classes", "default_priority_class", "tenant_shares", "tenant_quotas",
+    ),
+    "Network": (
+        "host", "port", "control_host", "control_port", "gateway", "advertise_host", "data_port", "data_interface",
+        "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "heartbeat_timeout",
+    ),
+    "Security": ("api_key", "tenant_keys", "tenant_header", "cluster_key", "insecure", "allowed_origins"),
+    "Observability": (
+        "log_level", "log_format", "log_requests", "starvation_bound", "profile_dir", "record",
+    ),
+}  # fmt: skip
+
+LOAD: Groups = {
+    "Load": (
+        "rate", "arrival", "cv", "burst_size", "concurrency", "num_requests", "duration", "warmup", "cooldown", "seed",
+    ),
+    "Prompts and outputs": (
+        "input_len", "output_len", "prefix_len", "prefix_groups", "turns", "think", "tenants", "mix",
+        "prompt", "tokenizer", "vocab_size", "ignore_eos", "return_token_ids",
+    ),
+    "Traces": (
+        "trace", "trace_unit", "trace_window", "trace_jitter", "time_scale", "length_scale", "max_input_len",
+        "max_output_len",
+    ),
+    "Objectives": ("slo_ttft", "slo_itl", "slo_tpot", "slo_e2e", "slo_attainment"),
+}  # fmt: skip
+
+LOADTEST: Groups = {
+    "Server": (
+        "url", "api_key", "model", "endpoint", "stream", "timeout", "header", "tenant_header", "tenant_keys",
+        "extra_body", "verify_tls",
+    ),
+    **LOAD,
+    "Search and checks": ("find_goodput", "search_steps", "sweep", "flush_cache", "save_outputs", "expect_file"),
+    "Reports": ("json", "jsonl", "parquet", "html", "svg", "live", "scrape", "scrape_interval"),
+    "Client": ("clients", "max_send_lateness"),
+}  # fmt: skip
+
+SIMULATE: Groups = {
+    "Nodes and costs": (
+        "prefill", "decode", "step_cost", "prompt_token_cost", "row_cost", "context_token_cost", "message_cost",
+        "wire_latency", "wire_bandwidth", "kv_bytes_per_token", "max_new_tokens", "context_length",
+    ),
+    **LOAD,
+    "Requests": ("request_timeout", "starvation_bound", "stream_interval"),
+    **{title: SERVING[title] for title in ("Memory", "Scheduling", "Priorities and tenants")},
+    "Reports and replay": ("json", "progress", "replay", "check"),
+}  # fmt: skip
+
+GROUPS: Mapping[str, Groups] = {
+    **dict.fromkeys(("serve", "gateway", "prefill", "decode"), SERVING), "loadtest": LOADTEST, "simulate": SIMULATE,
+}  # fmt: skip
+
+_NODE = (
+    "model", "gateway", "name", "device", "dtype", "memory_fraction", "context_length", "advertise_host", "transport",
+    "cluster_key",
+)  # fmt: skip
+USUAL: Mapping[str, tuple[str, ...]] = {
+    "serve": (
+        "model", "served_model_name", "host", "port", "api_key", "prefill", "decode", "device", "memory_fraction",
+        "context_length",
+    ),
+    "gateway": (
+        "model", "served_model_name", "host", "port", "control_host", "control_port", "api_key", "insecure",
+        "request_timeout", "log_format",
+    ),
+    "prefill": _NODE,
+    "decode": _NODE,
+    "loadtest": (
+        "url", "rate", "concurrency", "duration", "num_requests", "input_len", "output_len", "trace", "json", "html",
+    ),
+    "simulate": (
+        "prefill", "decode", "rate", "duration", "input_len", "output_len", "trace", "schedule_policy",
+        "max_total_tokens", "json",
+    ),
+}  # fmt: skip
+
+
+def sections(command: str, names: Iterable[str]) -> list[tuple[str, Sequence[str]]]:
+    """Return the titles of ``--help`` and the options below each, in order; every option is below one."""
+    left = dict.fromkeys(names)
+    groups = {"Usual options": USUAL.get(command, ()), **GROUPS.get(command, {})}
+    found = []
+    for title, members in groups.items():
+        here = [name for name in members if name in left]
+        for name in here:
+            del left[name]
+        if here:
+            found.append((title, here))
+    return [*found, ("Other options", list(left))] if left else found
