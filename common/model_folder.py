@@ -3,11 +3,15 @@
 ``huggingface_hub`` downloads a hub model once and finds it in its cache later, with or without a network.
 """
 
+import logging
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def find_model(
@@ -47,9 +51,12 @@ def find_checkpoint(
 
 
 def _fetch(hub_id: str, revision: str | None, patterns: Sequence[str], flag: str) -> Path:
+    if not sys.stderr or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they are no log lines
     import huggingface_hub  # only for hub ids: it takes a while to load
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    log.info("fetching %s from the hub or its local cache", hub_id)
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -1,8 +1,12 @@
 """``python -m gateway``: resolves the configuration, fetches the tokenizer files, serves until a signal."""
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
+
 import asyncio
 import logging
-import signal
 import sys
 
 import uvloop

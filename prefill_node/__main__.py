@@ -1,6 +1,10 @@
 """``python -m prefill_node``: runs one prefill node until it is stopped."""
 
+import signal
 import sys
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
 
 from common.config.cli import resolve
 from common.config.node import NodeConfig

@@ -3,6 +3,8 @@
 A tensor that is missing, unexpected or of the wrong shape is an error, since the model would answer with noise.
 """
 
+import logging
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from common.engine.kv_pool import TORCH_DTYPES
 from common.engine.model import DecoderWeights, allocate_weights
 from common.engine.model_config import ModelConfig
 from common.errors import ConfigError
+from common.reminder import Reminder
+
+log = logging.getLogger(__name__)
 
 #: Tensors that some exporters add; they follow from the configuration and are ignored.
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".masked_bias")
@@ -32,9 +37,25 @@ def load_weights(config: ModelConfig, dtype: str, device: torch.device) -> Decod
         stored.pop("lm_head.weight", None)  # a copy of the embedding that some exporters add
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(_IGNORED_ENDINGS)}
     _check(parts, stored, config.folder)
+    progress = _Progress(len(stored))
     for file in dict.fromkeys(tensor.file for tensor in stored.values()):
-        _copy(file, (name for name, tensor in stored.items() if tensor.file == file), parts)
+        _copy(file, [name for name, tensor in stored.items() if tensor.file == file], parts, progress)
     return weights
+
+
+class _Progress:
+    """Logs every few seconds how many tensors are loaded."""
+
+    def __init__(self, num_all: int) -> None:
+        self._num_all, self._num_loaded = num_all, 0
+        self._began_at = time.monotonic()
+        self._reminder = Reminder(self._began_at)
+
+    def add_one(self) -> None:
+        self._num_loaded += 1
+        now = time.monotonic()
+        if self._reminder.is_due(now):
+            log.info("loaded %d of %d tensors in %.0f s", self._num_loaded, self._num_all, now - self._began_at)
 
 
 def _check(parts: dict[str, Tensor], stored: dict[str, StoredTensor], folder: Path) -> None:
@@ -58,10 +79,11 @@ def _some(names: list[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + rest
 
 
-def _copy(file: Path, names: Iterable[str], parts: dict[str, Tensor]) -> None:
+def _copy(file: Path, names: Iterable[str], parts: dict[str, Tensor], progress: _Progress) -> None:
     try:
         with safe_open(file, framework="pt") as reader:
             for name in names:
                 parts[name].copy_(reader.get_tensor(name))
+                progress.add_one()
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from error

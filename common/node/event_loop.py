@@ -16,6 +16,7 @@ from common.clock import Clock
 from common.errors import ConfigError, InvariantError
 from common.node.engine_thread import EngineThread
 from common.node.role import Role
+from common.reminder import Reminder
 from common.wire.address import in_url
 from common.wire.mailbox import PROBE_EVERY_S, Mailbox
 from common.wire.messages import (
@@ -88,6 +89,7 @@ class EventLoop:
         self._endpoint = endpoint
         self._listen = endpoint.listen
         self._clock = clock
+        self._gateway_address = gateway
         self._gateway = Mailbox(endpoint.context, endpoint.incarnation, FromGateway, connect=f"tcp://{gateway}")
         self._gateway_incarnation = ""
         self._prefill_nodes: dict[str, Mailbox] = {}  # dialled by this decode node, by incarnation
@@ -98,6 +100,7 @@ class EventLoop:
         self._num_failed_checks = 0
         self._sent_pairs: tuple[PairState, ...] | None = None  # since the last registration
         self._num_dropped = self._num_bytes_sent = 0  # by mailboxes that are closed
+        self._reminder = Reminder(clock.now())
         self.is_registered = False
         self.refused: str | None = None
         self._poller = zmq.Poller()
@@ -137,6 +140,11 @@ class EventLoop:
             self._start_step(now)  # the tick may have ended what the role waited for
             self._flush()
             self._check_when_idle()
+            if not self.is_registered and self._reminder.is_due(now):
+                log.info(
+                    "still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT",
+                    self._gateway_address,
+                )
 
     def _start_step(self, now: float) -> None:
         """Give an idle engine its next step, if there is one."""
@@ -195,6 +203,7 @@ class EventLoop:
         if events.disconnected:
             log.warning("the gateway is gone; ending its requests and dialling it again")
             self.is_registered = False
+            self._reminder = Reminder(now)
             self._gateway_incarnation = ""
             self._role.gateway_lost(now)
         if events.connected:

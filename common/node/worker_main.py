@@ -123,7 +123,13 @@ def _serve_model(
         signal.signal(number, lambda *_: loop.stop())
     gc.collect()
     gc.freeze()  # weights and modules stay; the collector need not visit them again
-    log.info("%s node ready: %d pages of %d tokens", config.role, capacity.num_pages, config.page_size)
+    log.info(
+        "%s node ready: %d pages of %d tokens; dialling the gateway at %s",
+        config.role,
+        capacity.num_pages,
+        config.page_size,
+        config.gateway,
+    )
     try:
         return _until_stopped(loop)
     finally:

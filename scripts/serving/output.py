@@ -26,8 +26,8 @@ class ServeOutput:
     as one that a library in C has printed, becomes an object in the same form.
     """
 
-    def __init__(self, log_format: LogFormat) -> None:
-        self._writer = configure_logging("serve", level="info", log_format=log_format)
+    def __init__(self, log_format: LogFormat, log_level: str = "info") -> None:
+        self._writer = configure_logging("serve", level=log_level, log_format=log_format)
         self._is_json = log_format == "json"
 
     def say(self, text: str) -> None:

@@ -26,6 +26,7 @@ from common.config.options import options_of, to_flags
 from common.config.serve import ServeConfig
 from common.errors import BatonError, ConfigError
 from common.model_folder import find_checkpoint
+from common.reminder import Reminder
 from common.wire.address import in_url
 from scripts.serving.cpu_affinity import Share, divide, usable_cores
 from scripts.serving.output import Output, ServeOutput
@@ -36,7 +37,7 @@ HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nod
 
 Without --model it serves the small model included in Baton. Prints "ready http://HOST:PORT" once a request has
 succeeded; Ctrl-C or SIGTERM stops everything."""
-POLL_S, PROGRESS_S = 0.1, 10.0
+POLL_S = 0.1
 
 
 class NotReady(BatonError):
@@ -138,14 +139,14 @@ async def wait_until_ready(config: ServeConfig, output: Output) -> None:
     Raises NotReady: not within ``ready_timeout``.
     """
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-    began = told_at = time.monotonic()
+    began = time.monotonic()
+    reminder = Reminder(began)
     async with aiohttp.ClientSession(_url(config), headers=headers, timeout=aiohttp.ClientTimeout(60)) as session:
         while (missing := await _missing(session, config)) or (missing := await _failed_request(session, config)):
             now = time.monotonic()
             if now - began > config.ready_timeout:
                 raise NotReady(f"not ready after --ready-timeout {config.ready_timeout:g} s; still missing: {missing}")
-            if now - told_at > PROGRESS_S:
-                told_at = now
+            if reminder.is_due(now):
                 output.say(f"{now - began:.0f} s, waiting for {missing}")
             await asyncio.sleep(POLL_S)
 
@@ -261,7 +262,7 @@ def _on_signals(supervisor: Supervisor, stopping: asyncio.Event, output: Output)
 
 def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(ServeConfig, argv, command="serve", help=HELP)
-    output = ServeOutput(config.log_format)
+    output = ServeOutput(config.log_format, config.log_level)
     try:
         find_checkpoint(config.model, config.revision)
         return asyncio.run(serve(with_ports(with_key(config)), output))

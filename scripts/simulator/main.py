@@ -35,7 +35,7 @@ Examples:
   simulate --prefill 2 --decode 6 --rate 8 --duration 10m --output-len 250
   simulate --prefill 8 --decode 8 --trace conversation_trace.jsonl
   simulate --trace TRACE.csv --time-scale 0.5 --schedule-policy lpm
-  simulate --replay FILE     check a node's recording (--record) against the code
+  simulate --replay FILE   check a node's recording (--record)
 
 Loads, traces and seeds are those of loadtest; limits and policies are those of the nodes. The same options give the
 same result. An hour of a trace takes about a minute: find where a service saturates, and which limit, policy or ratio

@@ -1,0 +1,75 @@
+"""How commands begin and end in a terminal: a sentence for a wrong model, word of what is awaited, a quiet Ctrl-C."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLES = ("gateway", "prefill", "decode")
+
+
+def start(command: str, *flags: str, **options) -> "subprocess.Popen[str]":
+    words = [sys.executable, "-m", "scripts.cli", command, *flags]
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.parametrize("command", ["serve", *ROLES])
+@pytest.mark.parametrize("model", ["/nonexistent", "empty", "nobody/nothing"])
+def test_a_model_that_is_not_there_is_one_sentence(command, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = str(tmp_path) if model == "empty" else model
+    with start(command, "--model", model, "--log-level", "warning") as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert out == "" and len(err.splitlines()) == 1, err
+    assert f"--model {model}: " in err
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.6, 1.0, 1.5, 2.5])
+@pytest.mark.parametrize("command", ["serve", *ROLES])
+def test_ctrl_c_at_any_moment_of_the_start_leaves_no_traceback_and_no_process(command, seconds):
+    ports = {"serve": ["--port=0"], "gateway": ["--port=0", "--control-port=0"]}
+    with start(command, *ports.get(command, []), start_new_session=True) as process:
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)  # no child holds the pipes any more
+    assert "Traceback" not in err and "KeyboardInterrupt" not in err
+    assert process.returncode in (0, 130, -signal.SIGINT)
+
+
+def test_a_node_without_a_gateway_says_what_it_waits_for_again_and_again():
+    with start("decode", "--gateway", "127.0.0.1:9", "--max-total-tokens", "1024", "--log-format", "json") as process:
+        assert process.stderr is not None
+        messages = (json.loads(line)["message"] for line in process.stderr)
+        waiting = "still waiting for the gateway at 127.0.0.1:9; start one, or name another with --gateway HOST:PORT"
+        said = []
+        while said.count(waiting) < 2:
+            said.append(next(messages))
+        assert any("node ready" in line and "dialling the gateway at 127.0.0.1:9" in line for line in said)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_the_command_shown_when_the_service_is_ready_works_as_it_is_pasted(tmp_path):
+    with start("serve", "--port", "0", "--max-total-tokens", "4096") as process:
+        assert process.stdout is not None and process.stderr is not None
+        url = process.stdout.readline().removeprefix("ready ").strip()
+        lines = []
+        while not lines or "see it:" not in lines[-1]:
+            lines.append(process.stderr.readline())
+        (command,) = [found.group(1) for line in lines if (found := re.search(r"try it: (curl .*)", line))]
+        done = subprocess.run(f"{command} --silent", shell=True, capture_output=True, text=True, timeout=60)
+        assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
+        assert f"see it: {url}/ in a browser" in lines[-1]
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+        assert out == ""
+        assert process.returncode == 0
