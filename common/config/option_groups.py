@@ -112,11 +112,13 @@ def sections(command: str, names: Iterable[str]) -> list[tuple[str, Sequence[str
     """Return the titles of ``--help`` and the options below each, in order; every option is below one."""
     left = dict.fromkeys(names)
     groups = {"Usual options": USUAL.get(command, ()), **GROUPS.get(command, {})}
-    found = []
+    found: list[tuple[str, Sequence[str]]] = []
     for title, members in groups.items():
         here = [name for name in members if name in left]
         for name in here:
             del left[name]
         if here:
             found.append((title, here))
-    return [*found, ("Other options", list(left))] if left else found
+    if left:
+        found.append(("Other options", list(left)))
+    return found

@@ -1,8 +1,8 @@
 """``bench NAME``: run one benchmark, and check that it measured something.
 
 A benchmark is a module ``scripts/benchmarks/NAME.py``. Its docstring says what it measures (``bench`` lists the first
-line), ``SHORTEST`` holds the options that ``--shortest`` stands for, ``add_options(parser)`` declares its own options,
-and ``run(options)`` prints its tables and returns the figures in them by name.
+line, and how long it takes), ``SHORTEST`` holds the options that ``--shortest`` stands for, ``add_options(parser)``
+declares its own options, and ``run(options)`` prints its tables and returns the figures in them by name.
 """
 
 import argparse
@@ -10,12 +10,26 @@ import importlib
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.errors import BatonError, ConfigError
 
-NAMES = tuple("disagg engine gateway grammar handoff loadtest pictures scheduler simulate transfer".split())
+#: How long each benchmark takes, whole and with --shortest, as measured on two cores.
+DURATIONS = {
+    "disagg": ("60 min", "10 s"),
+    "engine": ("@engine", "15 s"),
+    "gateway": ("@gateway", "10 s"),
+    "grammar": ("@grammar", "10 s"),
+    "handoff": ("@handoff", "20 s"),
+    "loadtest": ("@loadtest", "5 s"),
+    "pictures": ("@pictures", "20 s"),
+    "scheduler": ("1 min", "5 s"),
+    "simulate": ("@simulate", "5 s"),
+    "transfer": ("@transfer", "40 s"),
+}
+NAMES = tuple(DURATIONS)
 USAGE_STATUS, INTERRUPTED_STATUS = 2, 130
 
 
@@ -23,11 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0, 1 if the benchmark failed, 2 for wrong options, 130 after Ctrl-C."""
     if not argv or argv[0] not in NAMES:
         is_question = bool(argv) and argv[0] in ("-h", "--help")
-        lines = [
-            "Usage: bench NAME [OPTIONS], where NAME is one of",
-            *(f"  {name:10} {_summary(name)}" for name in NAMES),
-        ]
-        print("\n".join(lines), file=sys.stdout if is_question else sys.stderr)
+        print(_usage(), file=sys.stdout if is_question else sys.stderr)
         return 0 if is_question else USAGE_STATUS
     name, *words = argv
     try:
@@ -67,6 +77,16 @@ def _run(name: str, words: Sequence[str]) -> int:
 def empty_figures(figures: Mapping[str, float]) -> list[str]:
     """Names of the figures that are not finite numbers greater than zero."""
     return [name for name, value in figures.items() if not (math.isfinite(value) and value > 0)]
+
+
+def _usage() -> str:
+    """The benchmarks, how long each takes, and what it measures, in 80 columns."""
+    lines = ["Usage: bench NAME [OPTIONS]", "", f"{'':13}whole   --shortest"]
+    for name, (whole, shortest) in DURATIONS.items():
+        lines.append(f"  {name:10} {whole:7} {shortest}")
+        lines += textwrap.wrap(_summary(name), 76, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    lines += ["", "Measured on two cores. bench NAME --help shows the options of a benchmark."]
+    return "\n".join(lines)
 
 
 def _summary(name: str) -> str:
