@@ -6,7 +6,9 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
 
 import asyncio
+import gc
 import logging
+import os
 import sys
 
 import uvloop
@@ -29,6 +31,8 @@ async def serve(gateway: Gateway) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await gateway.start()
+    gc.collect()
+    gc.freeze()  # modules and tokenizers stay; the collector need not visit them again
     log.info("nodes dial %s", gateway.control_address)
     log.info("listening %s", gateway.http_address)
     await stop.wait()
@@ -40,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     config = resolve(GatewayConfig, argv, command="gateway", help="Speak HTTP and text, choose nodes, relay tokens.")
     writer = configure_logging("gateway", level=config.log_level, log_format=config.log_format)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are tokenized one by one; threads would only wait
     try:
         gateway = Gateway(config, model_folders(config))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
