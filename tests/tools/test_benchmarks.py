@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.main import NAMES, empty_figures
+from scripts.benchmarks.main import DURATIONS, NAMES, empty_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,3 +35,17 @@ def test_zero_infinite_and_undefined_figures_are_empty() -> None:
     assert empty_figures({"chunks": 0.0, "answers": 3.0, "rate": math.inf, "gap": math.nan, "lag": -1.0}) == [
         "chunks", "rate", "gap", "lag",
     ]  # fmt: skip
+
+
+def test_the_list_names_every_benchmark_with_its_durations_in_80_columns() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "scripts.cli", "bench", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    lines = ended.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in NAMES:
+        whole, shortest = DURATIONS[name]
+        assert [line.split() for line in lines if line.startswith(f"  {name} ")] == [
+            [name, *whole.split(), *shortest.split()]
+        ]
+    assert {path.stem for path in (ROOT / "scripts" / "benchmarks").glob("*.py")} >= set(NAMES)
