@@ -55,7 +55,8 @@ def _process_age_s() -> float:
 
 
 def _finish(config: LoadtestConfig, report: Report) -> int:
-    from scripts.load_tester.reporting.text_report import describe_outputs, summary_lines
+    from scripts.load_tester.reporting.headline import describe_outputs
+    from scripts.load_tester.reporting.text_report import summary_lines
 
     say(*summary_lines(report))
     has_all = _write_results(config, report)

@@ -4,39 +4,42 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
 from scripts.load_tester.analysis import stage_timeline
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.analysis.records import RequestRecord
+from scripts.load_tester.reporting.formats import limit, milliseconds, per_second, percent
 from scripts.load_tester.reporting.node_usage import node_charts
 from scripts.load_tester.reporting.report import Report
-from scripts.load_tester.reporting.svg import Chart, Points
-from scripts.load_tester.reporting.text_report import milliseconds
+from scripts.load_tester.reporting.svg import RIGHT, Chart, Points
 
 TitledChart = tuple[str, Chart]  # with its title
 MAX_BARS = 240
 NUM_CLOSE = 40
-WIDE = 1300
+WIDE = 960
 MAX_ROLLING = 1000
 LEAST_MS = 0.1  # tokens received together have no gap, and a logarithmic axis has no 0
 
 
+START = "seconds since the start of the run"
+
+
 def run_sections(report: Report) -> list[tuple[str, str, bool, list[TitledChart]]]:
     """Sections of a run: title, explanation, whether charts take the whole width, charts."""
-    records = report.records
+    records, limits = report.records, report.service["limits_s"]
     good = [record for record in report.measured if record.is_ok and record.stamps_s]
     return [
-        ("Over time", "Each dot is a request, at its intended instant, warm-up and cool-down included; of too "
-         "many requests to draw, the fastest and the slowest of each stretch. Failed requests lie on the axis. Less "
-         "than 0.1 ms is drawn as 0.1 ms.", False, timeline_charts(records)),
-        ("Distributions", "Share of requests (or gaps) that took at most this long; less than 0.1 ms drawn as 0.1 ms.",
-         False, distribution_charts(good)),
-        ("Requests", "Each bar is a request, from its intended instant to its last token.", True,
-         gantt_charts(records)),
-        ("Stages", "Medians, by the clocks of server and client. The first gap is what the server "
-         "did not account for.", True, waterfall_charts(good)),
+        ("Over time", "Each dot is one request at its intended instant (or one gap between tokens), warm-up and "
+         "cool-down included. Of too many to draw, the fastest and the slowest of each stretch are shown. Failed "
+         "requests lie on the axis. Less than 0.1 ms is drawn as 0.1 ms.", False, timeline_charts(records, limits)),
+        ("Distributions", "How many requests (or gaps) took at most this long: where a line crosses 0.5 is the median "
+         "(p50), at 0.99 the 99th percentile (p99).", False, distribution_charts(good, limits)),
+        ("Each request", "One bar for each request, from its intended instant to its last token, in the colours of its "
+         "stages; the time is in seconds since the start of the run.", True, gantt_charts(records)),
         ("Nodes", "The server's own metrics during the run.", False, node_charts(report.scrape)),
     ]  # fmt: skip
 
@@ -49,7 +52,7 @@ def rate_charts(sweeps: Mapping[str, Sequence[Figures]]) -> list[TitledChart]:
     """
     charts: list[TitledChart] = []
     for name, title in (("ttft", "Time to first token"), ("itl", "Gap between tokens"), ("e2e", "End to end")):
-        chart = Chart("requests/s, intended", "ms", is_log_y=True)
+        chart = Chart(RATE, f"{title.lower()}, ms", is_log_y=True)
         for number, (sweep, runs) in enumerate(sweeps.items()):
             answered = [run for run in _by_rate(runs) if run["latency"][name]["count"]]
             for place, share in enumerate(("p50", "p95", "p99") if len(sweeps) == 1 else ("p50", "p99")):
@@ -59,16 +62,59 @@ def rate_charts(sweeps: Mapping[str, Sequence[Figures]]) -> list[TitledChart]:
                 chart.line(points, colour, label, is_dashed=len(sweeps) > 1 and share == "p50")
                 chart.dots(points, colour)
                 _invalid(chart, [(r["rate"], _ms(r["latency"][name][share])) for r in answered if not r["is_valid"]])
+        every = [run for runs in sweeps.values() for run in runs]
+        _add_limit(chart, "y", every[0]["service"].get("limits_s", {}).get(name) if every else None)
+        chart.finding = _by_rate_finding(name, every) if len(sweeps) == 1 else ""
         charts.append((f"{title} by rate", chart))
-    chart = Chart("requests/s, intended", "requests/s")
+    chart = Chart(RATE, "requests/s")
     for number, (sweep, runs) in enumerate(sweeps.items()):
         end = f", {sweep}" if len(sweeps) > 1 else ""
         valid = [run for run in _by_rate(runs) if run["is_valid"]]
         chart.line([(run["rate"], run["service"]["goodput_per_s"]) for run in valid], number + 2, "good" + end)
         done = [(run["rate"], run["throughput"]["requests_per_s"]) for run in valid]
         chart.line(done, number, "answered" + end, is_dashed=True)  # last, so that both stay visible
+        if valid and len(sweeps) == 1:
+            best = max(run["service"]["goodput_per_s"] for run in valid)
+            chart.finding = f"at most {per_second(best)} good requests/s"
     charts.append(("Throughput and goodput by rate", chart))
     return charts
+
+
+RATE = "requests/s, intended"
+
+
+def attainment_charts(runs: Sequence[Figures], target: float) -> list[TitledChart]:
+    """The share of good requests over the rate, with 95 % intervals: what a search decides by."""
+    known = [run for run in _by_rate(runs) if run["is_valid"] and run["service"].get("limits_s")]
+    if not known:
+        return []
+    chart = Chart(RATE, "share of good requests", y=(0.0, 1.05))
+    points = [(run["rate"], run["service"]["attainment"]) for run in known]
+    for run in known:
+        chart.interval(run["rate"], *run["service"]["attainment_ci"], 2)
+    chart.dots(points, 2, "one run, with its 95% interval")
+    chart.limit("y", target, f"objective {percent(target)}")
+    holding = [rate for rate, share in points if share >= target]
+    missing = [rate for rate, share in points if share < target]
+    chart.finding = f"reached up to {max(holding):.4g}/s" if holding else "reached at no rate"
+    if missing:
+        chart.finding += f", missed from {min(missing):.4g}/s"
+    return [("Good requests by rate", chart)]
+
+
+def _by_rate_finding(name: str, runs: Sequence[Figures]) -> str:
+    """How p99 moves from the lowest to the highest rate."""
+    known = [run for run in _by_rate(runs) if run["is_valid"] and run["latency"][name]["count"]]
+    if len(known) < 2:
+        return ""
+    first, last = known[0], known[-1]
+    ends = [f"{milliseconds(run['latency'][name]['p99'])} ms at {run['rate']:.4g}/s" for run in (first, last)]
+    return f"p99 {' and '.join(ends)}"
+
+
+def _add_limit(chart: Chart, axis: Literal["x", "y"], value: float | None) -> None:
+    if value is not None:
+        chart.limit(axis, value * 1e3, f"limit {limit(value)}")
 
 
 def _by_rate(runs: Sequence[Figures]) -> list[Figures]:
@@ -89,13 +135,16 @@ def rate_figures(reports: Sequence[Report]) -> list[Figures]:
     return [{name: getattr(report, name) for name in names} for report in reports]
 
 
-def timeline_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
-    """Latency, load and output over the run."""
+def timeline_charts(
+    records: Sequence[RequestRecord], limits: Mapping[str, float] = MappingProxyType({})
+) -> list[TitledChart]:
+    """Latency, load and output over the run; ``limits`` in seconds, by ttft, itl and e2e."""
     good = [record for record in records if record.is_ok and record.stamps_s]
     if not good:
         return []
     x = (0.0, 1.02 * max(record.ended_s for record in records))  # the same for all charts
-    first, whole, decode = (Chart("s", "ms", x=x, is_log_y=True) for _ in range(3))
+    names = {"ttft": "time to first token", "e2e": "end to end", "itl": "gap between tokens"}
+    first, whole, decode = (Chart(START, f"{words}, ms", x=x, is_log_y=True) for words in names.values())
     first.dots([(record.intended_s, _ms(record.ttft_s)) for record in good], 0, "time to first token")
     first.line(_rolling([(record.intended_s, _ms(record.ttft_s)) for record in good]), 1, "median of the last 20")
     whole.dots([(record.intended_s, _ms(record.e2e_s)) for record in good], 0, "end to end")
@@ -105,10 +154,21 @@ def timeline_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
         chart.dots(lost, FAILED, "failed")
     gaps = [(at, _ms(at - before)) for r in good for before, at in itertools.pairwise(r.stamps_s)]
     decode.dots(sorted(gaps), 0, "gap between tokens")
-    under_way, tokens = Chart("s", "requests", x=x), Chart("s", "tokens/s", x=x)
-    under_way.line(_level([(r.intended_s, r.ended_s) for r in records]), 0, "in flight")
-    under_way.line(_level([(r.intended_s, r.stamps_s[0] if r.stamps_s else r.ended_s) for r in records]), 1, "waiting")
-    tokens.line(_per_second(good, x[1]), 2)
+    for name, chart in zip(names, (first, whole, decode), strict=True):
+        _add_limit(chart, "y", limits.get(name))
+    first.finding = _extremes([record.ttft_s for record in good])
+    whole.finding = _extremes([record.e2e_s for record in good])
+    decode.finding = _extremes([gap for record in good for gap in record.gaps_s])
+    under_way, tokens = Chart(START, "requests", x=x), Chart(START, "output tokens/s", x=x)
+    in_flight = _level([(r.intended_s, r.ended_s) for r in records])
+    waiting = _level([(r.intended_s, r.stamps_s[0] if r.stamps_s else r.ended_s) for r in records])
+    under_way.line(in_flight, 0, "in flight")
+    under_way.line(waiting, 1, "waiting for the first token")
+    most = [max(level for _, level in levels) for levels in (in_flight, waiting)]
+    under_way.finding = f"at most {most[0]:,.0f} and {most[1]:,.0f}"
+    rates = _per_second(good, x[1])
+    tokens.line(rates, 2)
+    tokens.finding = f"{per_second(max(rate for _, rate in rates))} at the highest"
     return [
         ("Time to first token", first),
         ("Gap between tokens", decode),
@@ -118,8 +178,17 @@ def timeline_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
     ]
 
 
-def distribution_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
-    """Cumulative distributions, from the intended instant and from the send."""
+def _extremes(values: Sequence[float]) -> str:
+    """The median and the largest of some durations in seconds; empty without any."""
+    if not values:
+        return ""
+    return f"median {milliseconds(float(np.median(values)))} ms, slowest {milliseconds(max(values))} ms"
+
+
+def distribution_charts(
+    good: Sequence[RequestRecord], limits: Mapping[str, float] = MappingProxyType({})
+) -> list[TitledChart]:
+    """Cumulative distributions, from the intended instant and from the send; ``limits`` as in ``timeline_charts``."""
     if not good:
         return []
     samples = {
@@ -138,8 +207,11 @@ def distribution_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
         },
     }
     charts = []
-    for title, lines in samples.items():
-        chart = Chart("ms", "share", y=(0.0, 1.0), is_log_x=True)
+    for short, (title, lines) in zip(("ttft", "itl", "tpot", "e2e"), samples.items(), strict=True):
+        chart = Chart(f"{title.lower()}, ms", "share of all", y=(0.0, 1.0), is_log_x=True)
+        _add_limit(chart, "x", limits.get(short))
+        headline = next(iter(lines.values()))
+        chart.finding = f"99% within {milliseconds(float(np.quantile(headline, 0.99)))} ms" if headline else ""
         for colour, (name, values) in enumerate(lines.items()):
             ordered = np.maximum(np.sort(np.array(values)) * 1e3, LEAST_MS)
             if len(ordered):
@@ -168,7 +240,7 @@ def comparison_charts(runs: Mapping[str, Figures]) -> list[TitledChart]:
     """Cumulative distributions of several runs, by name, from the samples in their JSON."""
     charts = []
     for name, title in (("ttft", "Time to first token"), ("itl", "Gap between tokens"), ("e2e", "End to end")):
-        chart = Chart("ms", "share", y=(0.0, 1.0), is_log_x=True)
+        chart = Chart(f"{title.lower()}, ms", "share of all", y=(0.0, 1.0), is_log_x=True)
         for colour, (run, figures) in enumerate(runs.items()):
             values = np.sort(np.concatenate([np.empty(0), *map(np.atleast_1d, figures["samples"][name])])) * 1e3
             values = np.maximum(values, LEAST_MS)
@@ -201,7 +273,7 @@ def _busiest(ordered: Sequence[RequestRecord], count: int) -> Sequence[RequestRe
 
 
 def _bars(records: Sequence[RequestRecord], label: str) -> Chart:
-    chart = Chart("s", label, height=max(160, min(620, 60 + 5 * len(records))), width=WIDE)
+    chart = Chart(START, label, left=RIGHT, height=max(160, min(620, 60 + 5 * len(records))), width=WIDE)
     for row, record in enumerate(records):
         title = f"#{record.index} {record.class_name} {record.num_input} in, {record.num_output} out {record.error}"
         for span in stage_timeline.spans_of(record) if record.stamps_s else _lost(record):
@@ -228,7 +300,7 @@ def waterfall_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
     spans = stage_timeline.median_spans(good)
     rows = {float(-row): f"{span.name}  {milliseconds(span.length_s)} ms" for row, span in enumerate(spans)}
     chart = Chart(
-        "ms since the intended instant", "stages", height=60 + 24 * len(spans), width=WIDE, left=250, rows=rows
+        "ms since the intended instant", "stages", height=60 + 24 * len(spans), width=WIDE, left=290, rows=rows
     )
     for row, span in enumerate(spans):
         colour = STAGE_COLOURS.get(span.name, 3)

@@ -45,7 +45,7 @@ def _title(family: str) -> str:
 
 
 def _chart(label: str, lines: Lines, bounds: tuple[float, float] | None) -> Chart:
-    chart = Chart("s", label, y=bounds)
+    chart = Chart("seconds since the start of the run", label, y=bounds)
     for colour, (name, points) in enumerate(lines[:MAX_LINES]):
         chart.line(points, colour, name)
         if len(points) == 1:  # a line does not show a single point
