@@ -9,9 +9,10 @@ from scripts.load_tester.client.request_headers import common_headers
 from scripts.load_tester.client.server_info import fetch_server_info
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.output_files import FAILED, FINE, INVALID, say, write_files
+from scripts.load_tester.reporting.formats import limit, milliseconds, percent
+from scripts.load_tester.reporting.headline import LATENCIES
 from scripts.load_tester.reporting.progress import run_with_progress
 from scripts.load_tester.reporting.report import SCHEMA, Report, write_json
-from scripts.load_tester.reporting.formats import milliseconds, percent
 
 MIN_RESPONSES = 10  # times the duration of a response: the least length of a run
 
@@ -75,7 +76,7 @@ def search_notes(config: LoadtestConfig, found: SearchResult) -> list[str]:
 
 
 def describe_result(config: LoadtestConfig, found: SearchResult) -> str:
-    limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in config.slos.items())
+    limits = ", ".join(f"{LATENCIES[name][0]} {limit(seconds)}" for name, seconds in config.slos.items())
     good = f"{percent(config.slo_attainment)} of requests within {limits}"
     if not found.best:
         return f"no rate was found with {good}: {found.why}"

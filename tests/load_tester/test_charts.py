@@ -89,7 +89,7 @@ def test_the_gantt_chart_has_a_bar_for_each_stage_and_names_them() -> None:
     assert names == [
         "until the first token",
         *("sent late", "gateway and network", "prefill queue", "prefill"),
-        *("first to second token", "steady decode, a token"),
+        *("first to second token", "decode, all later tokens"),
     ]
     assert ("c5", "failed") in chart.names
 

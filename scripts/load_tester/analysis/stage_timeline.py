@@ -126,8 +126,8 @@ def stage_shares(records: Sequence[RequestRecord]) -> list[StageShare]:
             spans.append(Span(REST, 0.0, record.stamps_s[-1] - record.stamps_s[1]))
         for span in spans:
             lengths.setdefault(span.name, []).append(max(0.0, span.length_s))
-    total_s = sum(record.e2e_s for record in records)
     parts = set(DECODE_STAGES.values())
+    total_s = sum(sum(own) for name, own in lengths.items() if name not in parts)
     return [
         StageShare(
             name,

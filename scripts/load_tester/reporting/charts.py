@@ -52,7 +52,9 @@ def rate_charts(sweeps: Mapping[str, Sequence[Figures]]) -> list[TitledChart]:
     """
     charts: list[TitledChart] = []
     for name, title in (("ttft", "Time to first token"), ("itl", "Gap between tokens"), ("e2e", "End to end")):
-        chart = Chart(RATE, f"{title.lower()}, ms", is_log_y=True)
+        every = [run for runs in sweeps.values() for run in runs]
+        finding = _by_rate_finding(name, every) if len(sweeps) == 1 else ""
+        chart = Chart(RATE, f"{title.lower()}, ms", is_log_y=True, finding=finding)
         for number, (sweep, runs) in enumerate(sweeps.items()):
             answered = [run for run in _by_rate(runs) if run["latency"][name]["count"]]
             for place, share in enumerate(("p50", "p95", "p99") if len(sweeps) == 1 else ("p50", "p99")):
@@ -62,20 +64,17 @@ def rate_charts(sweeps: Mapping[str, Sequence[Figures]]) -> list[TitledChart]:
                 chart.line(points, colour, label, is_dashed=len(sweeps) > 1 and share == "p50")
                 chart.dots(points, colour)
                 _invalid(chart, [(r["rate"], _ms(r["latency"][name][share])) for r in answered if not r["is_valid"]])
-        every = [run for runs in sweeps.values() for run in runs]
         _add_limit(chart, "y", every[0]["service"].get("limits_s", {}).get(name) if every else None)
-        chart.finding = _by_rate_finding(name, every) if len(sweeps) == 1 else ""
         charts.append((f"{title} by rate", chart))
-    chart = Chart(RATE, "requests/s")
+    good = [run["service"]["goodput_per_s"] for runs in sweeps.values() for run in runs if run["is_valid"]]
+    finding = f"at most {per_second(max(good))} good requests/s" if good and len(sweeps) == 1 else ""
+    chart = Chart(RATE, "requests/s", finding=finding)
     for number, (sweep, runs) in enumerate(sweeps.items()):
         end = f", {sweep}" if len(sweeps) > 1 else ""
         valid = [run for run in _by_rate(runs) if run["is_valid"]]
         chart.line([(run["rate"], run["service"]["goodput_per_s"]) for run in valid], number + 2, "good" + end)
         done = [(run["rate"], run["throughput"]["requests_per_s"]) for run in valid]
         chart.line(done, number, "answered" + end, is_dashed=True)  # last, so that both stay visible
-        if valid and len(sweeps) == 1:
-            best = max(run["service"]["goodput_per_s"] for run in valid)
-            chart.finding = f"at most {per_second(best)} good requests/s"
     charts.append(("Throughput and goodput by rate", chart))
     return charts
 
@@ -88,17 +87,16 @@ def attainment_charts(runs: Sequence[Figures], target: float) -> list[TitledChar
     known = [run for run in _by_rate(runs) if run["is_valid"] and run["service"].get("limits_s")]
     if not known:
         return []
-    chart = Chart(RATE, "share of good requests", y=(0.0, 1.05))
     points = [(run["rate"], run["service"]["attainment"]) for run in known]
+    holding = [f"at {rate:.4g}/s" for rate, share in points if share >= target]
+    finding = f"{percent(target)} reached {', '.join(holding) if len(holding) < 4 else f'in {len(holding)} runs'}"
+    chart = Chart(
+        RATE, "share of good requests", y=(0.0, 1.05), finding=finding if holding else f"never {percent(target)}"
+    )
     for run in known:
         chart.interval(run["rate"], *run["service"]["attainment_ci"], 2)
     chart.dots(points, 2, "one run, with its 95% interval")
     chart.limit("y", target, f"objective {percent(target)}")
-    holding = [rate for rate, share in points if share >= target]
-    missing = [rate for rate, share in points if share < target]
-    chart.finding = f"reached up to {max(holding):.4g}/s" if holding else "reached at no rate"
-    if missing:
-        chart.finding += f", missed from {min(missing):.4g}/s"
     return [("Good requests by rate", chart)]
 
 
@@ -143,8 +141,14 @@ def timeline_charts(
     if not good:
         return []
     x = (0.0, 1.02 * max(record.ended_s for record in records))  # the same for all charts
-    names = {"ttft": "time to first token", "e2e": "end to end", "itl": "gap between tokens"}
-    first, whole, decode = (Chart(START, f"{words}, ms", x=x, is_log_y=True) for words in names.values())
+    values = {
+        "time to first token": [record.ttft_s for record in good],
+        "end to end": [record.e2e_s for record in good],
+        "gap between tokens": [gap for record in good for gap in record.gaps_s],
+    }
+    first, whole, decode = (
+        Chart(START, f"{words}, ms", x=x, is_log_y=True, finding=_extremes(some)) for words, some in values.items()
+    )
     first.dots([(record.intended_s, _ms(record.ttft_s)) for record in good], 0, "time to first token")
     first.line(_rolling([(record.intended_s, _ms(record.ttft_s)) for record in good]), 1, "median of the last 20")
     whole.dots([(record.intended_s, _ms(record.e2e_s)) for record in good], 0, "end to end")
@@ -154,21 +158,18 @@ def timeline_charts(
         chart.dots(lost, FAILED, "failed")
     gaps = [(at, _ms(at - before)) for r in good for before, at in itertools.pairwise(r.stamps_s)]
     decode.dots(sorted(gaps), 0, "gap between tokens")
-    for name, chart in zip(names, (first, whole, decode), strict=True):
+    for name, chart in (("ttft", first), ("e2e", whole), ("itl", decode)):
         _add_limit(chart, "y", limits.get(name))
-    first.finding = _extremes([record.ttft_s for record in good])
-    whole.finding = _extremes([record.e2e_s for record in good])
-    decode.finding = _extremes([gap for record in good for gap in record.gaps_s])
-    under_way, tokens = Chart(START, "requests", x=x), Chart(START, "output tokens/s", x=x)
     in_flight = _level([(r.intended_s, r.ended_s) for r in records])
     waiting = _level([(r.intended_s, r.stamps_s[0] if r.stamps_s else r.ended_s) for r in records])
+    most = [max(level for _, level in levels) for levels in (in_flight, waiting)]
+    under_way = Chart(START, "requests", x=x, finding=f"at most {most[0]:,.0f} and {most[1]:,.0f}")
     under_way.line(in_flight, 0, "in flight")
     under_way.line(waiting, 1, "waiting for the first token")
-    most = [max(level for _, level in levels) for levels in (in_flight, waiting)]
-    under_way.finding = f"at most {most[0]:,.0f} and {most[1]:,.0f}"
     rates = _per_second(good, x[1])
+    highest = per_second(max(rate for _, rate in rates))
+    tokens = Chart(START, "output tokens/s", x=x, finding=f"{highest} at the highest")
     tokens.line(rates, 2)
-    tokens.finding = f"{per_second(max(rate for _, rate in rates))} at the highest"
     return [
         ("Time to first token", first),
         ("Gap between tokens", decode),
@@ -208,10 +209,10 @@ def distribution_charts(
     }
     charts = []
     for short, (title, lines) in zip(("ttft", "itl", "tpot", "e2e"), samples.items(), strict=True):
-        chart = Chart(f"{title.lower()}, ms", "share of all", y=(0.0, 1.0), is_log_x=True)
-        _add_limit(chart, "x", limits.get(short))
         headline = next(iter(lines.values()))
-        chart.finding = f"99% within {milliseconds(float(np.quantile(headline, 0.99)))} ms" if headline else ""
+        finding = f"99% within {milliseconds(float(np.quantile(headline, 0.99)))} ms" if headline else ""
+        chart = Chart(f"{title.lower()}, ms", "share of all", y=(0.0, 1.0), is_log_x=True, finding=finding)
+        _add_limit(chart, "x", limits.get(short))
         for colour, (name, values) in enumerate(lines.items()):
             ordered = np.maximum(np.sort(np.array(values)) * 1e3, LEAST_MS)
             if len(ordered):
@@ -259,7 +260,8 @@ def gantt_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
     charts = [("Requests by stage", _bars(ordered[::step], f"requests{f', every {step}th' if step > 1 else ''}"))]
     if len(ordered) > 2 * NUM_CLOSE:
         close = _busiest(ordered, NUM_CLOSE)
-        charts.append((f"{NUM_CLOSE} requests around the highest concurrency", _bars(close, "requests")))
+        x = (close[0].intended_s, max(record.ended_s for record in close))
+        charts.append((f"{NUM_CLOSE} requests around the highest concurrency", _bars(close, "requests", x)))
     return charts
 
 
@@ -272,16 +274,18 @@ def _busiest(ordered: Sequence[RequestRecord], count: int) -> Sequence[RequestRe
     return ordered[begin : begin + count]
 
 
-def _bars(records: Sequence[RequestRecord], label: str) -> Chart:
-    chart = Chart(START, label, left=RIGHT, height=max(160, min(620, 60 + 5 * len(records))), width=WIDE)
+def _bars(records: Sequence[RequestRecord], label: str, x: tuple[float, float] | None = None) -> Chart:
+    chart = Chart(START, label, x=x, left=RIGHT, height=max(160, min(620, 60 + 5 * len(records))), width=WIDE)
     for row, record in enumerate(records):
         title = f"#{record.index} {record.class_name} {record.num_input} in, {record.num_output} out {record.error}"
         for span in stage_timeline.spans_of(record) if record.stamps_s else _lost(record):
             if span.name in STAGE_COLOURS and span.length_s > 0:
-                chart.keys[span.name] = colour = STAGE_COLOURS[span.name]
-                end_s = record.stamps_s[-1] if span.name == stage_timeline.STEADY else record.intended_s + span.end_s
+                is_rest = span.name == stage_timeline.STEADY
+                name = stage_timeline.REST if is_rest else span.name
+                chart.keys[name] = colour = STAGE_COLOURS[span.name]
+                end_s = record.stamps_s[-1] if is_rest else record.intended_s + span.end_s
                 begin_s = record.intended_s + span.begin_s
-                chart.bar(float(-row), begin_s, end_s, colour, f"{span.name}: {title}")
+                chart.bar(float(-row), begin_s, end_s, colour, f"{name}: {title}")
         if record.error:
             chart.keys["failed"] = FAILED
             chart.bar(float(-row), record.ended_s, record.ended_s, FAILED, title)

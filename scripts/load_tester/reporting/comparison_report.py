@@ -20,7 +20,11 @@ VERDICTS: dict[str, tuple[str, Tone]] = {
 }  # fmt: skip
 RATES = (("requests/s", "requests_per_s"), ("tokens/s out", "output_tokens_per_s"))
 #: Figures of the tiles: name in ``Change``, title.
-TILES = (("time to first token p50", "TTFT p50"), ("time to first token p99", "TTFT p99"), ("gap between tokens p99", "ITL p99"))
+TILES = (
+    ("time to first token p50", "TTFT p50"),
+    ("time to first token p99", "TTFT p99"),
+    ("gap between tokens p99", "ITL p99"),
+)
 
 
 @dataclass(frozen=True)
@@ -35,16 +39,18 @@ class Pair:
 
 def comparison_lines(pair: Pair) -> list[str]:
     """The comparison as text, side by side, in at most 80 columns."""
-    lines = [f"{'':25}{'before':>10}{'after':>10}{'change':>10}  95% interval"]
+    lines = [f"{'':24}{'before':>8}{'after':>8}{'change':>10} {'':10} 95% interval"]
     for one in pair.changes:
         before, after, change, interval = _cells(one)
         mark = VERDICTS[one.verdict][0]
-        lines.append(f"{one.name:25}{before:>10}{after:>10}{change:>10}  {interval:17}{mark}".rstrip())
+        lines.append(f"{one.name:24}{before:>8}{after:>8}{change:>10} {mark:10} {interval}".rstrip())
     for title, name in RATES:
         a, b = (side["throughput"][name] for side in (pair.before, pair.after))
-        lines.append(f"{title:25}{per_second(a):>10}{per_second(b):>10}{(b / a - 1) if a else 0.0:>+10.1%}")
+        lines.append(f"{title:24}{per_second(a):>8}{per_second(b):>8}{(b / a - 1) if a else 0.0:>+10.1%}")
     lines = ([f"\n{pair.title}"] if pair.title else []) + [*lines, "Latencies in milliseconds; rates are not judged."]
-    differing = [f"  {name}: {one!r} before, {other!r} after" for name, one, other in differences(pair.before, pair.after)]
+    differing = [
+        f"  {name}: {one!r} before, {other!r} after" for name, one, other in differences(pair.before, pair.after)
+    ]
     few = ["", *too_few(pair.changes)] if too_few(pair.changes) else []
     return lines + (["", "the two runs had different options or servers:", *differing] if differing else []) + few
 
@@ -81,7 +87,12 @@ def differences(before: Figures, after: Figures) -> list[tuple[str, object, obje
 
 
 def comparison_page(
-    names: Sequence[str], pairs: Sequence[Pair], charts: Sequence[TitledChart], *, reasons: Sequence[str], threshold: float
+    names: Sequence[str],
+    pairs: Sequence[Pair],
+    charts: Sequence[TitledChart],
+    *,
+    reasons: Sequence[str],
+    threshold: float,
 ) -> str:
     """The page of two runs, or two sweeps, side by side.
 
@@ -103,7 +114,12 @@ def comparison_page(
 
 def _alerts(pairs: Sequence[Pair], reasons: Sequence[str]) -> list[Alert]:
     def named(verdict: str) -> list[str]:
-        return [f"{one.name}{f' at {pair.title}' if pair.title else ''}" for pair in pairs for one in pair.changes if one.verdict == verdict]
+        return [
+            f"{one.name}{f' at {pair.title}' if pair.title else ''}"
+            for pair in pairs
+            for one in pair.changes
+            if one.verdict == verdict
+        ]
 
     worse, better = named("worse"), named("better")
     found = [Alert("bad", f"INVALID: {reason}") for reason in reasons]

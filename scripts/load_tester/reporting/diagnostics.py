@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from scripts.load_tester.reporting.formats import NO_VALUE, milliseconds, percent, per_second
+from scripts.load_tester.reporting.formats import NO_VALUE, milliseconds, per_second, percent
 from scripts.load_tester.reporting.headline import MAX_KNOWN_BEFORE, describe_outputs
 from scripts.load_tester.reporting.report import Report
 
@@ -39,12 +39,16 @@ def _load_facts(report: Report) -> list[Fact]:
     if arrivals["cv"] is not None:
         expected = f", {arrivals['cv_expected']:.2f} expected" if arrivals["cv_expected"] is not None else ""
         found.append(
-            Fact("burstiness", f"{arrivals['cv']:.2f}{expected}", "deviation of the gaps between requests over their mean")
+            Fact(
+                "burstiness",
+                f"{arrivals['cv']:.2f}{expected}",
+                "deviation of the gaps between requests over their mean",
+            )
         )
     if arrivals["ks_p"] is not None:
         found.append(
             Fact("gap test", f"p = {arrivals['ks_p']:.2g}",
-                 "chance of such gaps if arrivals are as intended (Kolmogorov-Smirnov); below 0.0001 the run is invalid")
+                 "chance of such gaps if arrivals are as intended (Kolmogorov-Smirnov); invalid below 0.0001")
         )  # fmt: skip
     found.append(
         Fact("send lag", f"p50 {milliseconds(late['p50'])} ms, p99 {milliseconds(late['p99'])} ms",
@@ -76,7 +80,9 @@ def _service_facts(report: Report) -> list[Fact]:
     service, fairness = report.service, report.fairness
     found = []
     if service["misses"]:
-        words = ", ".join(f"{name.upper() if len(name) < 5 else name} {count:,}" for name, count in service["misses"].items())
+        words = ", ".join(
+            f"{name.upper() if len(name) < 5 else name} {count:,}" for name, count in service["misses"].items()
+        )
         found.append(Fact("missed", words, "requests over each limit; one request may miss several"))
     if not fairness:
         return found
@@ -86,7 +92,9 @@ def _service_facts(report: Report) -> list[Fact]:
              "Jain's index over the tenants' served shares, 1 is even; and worst over best median TTFT of a tenant")
     )  # fmt: skip
     if fairness["unserved"]:
-        found.append(Fact("unserved", ", ".join(fairness["unserved"][:MAX_NAMES]), "more than half of their requests failed"))
+        found.append(
+            Fact("unserved", ", ".join(fairness["unserved"][:MAX_NAMES]), "more than half of their requests failed")
+        )
     if fairness["tokens_per_s"]:
         rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in list(fairness["tokens_per_s"].items())[:MAX_NAMES])
         found.append(
@@ -104,7 +112,9 @@ def _token_facts(report: Report) -> list[Fact]:
         found.append(Fact("cache hits", value, "prompt tokens that the server had not to compute again"))
     if (caching["known_before_share"] or 0.0) > MAX_KNOWN_BEFORE:
         found.append(
-            Fact("warm", f"{percent(caching['known_before_share'])} of prompt tokens", "were cached before the run began")
+            Fact(
+                "warm", f"{percent(caching['known_before_share'])} of prompt tokens", "were cached before the run began"
+            )
         )
     if tokens["usage_mismatches"]:
         value = f"differs in {tokens['usage_mismatches']:,} responses"

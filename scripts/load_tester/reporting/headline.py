@@ -79,7 +79,7 @@ def _goodput(report: Report) -> Tile:
     tone: Tone = ""
     judgement = "no limit given: every answer is good"
     if has_limits(report):
-        is_reached = service["attainment"] >= target
+        is_reached = reaches_objective(report)
         judgement = f"{percent(service['attainment'])} good: {'reaches' if is_reached else 'misses'} {target * 100:g}%"
         tone = "good" if is_reached else "bad"
     return Tile(
@@ -90,7 +90,9 @@ def _goodput(report: Report) -> Tile:
 
 def has_limits(report: Report) -> bool:
     """Whether the run or one of its classes has a limit or a deadline."""
-    return bool(report.service["limits_s"]) or any(word in (report.config.get("mix") or "") for word in ("slo-", "deadline="))
+    return bool(report.service["limits_s"]) or any(
+        word in (report.config.get("mix") or "") for word in ("slo-", "deadline=")
+    )
 
 
 def _failed(report: Report) -> Tile:
@@ -103,7 +105,7 @@ def _failed(report: Report) -> Tile:
 
 
 def latency_tile(report: Report, name: str, share: str) -> Tile:
-    """A percentile of a latency; a limit holds for each request, so its judgement counts the requests over it."""
+    """A percentile of a latency; p99 over a limit is only a warning while enough requests are within all limits."""
     short, words, _ = LATENCIES[name]
     figures = report.latency[name]
     title = f"{short} {share}"
@@ -114,11 +116,22 @@ def latency_tile(report: Report, name: str, share: str) -> Tile:
     if least is not None:
         is_within = figures[share] <= least
         judgement = f"{'within' if is_within else 'over'} the limit of {limit(least)}"
-        tone = "good" if is_within else "bad"
+        tone = "good" if is_within else "warn" if reaches_objective(report) else "bad"
     return Tile(
         title, milliseconds(figures[share]), "ms", f"{words}, {PERCENTILES[share]}",
-        interval(figures.get(f"{share}_ci")), judgement=judgement, tone=tone,
+        interval(figures.get(f"{share}_ci")), _missed(report, name) if share == "p99" else "", judgement, tone,
     )  # fmt: skip
+
+
+def _missed(report: Report, name: str) -> str:
+    """How many requests break a limit of the run; empty if classes have limits of their own."""
+    if name not in report.service["limits_s"] or "slo-" in (report.config.get("mix") or ""):
+        return ""
+    return f"{report.service['misses'].get(name, 0):,} of {report.num_measured:,} requests over the limit"
+
+
+def reaches_objective(report: Report) -> bool:
+    return bool(report.service["attainment"] >= float(report.config.get("slo_attainment", 0.9)))
 
 
 def objective(report: Report) -> str:

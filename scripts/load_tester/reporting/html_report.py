@@ -68,7 +68,9 @@ class Table:
         return cls(head, rows[:MAX_ROWS], is_words, max(0, len(rows) - MAX_ROWS))
 
 
-def write_html(reports: Sequence[Report], path: str, *, found: Sequence[str] = (), best_rate: float | None = None) -> None:
+def write_html(
+    reports: Sequence[Report], path: str, *, found: Sequence[str] = (), best_rate: float | None = None
+) -> None:
     """Write the page of one run, or of several; for ``found`` and ``best_rate`` see ``page``."""
     Path(path).write_text(page(reports, found=found, best_rate=best_rate), encoding="utf-8")
 
@@ -115,7 +117,7 @@ def _load(config: Figures, num_runs: int) -> str:
         return f"closed loop: {config['concurrency']} requests always in flight{length}"
     if config.get("trace"):
         return f"trace {Path(config['trace']).name}{length}"
-    return f"{config.get('arrival', 'poisson')} arrivals at {config.get('rate') or '1'} requests/s{length}"
+    return f"{config.get('arrival', 'poisson').capitalize()} arrivals at {config.get('rate') or '1'} requests/s{length}"
 
 
 def _date(text: str) -> str:
@@ -154,8 +156,8 @@ def _run(report: Report) -> dict[str, Any]:
             ),
             (
                 "Latencies",
-                "Milliseconds, with the 95% interval: another run of the same load would lie in it 19 times of 20. p99: "
-                "99 of 100 requests took at most this. Without an upper end the run is too short to bound it.",
+                "Milliseconds. Below each, its 95% interval: the true value for this load lies in such an interval 19 "
+                "times of 20; without an upper end the run is too short. p99: 99 of 100 took at most this.",
                 _latencies(report.latency),
             ),
             ("Classes of requests", "Latencies in milliseconds.", _groups("class", report.classes)),
@@ -218,7 +220,9 @@ def _groups(title: str, groups: Figures) -> Table:
         )
         for name, own in groups.items()
     ]
-    return Table.of((title, "requests", "failed", "good", "output tokens", "TTFT p50", "TTFT p99", "E2E p50", "E2E p99"), rows)
+    return Table.of(
+        (title, "requests", "failed", "good", "output tokens", "TTFT p50", "TTFT p99", "E2E p50", "E2E p99"), rows
+    )
 
 
 def _facts(report: Report) -> Table:
@@ -260,14 +264,14 @@ def _best(reports: Sequence[Report], best_rate: float | None) -> Report:
 
 
 def _best_tiles(best: Report, best_rate: float | None) -> list[Tile]:
-    first, *others = tiles(best)
-    if best_rate is not None:
-        words = f"highest rate that holds {objective(best)}" if best_rate else "no rate that was tried holds the objective"
-        highest = Tile("Highest rate", f"{best_rate:.4g}" if best_rate else "-", "requests/s" if best_rate else "", words,
-                       tone="good" if best_rate else "bad")  # fmt: skip
-        others = [one for one in others if one.name != "Failed"]
-        return [highest, *(replace(one, name=f"{one.name} at {best.config['rate']}/s") for one in (first, *others))]
-    return [replace(one, name=f"{one.name} at {best.config['rate']}/s") for one in (first, *others)]
+    named = [replace(one, name=f"{one.name} at {best.config['rate']}/s") for one in tiles(best)]
+    if best_rate is None:
+        return named
+    if best_rate:
+        highest = Tile("Highest rate", f"{best_rate:.4g}", "requests/s", f"holds {objective(best)}", tone="good")
+    else:
+        highest = Tile("Highest rate", "-", "", "no rate that was tried holds the objective", tone="bad")
+    return [highest, *(one for one in named if not one.name.startswith("Failed"))]
 
 
 def _rates(reports: Sequence[Report], target: float) -> Table:
@@ -277,13 +281,22 @@ def _rates(reports: Sequence[Report], target: float) -> Table:
         holds: Tone = "good" if service["attainment"] >= target else "bad"
         low, high = service["attainment_ci"]
         cells = [
-            Cell(percent(service["attainment"]), f"{percent(low)} to {percent(high)}", holds if service["limits_s"] else ""),
+            Cell(
+                percent(service["attainment"]),
+                f"{percent(low)} to {percent(high)}",
+                holds if service["limits_s"] else "",
+            ),
             Cell(per_second(rates["requests_per_s"])),
             Cell(per_second(rates["output_tokens_per_s"])),
-            *(Cell(milliseconds(report.latency[name].get(share))) for name in ("ttft", "itl") for share in ("p50", "p99")),
+            *(
+                Cell(milliseconds(report.latency[name].get(share)))
+                for name in ("ttft", "itl")
+                for share in ("p50", "p99")
+            ),
             Cell(f"{report.errors['count']:,}", tone="bad" if report.errors["count"] else ""),
         ]
-        words = "" if report.is_valid else f"invalid: {report.reasons[0]}"
+        words = f"{report.rate:.4g}/s as drawn" if report.rate else ""
+        words += "" if report.is_valid else f"; invalid: {report.reasons[0]}"
         rows.append(Row(f"{report.config['rate']}/s", cells, words))
     head = ("rate", "good", "answered/s", "tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "failed")
     return Table.of(head, rows)

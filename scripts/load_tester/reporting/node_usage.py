@@ -6,7 +6,7 @@ use. Other gauges whose names suggest load are shown as they are.
 
 import re
 
-from scripts.load_tester.reporting.svg import Chart, Points
+from scripts.load_tester.reporting.svg import Chart, Points, number
 
 Series = dict[str, list[list[float]]]  # "name{labels}" to [seconds, value], ...
 Lines = list[tuple[str, Points]]  # name of the node, points
@@ -45,7 +45,9 @@ def _title(family: str) -> str:
 
 
 def _chart(label: str, lines: Lines, bounds: tuple[float, float] | None) -> Chart:
-    chart = Chart("seconds since the start of the run", label, y=bounds)
+    node, most = max(((name, max(value for _, value in points)) for name, points in lines), key=lambda pair: pair[1])
+    highest = f"{most:.0%}" if bounds else number(most)
+    chart = Chart("seconds since the start of the run", label, y=bounds, finding=f"at most {highest} ({node})")
     for colour, (name, points) in enumerate(lines[:MAX_LINES]):
         chart.line(points, colour, name)
         if len(points) == 1:  # a line does not show a single point

@@ -13,9 +13,10 @@ from markupsafe import Markup
 
 from scripts.load_tester.reporting.sanitize import escape
 
-WIDTH, HEIGHT = 480, 260
-LEFT, RIGHT, TOP, BOTTOM = 68, 14, 14, 40
+WIDTH, HEIGHT = 480, 264
+LEFT, RIGHT, TOP, BOTTOM = 80, 14, 14, 44
 MAX_POINTS = 3000
+MAX_LARGE = 30  # dots up to this number are drawn larger
 MIN_TICKS = 4  # of a logarithmic axis
 LETTER = 6.6  # mean width in pixels, for text without a browser's layout
 PHONE = 1.4  # a narrow page enlarges letters by this factor, to keep them readable
@@ -30,12 +31,15 @@ VARIABLES = {  # colours of text and lines, then of the data
 }
 STYLE = (
     f":root {{ {VARIABLES['light']} }} @media (prefers-color-scheme: dark) {{ :root {{ {VARIABLES['dark']} }} }} "
-    "svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg text.h { dominant-baseline: hanging; } svg text.e { text-anchor: end; } "
+    "svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } "
+    "svg text.h { dominant-baseline: hanging; } svg text.e { text-anchor: end; } "
     "svg text.m { text-anchor: middle; } svg text.t { font-weight: 600; fill: var(--ink); } "
     ".g { stroke: var(--line); } "
     ".l { fill: none; stroke-width: 1.7; } .f { fill-opacity: .75; } .w { stroke-width: 5; opacity: .28; } "
-    + " ".join(f".l.c{n} {{ stroke: var(--c{n}) }} .f.c{n} {{ fill: var(--c{n}) }} .w.c{n} {{ stroke: var(--c{n}) }}"
-    for n in range(7))
+    + " ".join(
+        f".l.c{n} {{ stroke: var(--c{n}) }} .f.c{n} {{ fill: var(--c{n}) }} .w.c{n} {{ stroke: var(--c{n}) }}"
+        for n in range(7)
+    )
 )
 LIMIT = 5  # colour of a limit
 Points = Sequence[tuple[float, float]]
@@ -174,8 +178,16 @@ class Chart:
 
     def _bounds(self) -> tuple[tuple[float, float], tuple[float, float]]:
         points = [point for _, mark, _, _ in self._marks for point in mark]
-        xs = [px for px, _ in points] + [at for axis, at in self._limits if axis == "x"] + [edge for _, begin, end, _, _ in self._bars for edge in (begin, end)]
-        ys = [py for _, py in points] + [at for axis, at in self._limits if axis == "y"] + [bar[0] + half for bar in self._bars for half in (-0.5, 0.5)]
+        xs = (
+            [px for px, _ in points]
+            + [at for axis, at in self._limits if axis == "x"]
+            + [edge for _, begin, end, _, _ in self._bars for edge in (begin, end)]
+        )
+        ys = (
+            [py for _, py in points]
+            + [at for axis, at in self._limits if axis == "y"]
+            + [bar[0] + half for bar in self._bars for half in (-0.5, 0.5)]
+        )
         ys += [end for _, low, high, _ in self._intervals for end in (low, high)]
         return self.x or _fit(xs, self.is_log_x), self.y or _fit(ys, self.is_log_y)
 
@@ -216,7 +228,8 @@ class Chart:
     def _extras(self, x: tuple[float, float], to_x: "_Scale", to_y: "_Scale") -> list[str]:
         """Intervals, and limits inside the axes."""
         parts = [
-            f'<line class="w {colour}" x1="{to_x(at):.1f}" x2="{to_x(at):.1f}" y1="{to_y(low):.1f}" y2="{to_y(high):.1f}"/>'
+            f'<line class="w {colour}" x1="{to_x(at):.1f}" x2="{to_x(at):.1f}" '
+            f'y1="{to_y(low):.1f}" y2="{to_y(high):.1f}"/>'
             for at, low, high, colour in self._intervals
         ]
         for axis, value in self._limits:
@@ -229,7 +242,8 @@ class Chart:
     def _mark(self, mark: tuple[str, Points, str, str], to_x: "_Scale", to_y: "_Scale") -> str:
         kind, points, colour, _ = mark
         if kind == "dots":
-            dots = "".join(f'<circle cx="{to_x(px):.1f}" cy="{to_y(py):.1f}" r="1.8"/>' for px, py in points)
+            radius = 1.8 if len(points) > MAX_LARGE else 3
+            dots = "".join(f'<circle cx="{to_x(px):.1f}" cy="{to_y(py):.1f}" r="{radius}"/>' for px, py in points)
             return f'<g class="f {colour}">{dots}</g>'
         path = "M" + " L".join(f"{to_x(px):.1f},{to_y(py):.1f}" for px, py in points) if points else ""
         dashes = ' stroke-dasharray="5 4"' if kind == "dashed" else ""

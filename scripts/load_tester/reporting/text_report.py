@@ -46,6 +46,7 @@ def summary_lines(report: Report) -> list[str]:
 
 def _headline(report: Report) -> list[str]:
     state = "valid" if report.is_valid else "INVALID, see the end"
+    state = "every request failed" if report.all_failed else state
     target = printable(f"{report.server.get('model') or 'the server'} at {report.config['url']}")
     lines = _wrapped(f"Load test of {target}: {state}")
     lines += _wrapped(f"Objective: {objective(report)}. In brackets: 95% intervals.")
@@ -59,7 +60,12 @@ def _headline(report: Report) -> list[str]:
 
 def _wrapped(text: str, indent: int = 2) -> list[str]:
     return textwrap.wrap(
-        text, WIDTH, subsequent_indent=" " * indent, drop_whitespace=True, replace_whitespace=False, break_on_hyphens=False
+        text,
+        WIDTH,
+        subsequent_indent=" " * indent,
+        drop_whitespace=True,
+        replace_whitespace=False,
+        break_on_hyphens=False,
     ) or [""]
 
 
@@ -86,8 +92,11 @@ def _stage_lines(report: Report) -> list[str]:
         share = f"({percent(stage.share)})" if stage.is_part else f"{percent(stage.share)} "
         title = f"{'  ' * stage.is_part}{stage.name}"
         lines.append(f"{title[:35]:36}{share:>13}{milliseconds(stage.p50_s):>13}{milliseconds(stage.p99_s):>14}")
-    return [*lines, *_wrapped("Shares of the time from the intended instant to the last token; those in brackets lie inside "
-                              "or beside other stages.", 0)]  # fmt: skip
+    words = (
+        "Shares of the time from the intended instant to the last token; those in brackets lie inside or beside other "
+        "stages."
+    )
+    return [*lines, *_wrapped(words, 0)]
 
 
 def _group_lines(title: str, groups: Figures) -> list[str]:
@@ -116,5 +125,5 @@ def _error_lines(errors: Figures) -> list[str]:
 
 
 def verdict_lines(report: Report) -> list[str]:
-    """Whether the figures can be trusted, and all else that a reader must know, the sentences of ``headline.alerts``."""
+    """The sentences of ``headline.alerts``, the most important one last, where the prompt follows."""
     return [line for alert in reversed(alerts(report)) for line in _wrapped(printable(alert.text))]
