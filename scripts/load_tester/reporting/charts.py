@@ -91,7 +91,10 @@ def attainment_charts(runs: Sequence[Figures], target: float) -> list[TitledChar
     holding = [f"at {rate:.4g}/s" for rate, share in points if share >= target]
     finding = f"{percent(target)} reached {', '.join(holding) if len(holding) < 4 else f'in {len(holding)} runs'}"
     chart = Chart(
-        RATE, "share of good requests", y=(0.0, 1.05), finding=finding if holding else f"never {percent(target)}"
+        RATE,
+        "share of good requests",
+        y=(0.0, 1.05),
+        finding=finding if holding else f"{percent(target)} never reached",
     )
     for run in known:
         chart.interval(run["rate"], *run["service"]["attainment_ci"], 2)
@@ -241,10 +244,12 @@ def comparison_charts(runs: Mapping[str, Figures]) -> list[TitledChart]:
     """Cumulative distributions of several runs, by name, from the samples in their JSON."""
     charts = []
     for name, title in (("ttft", "Time to first token"), ("itl", "Gap between tokens"), ("e2e", "End to end")):
-        chart = Chart(f"{title.lower()}, ms", "share of all", y=(0.0, 1.0), is_log_x=True)
-        for colour, (run, figures) in enumerate(runs.items()):
-            values = np.sort(np.concatenate([np.empty(0), *map(np.atleast_1d, figures["samples"][name])])) * 1e3
-            values = np.maximum(values, LEAST_MS)
+        samples = [np.concatenate([np.empty(0), *map(np.atleast_1d, run["samples"][name])]) for run in runs.values()]
+        medians = [f"{milliseconds(float(np.median(values)))} ms" for values in samples if len(values)]
+        finding = f"medians {' and '.join(medians)}" if medians else ""
+        chart = Chart(f"{title.lower()}, ms", "share of all", y=(0.0, 1.0), is_log_x=True, finding=finding)
+        for colour, (run, own) in enumerate(zip(runs, samples, strict=True)):
+            values = np.maximum(np.sort(own) * 1e3, LEAST_MS)
             if len(values):
                 chart.line(list(zip(values.tolist(), _shares(len(values)), strict=True)), colour, run)
         charts.append((f"{title}, distribution", chart))

@@ -9,6 +9,7 @@ from scripts.load_tester.reporting.charts import TitledChart
 from scripts.load_tester.reporting.formats import milliseconds, per_second, percent
 from scripts.load_tester.reporting.headline import Alert, Tile, Tone
 from scripts.load_tester.reporting.html_report import Cell, Row, Table, render
+from scripts.load_tester.reporting.report import command_of
 
 #: Options that do not change the load.
 NOT_LOAD = {
@@ -18,7 +19,8 @@ NOT_LOAD = {
 VERDICTS: dict[str, tuple[str, Tone]] = {
     "worse": ("REGRESSED", "bad"), "better": ("better", "good"), "same": ("", ""), "unknown": ("not judged", ""),
 }  # fmt: skip
-RATES = (("requests/s", "requests_per_s"), ("tokens/s out", "output_tokens_per_s"))
+#: Rates: unit, name in the report, title.
+RATES = (("requests/s", "requests_per_s", "Throughput"), ("tokens/s", "output_tokens_per_s", "Output"))
 #: Figures of the tiles: name in ``Change``, title.
 TILES = (
     ("time to first token p50", "TTFT p50"),
@@ -44,7 +46,7 @@ def comparison_lines(pair: Pair) -> list[str]:
         before, after, change, interval = _cells(one)
         mark = VERDICTS[one.verdict][0]
         lines.append(f"{one.name:24}{before:>8}{after:>8}{change:>10} {mark:10} {interval}".rstrip())
-    for title, name in RATES:
+    for title, name, _ in RATES:
         a, b = (side["throughput"][name] for side in (pair.before, pair.after))
         lines.append(f"{title:24}{per_second(a):>8}{per_second(b):>8}{(b / a - 1) if a else 0.0:>+10.1%}")
     lines = ([f"\n{pair.title}"] if pair.title else []) + [*lines, "Latencies in milliseconds; rates are not judged."]
@@ -102,14 +104,26 @@ def comparison_page(
     """
     return render(
         "comparison.html.j2",
-        title=f"{names[0]} against {names[1]}",
-        threshold=f"{threshold:.3g}".rstrip("."),
+        title=f"{names[0]} before, {names[1]} after",
+        threshold=f"{threshold * 100:g}%",
+        runs=[_described(name, side) for name, side in zip(names, (pairs[0].before, pairs[0].after), strict=True)],
         alerts=_alerts(pairs, reasons),
         tiles=_tiles(pairs[0]) if len(pairs) == 1 else [],
         tables=[(pair.title or "Figures", _table(pair)) for pair in pairs],
         differences=[(f"Different options {pair.title}".strip(), _differing(pair)) for pair in pairs],
         charts=charts,
     )
+
+
+def _described(name: str, side: Figures) -> tuple[str, str, str]:
+    """Name, server with the date, and command line of a run."""
+    server = [
+        side["server"].get("model"),
+        side["server"].get("version"),
+        side["config"].get("url"),
+        side.get("started_at"),
+    ]
+    return name, ", ".join(str(word) for word in server if word), command_of(side["config"])
 
 
 def _alerts(pairs: Sequence[Pair], reasons: Sequence[str]) -> list[Alert]:
@@ -141,10 +155,10 @@ def _tiles(pair: Pair) -> list[Tile]:
     changes = {one.name: one for one in pair.changes}
     good = changes["good requests"]
     found = [_tile("Good requests", good, "", "within all limits")]
-    for title, name in RATES:
+    for unit, name, title in RATES:
         a, b = (side["throughput"][name] for side in (pair.before, pair.after))
         change = f"{b / a - 1:+.1%}" if a else ""
-        found.append(Tile(title, per_second(b), title, "not judged", note=f"before: {per_second(a)}", judgement=change))
+        found.append(Tile(title, per_second(b), unit, "not judged", note=f"before: {per_second(a)}", judgement=change))
     return found + [_tile(title, changes[name], "ms", name) for name, title in TILES if name in changes]
 
 
@@ -162,7 +176,7 @@ def _table(pair: Pair) -> Table:
         words, tone = VERDICTS[one.verdict]
         cells = [Cell(before + unit), Cell(after + unit), Cell(change, interval), Cell(words or "same", tone=tone)]
         rows.append(Row(one.name, cells))
-    for title, name in RATES:
+    for title, name, _ in RATES:
         a, b = (side["throughput"][name] for side in (pair.before, pair.after))
         change = f"{b / a - 1:+.1%}" if a else ""
         rows.append(Row(title, [Cell(per_second(a)), Cell(per_second(b)), Cell(change), Cell("not judged")]))

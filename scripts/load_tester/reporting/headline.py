@@ -149,8 +149,6 @@ def objective(report: Report) -> str:
 def alerts(report: Report) -> list[Alert]:
     """Whether the figures can be trusted, failures, and everything else that changes how they are read."""
     found = [Alert("bad", f"INVALID: {reason}") for reason in report.reasons]
-    if report.num_measured and not report.latency["ttft"]["count"]:
-        found.append(Alert("bad", "Every request failed: there are no latencies."))
     if report.errors["count"]:
         found.append(Alert("bad", _failures(report)))
     if report.outputs:
@@ -170,7 +168,8 @@ def _failures(report: Report) -> str:
     kinds = report.errors["kinds"]
     named = ", ".join(f"{name} x {count:,}" for name, count in list(kinds.items())[:MAX_KINDS])
     more = f" and {len(kinds) - MAX_KINDS:,} more kinds" if len(kinds) > MAX_KINDS else ""
-    return f"{report.errors['count']:,} of {report.num_measured:,} requests failed: {named}{more}."
+    some = f"{report.errors['count']:,} of {report.num_measured:,} requests"
+    return f"{'Every request' if report.all_failed else some} failed: {named}{more}."
 
 
 def small_sample(report: Report) -> str:

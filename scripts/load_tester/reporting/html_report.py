@@ -247,6 +247,11 @@ def _several(reports: Sequence[Report], found: Sequence[str], best_rate: float |
     target = float(reports[0].config.get("slo_attainment", 0.9))
     best = _best(reports, best_rate)
     tone: Tone = "good" if best_rate else "bad" if best_rate is not None else ""
+    if best_rate is None:
+        valid = sum(report.is_valid for report in reports)
+        at = f"at {best.config['rate']}/s"
+        words = f"{valid} of {len(reports)} runs are valid; the tiles show the one with most goodput, {at}."
+        found = [words, *found]
     invalid = [Alert("bad", f"INVALID at {one.config['rate']}/s: {one.reasons[0]}") for one in reports if one.reasons]
     return {
         "alerts": [*(Alert(tone if not at else "warn", words) for at, words in enumerate(found)), *invalid],

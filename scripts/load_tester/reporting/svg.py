@@ -21,13 +21,13 @@ MIN_TICKS = 4  # of a logarithmic axis
 LETTER = 6.6  # mean width in pixels, for text without a browser's layout
 PHONE = 1.4  # a narrow page enlarges letters by this factor, to keep them readable
 COLOURS = {
-    "light": "#2563b8 #d9692a #1f8a5b #8457b8 #b8860b #c2335c #98a2b3".split(),
-    "dark": "#6ea8fe #f2995f #53c495 #b794e6 #e0b84c #f27a9b #667085".split(),
+    "light": "#3454d1 #d9692a #1f8a5b #8457b8 #b8860b #c2335c #98a2b3".split(),
+    "dark": "#8fa5ff #f2995f #53c495 #b794e6 #e0b84c #f27a9b #667085".split(),
 }
 VARIABLES = {  # colours of text and lines, then of the data
     name: f"--ink: {ink}; --soft: {soft}; --line: {line}; "
     + " ".join(f"--c{n}: {colour};" for n, colour in enumerate(COLOURS[name]))
-    for name, ink, soft, line in (("light", "#1c2430", "#667085", "#e3e7ed"), ("dark", "#e6e9ef", "#98a2b3", "#2b323d"))
+    for name, ink, soft, line in (("light", "#181c23", "#5a6372", "#e2e5ea"), ("dark", "#e6e9ee", "#9aa4b2", "#2a313b"))
 }
 STYLE = (
     f":root {{ {VARIABLES['light']} }} @media (prefers-color-scheme: dark) {{ :root {{ {VARIABLES['dark']} }} }} "

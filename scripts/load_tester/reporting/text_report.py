@@ -13,6 +13,7 @@ from scripts.load_tester.reporting.sanitize import printable
 
 WIDTH = 80
 MAX_KINDS = 20
+MAX_NAME = 120  # of model and server, in characters
 MAX_MESSAGE = 300  # of a failure, in characters
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 ROWS = (
@@ -47,7 +48,7 @@ def summary_lines(report: Report) -> list[str]:
 def _headline(report: Report) -> list[str]:
     state = "valid" if report.is_valid else "INVALID, see the end"
     state = "every request failed" if report.all_failed else state
-    target = printable(f"{report.server.get('model') or 'the server'} at {report.config['url']}")
+    target = printable(f"{report.server.get('model') or 'the server'} at {report.config['url']}")[:MAX_NAME]
     lines = _wrapped(f"Load test of {target}: {state}")
     lines += _wrapped(f"Objective: {objective(report)}. In brackets: 95% intervals.")
     for tile in tiles(report):
