@@ -218,8 +218,11 @@ def distribution_charts(
         _add_limit(chart, "x", limits.get(short))
         for colour, (name, values) in enumerate(lines.items()):
             ordered = np.maximum(np.sort(np.array(values)) * 1e3, LEAST_MS)
-            if len(ordered):
-                chart.line(list(zip(ordered.tolist(), _shares(len(ordered)), strict=True)), colour, name)
+            points = list(zip(ordered.tolist(), _shares(len(ordered)), strict=True))
+            if points:
+                chart.line(points, colour, name)
+            if len(points) == 1:  # a line does not show a single point
+                chart.dots(points, colour)
         if any(len(values) for values in lines.values()):
             charts.append((f"{title}, distribution", chart))
     return charts

@@ -11,6 +11,7 @@ from scripts.load_tester.reporting.report import Report
 Tone = Literal["good", "warn", "bad", ""]
 MAX_KNOWN_BEFORE = 0.05  # every prompt of a chat begins with the server's own template
 MAX_KINDS = 3
+MAX_EXAMPLE = 160  # of a server's words, in characters
 #: Short name of each latency, its name in words, and what it means.
 LATENCIES = {
     "ttft": ("TTFT", "time to first token", "from the instant a request should go out to its first token"),
@@ -137,6 +138,7 @@ def reaches_objective(report: Report) -> bool:
 def objective(report: Report) -> str:
     """The service level that the run is held against, in words."""
     limits = ", ".join(f"{LATENCIES[name][0]} {limit(value)}" for name, value in report.service["limits_s"].items())
+    limits = limits.replace("ITL ", "99% of its ITL ")
     target = f"{float(report.config.get('slo_attainment', 0.9)) * 100:g}% of requests"
     if not has_limits(report):
         return "none: without --slo-ttft, --slo-itl, --slo-tpot or --slo-e2e every answer counts as good"
@@ -169,7 +171,10 @@ def _failures(report: Report) -> str:
     named = ", ".join(f"{name} x {count:,}" for name, count in list(kinds.items())[:MAX_KINDS])
     more = f" and {len(kinds) - MAX_KINDS:,} more kinds" if len(kinds) > MAX_KINDS else ""
     some = f"{report.errors['count']:,} of {report.num_measured:,} requests"
-    return f"{'Every request' if report.all_failed else some} failed: {named}{more}."
+    example = report.errors["examples"].get(next(iter(kinds)), "")
+    example = example if len(example) <= MAX_EXAMPLE else example[:MAX_EXAMPLE] + "…"
+    said = f" ({example})" if example else ""
+    return f"{'Every request' if report.all_failed else some} failed: {named}{more}{said}."
 
 
 def small_sample(report: Report) -> str:

@@ -254,7 +254,10 @@ def _several(reports: Sequence[Report], found: Sequence[str], best_rate: float |
         found = [words, *found]
     invalid = [Alert("bad", f"INVALID at {one.config['rate']}/s: {one.reasons[0]}") for one in reports if one.reasons]
     return {
-        "alerts": [*(Alert(tone if not at else "warn", words) for at, words in enumerate(found)), *invalid],
+        "alerts": [
+            *(Alert(tone if not at else "warn", words[:1].upper() + words[1:]) for at, words in enumerate(found)),
+            *invalid,
+        ],
         "tiles": _best_tiles(best, best_rate),
         "rates": _rates(reports, target),
         "charts": attainment_charts(figures, target) + rate_charts({"": figures}),

@@ -13,6 +13,7 @@ Lines = list[tuple[str, Points]]  # name of the node, points
 UTILISATION = re.compile(r"running|waiting|usage|in_flight|queue|num_requests|busy|util|processing|deferred", re.I)
 COUNTERS = re.compile(r"_total$|_count$|_seconds$")
 MAX_LINES, MAX_CHARTS = 6, 12
+MAX_LABEL = 32  # letters that fit beside a chart
 STALE_S = 4.0
 
 
@@ -30,7 +31,9 @@ def node_charts(scrape: Series) -> list[tuple[str, Chart]]:
         family = name.partition("{")[0]
         if UTILISATION.search(family) and not COUNTERS.search(family):
             families.setdefault(family, []).append((_node(name), [(at, value) for at, value in series]))
-    charts += [(_of(_title(family), lines), _chart(family[:44], lines, None)) for family, lines in families.items()]
+    charts += [
+        (_of(_title(family), lines), _chart(family[:MAX_LABEL], lines, None)) for family, lines in families.items()
+    ]
     return charts[:MAX_CHARTS]
 
 

@@ -206,7 +206,7 @@ class Chart:
         height = (TOP + bottom) / 2
         label = escape(self.y_label)
         if not self._bars:
-            parts.append(f'<text class="m" x="14" y="{height}" transform="rotate(-90 14 {height})">{label}</text>')
+            parts.append(f'<text class="m y" x="14" y="{height}" transform="rotate(-90 14 {height})">{label}</text>')
         return parts
 
     def _x_ticks(self, x: tuple[float, float], to_x: "_Scale") -> list[str]:
@@ -222,7 +222,7 @@ class Chart:
             if at - half > taken:
                 taken = at + half + letter / 2
                 at = min(at, self.width - half)  # the last value stays inside
-                parts.append(f'<text class="m h" x="{at:.1f}" y="{bottom + 5}">{words}</text>')
+                parts.append(f'<text class="m h" x="{at:.1f}" y="{bottom + 9}">{words}</text>')
         return parts
 
     def _extras(self, x: tuple[float, float], to_x: "_Scale", to_y: "_Scale") -> list[str]:
