@@ -112,7 +112,7 @@ def _row(rate: float, report: Report) -> str:
 
 
 def _write_results(config: LoadtestConfig, reports: list[Report], found: SearchResult | None) -> bool:
-    from scripts.load_tester.reporting.charts import rate_charts, rate_figures, write_svgs
+    from scripts.load_tester.reporting.charts import search_charts, write_svgs
     from scripts.load_tester.reporting.html_report import write_html
 
     notes = search_notes(config, found) if found else []
@@ -120,7 +120,7 @@ def _write_results(config: LoadtestConfig, reports: list[Report], found: SearchR
     return write_files([
         (config.json, lambda path: write_json(_to_dict(reports, found), path)),
         (config.html, lambda path: write_html(reports, path, found=notes, best_rate=best)),
-        (config.svg, lambda path: write_svgs(rate_charts({"": rate_figures(reports)}), path)),
+        (config.svg, lambda path: write_svgs(search_charts(reports), path)),
     ])  # fmt: skip
 
 

@@ -18,14 +18,13 @@ from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.svg import RIGHT, Chart, Points
 
 TitledChart = tuple[str, Chart]  # with its title
+START = "seconds since the start of the run"
+RATE = "requests/s, intended"
 MAX_BARS = 240
 NUM_CLOSE = 40
 WIDE = 960
 MAX_ROLLING = 1000
 LEAST_MS = 0.1  # tokens received together have no gap, and a logarithmic axis has no 0
-
-
-START = "seconds since the start of the run"
 
 
 def run_sections(report: Report) -> list[tuple[str, str, bool, list[TitledChart]]]:
@@ -42,6 +41,12 @@ def run_sections(report: Report) -> list[tuple[str, str, bool, list[TitledChart]
          "stages; the time is in seconds since the start of the run.", True, gantt_charts(records)),
         ("Nodes", "The server's own metrics during the run.", False, node_charts(report.scrape)),
     ]  # fmt: skip
+
+
+def run_charts(report: Report) -> list[TitledChart]:
+    """All charts of a run: those of its page, and the stages, which the page shows as a table."""
+    good = [record for record in report.measured if record.is_ok and record.stamps_s]
+    return [*(one for *_, charts in run_sections(report) for one in charts), *waterfall_charts(good)]
 
 
 def rate_charts(sweeps: Mapping[str, Sequence[Figures]]) -> list[TitledChart]:
@@ -79,9 +84,6 @@ def rate_charts(sweeps: Mapping[str, Sequence[Figures]]) -> list[TitledChart]:
     return charts
 
 
-RATE = "requests/s, intended"
-
-
 def attainment_charts(runs: Sequence[Figures], target: float) -> list[TitledChart]:
     """The share of good requests over the rate, with 95 % intervals: what a search decides by."""
     known = [run for run in _by_rate(runs) if run["is_valid"] and run["service"].get("limits_s")]
@@ -97,10 +99,18 @@ def attainment_charts(runs: Sequence[Figures], target: float) -> list[TitledChar
         finding=finding if holding else f"{percent(target)} never reached",
     )
     for run in known:
-        chart.interval(run["rate"], *run["service"]["attainment_ci"], 2)
+        low, high = run["service"]["attainment_ci"]
+        chart.interval(run["rate"], low, high, 2)
     chart.dots(points, 2, "one run, with its 95% interval")
     chart.limit("y", target, f"objective {percent(target)}")
     return [("Good requests by rate", chart)]
+
+
+def search_charts(reports: Sequence[Report]) -> list[TitledChart]:
+    """The charts of a sweep or a search."""
+    figures = rate_figures(reports)
+    target = float(reports[0].config.get("slo_attainment", 0.9))
+    return attainment_charts(figures, target) + rate_charts({"": figures})
 
 
 def _by_rate_finding(name: str, runs: Sequence[Figures]) -> str:

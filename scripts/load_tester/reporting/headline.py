@@ -113,7 +113,8 @@ def latency_tile(report: Report, name: str, share: str) -> Tile:
     if not figures["count"]:
         return Tile(title, NO_VALUE, "", words, note="no request gave a value")
     least = report.service["limits_s"].get(name)
-    judgement, tone = "", ""
+    judgement = ""
+    tone: Tone = ""
     if least is not None:
         is_within = figures[share] <= least
         judgement = f"{'within' if is_within else 'over'} the limit of {limit(least)}"
@@ -137,8 +138,10 @@ def reaches_objective(report: Report) -> bool:
 
 def objective(report: Report) -> str:
     """The service level that the run is held against, in words."""
-    limits = ", ".join(f"{LATENCIES[name][0]} {limit(value)}" for name, value in report.service["limits_s"].items())
-    limits = limits.replace("ITL ", "99% of its ITL ")
+    limits = ", ".join(
+        f"{LATENCIES[name][0]} {limit(value)}{' (99% of its gaps)' if name == 'itl' else ''}"
+        for name, value in report.service["limits_s"].items()
+    )
     target = f"{float(report.config.get('slo_attainment', 0.9)) * 100:g}% of requests"
     if not has_limits(report):
         return "none: without --slo-ttft, --slo-itl, --slo-tpot or --slo-e2e every answer counts as good"

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.analysis.stage_timeline import MEANINGS, stage_shares
 from scripts.load_tester.reporting import svg
-from scripts.load_tester.reporting.charts import attainment_charts, rate_charts, rate_figures, run_sections
+from scripts.load_tester.reporting.charts import run_sections, search_charts
 from scripts.load_tester.reporting.diagnostics import facts
 from scripts.load_tester.reporting.formats import interval, milliseconds, per_second, percent
 from scripts.load_tester.reporting.headline import Alert, Tile, Tone, alerts, objective, tiles
@@ -243,7 +243,6 @@ def _pairs(title: str, values: Figures) -> Table:
 
 def _several(reports: Sequence[Report], found: Sequence[str], best_rate: float | None) -> dict[str, Any]:
     """What the page of several runs has beside them; its tiles are those of the best one."""
-    figures = rate_figures(reports)
     target = float(reports[0].config.get("slo_attainment", 0.9))
     best = _best(reports, best_rate)
     tone: Tone = "good" if best_rate else "bad" if best_rate is not None else ""
@@ -260,7 +259,7 @@ def _several(reports: Sequence[Report], found: Sequence[str], best_rate: float |
         ],
         "tiles": _best_tiles(best, best_rate),
         "rates": _rates(reports, target),
-        "charts": attainment_charts(figures, target) + rate_charts({"": figures}),
+        "charts": search_charts(reports),
     }
 
 

@@ -68,7 +68,10 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A tick's value, without powers of ten where it is not tiny."""
+    """A tick's value in at most six letters: 12k for 12,000."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(size, 1e4):
+            return f"{value / size:.3g}{letter}"
     if value and abs(value) < 0.001:
         return f"{value:.0e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
