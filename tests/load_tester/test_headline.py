@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.load.records import record
 from support.load.reports import report_of
@@ -139,6 +139,7 @@ def test_the_shares_of_successive_stages_add_up_to_one() -> None:
     assert (stages["transfer"].p50_s, stages["transfer"].p99_s) == (0.05, 0.05)
 
 
+@example([0.0, 0.0, 0.0, 5e-324], 3)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0.0, 1e4), min_size=1, max_size=40), st.integers(0, 50))
 def test_no_interval_of_a_duration_reaches_below_zero(values: list[float], times: int) -> None:

@@ -28,7 +28,8 @@ CUT_OFF = """() => {
     if (box.right > width + 1 || box.left < -1) found.push(one.tagName + " " + one.textContent.slice(0, 40));
     if (one.tagName !== "text" || getComputedStyle(one).display === "none") continue;
     const chart = one.closest("svg").getBoundingClientRect();
-    if (box.right > chart.right + 2 || box.left < chart.left - 2 || box.bottom > chart.bottom + 2)
+    const isBeside = box.right > chart.right + 2 || box.left < chart.left - 2;
+    if (isBeside || box.bottom > chart.bottom + 2 || box.top < chart.top - 2)
       found.push("text of a chart: " + one.textContent + " " + [box.left, box.right, box.bottom] + " of "
         + [chart.left, chart.right, chart.bottom]);
   }

@@ -68,6 +68,8 @@ def correlation_time(series: Floats) -> float:
         return 1.0
     spectrum = np.fft.rfft(away, 1 << (2 * count - 1).bit_length())
     products = np.fft.irfft(spectrum * spectrum.conj())[:count]
+    if products[0] <= 0:  # deviations so small that their squares are 0
+        return 1.0
     times = 1 + 2 * np.cumsum(products[1:] / products[0])
     far = np.nonzero(np.arange(1, count) >= 5 * times)[0]
     return float(min(max(1.0, times[far[0]] if len(far) else count), count))

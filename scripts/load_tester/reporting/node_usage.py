@@ -20,12 +20,12 @@ STALE_S = 4.0
 def node_charts(scrape: Series) -> list[tuple[str, Chart]]:
     """Title and chart of busy time, pages, tokens computed, and other gauges of load."""
     found = [
-        ("Busy with steps, share of the time", _rates(scrape, "busy_seconds_total"), (0.0, 1.0)),
-        ("KV pages in use, share of the pool", _pages(scrape), (0.0, 1.0)),
-        ("Prompt tokens computed per second", _rates(scrape, "node_prompt_tokens_computed_total"), None),
-        ("Output tokens per second", _rates(scrape, "node_output_tokens_total"), None),
+        ("Busy with steps, share of the time", "share", _rates(scrape, "busy_seconds_total"), (0.0, 1.0)),
+        ("KV pages in use, share of the pool", "share", _pages(scrape), (0.0, 1.0)),
+        ("Prompt tokens computed per second", "tokens/s", _rates(scrape, "node_prompt_tokens_computed_total"), None),
+        ("Output tokens per second", "tokens/s", _rates(scrape, "node_output_tokens_total"), None),
     ]
-    charts = [(_of(title, lines), _chart(title, lines, bounds)) for title, lines, bounds in found if lines]
+    charts = [(_of(title, lines), _chart(unit, lines, bounds)) for title, unit, lines, bounds in found if lines]
     families: dict[str, Lines] = {}
     for name, series in scrape.items():
         family = name.partition("{")[0]
@@ -49,7 +49,7 @@ def _title(family: str) -> str:
 
 def _chart(label: str, lines: Lines, bounds: tuple[float, float] | None) -> Chart:
     node, most = max(((name, max(value for _, value in points)) for name, points in lines), key=lambda pair: pair[1])
-    highest = f"{most:.0%}" if bounds else number(most)
+    highest = f"{min(most, bounds[1]):.0%}" if bounds else number(most)
     chart = Chart("seconds since the start of the run", label, y=bounds, finding=f"at most {highest} ({node})")
     for colour, (name, points) in enumerate(lines[:MAX_LINES]):
         chart.line(points, colour, name)
