@@ -6,7 +6,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
 
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -31,8 +30,6 @@ async def serve(gateway: Gateway) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await gateway.start()
-    gc.collect()
-    gc.freeze()  # modules and tokenizers stay; the collector need not visit them again
     log.info("nodes dial %s", gateway.control_address)
     log.info("listening %s", gateway.http_address)
     await stop.wait()
