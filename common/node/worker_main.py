@@ -259,7 +259,7 @@ def _populate(pool: "KVPool") -> None:
     try:
         if taken := pool.populate(POPULATE_S):
             whole, seconds = pool.layout.pool_bytes(pool.num_pages), time.monotonic() - begun_at
-            log.info("touched %.2f of %.2f GB of KV pages in %.2f s", taken / 1e9, whole / 1e9, seconds)
+            log.debug("touched %.2f of %.2f GB of KV pages in %.2f s", taken / 1e9, whole / 1e9, seconds)
     except MemoryError as error:
         raise ConfigError(f"--max-total-tokens or --memory-fraction is too large: {error}") from error
 
