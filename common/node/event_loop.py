@@ -16,6 +16,7 @@ from common.clock import Clock
 from common.errors import ConfigError, InvariantError
 from common.node.engine_thread import EngineThread
 from common.node.role import Role
+from common.scheduling.grammar_queue import CompileGrammar
 from common.wire.address import in_url
 from common.wire.mailbox import PROBE_EVERY_S, Mailbox
 from common.wire.messages import (
@@ -23,7 +24,6 @@ from common.wire.messages import (
     FromDecode,
     FromGateway,
     FromPrefill,
-    Generate,
     Heartbeat,
     Message,
     Pairs,
@@ -127,12 +127,28 @@ class EventLoop:
             result = self._engine.take()
             if result is not None:
                 self._role.commit(result, now)
+            self._compile_grammars(now)
             self._start_step(now)
             self._send(now)  # first tokens leave, and the engine computes, before pages are moved
             more = self._role.tick(now)
             self._start_step(now)  # the tick may have ended what the role waited for
             self._flush()
             self._check_when_idle()
+
+    def _compile_grammars(self, now: float) -> None:
+        """Begin to compile what the role needs, and tell it what is ready; a known grammar is ready at once."""
+        grammars = self._role.outbox.grammars
+        for effect in grammars:
+            if isinstance(effect, CompileGrammar):
+                self._engine.compile_grammar(effect.grammar)
+            else:
+                self._engine.drop_grammar(effect.grammar)
+        grammars.clear()
+        for grammar, error in self._engine.take_grammars():
+            if error:
+                self._role.grammar_failed(grammar, error, now)
+            else:
+                self._role.grammar_compiled(grammar, now)
 
     def _start_step(self, now: float) -> None:
         """Give an idle engine its next step, if there is one."""
@@ -219,8 +235,6 @@ class EventLoop:
         elif isinstance(message, Refused):
             self.refused = message.reason
         elif not isinstance(message, Ping):
-            if isinstance(message, Generate):
-                self._engine.prepare(message.sampling)
             self._role.on_gateway(message, now)
 
     def _receive_from_decode_nodes(self, listen: Mailbox, now: float) -> None:

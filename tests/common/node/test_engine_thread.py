@@ -3,11 +3,11 @@
 import os
 import select
 import time
+from concurrent.futures import Future
 
 import pytest
 
 from common.node.engine_thread import EngineThread
-from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 
 
@@ -19,8 +19,11 @@ class Engine:
         self.seconds = seconds
         self.spent_s = 0.0
 
-    def prepare(self, sampling: SamplingParams) -> None:
-        pass
+    def compile_grammar(self, grammar: str) -> Future[None]:
+        raise NotImplementedError
+
+    def drop_grammar(self, grammar: str) -> None:
+        raise NotImplementedError
 
     def run(self, plan: StepPlan) -> StepResult:
         began = time.monotonic()
