@@ -23,7 +23,8 @@ class RequestTable:
         sources: the prefill node (by incarnation) that computes a request's prompt; missing for local requests.
         local: requests whose prompts are computed here, in whatever state.
         grammars: those of all requests.
-        compiling, waiting, receiving, ready, paused, retracted, extending, running: by state, in the order in which they entered.
+        compiling, waiting, receiving, ready, paused, retracted, extending, running: by state, in the order in which
+            they entered.
         num_moves: how often a request has come, gone, or changed its state.
         num_waiting_local: requests that are both in ``waiting`` and in ``local``.
     """

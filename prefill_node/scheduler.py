@@ -1,9 +1,9 @@
 """Plans the steps of a prefill node: which chunks of which prompts are computed next. Pure.
 
-A request waits until its grammar is compiled, if it has one, and then for its turn. It is admitted with all pages of its
-prompt, and is extended chunk by chunk; ``PrefillAdder`` fills every step to the chunk budget. After a chunk, its whole
-pages enter the radix cache and are ready to leave. The sample of the last chunk is the first output token. The slot is
-free then; the pages stay with the request until ``release``.
+A request waits until its grammar is compiled, if it has one, and then for its turn. It is admitted with all pages of
+its prompt, and is extended chunk by chunk; ``PrefillAdder`` fills every step to the chunk budget. After a chunk, its
+whole pages enter the radix cache and are ready to leave. The sample of the last chunk is the first output token. The
+slot is free then; the pages stay with the request until ``release``.
 
 A second step may be planned before the first is committed: ``plan`` reads ``num_scheduled``, which it advances itself.
 Calls queue what follows from them as effects, for the role to take and perform.
