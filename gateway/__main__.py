@@ -12,7 +12,7 @@ from common.config.cli import resolve
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
 from gateway.server import Gateway
-from gateway.workers.served_models import model_folders
+from gateway.workers.served_models import load_models, model_folders
 
 log = logging.getLogger("gateway")
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         datefmt="%H:%M:%S",
     )
     try:
-        gateway = Gateway(config, model_folders(config))
+        gateway = Gateway(config, load_models(config, model_folders(config)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(gateway))
     except (ConfigError, OSError, zmq.ZMQError) as error:

@@ -105,3 +105,21 @@ def beyond_context(message: str, context_length: int, param: str) -> RequestErro
     """Clients recognise this error by its text: litellm by the first of the two phrases, LangChain by the second."""
     message = f"this model's maximum context length is {context_length} tokens, but {message}; shorten the prompt"
     return refuse(f"{message} (context_length_exceeded)", param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
+
+
+def check_prompt(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
+    """Refuses a prompt that no node can take."""
+    count = len(prompt)
+    if not count:
+        raise refuse("must not be empty", param)
+    if count >= limits.context_length:
+        raise too_long(str(count), limits.context_length, param)
+    room = min(limits.prompt_tokens, limits.total_tokens - 1)
+    if count > room:
+        which = "prefill node" if limits.prompt_tokens == room else "decode node, with one token of output,"
+        message = f"the prompt has {count} tokens, but the page pool of the largest {which} holds {room}"
+        raise refuse(f"{message}; shorten it, or raise --max-total-tokens of the node", param, ErrorCode.POOL_TOO_SMALL)
+    smallest, largest = min(prompt), max(prompt)
+    if smallest < 0 or largest >= limits.vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise refuse(f"token id {wrong} is not in the vocabulary, which has {limits.vocab_size} ids", param)

@@ -327,7 +327,7 @@ class _Rules:
         if choices:
             texts = dict.fromkeys(text for choice in choices for text in _spellings(choice))
             return self._add(" | ".join(map(grammar.literal, texts)))
-        types = schema_types(schema)
+        types = schema_types(schema, {})
         if not types or types == ALL_TYPES:
             return "literal"
         return self._add(" | ".join(self._typed(name, schema) for name in sorted(types)))

@@ -113,6 +113,51 @@ def test_definitions_stand_only_with_parameters_that_refer_to_them():
     assert grammar.count('"month"') == 1
 
 
+REFERRING = Tool(
+    "f",
+    "",
+    {
+        "type": "object",
+        "$defs": {
+            "Day": {"type": "object", "properties": {"month": {"type": "integer"}}, "additionalProperties": False},
+            "Alias": {"$ref": "#/$defs/Day"},
+            "Mood": {"enum": ["glad", "grave"]},
+            "Text": {"type": "string"},
+            "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "integer"}]},
+        },
+        "properties": {
+            "day": {"$ref": "#/$defs/Alias"},
+            "end": {"anyOf": [{"$ref": "#/$defs/Day"}, {"type": "null"}]},
+            "mood": {"$ref": "#/$defs/Mood"},
+            "text": {"$ref": "#/$defs/Text"},
+            "loop": {"$ref": "#/$defs/Loop"},
+            "lost": {"$ref": "#/$defs/Nothing"},
+        },
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("day", '{"month": 3}', "March"),
+        ("day", '{"month": 3}', '{"month": "March"}'),
+        ("end", "null", "soon"),
+        ("mood", "grave", "cross"),
+        ("text", '{"month": 3}', None),
+        ("loop", "1", None),
+        ("lost", "anything", None),
+    ],
+)
+def test_a_parameter_that_is_a_reference_is_bound_by_its_definition(name, good, bad):
+    def accepted(value):
+        call = f"<tool_call>\n<function=f>\n<parameter={name}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        return accepts("qwen3-coder", True, call, tools=(REFERRING,))
+
+    assert accepted(good)
+    assert bad is None or not accepted(bad)
+
+
 def test_definitions_that_many_parameters_refer_to_are_refused():
     parameters = {
         "type": "object",
