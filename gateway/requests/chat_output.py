@@ -131,7 +131,7 @@ def _grammar(
         return calls(chosen, required=True)
     if structure.grammar:
         if tool_format.covers_reasoning:
-            return tool_format.answer_grammar(_json_rule(structure, is_alone=not tools), token_ids=markers)
+            return tool_format.answer_grammar(_json_rule(structure), tools, token_ids=markers)
         return _either(calls(tools, required=True), structure) if tools else structure.grammar
     if any(tool.is_strict for tool in tools):
         return calls(tools, required=False)
@@ -144,12 +144,11 @@ def _either(calls: str, structure: ChatOutput) -> str:
     return f"start: either_calls | either_answer\neither_answer: {_json_rule(structure)}\n{rules}"
 
 
-def _json_rule(structure: ChatOutput, *, is_alone: bool = True) -> str:
+def _json_rule(structure: ChatOutput) -> str:
     """The body of a grammar's only rule. Raises RequestError if it has others, which may have the names of ours."""
     rule = structure.grammar.removeprefix("start: ")
-    if "\n" in rule or not rule.startswith("%json ") or not is_alone:
-        how = "use a JSON schema" if is_alone else "leave out one of the two, or set tool_choice to none"
-        message = f"cannot be combined with the format of this model's calls; {how}"
+    if "\n" in rule or not rule.startswith("%json "):
+        message = "cannot be combined with the format of this model's calls; use a JSON schema"
         raise refuse(message, structure.param, ErrorCode.NOT_SUPPORTED)
     return rule
 

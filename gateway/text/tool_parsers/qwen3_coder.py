@@ -52,17 +52,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 class Qwen3CoderParser(ToolParser):
     def _parse(self) -> Steps[None]:
-        marker = ""
-        while True:
-            if not marker:
-                marker = yield from self._text_until((BEGIN, _FUNCTION), self._text)
-            if not marker:
-                return
-            try:
-                marker = yield from self._call(marker)
-            except NotACall:
-                self._release()
-                marker = ""
+        return self._text_and_calls((BEGIN, _FUNCTION), self._call)
 
     def _call(self, marker: str) -> Steps[str]:
         """Reads a call behind a begin tag; returns the begin tag of the next if this call's end is missing."""

@@ -261,13 +261,13 @@ async def test_the_structured_answer_of_gpt_oss_is_its_final_message(gpt_oss):
     async with running(gpt_oss) as stack:
         await stack.pair()
         answers(stack, gpt_oss, "<|channel|>final<|message|>{}")
-        for fields in ({"response_format": schema}, {"tools": TOOLS, "tool_choice": "required"}):
+        structured = {"response_format": schema}
+        for fields in (structured, {"tools": TOOLS, "tool_choice": "required"}, {"tools": TOOLS, **structured}):
             status, answer = await stack.post("/v1/chat/completions", {"messages": HI, **fields})
             assert status == 200, answer
             assert sent(stack).sampling.thinking is None  # the grammar allows the reasoning
             assert "analysis" in sent(stack).sampling.grammar
         for fields, param in (
-            ({"response_format": schema, "tools": TOOLS}, "response_format.json_schema.schema"),
             ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
             ({"thinking_budget": 5}, "thinking_budget"),
         ):

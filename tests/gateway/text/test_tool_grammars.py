@@ -61,8 +61,18 @@ def matcher_of(name, are_tokens, *, tools=TOOLS, parallel=True, required=True):
 
 def accepts(name, are_tokens, text, **options):
     """Whether an output may consist of this text."""
-    matcher = matcher_of(name, are_tokens, **options)
-    markers = markers_of(name, are_tokens)
+    return is_consumed(matcher_of(name, are_tokens, **options), markers_of(name, are_tokens), text)
+
+
+def follows(grammar, markers, text):
+    """Whether an output of this text follows a grammar."""
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_ByteTokenizer(markers)))
+    matcher = llguidance.LLMatcher(tokenizer, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    return is_consumed(matcher, markers, text)
+
+
+def is_consumed(matcher, markers, text):
     parts = re.split("(" + "|".join(map(re.escape, markers)) + ")", text) if markers else [text]
     ids = []
     for part in parts:
@@ -223,6 +233,22 @@ def test_reasoning_precedes_the_call_of_gpt_oss():
     reasoning = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     assert accepts("gpt-oss", True, reasoning + rendered("gpt-oss", [PARIS]))
     assert not accepts("gpt-oss", True, reasoning + "<|channel|>final<|message|>Hello")
+
+
+def test_gpt_oss_calls_a_tool_or_gives_a_structured_answer():
+    rule = '%json {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": false}'
+    markers = markers_of("gpt-oss", True)
+    grammar = FORMATS["gpt-oss"].answer_grammar(rule, TOOLS, token_ids=ids_of(markers))
+
+    def accepted(output):
+        return follows(grammar, markers, output)
+
+    reasoning = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    answer = "<|channel|>final<|message|>"
+    assert accepted(reasoning + rendered("gpt-oss", [PARIS]))
+    assert accepted(reasoning + answer + '{"a": 1}')
+    assert not accepted(answer + "Hello")
+    assert not accepted(rendered("gpt-oss", [("get_weather", {"town": "Paris"})]))
 
 
 NESTED = Tool(
