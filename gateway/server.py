@@ -38,7 +38,7 @@ from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.priority import PriorityResolver
-from gateway.requests.prompt_tokenizer import PromptTokenizer
+from gateway.requests.prompts import PromptTokenizer
 from gateway.requests.quotas import Quotas
 from gateway.requests.response_store import ResponseStore
 from gateway.workers.control_plane import ControlPlane, MailboxChannel

@@ -80,8 +80,8 @@ class Endpoint:
 def make_endpoints(services: Services) -> list[Endpoint]:
     inputs = services.inputs
     max_bytes = services.config.max_body_bytes
-    responses = ResponsesApi(inputs, services.tokenizer, services.responses, services.clock, max_bytes=max_bytes)
-    messages = MessagesApi(inputs, services.tokenizer)
+    responses = ResponsesApi(inputs, services.responses, services.clock, max_bytes=max_bytes)
+    messages = MessagesApi(inputs)
     return [
         Endpoint(
             path="/v1/chat/completions",

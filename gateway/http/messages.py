@@ -11,14 +11,12 @@ from gateway.http.translation.anthropic import FIELD_NAMES, to_chat
 from gateway.http.translation.common import own_name, with_own_names
 from gateway.requests.generate_request import GenerateRequest, in_pieces
 from gateway.requests.input_processor import InputProcessor
-from gateway.requests.prompt_tokenizer import PromptTokenizer
 from gateway.workers.served_models import ServedModel
 
 
 class MessagesApi:
-    def __init__(self, inputs: InputProcessor, tokenizer: PromptTokenizer) -> None:
+    def __init__(self, inputs: InputProcessor) -> None:
         self._inputs = inputs
-        self._tokenizer = tokenizer
 
     async def process(
         self, body: MessagesRequest, model: ServedModel, tenant: str, message_id: str
@@ -38,7 +36,7 @@ class MessagesApi:
         """Tokens of the prompt that these messages become. Raises RequestError."""
         chat = _chat(body, model)
         try:
-            return await self._tokenizer.count_tokens(model, chat)
+            return await self._inputs.count_tokens(model, chat)
         except RequestError as error:
             raise with_own_names(error, FIELD_NAMES) from error
 

@@ -26,7 +26,6 @@ from gateway.http.translation.responses import (
 from gateway.requests.generate_request import GenerateRequest, in_pieces
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
-from gateway.requests.prompt_tokenizer import PromptTokenizer
 from gateway.requests.response_store import ResponseStore, StoredResponse
 from gateway.workers.served_models import ServedModel
 
@@ -72,17 +71,8 @@ class ResponsesApi:
     max_bytes: largest conversation that ``previous_response_id`` may stand for, as if the client had sent it.
     """
 
-    def __init__(
-        self,
-        inputs: InputProcessor,
-        tokenizer: PromptTokenizer,
-        store: ResponseStore,
-        clock: Clock,
-        *,
-        max_bytes: int,
-    ) -> None:
+    def __init__(self, inputs: InputProcessor, store: ResponseStore, clock: Clock, *, max_bytes: int) -> None:
         self._inputs = inputs
-        self._tokenizer = tokenizer
         self._store = store
         self._clock = clock
         self._max_bytes = max_bytes
@@ -103,7 +93,7 @@ class ResponsesApi:
         """Tokens of the prompt that the input becomes, nothing truncated. Raises RequestError."""
         chat = to_chat(body, await self._history(body, tenant))
         try:
-            return await self._tokenizer.count_tokens(model, chat)
+            return await self._inputs.count_tokens(model, chat)
         except RequestError as error:
             raise with_own_names(error, FIELD_NAMES) from error
 

@@ -174,13 +174,12 @@ def _thinking(reasoning: ReasoningFormat, tokenizer: Tokenizer, is_open: bool, b
 # ---- tools -----------------------------------------------------------------------------------------------------------
 
 
-def narrow_tools(body: ChatCompletionRequest) -> None:
-    """Leave only the tools that ``tool_choice`` allows, if it names some, so that the model sees no others.
+def narrow_tools(body: ChatCompletionRequest, choice: ToolChoiceField) -> None:
+    """Leave only the tools that the choice allows, if it names some, so that the model sees no others.
 
     Raises RequestError: one of them is not among the tools.
     """
-    choice = body.tool_choice
-    if not isinstance(choice, ToolChoiceField) or choice.type != "allowed_tools":
+    if choice.type != "allowed_tools":
         return
     allowed = choice.allowed_tools
     if allowed is None:

@@ -18,12 +18,13 @@ from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
 from gateway.http.protocol.decoding import refuse
 from gateway.http.protocol.fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFields
-from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
-from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, OpenAIRequest
-from gateway.requests.chat_output import PLAIN_TEXT, ChatOutput, chat_output
+from gateway.http.protocol.native import NativeRequest, NativeSamplingParams, TokenizeRequest
+from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, OpenAIRequest, ToolChoiceField
+from gateway.requests.chat_output import PLAIN_TEXT, ChatOutput, chat_output, narrow_tools
 from gateway.requests.generate_request import GenerateRequest
-from gateway.requests.prompt_input import (
+from gateway.requests.prompts import (
     Prompt,
+    PromptTokenizer,
     Truncation,
     beyond_context,
     broadcast,
@@ -33,9 +34,8 @@ from gateway.requests.prompt_input import (
     split_prompts,
     truncation_of,
 )
-from gateway.requests.prompt_tokenizer import LARGE_TOOLS, PromptTokenizer
 from gateway.requests.structured_output import GrammarChecker, StructuredOutput, structured_output_of
-from gateway.text.chat_template import tools_size
+from gateway.text.chat_template import num_parts, render_chat, tools_size
 from gateway.workers.registry import ServingLimits
 from gateway.workers.served_models import ServedModel
 
@@ -47,6 +47,10 @@ STRUCTURE_FIELDS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "json_schema", "regex", "ebnf", "structural_tag",
 )  # fmt: skip
+#: Chats with more messages and parts than this are rendered on the thread; each part takes some microseconds.
+MANY_PARTS = 1024
+#: Chats with larger tools than this, in bytes of JSON, are rendered on the thread, which also writes their grammar.
+LARGE_TOOLS = 64 << 10
 #: Requests built before the event loop gets a turn.
 REQUESTS_AT_ONCE = 64
 #: A node returns all prompt log-probabilities in one message: bytes per token and per alternative, and bytes in all.
@@ -136,7 +140,7 @@ class InputProcessor:
         if body.top_logprobs is not None and not body.logprobs:
             raise refuse("needs logprobs to be true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        text = await self._tokenizer.render(model, body)
+        text = await self.render(model, body)
         if _has_parts(body, model):
             make = partial(chat_output, body, model.formats, model.tokenizer, text, context.output)
             output = await self._tokenizer.on_thread(make) if tools_size(body) > LARGE_TOOLS else make()
@@ -235,6 +239,24 @@ class InputProcessor:
             return context
         grammar = await self._grammars.check(wanted)
         return dataclasses.replace(context, output=ChatOutput(grammar=grammar, param=wanted.param))
+
+    # ---- chats as text ----------------------------------------------------------------------------------------------
+
+    async def render(self, model: ServedModel, body: ChatCompletionRequest | TokenizeRequest) -> str:
+        """A chat through the model's chat template; a large one on the thread. Raises RequestError."""
+        template = model.chat_template
+        if template is None:
+            raise refuse("the model has no chat template; use /v1/completions", "messages", ErrorCode.NOT_SUPPORTED)
+        if isinstance(body, ChatCompletionRequest) and isinstance(body.tool_choice, ToolChoiceField):
+            narrow_tools(body, body.tool_choice)
+        if num_parts(body) > MANY_PARTS or tools_size(body) > LARGE_TOOLS:
+            return await self._tokenizer.on_thread(lambda: render_chat(template, body))
+        return render_chat(template, body)
+
+    async def count_tokens(self, model: ServedModel, body: ChatCompletionRequest) -> int:
+        """Tokens of the prompt that a chat becomes. Raises RequestError."""
+        text = await self.render(model, body)
+        return len(await self._tokenizer.tokenize(model, text, add_special_tokens=False, param="messages"))
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     router = APIRouter(tags=["messages"])
-    messages = MessagesApi(services.inputs, services.tokenizer)
+    messages = MessagesApi(services.inputs)
 
     @router.post(
         COUNT_TOKENS, **described(TokenCount, CountTokensRequest, summary="Count the tokens of a chat (Anthropic)")

@@ -25,7 +25,7 @@ Limit = Annotated[int, Query(ge=1, le=MAX_ITEMS)]
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     router = APIRouter(tags=["responses"])
     store, clock = services.responses, services.clock
-    api = ResponsesApi(services.inputs, services.tokenizer, store, clock, max_bytes=services.config.max_body_bytes)
+    api = ResponsesApi(services.inputs, store, clock, max_bytes=services.config.max_body_bytes)
     Tenant = Annotated[str, Depends(checks.tenant)]
 
     @router.get("/v1/responses/{response_id}", **described(StoredResponse, summary="Read a kept response (OpenAI)"))

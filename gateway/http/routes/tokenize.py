@@ -56,7 +56,7 @@ async def _encode(services: Services, model: ServedModel, body: TokenizeRequest)
     if len(given) != 1:
         raise refuse("give exactly one of prompt, text and messages", "prompt")
     if body.messages is not None:
-        texts = [await services.tokenizer.render(model, body)]
+        texts = [await services.inputs.render(model, body)]
     else:
         single = body.prompt if body.prompt is not None else body.text
         texts = single if isinstance(single, list) else [single or ""]

@@ -275,7 +275,7 @@ async def test_half_a_million_outputs_are_refused_before_they_are_built(stack, p
 
 
 async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch):
-    monkeypatch.setattr("gateway.requests.prompt_tokenizer.LONG_CHARACTERS", 1000)
+    monkeypatch.setattr("gateway.requests.prompts.LONG_CHARACTERS", 1000)
     tokenizer, model = stack.gateway._tokenizer, stack.gateway._models["tiny"]
     turns = []
 
@@ -302,7 +302,7 @@ async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch
     ],
 )
 async def test_a_chat_of_many_messages_or_parts_is_rendered_on_a_thread(folder, monkeypatch, messages, is_elsewhere):
-    monkeypatch.setattr("gateway.requests.prompt_tokenizer.MANY_PARTS", 10)
+    monkeypatch.setattr("gateway.requests.input_processor.MANY_PARTS", 10)
     threads = []
 
     class Template:
@@ -360,7 +360,7 @@ async def test_long_outputs_and_many_logprobs_are_formatted_on_a_thread(stack, m
     monkeypatch.setattr("asyncio.BaseEventLoop.run_in_executor", noted)
     short = await answers()
     assert threads == []
-    monkeypatch.setattr("gateway.requests.prompt_tokenizer.LONG_IDS", 10)
+    monkeypatch.setattr("gateway.requests.prompts.LONG_IDS", 10)
     monkeypatch.setattr("gateway.text.tokenizer.LISTS_AT_ONCE", 2)
     monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 10)
     assert await answers() == short

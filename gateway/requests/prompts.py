@@ -1,18 +1,26 @@
-"""Takes the prompts of a body apart, cuts them, and says why they do not fit. Pure."""
+"""The prompts of a body: taken apart, cut, turned into token ids, and refused if no node can take them."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import ErrorCode, RequestError
 from gateway.http.protocol.decoding import refuse
+from gateway.text.tokenizer import LIST_IDS, LONG_CHARACTERS, LONG_IDS
 from gateway.workers.registry import ServingLimits
+from gateway.workers.served_models import ServedModel
 
 MAX_PROMPTS = 4096
 #: Characters of the longest ordinary tokens.
 LONGEST_TOKEN = 16
 
+#: Fixed cost of one tokenizer call, expressed in characters.
+CALL_CHARACTERS = 128
+
 Prompt = str | Sequence[int]
+Made = TypeVar("Made")
 
 
 def request_ids(given: str | list[str] | None, request_id: str, count: int, is_batch: bool) -> list[str]:
@@ -123,3 +131,72 @@ def check_prompt(prompt: Sequence[int], limits: ServingLimits, param: str) -> No
     if smallest < 0 or largest >= limits.vocab_size:
         wrong = smallest if smallest < 0 else largest
         raise refuse(f"token id {wrong} is not in the vocabulary, which has {limits.vocab_size} ids", param)
+
+
+class PromptTokenizer:
+    """Renders, tokenizes and detokenizes for all served models; slow work runs on one thread."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._num_characters = 0  # tokenized on the event loop since its last turn
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def tokenize(self, model: ServedModel, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        """Token ids of a text. A long text is tokenized on the thread; many short ones yield to the event loop."""
+        if len(text) <= LONG_CHARACTERS:
+            self._num_characters += len(text) + CALL_CHARACTERS
+            if self._num_characters > LONG_CHARACTERS:
+                self._num_characters = 0
+                await asyncio.sleep(0)
+            return model.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
+        return await self.on_thread(
+            lambda: model.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
+        )
+
+    async def tokenize_all(
+        self,
+        model: ServedModel,
+        limits: ServingLimits,
+        prompts: Sequence[Prompt],
+        param: str,
+        truncation: Truncation | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[Sequence[int]]:
+        """Token ids of prompts that nodes can take. Raises RequestError for others."""
+        ids: list[Sequence[int]] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                if not prompt:
+                    raise refuse("must not be empty", param)
+                if truncation is None:
+                    await self._check_text(model, limits, prompt, param)
+                else:
+                    prompt = truncation.of_text(prompt, limits)
+                prompt = await self.tokenize(model, prompt, add_special_tokens=add_special_tokens, param=param)
+            if truncation is not None:
+                prompt = truncation.of_ids(prompt, limits)
+            check_prompt(prompt, limits, param)
+            ids.append(prompt)
+        return ids
+
+    async def _check_text(self, model: ServedModel, limits: ServingLimits, text: str, param: str) -> None:
+        """Refuses a text that is far too long after tokenizing only its beginning."""
+        length = limits.context_length
+        if len(text) > max(LONGEST_TOKEN * length, LONG_CHARACTERS):
+            beginning = text[: 8 * length]
+            count = len(await self.tokenize(model, beginning, add_special_tokens=False, param=param))
+            if count > length + length // 2:  # a margin for the word that the cut has split
+                raise too_long(f"more than {length}", length, param)
+
+    async def detokenize(self, model: ServedModel, lists: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
+        """Texts of lists of token ids; many ids are decoded on the thread."""
+        if sum(map(len, lists)) + LIST_IDS * len(lists) <= LONG_IDS:
+            return [model.tokenizer.decode(ids, skip_special=skip_special) for ids in lists]
+        return await self.on_thread(lambda: model.tokenizer.decode_all(lists, skip_special=skip_special))
+
+    async def on_thread(self, make: Callable[[], Made]) -> Made:
+        """Runs slow work with text off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, make)
