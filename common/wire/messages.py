@@ -17,7 +17,7 @@ from common.sampling_params import SamplingParams, TokenLogprobs
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -223,7 +223,7 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
         """This request alone, and each other sample as a request of its own."""
         yield msgspec.structs.replace(self, others=()) if self.others else self
         for other in self.others:
-            sampling = dataclasses.replace(self.sampling, seed=other.seed)
+            sampling = self.sampling._replace(seed=other.seed)
             yield msgspec.structs.replace(self, rid=other.rid, attempt=other.attempt, sampling=sampling, others=())
 
 
