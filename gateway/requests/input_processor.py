@@ -6,7 +6,7 @@ A failed check of a value raises a ``RequestError`` that names the field.
 import asyncio
 import dataclasses
 import functools
-import secrets
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -401,7 +401,7 @@ def _sampling_params(
         top_k=0 if top_k >= limits.vocab_size else top_k,
         top_p=value("top_p", 1.0),
         min_p=value("min_p", 0.0),
-        seed=secrets.randbits(64) if body.seed is None else body.seed & (2**64 - 1),
+        seed=random.getrandbits(64) if body.seed is None else body.seed & (2**64 - 1),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         min_tokens=min_tokens,

@@ -171,10 +171,10 @@ class PromptTokenizer:
             if isinstance(prompt, str):
                 if not prompt:
                     raise refuse("must not be empty", param)
-                if truncation is None:
-                    await self._check_text(model, limits, prompt, param)
-                else:
+                if truncation is not None:
                     prompt = truncation.of_text(prompt, limits)
+                elif len(prompt) > LONG_CHARACTERS:
+                    await self._check_text(model, limits, prompt, param)
                 prompt = await self.tokenize(model, prompt, add_special_tokens=add_special_tokens, param=param)
             if truncation is not None:
                 prompt = truncation.of_ids(prompt, limits)
@@ -185,7 +185,7 @@ class PromptTokenizer:
     async def _check_text(self, model: ServedModel, limits: ServingLimits, text: str, param: str) -> None:
         """Refuses a text that is far too long after tokenizing only its beginning."""
         length = limits.context_length
-        if len(text) > max(LONGEST_TOKEN * length, LONG_CHARACTERS):
+        if len(text) > LONGEST_TOKEN * length:
             beginning = text[: 8 * length]
             count = len(await self.tokenize(model, beginning, add_special_tokens=False, param=param))
             if count > length + length // 2:  # a margin for the word that the cut has split
