@@ -8,6 +8,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
+    COMPILING = "compiling"  # waits for its grammar, without pages
     WAITING = "waiting"  # in the queue, without pages
     RECEIVING = "receiving"  # pages are granted; the prefill node writes them
     READY = "ready"  # every page is here; waits for a slot
@@ -19,6 +20,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
+    COMPILED = "compiled"
     GRANT = "grant"
     RECEIVED = "received"
     JOIN_BATCH = "join batch"
@@ -31,6 +33,7 @@ class Event(StrEnum):
 
 
 TABLE: dict[tuple[State, Event], State] = {
+    (State.COMPILING, Event.COMPILED): State.WAITING,
     (State.WAITING, Event.GRANT): State.RECEIVING,
     (State.WAITING, Event.EXTEND): State.EXTENDING,
     (State.RECEIVING, Event.RECEIVED): State.READY,

@@ -4,6 +4,7 @@ from collections.abc import Iterable, MutableMapping
 
 from common.errors import invariant
 from common.request import Request, RequestKey
+from common.scheduling.grammar_queue import GrammarQueue
 from common.scheduling.slots import SlotPool
 from common.scheduling.waiting_queue import WaitingQueue
 from common.state_machine import advance
@@ -21,7 +22,9 @@ class RequestTable:
         requests: all of them, in order of arrival.
         sources: the prefill node (by incarnation) that computes a request's prompt; missing for local requests.
         local: requests whose prompts are computed here, in whatever state.
-        waiting, receiving, ready, paused, retracted, extending, running: by state, in the order in which they entered.
+        grammars: those of all requests.
+        compiling, waiting, receiving, ready, paused, retracted, extending, running: by state, in the order in which
+            they entered.
         num_moves: how often a request has come, gone, or changed its state.
         num_waiting_local: requests that are both in ``waiting`` and in ``local``.
     """
@@ -31,6 +34,8 @@ class RequestTable:
         self.states: dict[RequestKey, State] = {}
         self.sources: dict[RequestKey, str] = {}
         self.local: dict[RequestKey, None] = {}
+        self.grammars = GrammarQueue()
+        self.compiling = self.grammars.waiting
         self.waiting = waiting
         self.receiving: dict[RequestKey, Request] = {}
         self.ready: dict[RequestKey, Request] = {}
@@ -39,6 +44,7 @@ class RequestTable:
         self.extending: dict[RequestKey, Request] = {}
         self.running: dict[RequestKey, Request] = {}
         self._queues: dict[State, MutableMapping[RequestKey, Request]] = {
+            State.COMPILING: self.compiling,
             State.WAITING: self.waiting,
             State.RECEIVING: self.receiving,
             State.READY: self.ready,
@@ -56,14 +62,15 @@ class RequestTable:
         return bool(self._slots)
 
     def add(self, request: Request, *, source: str | None) -> None:
-        """Enter a request, which waits; without a source its prompt is computed here."""
+        """Enter a request, which waits for its grammar or for pages; without a source its prompt is computed here."""
         assert request.key not in self.requests
         self.num_moves += 1
-        self.requests[request.key] = self.waiting[request.key] = request
-        self.states[request.key] = State.WAITING
+        state = State.COMPILING if self.grammars.enter(request) else State.WAITING
+        self.requests[request.key] = self._queues[state][request.key] = request
+        self.states[request.key] = state
         if source is None:
             self.local[request.key] = None
-            self.num_waiting_local += 1
+            self.num_waiting_local += state is State.WAITING
         else:
             self.sources[request.key] = source
 
@@ -83,6 +90,7 @@ class RequestTable:
             self._slots.give_back(request)
         self.states[request.key] = after = advance(TABLE, before, event)
         self._queues[after][request.key] = request
+        self.num_waiting_local += after is State.WAITING and request.key in self.local
 
     def remove(self, key: RequestKey) -> Request | None:
         """Forget a request, in whatever state it is. None if it is unknown."""
@@ -96,6 +104,7 @@ class RequestTable:
         del self._queues[state][key]
         self.local.pop(key, None)
         self.sources.pop(key, None)
+        self.grammars.leave(request)
         self._slots.give_back(request)
         return request
 
@@ -126,6 +135,7 @@ class RequestTable:
         invariant(is_whole, "a request is in two queues, or in none")
         invariant(self.local.keys() | self.sources.keys() == self.requests.keys(), "a request comes from nowhere")
         self.waiting.check()
+        self.grammars.check(list(self.requests.values()))
         num_here = sum(key in self.local for key in self.waiting)
         invariant(self.num_waiting_local == num_here, "waiting local requests are miscounted")
         for state, queue in self._queues.items():

@@ -22,6 +22,7 @@ from common.node.role import (
     request_from_generate,
 )
 from common.request import Request, RequestKey
+from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     Abort,
@@ -121,6 +122,15 @@ class DecodeRole:
         self._drop_peer(peer, "the prefill node was lost", now)
         self._settle(now)
 
+    def grammar_compiled(self, grammar: str, now: float) -> None:
+        self._scheduler.grammar_compiled(grammar)
+        self._settle(now)
+
+    def grammar_failed(self, grammar: str, message: str, now: float) -> None:
+        for request in self._scheduler.grammars.waiting_for(grammar):
+            self._fail(request, ErrorCode.INVALID_REQUEST, message, now)
+        self._settle(now)
+
     def plan(self, now: float) -> StepPlan | None:
         plan = self._scheduler.plan(now)
         if effects := self._scheduler.take_effects():
@@ -137,6 +147,8 @@ class DecodeRole:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the decode node", now)
             report_missed_deadline(self._scheduler.policy, request, now)
+        for request in self._scheduler.grammars.overdue(now):
+            self._fail(request, ErrorCode.INVALID_REQUEST, TIMEOUT_MESSAGE, now)
         for peer in [peer for peer, until in self._unanswered.items() if until <= now]:
             self._drop_peer(peer, "the prefill node was lost", now)
         self._receiver.poll(now)
@@ -162,7 +174,8 @@ class DecodeRole:
             effects = self._scheduler.take_effects()
             self._perform(effects, now)
             if not events and not effects:
-                return
+                break
+        self.outbox.grammars += self._scheduler.grammars.take_effects()
 
     def _perform(self, effects: Sequence[Effect], now: float) -> None:
         for effect in effects:

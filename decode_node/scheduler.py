@@ -1,10 +1,10 @@
 """Plans the steps of a decode node: which requests grow by a token, and which prompts are computed here. Pure.
 
-A prompt comes from a prefill node, or is computed here in chunks that ride in the same steps as the decode rows. A plan
-first preempts requests for a more urgent one. Then requests whose prompts have arrived join the batch, every running
-request gets the page that it is about to enter, and chunks of local prompts and of retracted requests are added. When
-pages run short, the cache is evicted first; then running requests are retracted to the front of the queue, but never
-the last one that could run.
+A request waits until its grammar is compiled, if it has one, and then for pages. Its prompt comes from a prefill node,
+or is computed here in chunks that ride in the same steps as the decode rows. A plan first preempts requests for a more
+urgent one. Then requests whose prompts have arrived join the batch, every running request gets the page that it is
+about to enter, and chunks of local prompts and of retracted requests are added. When pages run short, the cache is
+evicted first; then running requests are retracted to the front of the queue, but never the last one that could run.
 
 A second step may be planned before the first is committed: ``plan`` reads ``num_scheduled`` and ``num_sampling``, which
 it advances itself, and a row needs no token from the host. A request is scheduled beyond a token that turns out to end
@@ -81,6 +81,9 @@ class DecodeScheduler:
     Args:
         ratio: how much of its allowed output a request is expected to produce.
         is_connected: whether a prefill node (by incarnation) can be asked to compute a request again.
+
+    Attributes:
+        grammars: those of the requests; its effects are for the role to take and perform.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class DecodeScheduler:
         self._eos = frozenset(eos_token_ids)
         self._capacity = allocator.num_pages * cache.page_size
         self._table = RequestTable(limits.max_running, WaitingQueue(ordering, cache))
+        self.grammars = self._table.grammars
         self._deadlines = Deadlines(self._table.requests)
         self._reservations = PageReservations(cache, allocator)
         self._queue = PreallocQueue(
@@ -146,12 +150,17 @@ class DecodeScheduler:
                 param="prompt",
             )
         bound = self._limits.max_queued
-        if bound is not None and len(self._table.waiting) >= bound:
+        if bound is not None and len(self._table.waiting) + len(self._table.compiling) >= bound:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the decode node already")
         if self._limits.reserved_tokens is not None:
             request.expected_output = 0
         self._table.add(request, source=source)
         self._deadlines.add(request)
+
+    def grammar_compiled(self, grammar: str) -> None:
+        """Queue the requests that have waited for this grammar."""
+        for request in self.grammars.compiled(grammar):
+            self._table.move(request, Event.COMPILED)
 
     def grant(self, now: float) -> None:
         """Queue a ``PageGrant`` for every waiting request that can have its pages now; call it after every event."""
@@ -215,8 +224,8 @@ class DecodeScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without pages: waiting or retracted."""
-        return len(self._table.waiting) + len(self._table.retracted)
+        """Requests without pages: waiting, for a grammar or for pages, or retracted."""
+        return len(self._table.compiling) + len(self._table.waiting) + len(self._table.retracted)
 
     def is_receiving(self, key: RequestKey) -> bool:
         """Whether a transfer of the request's pages is in progress."""
@@ -227,8 +236,9 @@ class DecodeScheduler:
         return self._table.sources.get(key)
 
     def waiting_for(self, source: str) -> list[Request]:
-        """Requests that wait for pages and whose prompts come from this prefill node."""
-        return [request for key, request in self._table.waiting.items() if self._table.sources.get(key) == source]
+        """Requests that wait for a grammar or for pages, and whose prompts come from this prefill node."""
+        waiting = [*self._table.compiling.values(), *self._table.waiting.values()]
+        return [request for request in waiting if self._table.sources.get(request.key) == source]
 
     def totals(self) -> dict[str, float]:
         """Monotonic totals of what was scheduled and preempted."""

@@ -18,7 +18,7 @@ from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
 from common.logs import configure_logging
 from gateway.server import Gateway
-from gateway.workers.served_models import model_folders
+from gateway.workers.served_models import load_models, model_folders
 
 log = logging.getLogger("gateway")
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     writer = configure_logging("gateway", level=config.log_level, log_format=config.log_format)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are tokenized one by one; threads would only wait
     try:
-        gateway = Gateway(config, model_folders(config))
+        gateway = Gateway(config, load_models(config, model_folders(config)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(gateway))
     except (ConfigError, OSError, zmq.ZMQError) as error:

@@ -11,7 +11,6 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -39,12 +38,13 @@ from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.priority import PriorityResolver
+from gateway.requests.prompts import PromptTokenizer
 from gateway.requests.quotas import Quotas
 from gateway.requests.request_log import log_request
 from gateway.requests.response_store import ResponseStore
 from gateway.workers.control_plane import ControlPlane, MailboxChannel
 from gateway.workers.pool import WorkerPools
-from gateway.workers.served_models import load_models
+from gateway.workers.served_models import ServedModel
 
 #: Requests in flight at a stop may go on for so long.
 GRACE_S = 2.0
@@ -54,21 +54,22 @@ class Gateway:
     """One gateway.
 
     Args:
-        folders: where the tokenizer files of each model are, by name; the first is the default model.
+        models: the served models by name; the first is the default.
         header_timeout_s, body_timeout_s: how slowly a client may send; idle connections live as long as the first.
     """
 
     def __init__(
         self,
         config: GatewayConfig,
-        folders: Mapping[str, Path],
+        models: Mapping[str, ServedModel],
         *,
         header_timeout_s: float = 75.0,
         body_timeout_s: float = 30.0,
     ) -> None:
         self._config = config
-        self._models = load_models(config, folders)
-        self._inputs = InputProcessor(self._models, request_timeout_s=config.request_timeout)
+        self._models = models
+        self._tokenizer = PromptTokenizer()
+        self._inputs = InputProcessor(self._models, self._tokenizer, request_timeout_s=config.request_timeout)
         self._authenticator = make_authenticator(config)
         self._priorities = PriorityResolver(config, load_priority_function(config.priority_function))
         self._quotas = Quotas(parse_quotas(config.tenant_quotas))
@@ -98,6 +99,7 @@ class Gateway:
             config=config,
             clock=self._clock,
             models=tuple(self._models.values()),
+            tokenizer=self._tokenizer,
             inputs=self._inputs,
             responses=ResponseStore(
                 max_responses=config.max_stored_responses,
@@ -137,6 +139,7 @@ class Gateway:
         finally:
             self._control.close()
             self._inputs.close()
+            self._tokenizer.close()
 
     def _open_channel(self) -> tuple[Mailbox, MailboxChannel]:
         config = self._config

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
+    COMPILING = "compiling"  # waits for its grammar, without pages
     WAITING = "waiting"  # in the queue, without pages
     EXTENDING = "extending"  # has a slot and all of its pages; its chunks are computed one after the other
     SENDING = "sending"  # the prompt is computed; pages stay until the decode node has them
@@ -20,6 +21,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
+    COMPILED = "compiled"
     ADMIT = "admit"
     SAMPLED = "sampled"  # the last chunk is computed; the decode node continues the output
     CLOSE = "close"  # the first token ended the output, or an abort, a deadline or a failure
@@ -28,6 +30,9 @@ class Event(StrEnum):
 
 
 TABLE: dict[tuple[State, Event], State] = {
+    (State.COMPILING, Event.COMPILED): State.WAITING,
+    (State.COMPILING, Event.CLOSE): State.CLOSING,
+    (State.COMPILING, Event.RELEASED): State.DONE,
     (State.WAITING, Event.ADMIT): State.EXTENDING,
     (State.WAITING, Event.CLOSE): State.CLOSING,
     (State.WAITING, Event.RELEASED): State.DONE,

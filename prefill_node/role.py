@@ -25,6 +25,7 @@ from common.node.role import (
     request_from_resume,
 )
 from common.request import Request, RequestKey
+from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     Abort,
@@ -122,6 +123,15 @@ class PrefillRole:
         self._sender.peer_lost(peer)
         self._settle()
 
+    def grammar_compiled(self, grammar: str, now: float) -> None:
+        self._scheduler.grammar_compiled(grammar)
+        self._settle()
+
+    def grammar_failed(self, grammar: str, message: str, now: float) -> None:
+        for request in self._scheduler.grammars.waiting_for(grammar):
+            self._fail(request, ErrorCode.INVALID_REQUEST, message)
+        self._settle()
+
     def plan(self, now: float) -> StepPlan | None:
         plan = self._scheduler.plan(now)
         self._perform(self._scheduler.take_effects(), now)
@@ -138,6 +148,8 @@ class PrefillRole:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node")
             report_missed_deadline(self._scheduler.policy, request, now)
+        for request in self._scheduler.grammars.overdue(now):
+            self._fail(request, ErrorCode.INVALID_REQUEST, TIMEOUT_MESSAGE)
         more = self._sender.pump(now, rank=self._rank)
         self._settle()
         return more
@@ -160,6 +172,7 @@ class PrefillRole:
             is_resumed = self._resumed.pop(release.key, release) is None
             if not (release.ok or was_closing or is_resumed or release.is_told):
                 self._answer_failure(request.key, release.code, release.reason)
+        self.outbox.grammars += self._scheduler.grammars.take_effects()
 
     def _perform(self, effects: Sequence[Effect], now: float) -> None:
         for effect in effects:

@@ -1,8 +1,9 @@
 """Plans the steps of a prefill node: which chunks of which prompts are computed next. Pure.
 
-A request waits, is admitted with all pages of its prompt, and is extended chunk by chunk; ``PrefillAdder`` fills every
-step to the chunk budget. After a chunk, its whole pages enter the radix cache and are ready to leave. The sample of the
-last chunk is the first output token. The slot is free then; the pages stay with the request until ``release``.
+A request waits until its grammar is compiled, if it has one, and then for its turn. It is admitted with all pages of
+its prompt, and is extended chunk by chunk; ``PrefillAdder`` fills every step to the chunk budget. After a chunk, its
+whole pages enter the radix cache and are ready to leave. The sample of the last chunk is the first output token. The
+slot is free then; the pages stay with the request until ``release``.
 
 A second step may be planned before the first is committed: ``plan`` reads ``num_scheduled``, which it advances itself.
 Calls queue what follows from them as effects, for the role to take and perform.
@@ -23,6 +24,7 @@ from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment
+from common.scheduling.grammar_queue import GrammarQueue
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import (
@@ -120,6 +122,9 @@ class PrefillScheduler:
 
     Args:
         is_granted: whether a decode node holds pages for a request.
+
+    Attributes:
+        grammars: those of the requests; its effects are for the role to take and perform.
     """
 
     def __init__(
@@ -135,6 +140,7 @@ class PrefillScheduler:
         self.policy = ordering.policy
         self.requests: dict[RequestKey, Request] = {}  # every request that may hold pages
         self._states: dict[RequestKey, State] = {}
+        self.grammars = GrammarQueue()
         self._waiting = WaitingQueue(ordering, cache)
         self._extending: dict[RequestKey, Request] = {}  # requests with a slot
         self.decisions = DecisionLog()
@@ -171,12 +177,24 @@ class PrefillScheduler:
             message = f"the prompt has {len(request.prompt)} tokens and the prefill node's pool holds {capacity}"
             raise RequestError(ErrorCode.POOL_TOO_SMALL, message + " (--max-total-tokens)", param="prompt")
         bound = self._limits.max_queued
-        if bound is not None and len(self._waiting) >= bound:
+        if bound is not None and self.num_waiting >= bound:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the prefill node already")
         assert request.key not in self.requests
-        self.requests[request.key] = self._waiting[request.key] = request
-        self._states[request.key] = State.WAITING
+        self.requests[request.key] = request
+        if self.grammars.enter(request):
+            self.grammars.waiting[request.key] = request
+            self._states[request.key] = State.COMPILING
+        else:
+            self._waiting[request.key] = request
+            self._states[request.key] = State.WAITING
         self._deadlines.add(request)
+
+    def grammar_compiled(self, grammar: str) -> None:
+        """Queue the requests that have waited for this grammar."""
+        for request in self.grammars.compiled(grammar):
+            del self.grammars.waiting[request.key]
+            self._advance(request.key, Event.COMPILED)
+            self._waiting[request.key] = request
 
     def abort(self, key: RequestKey) -> bool:
         """Stop computing a request; its pages stay until ``release``. False if it is unknown or has ended already."""
@@ -193,6 +211,7 @@ class PrefillScheduler:
         self._advance(key, Event.RELEASED)
         del self._states[key]
         self._first.pop(key, None)
+        self.grammars.leave(request)
         release(self._cache, self._allocator, request, keep=False)  # its whole pages went to the cache chunk by chunk
 
     def take_effects(self) -> list[Effect]:
@@ -203,7 +222,7 @@ class PrefillScheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without pages."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self.grammars.waiting)
 
     def is_closing(self, key: RequestKey) -> bool:
         """Whether the request has ended, and only its pages are still here."""
@@ -236,6 +255,7 @@ class PrefillScheduler:
         return [request for request in self._deadlines.expired(now) if self._states[request.key] is not State.CLOSING]
 
     def _leave_batch(self, key: RequestKey) -> None:
+        self.grammars.waiting.pop(key, None)
         self._waiting.pop(key, None)
         request = self._extending.pop(key, None)
         if request is not None:
@@ -479,9 +499,11 @@ class PrefillScheduler:
         """Prove that every request is where its state says; raises ``InvariantError``."""
         for key in self.requests:
             state = self._states[key]
+            invariant((key in self.grammars.waiting) == (state is State.COMPILING), f"{key} is {state}")
             invariant((key in self._waiting) == (state is State.WAITING), f"{key} is {state}")
             invariant((key in self._extending) == (state is State.EXTENDING), f"{key} is {state}")
         invariant(self._states.keys() == self.requests.keys(), "a request has no state, or a state no request")
         for request in self._extending.values():
             invariant(request.num_computed <= request.num_scheduled <= request.num_tokens, "tokens are miscounted")
         self._slots.check(self.requests.values())
+        self.grammars.check(list(self.requests.values()))

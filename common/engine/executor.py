@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from common.engine.weights import load_weights
 from common.errors import ConfigError
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.step_plan import Admit, PageDelta, Row, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 #: A choice without any token that satisfies all fields of the request.
 NO_TOKEN = "no token satisfies the grammar together with the other fields of the request"
@@ -89,10 +93,13 @@ class TorchExecutor:
         self._slots: list[Slot | None] = [None] * num_slots
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
 
-    def prepare(self, sampling: SamplingParams) -> None:
-        """Begin to compile the grammar of a request that will be admitted later; safe on any thread."""
-        if sampling.grammar:
-            self._grammars.compile(sampling.grammar)
+    def compile_grammar(self, grammar: str) -> "Future[LLMatcher]":
+        """Begin to compile a grammar, which must be ready before a request with it is admitted; safe on any thread."""
+        return self._grammars.compile(grammar)
+
+    def drop_grammar(self, grammar: str) -> None:
+        """Note that no request has a grammar any more; safe on any thread."""
+        self._grammars.drop(grammar)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Apply admits, page deltas and rows, in this order. The KV of all rows is in the pool when this returns."""
@@ -147,7 +154,7 @@ class TorchExecutor:
         if not params.grammar and params.thinking is None:
             return None
         assert len(admit.history) >= admit.prompt_len, "a request with a grammar came without its tokens"
-        compiled = self._grammars.compile(params.grammar) if params.grammar else None
+        compiled = self._grammars.compiled(params.grammar) if params.grammar else None
         return OutputConstraint(params, compiled, admit.history[admit.prompt_len :])
 
     def _slot(self, number: int) -> "Slot":

@@ -1,27 +1,43 @@
-"""Runs the executor in its own thread, so that messages and page writes go on while a step computes."""
+"""Runs the executor in its own thread, so that messages and page writes go on while a step computes.
+
+Grammars are compiled beside it, on threads of the executor, and reported like the results of steps.
+"""
 
 import contextlib
+import logging
 import os
 import queue
 import threading
 import time
 from collections.abc import Iterator
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
+from common.errors import RequestError
 from common.node.profiler import NO_FOLDER, Profiler
-from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import ProfileAnswer, StartProfile, StopProfile
 
+log = logging.getLogger(__name__)
+
+
+class CompiledGrammar(NamedTuple):
+    """A grammar that is ready, or with ``error`` why it cannot be followed."""
+
+    grammar: str
+    error: str = ""
+
 
 class Executor(Protocol):
-    def prepare(self, sampling: SamplingParams) -> None: ...
+    def compile_grammar(self, grammar: str) -> Future[Any]: ...
+
+    def drop_grammar(self, grammar: str) -> None: ...
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
 class EngineThread:
-    """Runs one plan at a time. Its ``fileno`` becomes readable when the result, or an answer of the profiler, is there.
+    """Runs one plan at a time. Its ``fileno`` becomes readable when a result, a grammar or an answer is there.
 
     Args:
         profiler: records steps at request; without one, such requests are answered with an error.
@@ -36,7 +52,10 @@ class EngineThread:
         self._plans: queue.SimpleQueue[StepPlan | StartProfile | StopProfile | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[ProfileAnswer] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._grammars: queue.SimpleQueue[CompiledGrammar] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()  # a grammar may be compiled after the end
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.is_busy = False
         self.busy_s = 0.0
@@ -45,9 +64,27 @@ class EngineThread:
     def fileno(self) -> int:
         return self._wake
 
-    def prepare(self, sampling: SamplingParams) -> None:
-        """Begin work that a request needs before its first step, such as compiling its grammar. Returns at once."""
-        self._executor.prepare(sampling)
+    def compile_grammar(self, grammar: str) -> None:
+        """Begin to compile a grammar; ``take_grammars`` returns it when it is ready or has failed."""
+
+        def note(work: Future[Any]) -> None:
+            if not work.cancelled():
+                self._grammars.put(CompiledGrammar(grammar, _reason(work.exception())))
+                self._notify()
+
+        self._executor.compile_grammar(grammar).add_done_callback(note)
+
+    def drop_grammar(self, grammar: str) -> None:
+        """Note that no request has this grammar any more."""
+        self._executor.drop_grammar(grammar)
+
+    def take_grammars(self) -> list[CompiledGrammar]:
+        """The grammars that are ready, or have failed, since the last call. Call ``take`` first."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._grammars.get_nowait())
+        return found
 
     def submit(self, plan: StepPlan) -> None:
         assert not self.is_busy
@@ -68,7 +105,7 @@ class EngineThread:
 
     def _answer(self, answer: ProfileAnswer) -> None:
         self._answers.put(answer)
-        os.eventfd_write(self._wake, 1)
+        self._notify()
 
     def take(self) -> StepResult | None:
         """The result of the step, if it is finished. Raises what the executor raised."""
@@ -88,8 +125,10 @@ class EngineThread:
         """Stop after the running step, but wait for it two seconds at most; the thread ends with the process."""
         self._plans.put(None)
         self._thread.join(timeout=2.0)
-        if not self._thread.is_alive():
-            os.close(self._wake)
+        with self._wake_lock:
+            self._is_closed = not self._thread.is_alive()
+            if self._is_closed:
+                os.close(self._wake)
 
     def _run(self) -> None:
         while (plan := self._next()) is not None:
@@ -104,7 +143,7 @@ class EngineThread:
                 result = error
             self.busy_s += time.monotonic() - began_at
             self._results.put(result)
-            os.eventfd_write(self._wake, 1)
+            self._notify()
             if self._profiler is not None:
                 self._profiler.after_step()
 
@@ -116,3 +155,16 @@ class EngineThread:
             except queue.Empty:
                 assert self._profiler is not None
                 self._profiler.end()
+
+    def _notify(self) -> None:
+        with self._wake_lock:
+            if not self._is_closed:
+                os.eventfd_write(self._wake, 1)
+
+
+def _reason(error: BaseException | None) -> str:
+    """Why a grammar has failed, for its requests; empty without an error."""
+    if error is None or isinstance(error, RequestError):
+        return "" if error is None else error.message
+    log.error("a grammar could not be compiled", exc_info=error)
+    return "the grammar cannot be compiled"

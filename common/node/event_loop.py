@@ -17,6 +17,7 @@ from common.errors import ConfigError, InvariantError
 from common.node.engine_thread import EngineThread
 from common.node.role import Role
 from common.reminder import Reminder
+from common.scheduling.grammar_queue import CompileGrammar
 from common.wire.address import in_url
 from common.wire.mailbox import PROBE_EVERY_S, Mailbox
 from common.wire.messages import (
@@ -24,7 +25,6 @@ from common.wire.messages import (
     FromDecode,
     FromGateway,
     FromPrefill,
-    Generate,
     Heartbeat,
     Message,
     Pairs,
@@ -134,6 +134,7 @@ class EventLoop:
                 self._role.commit(result, now)
             for answer in self._engine.take_answers():
                 self._gateway.send(answer, target=self._gateway_incarnation)
+            self._compile_grammars(now)
             self._start_step(now)
             self._send(now)  # first tokens leave, and the engine computes, before pages are moved
             more = self._role.tick(now)
@@ -145,6 +146,21 @@ class EventLoop:
                     "still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT",
                     self._gateway_address,
                 )
+
+    def _compile_grammars(self, now: float) -> None:
+        """Begin to compile what the role needs, and tell it what is ready; a known grammar is ready at once."""
+        grammars = self._role.outbox.grammars
+        for effect in grammars:
+            if isinstance(effect, CompileGrammar):
+                self._engine.compile_grammar(effect.grammar)
+            else:
+                self._engine.drop_grammar(effect.grammar)
+        grammars.clear()
+        for grammar, error in self._engine.take_grammars():
+            if error:
+                self._role.grammar_failed(grammar, error, now)
+            else:
+                self._role.grammar_compiled(grammar, now)
 
     def _start_step(self, now: float) -> None:
         """Give an idle engine its next step, if there is one."""
@@ -234,8 +250,6 @@ class EventLoop:
         elif isinstance(message, StartProfile | StopProfile):
             self._engine.profile(message)
         elif not isinstance(message, Ping):
-            if isinstance(message, Generate):
-                self._engine.prepare(message.sampling)
             self._role.on_gateway(message, now)
 
     def _receive_from_decode_nodes(self, listen: Mailbox, now: float) -> None:

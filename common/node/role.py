@@ -164,6 +164,14 @@ class Role(Protocol):
 
     def peer_lost(self, peer: str, now: float) -> None: ...
 
+    def grammar_compiled(self, grammar: str, now: float) -> None:
+        """A grammar that the outbox asked for is ready."""
+        ...
+
+    def grammar_failed(self, grammar: str, message: str, now: float) -> None:
+        """A grammar that the outbox asked for cannot be followed: end the requests that wait for it."""
+        ...
+
     def plan(self, now: float) -> StepPlan | None:
         """The next step, if there is anything to compute. Several may be planned before the first is committed."""
         ...

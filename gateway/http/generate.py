@@ -23,6 +23,7 @@ from gateway.http.formatters.common import ResponseFormatter, as_error, ignored_
 from gateway.http.formatters.native import NativeFormatter
 from gateway.http.formatters.openai import ChatFormatter, CompletionFormatter
 from gateway.http.http_connection import REQUEST_ID
+from gateway.http.json_response import JsonResponse
 from gateway.http.messages import MessagesApi
 from gateway.http.openapi.generated import (
     ChatCompletion,
@@ -42,7 +43,7 @@ from gateway.http.protocol.responses import ResponsesRequest
 from gateway.http.request_checks import RequestChecks
 from gateway.http.responses import ResponsesApi
 from gateway.http.services import Services
-from gateway.http.streaming import OutputEvents, TurnEnd, send_json, send_stream, send_whole
+from gateway.http.streaming import OutputEvents, TurnEnd, send_stream, send_whole
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.quotas import charge
@@ -170,7 +171,7 @@ class GenerateApp:
         except Exception as error:  # before the answer has begun: a stream sends its later errors itself
             known = as_error(error)
             envelope = self.endpoint.envelope(known, scope["state"][REQUEST_ID])
-            await send_json(send, envelope, status=known.status, headers=error_headers(known))
+            await JsonResponse(envelope, known.status, error_headers(known))(scope, receive, send)
             if known is not error:
                 raise  # to the log
 

@@ -1,4 +1,4 @@
-"""A JSON response of FastAPI's path functions, encoded by msgspec."""
+"""A JSON response, encoded by msgspec; generated answers are written by ``gateway.http.streaming``."""
 
 from typing import Any
 

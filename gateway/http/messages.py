@@ -34,8 +34,7 @@ class MessagesApi:
         """Tokens of the prompt that these messages become. Raises RequestError."""
         chat = _chat(body, model)
         try:
-            text = await self._inputs.render(model, chat)
-            return len(await self._inputs.tokenize(model, text, add_special_tokens=False, param="messages"))
+            return await self._inputs.count_tokens(model, chat)
         except RequestError as error:
             raise with_own_names(error, FIELD_NAMES) from error
 

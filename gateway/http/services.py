@@ -9,6 +9,7 @@ from gateway.metrics.collectors import Metrics
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.priority import PriorityResolver
+from gateway.requests.prompts import PromptTokenizer
 from gateway.requests.quotas import Quotas
 from gateway.requests.response_store import ResponseStore
 from gateway.workers.control_plane import ControlPlane
@@ -20,6 +21,7 @@ class Services:
     config: GatewayConfig
     clock: Clock
     models: tuple[ServedModel, ...]  # the first is the default
+    tokenizer: PromptTokenizer
     inputs: InputProcessor
     responses: ResponseStore
     priorities: PriorityResolver

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.types import Scope, Send
 
@@ -120,17 +120,6 @@ class TurnEnd:
                 events.write(data)
 
 
-async def send_json(send: Send, data: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-    """Sends a whole answer."""
-    await _send_whole(send, encode_json(data), status, headers or {})
-
-
-async def _send_whole(send: Send, body: bytes, status: int, headers: Mapping[str, str]) -> None:
-    lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": lines + _encoded(headers)})
-    await send({"type": "http.response.body", "body": body})
-
-
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers.items()]
 
@@ -152,7 +141,9 @@ async def send_whole(
                 raise output.error
     num_logprobs = sum(len(output.prompt_logprobs) + len(output.logprobs) for output in outputs)
     body = await _on_thread_if_many(num_logprobs, lambda: encode_json(formatter.answer(outputs)))
-    await _send_whole(send, body, 200, headers)
+    lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": lines + _encoded(headers)})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def _on_thread_if_many(num_logprobs: int, make: Callable[[], Made]) -> Made:

@@ -8,7 +8,7 @@ from functools import partial
 from common.errors import ErrorCode
 from common.sampling_params import Thinking
 from gateway.http.protocol.decoding import refuse
-from gateway.http.protocol.openai import ChatCompletionRequest, NamedToolChoice, ToolField
+from gateway.http.protocol.openai import ChatCompletionRequest, ToolChoiceField, ToolField
 from gateway.requests.structured_output import check_depth
 from gateway.text.output_formats import ModelFormats, ReasoningFormat, ToolFormat
 from gateway.text.output_parser import FirstCallParser, OutputFormat, OutputParser, TextParser, Tool
@@ -124,14 +124,14 @@ def _grammar(
 ) -> str:  # fmt: skip
     """Binds calls that the answer must make, or its text and the calls that it may make, or those of strict tools."""
     # A named function is called once, as in SGLang and vLLM: with the same tool again, a weak model would not end.
-    is_parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedToolChoice)
+    is_parallel = body.parallel_tool_calls is not False and _named_tool(body) is None
     calls = partial(tool_format.grammar, parallel=is_parallel, token_ids=markers)
     chosen = _chosen_tools(body, tools)
     if chosen:
         return calls(chosen, required=True)
     if structure.grammar:
         if tool_format.covers_reasoning:
-            return tool_format.answer_grammar(_json_rule(structure, is_alone=not tools), token_ids=markers)
+            return tool_format.answer_grammar(_json_rule(structure), tools, token_ids=markers)
         return _either(calls(tools, required=True), structure) if tools else structure.grammar
     if any(tool.is_strict for tool in tools):
         return calls(tools, required=False)
@@ -144,12 +144,11 @@ def _either(calls: str, structure: ChatOutput) -> str:
     return f"start: either_calls | either_answer\neither_answer: {_json_rule(structure)}\n{rules}"
 
 
-def _json_rule(structure: ChatOutput, *, is_alone: bool = True) -> str:
+def _json_rule(structure: ChatOutput) -> str:
     """The body of a grammar's only rule. Raises RequestError if it has others, which may have the names of ours."""
     rule = structure.grammar.removeprefix("start: ")
-    if "\n" in rule or not rule.startswith("%json ") or not is_alone:
-        how = "use a JSON schema" if is_alone else "leave out one of the two, or set tool_choice to none"
-        message = f"cannot be combined with the format of this model's calls; {how}"
+    if "\n" in rule or not rule.startswith("%json "):
+        message = "cannot be combined with the format of this model's calls; use a JSON schema"
         raise refuse(message, structure.param, ErrorCode.NOT_SUPPORTED)
     return rule
 
@@ -175,6 +174,34 @@ def _thinking(reasoning: ReasoningFormat, tokenizer: Tokenizer, is_open: bool, b
 # ---- tools -----------------------------------------------------------------------------------------------------------
 
 
+def narrow_tools(body: ChatCompletionRequest, choice: ToolChoiceField) -> None:
+    """Leave only the tools that the choice allows, if it names some, so that the model sees no others.
+
+    Raises RequestError: one of them is not among the tools.
+    """
+    if choice.type != "allowed_tools":
+        return
+    allowed = choice.allowed_tools
+    if allowed is None:
+        raise refuse("is missing", "tool_choice.allowed_tools")
+    tools = {field.function.name: field for field in body.tools or []}
+    names = dict.fromkeys(tool.function.name for tool in allowed.tools)
+    for name in names:
+        if name not in tools:
+            raise refuse(f"{name!r} is not one of the tools", "tool_choice.allowed_tools.tools")
+    body.tools = [field for field in body.tools or [] if field.function.name in names]
+    body.tool_choice = allowed.mode
+
+
+def _named_tool(body: ChatCompletionRequest) -> str | None:
+    """The function that ``tool_choice`` names."""
+    if not isinstance(body.tool_choice, ToolChoiceField):
+        return None
+    if body.tool_choice.function is None:
+        raise refuse("is missing", "tool_choice.function")
+    return body.tool_choice.function.name
+
+
 def _callable_tools(body: ChatCompletionRequest) -> tuple[Tool, ...]:
     """The tools that the answer may call; none with the tool choice "none". Raises RequestError."""
     fields = body.tools or []
@@ -184,8 +211,9 @@ def _callable_tools(body: ChatCompletionRequest) -> tuple[Tool, ...]:
         return ()
     if not fields and choice not in (None, "auto"):
         raise refuse("needs tools", "tool_choice")
-    if isinstance(choice, NamedToolChoice) and all(choice.function.name != field.function.name for field in fields):
-        raise refuse(f"{choice.function.name} is not one of the tools", "tool_choice.function.name")
+    named = _named_tool(body)
+    if named is not None and all(named != field.function.name for field in fields):
+        raise refuse(f"{named} is not one of the tools", "tool_choice.function.name")
     return tuple(
         Tool(
             field.function.name,
@@ -199,8 +227,9 @@ def _callable_tools(body: ChatCompletionRequest) -> tuple[Tool, ...]:
 
 def _chosen_tools(body: ChatCompletionRequest, tools: Sequence[Tool]) -> tuple[Tool, ...]:
     """The tools of which the answer must call one; none if it need not call any."""
-    if isinstance(body.tool_choice, NamedToolChoice):
-        return tuple(tool for tool in tools if tool.name == body.tool_choice.function.name)
+    named = _named_tool(body)
+    if named is not None:
+        return tuple(tool for tool in tools if tool.name == named)
     return tuple(tools) if body.tool_choice == "required" else ()
 
 

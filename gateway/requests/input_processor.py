@@ -8,11 +8,9 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
 
 import msgspec
 
@@ -21,12 +19,12 @@ from common.sampling_params import SamplingParams
 from gateway.http.protocol.decoding import refuse
 from gateway.http.protocol.fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFields
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams, TokenizeRequest
-from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, OpenAIRequest
-from gateway.requests.chat_output import PLAIN_TEXT, ChatOutput, chat_output
+from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, OpenAIRequest, ToolChoiceField
+from gateway.requests.chat_output import PLAIN_TEXT, ChatOutput, chat_output, narrow_tools
 from gateway.requests.generate_request import GenerateRequest
-from gateway.requests.prompt_input import (
-    LONGEST_TOKEN,
+from gateway.requests.prompts import (
     Prompt,
+    PromptTokenizer,
     Truncation,
     beyond_context,
     broadcast,
@@ -34,12 +32,10 @@ from gateway.requests.prompt_input import (
     is_list_of_prompts,
     request_ids,
     split_prompts,
-    too_long,
     truncation_of,
 )
 from gateway.requests.structured_output import GrammarChecker, StructuredOutput, structured_output_of
 from gateway.text.chat_template import num_parts, render_chat, tools_size
-from gateway.text.tokenizer import LIST_IDS, LONG_CHARACTERS, LONG_IDS
 from gateway.workers.registry import ServingLimits
 from gateway.workers.served_models import ServedModel
 
@@ -55,14 +51,10 @@ STRUCTURE_FIELDS = (
 MANY_PARTS = 1024
 #: Chats with larger tools than this, in bytes of JSON, are rendered on the thread, which also writes their grammar.
 LARGE_TOOLS = 64 << 10
-#: Fixed cost of one tokenizer call, expressed in characters.
-CALL_CHARACTERS = 128
 #: Requests built before the event loop gets a turn.
 REQUESTS_AT_ONCE = 64
 #: A node returns all prompt log-probabilities in one message: bytes per token and per alternative, and bytes in all.
 LOGPROB_TOKEN_BYTES, ALTERNATIVE_BYTES, MAX_LOGPROB_BYTES = 28, 16, 12 << 20
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +79,19 @@ class _Context:
 class InputProcessor:
     """Makes requests out of bodies, for all served models.
 
-    Slow tokenizer work runs on one thread, so that streams continue meanwhile.
-
     Args:
         models: the served models by name; the first is the default.
     """
 
-    def __init__(self, models: Mapping[str, ServedModel], *, request_timeout_s: float) -> None:
+    def __init__(
+        self, models: Mapping[str, ServedModel], tokenizer: PromptTokenizer, *, request_timeout_s: float
+    ) -> None:
         self._models = models
+        self._tokenizer = tokenizer
         self._request_timeout_s = request_timeout_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._grammars = GrammarChecker()
-        self._num_characters = 0  # tokenized on the event loop since its last turn
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
 
     def model(self, name: str | None) -> ServedModel:
@@ -128,8 +118,9 @@ class InputProcessor:
             raise refuse("must be at least 1, unless echo is true", "max_tokens")
         prompts = split_prompts(body.prompt, "prompt")
         check_num_outputs(len(prompts), body.n or 1, context.max_outputs, "prompt")
-        ids = await self._tokenize_all(
-            context, prompts, "prompt", _truncation(body), add_special_tokens=body.add_special_tokens is not False,
+        ids = await self._tokenizer.tokenize_all(
+            model, context.limits, prompts, "prompt", _truncation(body),
+            add_special_tokens=body.add_special_tokens is not False,
         )  # fmt: skip
         rids = [request_id] if len(ids) == 1 else [f"{request_id}-{i}" for i in range(len(ids))]
         requests: list[GenerateRequest] = []
@@ -138,7 +129,7 @@ class InputProcessor:
             if body.echo or body.logprobs is not None:
                 request = await self._with_prompt_text(context, request, prompts[i], body)
             requests += _samples(request, body.n or 1, prompt_number=i)
-            await self._yield_after(i)
+            await _yield_after(i)
         return requests
 
     async def chat(
@@ -152,12 +143,13 @@ class InputProcessor:
         text = await self.render(model, body)
         if _has_parts(body, model):
             make = partial(chat_output, body, model.formats, model.tokenizer, text, context.output)
-            output = await self._on_thread(make) if tools_size(body) > LARGE_TOOLS else make()
+            output = await self._tokenizer.on_thread(make) if tools_size(body) > LARGE_TOOLS else make()
             if output.grammar != context.output.grammar:
                 await self._grammars.check(StructuredOutput("tools", "lark", output.grammar))
             context = dataclasses.replace(context, output=output)
-        (ids,) = await self._tokenize_all(
-            context, [text], "messages", _truncation(body), add_special_tokens=bool(body.add_special_tokens),
+        (ids,) = await self._tokenizer.tokenize_all(
+            model, context.limits, [text], "messages", _truncation(body),
+            add_special_tokens=bool(body.add_special_tokens),
         )  # fmt: skip
         return _samples(self._openai_request(context, body, request_id, ids, None, logprobs), body.n or 1)
 
@@ -182,7 +174,7 @@ class InputProcessor:
             raise refuse("must be the same for all prompts", "sampling_params.n")
         check_num_outputs(count, num_samples, context.max_outputs, param)
         rids = request_ids(body.rid, request_id, count, is_batch)
-        ids = await self._tokenize_all(context, prompts, param)
+        ids = await self._tokenizer.tokenize_all(model, context.limits, prompts, param)
         requests: list[GenerateRequest] = []
         for i in range(count):
             prefix = f"sampling_params[{i}]." if isinstance(body.sampling_params, list) else "sampling_params."
@@ -198,7 +190,7 @@ class InputProcessor:
                     raise refuse("needs return_logprob to be true", "logprob_start_len")
                 request = _with_prompt_logprobs(request, start, "logprob_start_len")
             requests += _samples(request, num_samples, prompt_number=i)
-            await self._yield_after(i)
+            await _yield_after(i)
         return requests
 
     def _context(
@@ -231,7 +223,7 @@ class InputProcessor:
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, f" {word.lstrip()}"):
-                ids = await self.tokenize(context.model, text, add_special_tokens=False, param=param)
+                ids = await self._tokenizer.tokenize(context.model, text, add_special_tokens=False, param=param)
                 sequences[tuple(ids)] = None
         return dataclasses.replace(context, bad_words=tuple(sequences))
 
@@ -248,78 +240,23 @@ class InputProcessor:
         grammar = await self._grammars.check(wanted)
         return dataclasses.replace(context, output=ChatOutput(grammar=grammar, param=wanted.param))
 
-    # ---- text and token ids -----------------------------------------------------------------------------------------
+    # ---- chats as text ----------------------------------------------------------------------------------------------
 
     async def render(self, model: ServedModel, body: ChatCompletionRequest | TokenizeRequest) -> str:
         """A chat through the model's chat template; a large one on the thread. Raises RequestError."""
         template = model.chat_template
         if template is None:
             raise refuse("the model has no chat template; use /v1/completions", "messages", ErrorCode.NOT_SUPPORTED)
+        if isinstance(body, ChatCompletionRequest) and isinstance(body.tool_choice, ToolChoiceField):
+            narrow_tools(body, body.tool_choice)
         if num_parts(body) > MANY_PARTS or tools_size(body) > LARGE_TOOLS:
-            return await self._on_thread(lambda: render_chat(template, body))
+            return await self._tokenizer.on_thread(lambda: render_chat(template, body))
         return render_chat(template, body)
 
-    async def tokenize(self, model: ServedModel, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        """Token ids of a text. A long text is tokenized on the thread; many short ones yield to the event loop."""
-        if len(text) <= LONG_CHARACTERS:
-            self._num_characters += len(text) + CALL_CHARACTERS
-            if self._num_characters > LONG_CHARACTERS:
-                self._num_characters = 0
-                await asyncio.sleep(0)
-            return model.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
-        return await self._on_thread(
-            lambda: model.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
-        )
-
-    async def detokenize(self, model: ServedModel, lists: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
-        """Texts of lists of token ids; many ids are decoded on the thread."""
-        if sum(map(len, lists)) + LIST_IDS * len(lists) <= LONG_IDS:
-            return [model.tokenizer.decode(ids, skip_special=skip_special) for ids in lists]
-        return await self._on_thread(lambda: model.tokenizer.decode_all(lists, skip_special=skip_special))
-
-    async def _on_thread(self, make: Callable[[], Made]) -> Made:
-        """Runs slow tokenizer work off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, make)
-
-    @staticmethod
-    async def _yield_after(number: int) -> None:
-        """Gives the event loop a turn after every ``REQUESTS_AT_ONCE`` requests."""
-        if number % REQUESTS_AT_ONCE == REQUESTS_AT_ONCE - 1:
-            await asyncio.sleep(0)
-
-    async def _tokenize_all(
-        self,
-        context: _Context,
-        prompts: Sequence[Prompt],
-        param: str,
-        truncation: Truncation | None = None,
-        *,
-        add_special_tokens: bool = True,
-    ) -> list[Sequence[int]]:
-        ids: list[Sequence[int]] = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                if not prompt:
-                    raise refuse("must not be empty", param)
-                if truncation is not None:
-                    prompt = truncation.of_text(prompt, context.limits)
-                elif len(prompt) > LONG_CHARACTERS:
-                    await self._check_text(context, prompt, param)
-                prompt = await self.tokenize(context.model, prompt, add_special_tokens=add_special_tokens, param=param)
-            if truncation is not None:
-                prompt = truncation.of_ids(prompt, context.limits)
-            _check_prompt(prompt, context.limits, param)
-            ids.append(prompt)
-        return ids
-
-    async def _check_text(self, context: _Context, text: str, param: str) -> None:
-        """Refuses a text that is far too long after tokenizing only its beginning."""
-        length = context.limits.context_length
-        if len(text) > LONGEST_TOKEN * length:
-            beginning = text[: 8 * length]
-            count = len(await self.tokenize(context.model, beginning, add_special_tokens=False, param=param))
-            if count > length + length // 2:  # a margin for the word that the cut has split
-                raise too_long(f"more than {length}", length, param)
+    async def count_tokens(self, model: ServedModel, body: ChatCompletionRequest) -> int:
+        """Tokens of the prompt that a chat becomes. Raises RequestError."""
+        text = await self.render(model, body)
+        return len(await self._tokenizer.tokenize(model, text, add_special_tokens=False, param="messages"))
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -330,7 +267,7 @@ class InputProcessor:
         if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
             text = prompt
         else:
-            text = (await self.detokenize(context.model, [request.prompt], request.skip_special))[0]
+            text = (await self._tokenizer.detokenize(context.model, [request.prompt], request.skip_special))[0]
         request = msgspec.structs.replace(request, text_offset=len(text))
         if not body.echo:
             return request
@@ -397,6 +334,12 @@ class InputProcessor:
         )
 
 
+async def _yield_after(number: int) -> None:
+    """Gives the event loop a turn after every ``REQUESTS_AT_ONCE`` requests."""
+    if number % REQUESTS_AT_ONCE == REQUESTS_AT_ONCE - 1:
+        await asyncio.sleep(0)
+
+
 @functools.cache
 def _structure_fields(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], tuple[object, ...]]:
     """Reads the fields of a body that ask for structured output."""
@@ -404,24 +347,6 @@ def _structure_fields(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], 
 
 
 # ---- checks: each completes a part of a request, or raises a RequestError that names the field ----------------------
-
-
-def _check_prompt(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
-    """Refuses a prompt that no node can take."""
-    count = len(prompt)
-    if not count:
-        raise refuse("must not be empty", param)
-    if count >= limits.context_length:
-        raise too_long(str(count), limits.context_length, param)
-    room = min(limits.prompt_tokens, limits.total_tokens - 1)
-    if count > room:
-        which = "prefill node" if limits.prompt_tokens == room else "decode node, with one token of output,"
-        message = f"the prompt has {count} tokens, but the page pool of the largest {which} holds {room}"
-        raise refuse(f"{message}; shorten it, or raise --max-total-tokens of the node", param, ErrorCode.POOL_TOO_SMALL)
-    smallest, largest = min(prompt), max(prompt)
-    if smallest < 0 or largest >= limits.vocab_size:
-        wrong = smallest if smallest < 0 else largest
-        raise refuse(f"token id {wrong} is not in the vocabulary, which has {limits.vocab_size} ids", param)
 
 
 def _max_output_tokens(given: int | None, num_prompt: int, limits: ServingLimits, default: int, param: str) -> int:

@@ -16,7 +16,7 @@ from common.sampling_params import TokenLogprobs
 from common.wire.messages import Tokens
 from gateway.requests.generate_request import GenerateRequest
 from gateway.text.detokenizer import Detokenizer
-from gateway.text.output_parser import OutputParser, OutputPiece, ReasoningPiece
+from gateway.text.output_parser import OutputParser, OutputPiece, ReasoningPiece, TextPiece
 from gateway.text.stop_strings import StopMatcher
 
 
@@ -53,6 +53,8 @@ class OutputStream:
         pieces: of the reasoning, text and tool calls so far, if the request has an ``output_format``.
         num_reasoning_tokens: tokens of the reasoning; a token belongs to the part in which its text, or else the next
             text, appears.
+        text_spans: with log-probabilities, for each text piece that tokens have made: its index among the pieces, the
+            index of the first of these tokens, and the index behind the last.
         prompt_logprobs: of the prompt, from ``sampling.prompt_logprobs_from`` on; set with the first token.
         finish: "stop" or "length" after a normal end.
         matched: the token id or stop string that ended it.
@@ -72,6 +74,7 @@ class OutputStream:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     pieces: list[OutputPiece] = field(default_factory=list)
     num_reasoning_tokens: int = 0
+    text_spans: list[tuple[int, int, int]] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish: str = ""
     matched: int | str | None = None
@@ -215,16 +218,24 @@ class OutputStream:
             if marker is not None:
                 self._text.append(marker)
                 self.pieces += parser.push(marker, token)
-            self._count_reasoning(num_pieces, 1)
+            self._num_undecided_tokens += 1
+            self._assign_tokens(num_pieces, len(self.ids) + i + 1)
         return len(tokens)
 
-    def _count_reasoning(self, num_pieces: int, num_tokens: int) -> None:
-        """Counts more tokens, which have added the pieces from ``num_pieces`` on."""
-        self._num_undecided_tokens += num_tokens
-        if len(self.pieces) > num_pieces:
-            if isinstance(self.pieces[-1], ReasoningPiece):
-                self.num_reasoning_tokens += self._num_undecided_tokens
-            self._num_undecided_tokens = 0
+    def _assign_tokens(self, num_pieces: int, num_tokens: int) -> None:
+        """Assigns the tokens before ``num_tokens`` that belong to no part yet to the last of the new pieces.
+
+        Args:
+            num_pieces: how many pieces there were before.
+        """
+        if len(self.pieces) == num_pieces:
+            return
+        last, first = self.pieces[-1], num_tokens - self._num_undecided_tokens
+        if isinstance(last, ReasoningPiece):
+            self.num_reasoning_tokens += self._num_undecided_tokens
+        elif self.request.sampling.logprobs is not None and isinstance(last, TextPiece) and first < num_tokens:
+            self.text_spans.append((len(self.pieces) - 1, first, num_tokens))
+        self._num_undecided_tokens = 0
 
     def _finish(self, reason: str, now: float) -> None:
         stops, num_pieces = self._stops, len(self.pieces)
@@ -238,7 +249,7 @@ class OutputStream:
             self._add(tail)
         if self._parser is not None:
             self.pieces += self._parser.flush()
-            self._count_reasoning(num_pieces, 0)
+            self._assign_tokens(num_pieces, len(self.ids))
         self.finish = reason
         self._end(now)
 

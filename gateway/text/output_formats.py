@@ -26,8 +26,11 @@ class ToolFormat(Protocol):
         """The format also says what is reasoning; its grammars allow it."""
         ...
 
-    def answer_grammar(self, rule: str, *, token_ids: Mapping[str, int] | None = None) -> str:
-        """A Lark grammar of outputs without calls whose answer follows this rule."""
+    def answer_grammar(
+        self, rule: str, tools: Sequence[Tool] = (), *, token_ids: Mapping[str, int] | None = None
+    ) -> str:
+        """A Lark grammar of outputs that call one of the tools or whose answer follows this rule; for formats that
+        cover the reasoning."""
         ...
 
 

@@ -171,7 +171,8 @@ def walk(
 ) -> list[float]:
     """Return the seconds of each step's masks, for rows that follow different random paths."""
     draw = np.random.default_rng(0)
-    constraints = [OutputConstraint(params, compiler.compile(params.grammar), ()) for _ in range(num_rows)]
+    compiled = compiler.compile(params.grammar).result()
+    constraints = [OutputConstraint(params, compiled, ()) for _ in range(num_rows)]
     rows = [MaskedRow(i, constraint, (NUM_TOKENS,)) for i, constraint in enumerate(constraints)]
     found = []
     for _ in range(options.new_tokens * (options.rounds if num_rows == 1 else 1)):
@@ -236,7 +237,8 @@ def admit(
         params = sampling._replace(grammar=grammar, seed=1_000 * seed + slot)
         admits.append(Admit(slot, params, PROMPT_LEN, 1, history if grammar else ()))
         pages.append(PageDelta(slot, 0, tuple(range(slot * per_row, (slot + 1) * per_row))))
-        executor.prepare(params)
+        if grammar:
+            executor.compile_grammar(grammar).result()
     executor.run(StepPlan(0, tuple(admits), tuple(pages), ()))
 
 

@@ -6,7 +6,10 @@ request succeeds. Logs go to standard error; standard output gets the one line `
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import http.client
+import json
 import os
 import secrets
 import signal
@@ -16,8 +19,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import aiohttp
 
 from common.config.cli import CLASSES, resolve
 from common.config.gateway import GatewayConfig
@@ -37,7 +38,7 @@ HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nod
 
 Without --model it serves the small model included in Baton. Prints "ready http://HOST:PORT" once a request has
 succeeded; Ctrl-C or SIGTERM stops everything."""
-POLL_S = 0.1
+POLL_S, CALL_TIMEOUT_S = 0.1, 60.0
 
 
 class NotReady(BatonError):
@@ -138,27 +139,24 @@ async def wait_until_ready(config: ServeConfig, output: Output) -> None:
 
     Raises NotReady: not within ``ready_timeout``.
     """
-    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     began = time.monotonic()
     reminder = Reminder(began)
-    async with aiohttp.ClientSession(_url(config), headers=headers, timeout=aiohttp.ClientTimeout(60)) as session:
-        while (missing := await _missing(session, config)) or (missing := await _failed_request(session, config)):
-            now = time.monotonic()
-            if now - began > config.ready_timeout:
-                raise NotReady(f"not ready after --ready-timeout {config.ready_timeout:g} s; still missing: {missing}")
-            if reminder.is_due(now):
-                output.say(f"{now - began:.0f} s, waiting for {missing}")
-            await asyncio.sleep(POLL_S)
+    while missing := await asyncio.to_thread(_missing, config):
+        now = time.monotonic()
+        if now - began > config.ready_timeout:
+            raise NotReady(f"not ready after --ready-timeout {config.ready_timeout:g} s; still missing: {missing}")
+        if reminder.is_due(now):
+            output.say(f"{now - began:.0f} s, waiting for {missing}")
+        await asyncio.sleep(POLL_S)
 
 
-async def _missing(session: aiohttp.ClientSession, config: ServeConfig) -> str:
-    """What is not ready yet, in words; empty once the gateway knows as many nodes as were started."""
+def _missing(config: ServeConfig) -> str:
+    """What is not ready yet, in words; empty once all nodes are registered and a request has succeeded. Blocks."""
     try:
-        async with session.get("/ready") as answer:
-            is_ready = answer.status == 200
-        async with session.get("/v1/workers") as answer:
-            workers: Any = await answer.json() if answer.status == 200 else {}
-    except (aiohttp.ClientError, TimeoutError):
+        ready, _ = _call(config, "GET", "/ready")
+        status, content = _call(config, "GET", "/v1/workers")
+        workers: Any = json.loads(content) if status == 200 else {}
+    except (OSError, http.client.HTTPException, ValueError):
         return "the gateway"
     ours = [worker for worker in workers.get("workers", []) if worker["model"] == config.served_name]
     roles = [worker["role"] for worker in ours]
@@ -167,17 +165,31 @@ async def _missing(session: aiohttp.ClientSession, config: ServeConfig) -> str:
         for role, wanted in (("prefill", config.prefill), ("decode", config.decode))
         if wanted > roles.count(role)
     ]
-    return " and ".join(lacking) or ("" if is_ready else "a pair of nodes that can work together")
+    if lacking or ready != 200:
+        return " and ".join(lacking) or "a pair of nodes that can work together"
+    return _failed_request(config)
 
 
-async def _failed_request(session: aiohttp.ClientSession, config: ServeConfig) -> str:
+def _failed_request(config: ServeConfig) -> str:
     """Why a request for two tokens, one from each node, failed; empty if it succeeded."""
     body = {"model": config.served_name, "prompt": "To be", "max_tokens": 2, "ignore_eos": True, "temperature": 0}
     try:
-        async with session.post("/v1/completions", json=body) as answer:
-            return "" if answer.status == 200 else f"a first request ({(await answer.text())[:200]})"
-    except (aiohttp.ClientError, TimeoutError) as error:
+        status, content = _call(config, "POST", "/v1/completions", json.dumps(body).encode())
+    except (OSError, http.client.HTTPException) as error:
         return f"a first request ({error!r})"
+    return "" if status == 200 else f"a first request ({content.decode(errors='replace')[:200]})"
+
+
+def _call(config: ServeConfig, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    """Status and body of the gateway's answer."""
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    if body:
+        headers["Content-Type"] = "application/json"
+    connection = http.client.HTTPConnection(_local(config.host), config.port, timeout=CALL_TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request(method, path, body or None, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ class Costs:
         message_s: from sending a message until its receiver handles it.
         wire_s: latency of a transfer, beyond its transmission time.
         wire_bytes_per_s: bandwidth of a node's data connection, in each direction.
+        grammar_s: from the arrival of a request with a new grammar until the grammar is compiled.
     """
 
     step_s: float = 0.005
@@ -27,6 +28,7 @@ class Costs:
     message_s: float = 100e-6
     wire_s: float = 20e-6
     wire_bytes_per_s: float = 25e9
+    grammar_s: float = 0.005
 
     def seconds(self, work: "StepWork") -> float:
         return (

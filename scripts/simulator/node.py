@@ -15,6 +15,7 @@ from common.config.shared import Role
 from common.node.event_loop import LONGEST_WAIT_S
 from common.node.memory_plan import Capacity
 from common.node.worker_context import WorkerContext, make_cache
+from common.scheduling.grammar_queue import CompileGrammar
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import LayoutMessage, Message, Peer, Register
 from decode_node.__main__ import build as build_decode
@@ -216,6 +217,11 @@ class Node:
         self.role.commit(self.engine.run(plan), self._events.now())
         self.turn()
 
+    def _on_compiled(self, grammar: str) -> None:
+        if self.is_alive:
+            self.role.grammar_compiled(grammar, self._events.now())
+            self.turn()
+
     def _note_pages(self) -> None:
         now = self._events.now()
         used, since = self._used
@@ -225,6 +231,10 @@ class Node:
     def _send_messages(self) -> None:
         outbox = self.role.outbox
         outbox.dial.clear()  # every node can reach every other
+        for effect in outbox.grammars:
+            if isinstance(effect, CompileGrammar):
+                self._events.after(self._costs.grammar_s, self._on_compiled, effect.grammar)
+        outbox.grammars.clear()
         if outbox.peers:
             by_peer: dict[str, list[Message]] = {}
             for peer, message in outbox.peers:

@@ -109,7 +109,7 @@ def replay(path: str) -> Replayed:
             if frames.encode(plan) != frames.encode(frame.plan):
                 return Replayed(opening.role, num_plans, number, _difference(number, frame, plan))
         outbox = role.outbox
-        for said in (outbox.gateway, outbox.peers, outbox.dial, outbox.hang_up):
+        for said in (outbox.gateway, outbox.peers, outbox.dial, outbox.hang_up, outbox.grammars):
             said.clear()
     return Replayed(opening.role, num_plans, len(told) - 1)
 
@@ -147,6 +147,10 @@ def _tell(role: Any, frame: frames.AnyFrame) -> None:
         role.peer_lost(frame.peer, frame.now)
     elif isinstance(frame, frames.GatewayLost):
         role.gateway_lost(frame.now)
+    elif isinstance(frame, frames.GrammarCompiled):
+        role.grammar_compiled(frame.grammar, frame.now)
+    elif isinstance(frame, frames.GrammarFailed):
+        role.grammar_failed(frame.grammar, frame.message, frame.now)
     elif isinstance(frame, frames.Committed):
         role.commit(frame.result, frame.now)
     elif isinstance(frame, frames.Ticked):

@@ -109,8 +109,10 @@ from pathlib import Path
 from common.config.gateway import GatewayConfig
 import gateway.__main__
 from gateway.server import Gateway
+from gateway.workers.served_models import load_models
 async def start_and_stop():
-    gateway = Gateway(GatewayConfig(model=sys.argv[1], port=0, control_port=0), {"m": Path(sys.argv[1])})
+    config = GatewayConfig(model=sys.argv[1], port=0, control_port=0)
+    gateway = Gateway(config, load_models(config, {"m": Path(sys.argv[1])}))
     await gateway.start()
     await gateway.stop()
 asyncio.run(start_and_stop())

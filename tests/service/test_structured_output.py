@@ -104,6 +104,25 @@ async def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(tmp_path
             await client.settled()
 
 
+@pytest.mark.parametrize("local_prefill", ["always", "never"])
+async def test_requests_go_on_while_a_grammar_is_compiled_and_its_request_may_leave(
+    tmp_path: Path, local_prefill: str
+) -> None:
+    """The gateway checks these patterns at once; a node takes seconds of processor time for each."""
+    slow = [f"{letter}?" * 7_500 for letter in "abc"]
+    with running(tmp_path / "logs", gateway_options={"local_prefill": local_prefill}) as service:
+        async with service.client() as client:
+            exchanges = [client.begin("Speak", 4, ignore_eos=False, regex=pattern) for pattern in slow]
+            await client.generate("Speak", 3)
+            assert not any(exchange.arrivals for exchange in exchanges)
+            await exchanges[2].leave()  # it waits for a thread of the compiler
+            for exchange in exchanges[:2]:
+                await exchange.end()
+                assert exchange.error is None and not exchange.is_broken
+                assert re.fullmatch("a*|b*", exchange.body["text"])
+            await client.settled()
+
+
 @pytest.mark.parametrize("is_local", [True, False])
 async def test_streams_parse_with_a_decode_node_alone_too(tmp_path: Path, is_local: bool) -> None:
     gateway_options = {"local_prefill": "always" if is_local else "never"}

@@ -20,14 +20,11 @@ from torch import Tensor
 
 from common.engine.sampling.grammar import check
 from common.engine.sampling.reasoning import Phase, ReasoningState
-from common.errors import ErrorCode, RequestError
+from common.errors import RequestError
 from common.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
-
-#: Seconds for which a step waits for a grammar that is still being compiled. Its request fails then.
-MAX_WAIT_S = 3.0
 
 #: One bit per token id, little endian; set bits are allowed.
 Bits = NDArray[np.int32]
@@ -37,11 +34,11 @@ class OutputConstraint:
     """What may come next in one output: first its reasoning, then the text of its grammar.
 
     Args:
-        grammar: the compiled grammar; None without one.
+        grammar: the compiled grammar in its initial state, which is copied; None without one.
         output: the output tokens so far.
     """
 
-    def __init__(self, params: SamplingParams, grammar: "Future[LLMatcher] | None", output: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, grammar: "LLMatcher | None", output: Sequence[int]) -> None:
         self._grammar = grammar
         self._reasoning = None if params.thinking is None else ReasoningState(params.thinking)
         self._matcher: LLMatcher | None = None
@@ -73,18 +70,10 @@ class OutputConstraint:
         return None if self._reasoning is None else self._reasoning.start_id
 
     def matcher(self) -> "LLMatcher":
-        """Return the grammar's state after all tokens. Waits for the compiler, and a whole step with it.
-
-        Raises:
-            RequestError: the grammar is not valid or takes too long, or the tokens do not follow it.
-        """
-        assert self._grammar is not None
+        """Return the grammar's state after all tokens. Raises ``RequestError`` if the tokens do not follow it."""
         if self._matcher is None:
-            try:
-                self._matcher = self._grammar.result(MAX_WAIT_S).deep_copy()
-            except TimeoutError:
-                message = "the grammar takes too long to compile; simplify it"
-                raise RequestError(ErrorCode.INVALID_REQUEST, message) from None
+            assert self._grammar is not None
+            self._matcher = self._grammar.deep_copy()
         for token in self._unread:
             self._matcher.consume_token(token)  # unlike ``consume_tokens`` it takes end tokens after the end
         self._unread.clear()

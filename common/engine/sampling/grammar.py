@@ -1,7 +1,8 @@
 """Compiles grammars with llguidance, for the vocabulary of a checkpoint.
 
-A grammar is compiled on a thread, as soon as its request arrives. End tokens are allowed exactly where a grammar may
-end, and forced where it must.
+A grammar is compiled on a thread, as soon as its request arrives, and its request has no row in a step before that is
+done (``common/scheduling/grammar_queue.py``). End tokens are allowed exactly where a grammar may end, and forced where
+it must.
 
 llguidance is imported where a grammar needs it, since the engine also runs on machines without it.
 """
@@ -24,16 +25,16 @@ from common.tokenizer_file import TOKENIZER_FILE
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-#: Compiled grammars that a node keeps.
-MAX_COMPILED = 256
-#: Bounds the work on the first mask, for which the whole step waits: a tenth of a second of processor time. The
+#: Compiled grammars that a node keeps although no request has them.
+MAX_UNUSED = 256
+#: Bounds the work on a mask, for which the whole step waits: a tenth of a second of processor time. The
 #: library's own bound is five times as large, and a regular expression of 30 characters reaches it.
 LEXER_FUEL = 200_000
 NUM_COMPILE_THREADS = 2
 
 
 class GrammarCompiler:
-    """Compiles grammars on threads and keeps those that were used last.
+    """Compiles grammars on threads, and keeps those in use and those that were used last.
 
     Args:
         tokenizer: None if grammars cannot be followed here.
@@ -46,8 +47,9 @@ class GrammarCompiler:
         self._refusal = refusal
         self.known_ids = known_ids
         self._threads = deep_threads(NUM_COMPILE_THREADS, "grammar-compiler")
-        self._lock = threading.Lock()  # the event loop asks early, the engine's thread when it needs the result
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()  # the event loop asks, the engine's thread needs the result
+        self._in_use: dict[str, Future[LLMatcher]] = {}
+        self._unused: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
 
     @classmethod
     def refusing(cls, refusal: str) -> "GrammarCompiler":
@@ -55,18 +57,32 @@ class GrammarCompiler:
         return cls(None, np.empty(0, np.int64), refusal=refusal)
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """Return the grammar in its initial state, perhaps in the future.
+        """Return the grammar in its initial state, perhaps in the future. It stays compiled until ``drop``.
 
         The result is shared and must not be changed. It raises a ``RequestError`` for a grammar that is not valid.
         """
         with self._lock:
-            found = self._compiled.get(grammar)
+            found = self._in_use.get(grammar)
             if found is None:
-                found = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
+                found = self._unused.pop(grammar, None) or self._threads.submit(self._compile, grammar)
+                self._in_use[grammar] = found
             return found
+
+    def compiled(self, grammar: str) -> "LLMatcher":
+        """Return a grammar in use that has been compiled; never waits."""
+        with self._lock:
+            found = self._in_use.get(grammar)
+        assert found is not None and found.done(), "a request was admitted before its grammar was compiled"
+        return found.result()
+
+    def drop(self, grammar: str) -> None:
+        """Note that no request has a grammar any more: it may be forgotten, and need not be compiled."""
+        with self._lock:
+            found = self._in_use.pop(grammar, None)
+            if found is not None and not found.cancel():
+                self._unused[grammar] = found
+                if len(self._unused) > MAX_UNUSED:
+                    self._unused.popitem(last=False)
 
     def _compile(self, grammar: str) -> "LLMatcher":
         if self._tokenizer is None:
@@ -77,6 +93,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         check(matcher)
         matcher.compute_bitmask()  # the first mask is the slowest; copies share what it has found out
+        check(matcher)
         return matcher
 
     def close(self) -> None:

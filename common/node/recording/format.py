@@ -18,7 +18,7 @@ from common.node.memory_plan import Capacity
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import FromDecode, FromGateway, FromPrefill, LayoutMessage
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -68,6 +68,17 @@ class GatewayLost(Frame, frozen=True, tag="gateway lost"):
     now: float
 
 
+class GrammarCompiled(Frame, frozen=True, tag="grammar compiled"):
+    now: float
+    grammar: str
+
+
+class GrammarFailed(Frame, frozen=True, tag="grammar failed"):
+    now: float
+    grammar: str
+    message: str
+
+
 class Planned(Frame, frozen=True, tag="plan"):
     now: float
     plan: StepPlan | None
@@ -101,6 +112,8 @@ AnyFrame = (
     | PeerMessage
     | PeerLost
     | GatewayLost
+    | GrammarCompiled
+    | GrammarFailed
     | Planned
     | Committed
     | Ticked

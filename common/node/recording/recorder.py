@@ -167,6 +167,14 @@ class RecordedRole:
         self._note(frames.PeerLost(now, peer))
         self._role.peer_lost(peer, now)
 
+    def grammar_compiled(self, grammar: str, now: float) -> None:
+        self._note(frames.GrammarCompiled(now, grammar))
+        self._role.grammar_compiled(grammar, now)
+
+    def grammar_failed(self, grammar: str, message: str, now: float) -> None:
+        self._note(frames.GrammarFailed(now, grammar, message))
+        self._role.grammar_failed(grammar, message, now)
+
     def plan(self, now: float) -> StepPlan | None:
         plan = self._role.plan(now)
         self._note(frames.Planned(now, plan))

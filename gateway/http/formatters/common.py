@@ -1,7 +1,7 @@
 """Formats what all answers share: server-sent events, errors in OpenAI's envelope, log-probabilities."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from typing import Any, Protocol
 
@@ -55,6 +55,16 @@ def token_text(piece: bytes) -> str:
         return piece.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def token_logprobs(entry: TokenLogprobs, token: int, shown: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """The log-probabilities at one position, as chats and responses show them.
+
+    Args:
+        shown: a token as it is shown, with its text and its bytes.
+    """
+    tops = [{**shown(top), "logprob": finite(logprob)} for top, logprob in entry.top]
+    return {**shown(token), "logprob": finite(entry.token), "top_logprobs": tops}
 
 
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:

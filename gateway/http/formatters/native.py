@@ -14,7 +14,7 @@ from gateway.http.formatters.common import (
 )
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
 from gateway.requests.output_processor import Delta, OutputStream
-from gateway.requests.prompt_input import is_list_of_prompts
+from gateway.requests.prompts import is_list_of_prompts
 from gateway.workers.served_models import ServedModel
 
 

@@ -14,6 +14,7 @@ from gateway.http.formatters.common import (
     finite,
     prompt_logprob_entries,
     sse_event,
+    token_logprobs,
     token_text,
 )
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, StreamOptions
@@ -286,16 +287,11 @@ class ChatFormatter(_OpenAIFormatter):
         content = []
         for token, entry in zip(ids, logprobs, strict=False):
             if entry is not None:
-                tops = [self._entry(*top) for top in entry.top]
-                content.append({**self._entry(token, entry.token), "top_logprobs": tops})
+                content.append(token_logprobs(entry, token, self._shown_token))
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._token_text(token),
-            "logprob": finite(logprob),
-            "bytes": list(self._tokenizer.piece(token)),
-        }
+    def _shown_token(self, token: int) -> dict[str, Any]:
+        return {"token": self._token_text(token), "bytes": list(self._tokenizer.piece(token))}
 
 
 def _new_call(piece: ToolCallBegin) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.errors import RequestError
-from gateway.http.formatters.common import ResponseFormatter, named_event
+from gateway.http.formatters.common import ResponseFormatter, named_event, token_logprobs, token_text
 from gateway.http.formatters.openai import usage
 from gateway.http.protocol.responses import ReasoningConfig, ResponsesRequest, TextConfig, TextFormat
 from gateway.requests.output_processor import Delta, OutputStream
@@ -31,6 +31,7 @@ class _Item:
     key: str  # the same for all items of a response, and in no other
     name: str = ""
     texts: list[str] = field(default_factory=list)
+    logprobs: list[Event] = field(default_factory=list)  # of the tokens of a message
 
     @property
     def item_id(self) -> str:
@@ -41,7 +42,7 @@ class _Item:
         """The only part of a message or of reasoning."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def shown(self, status: str) -> Event:
         """The item as clients see it; without its content while it is in progress."""
@@ -67,10 +68,10 @@ class ItemBuilder:
         self._open: _Item | None = None
         self.items: list[Event] = []
 
-    def take(self, pieces: Iterable[OutputPiece]) -> list[Event]:
-        """The events of more pieces."""
+    def take(self, pieces: Iterable[tuple[OutputPiece, list[Event]]]) -> list[Event]:
+        """The events of more pieces, each with the log-probabilities of its tokens if it is text."""
         events: list[Event] = []
-        for piece in pieces:
+        for piece, logprobs in pieces:
             if isinstance(piece, ToolCallBegin):
                 events += self._close("completed")
                 events += self._begin("function_call", piece.name)
@@ -79,7 +80,7 @@ class ItemBuilder:
             if self._open is None or self._open.kind != kind:
                 events += self._close("completed")
                 events += self._begin(kind)
-            events.append(self._delta(piece.text))
+            events.append(self._delta(piece.text, logprobs))
         return events
 
     def finish(self, status: str) -> list[Event]:
@@ -94,13 +95,14 @@ class ItemBuilder:
             events.append(_event("response.content_part.added", {**_place(item), "part": item.part("")}))
         return events
 
-    def _delta(self, text: str) -> Event:
+    def _delta(self, text: str, logprobs: list[Event]) -> Event:
         item = self._open
         assert item is not None, "arguments follow the beginning of their call"
         item.texts.append(text)
         delta = {**_place(item), "delta": text}
         if item.kind == "message":
-            delta["logprobs"] = []
+            item.logprobs += logprobs
+            delta["logprobs"] = logprobs
         return _event(f"{_TEXT_EVENTS[item.kind]}.delta", delta)
 
     def _close(self, status: str) -> list[Event]:
@@ -111,7 +113,7 @@ class ItemBuilder:
         self.items.append(shown)
         done = {**_place(item), "arguments" if item.kind == "function_call" else "text": text}
         if item.kind == "message":
-            done["logprobs"] = []
+            done["logprobs"] = item.logprobs
         elif item.kind == "function_call":
             done["name"] = item.name
         events = [_event(f"{_TEXT_EVENTS[item.kind]}.done", done)]
@@ -160,7 +162,9 @@ class ResponsesFormatter(ResponseFormatter):
         self._keep = keep
         self._head = _head(model.name, body, request_id, is_stored=keep is not None)
         self._builder = ItemBuilder(request_id.removeprefix("resp_"))
+        self._tokenizer = model.tokenizer
         self._num_events = 0
+        self._num_pieces = self._num_spans = 0  # that the builder has taken
 
     def first(self, outputs: Sequence[OutputStream]) -> bytes:
         begun = self._response(outputs[0], "in_progress")
@@ -169,7 +173,7 @@ class ResponsesFormatter(ResponseFormatter):
         )
 
     def chunk(self, output: OutputStream, delta: Delta) -> bytes:
-        return self._events(self._builder.take(joined(delta.pieces)))
+        return self._events(self._builder.take(self._with_logprobs(output, delta.pieces)))
 
     def last(self, outputs: Sequence[OutputStream]) -> bytes:
         status = _status(outputs[0])
@@ -191,9 +195,35 @@ class ResponsesFormatter(ResponseFormatter):
 
     def answer(self, outputs: Sequence[OutputStream]) -> dict[str, Any]:
         status = _status(outputs[0])
-        self._builder.take(joined(outputs[0].pieces))
+        self._builder.take(self._with_logprobs(outputs[0], outputs[0].pieces))
         self._builder.finish(status)
         return self._finished(outputs[0], status)
+
+    def _with_logprobs(
+        self, output: OutputStream, pieces: Sequence[OutputPiece]
+    ) -> list[tuple[OutputPiece, list[Event]]]:
+        """The next pieces, each with the log-probabilities of its tokens."""
+        if output.request.sampling.logprobs is None:
+            return [(piece, []) for piece in joined(pieces)]
+        found: list[list[Event]] = [[] for _ in pieces]
+        for piece, first, end in output.text_spans[self._num_spans :]:
+            found[piece - self._num_pieces] += self._logprobs(output, first, end)
+        self._num_pieces += len(pieces)
+        self._num_spans = len(output.text_spans)
+        return list(zip(pieces, found, strict=True))
+
+    def _logprobs(self, output: OutputStream, first: int, end: int) -> list[Event]:
+        markers = () if output.request.output_format is None else output.request.output_format.markers
+        entries = zip(output.ids[first:end], output.logprobs[first:end], strict=False)
+        return [
+            token_logprobs(entry, token, self._shown_token)
+            for token, entry in entries
+            if entry is not None and token not in markers
+        ]
+
+    def _shown_token(self, token: int) -> Event:
+        piece = self._tokenizer.piece(token)
+        return {"token": token_text(piece), "bytes": list(piece)}
 
     def _finished(self, output: OutputStream, status: str) -> dict[str, Any]:
         response = self._response(output, status)
@@ -266,6 +296,6 @@ def _head(model: str, body: ResponsesRequest, request_id: str, *, is_stored: boo
         "text": {"format": msgspec.to_builtins(text.format or TextFormat(type="text"))},
         "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
         "tools": tools,
-        "top_logprobs": 0,
-        "truncation": "disabled",
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": body.truncation or "disabled",
     }

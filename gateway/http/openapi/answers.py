@@ -173,5 +173,20 @@ class ResponseDeleted(Answer):
     deleted: bool
 
 
+class InputItemList(Answer):
+    """The ids are those of the first and the last item of ``data``."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
 class TokenCount(Answer):
+    input_tokens: int
+
+
+class InputTokenCount(Answer):
+    object: Literal["response.input_tokens"]
     input_tokens: int

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from gateway.http.openapi import answers, generated
-from gateway.http.protocol import anthropic, native
+from gateway.http.protocol import anthropic, native, responses
 
 #: Key of an operation, while the description is put together, with the statuses of its own errors.
 FURTHER_ERRORS = "x-errors"
@@ -19,6 +19,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     native.PriorityChange,
     native.ProfileRequest,
     anthropic.CountTokensRequest,
+    responses.ResponsesRequest,
     generated.Response,
     *(kind for kind in vars(answers).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)),
 )

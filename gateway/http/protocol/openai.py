@@ -169,15 +169,28 @@ class ChosenFunction(Extensible, kw_only=True):
     name: FunctionName
 
 
-class NamedToolChoice(Extensible, kw_only=True):
-    """``tool_choice`` of one function, which the model must call."""
-
+class NamedTool(Extensible, kw_only=True):
     type: Literal["function"] = "function"
     function: ChosenFunction
 
 
+class AllowedTools(Extensible, kw_only=True):
+    """The only tools of which the model knows in this request, and whether it must call one of them."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], Meta(max_length=MAX_TOOLS)]
+
+
+class ToolChoiceField(Extensible, kw_only=True):
+    """``tool_choice`` of one function, which the model must call, or of some of the tools."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: ChosenFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
 Tools = Annotated[list[ToolField], Meta(max_length=MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+ToolChoice = Literal["none", "auto", "required"] | ToolChoiceField
 
 
 class ChatCompletionRequest(OpenAIRequest, kw_only=True):

@@ -66,13 +66,18 @@ class ResponseTool(Extensible, omit_defaults=True, kw_only=True):
     strict: bool | None = None
 
 
+class NamedResponseTool(Extensible, omit_defaults=True, kw_only=True):
+    type: str = "function"
+    name: FunctionName | None = None
+
+
 class ResponseToolChoice(Extensible, omit_defaults=True, kw_only=True):
     """``tool_choice`` of one function, or of some of the tools (``allowed_tools``)."""
 
     type: str
     name: FunctionName | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[NamedResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class TextFormat(Extensible, omit_defaults=True, kw_only=True):

@@ -24,10 +24,10 @@ from gateway.http.protocol.openai import (
     ChosenFunction,
     FunctionField,
     JsonSchemaField,
-    NamedToolChoice,
     Part,
     ResponseFormat,
     ToolChoice,
+    ToolChoiceField,
     ToolField,
 )
 from gateway.http.translation.common import AssistantTurn, missing, only_text
@@ -193,7 +193,7 @@ def _tool_choice(body: CountTokensRequest) -> tuple[ToolChoice | None, bool | No
     if given.type == "tool":
         if given.name is None:
             raise missing("tool_choice.name")
-        return NamedToolChoice(function=ChosenFunction(name=given.name)), is_parallel
+        return ToolChoiceField(function=ChosenFunction(name=given.name)), is_parallel
     if given.type == "any":
         return "required", is_parallel
     return given.type, is_parallel

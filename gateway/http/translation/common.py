@@ -35,7 +35,8 @@ def own_name(param: str, names: Mapping[str, str]) -> str:
     root = param.partition("[")[0].partition(".")[0]
     if root in ("tools", "tool_choice"):
         parameters = names.get("parameters", "parameters")
-        return param.replace(".function", "").replace(".parameters", f".{parameters}")
+        param = param.replace(".function", "").replace(".allowed_tools", "")
+        return param.replace(".parameters", f".{parameters}")
     return names.get(root, param)  # without indices, since the lists of messages differ in length
 
 

@@ -5,20 +5,25 @@ separate items, which become one assistant message.
 """
 
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from common.errors import ErrorCode
 from gateway.http.protocol.decoding import refuse
 from gateway.http.protocol.fields import SamplingFields
 from gateway.http.protocol.openai import (
+    AllowedTools,
     ChatCompletionRequest,
     ChatMessage,
     ChosenFunction,
     FunctionField,
     JsonSchemaField,
-    NamedToolChoice,
+    NamedTool,
     Part,
     ResponseFormat,
     ToolChoice,
+    ToolChoiceField,
     ToolField,
 )
 from gateway.http.protocol.responses import (
@@ -50,6 +55,21 @@ def input_items(body: ResponsesRequest) -> list[InputItem]:
     return body.input
 
 
+def shown_items(items: Sequence[InputItem], response_id: str) -> list[dict[str, Any]]:
+    """Items as clients see them: each has an id, and the content of a message is a list of parts."""
+    shown = []
+    for i, item in enumerate(items):
+        plain = msgspec.to_builtins(item)
+        plain.setdefault("id", f"in_{response_id.removeprefix('resp_')}{i:02d}")
+        plain.setdefault("status", "completed")
+        if plain.setdefault("type", "message") == "message" and isinstance(item.content, str):
+            text = {"type": "input_text", "text": item.content}
+            is_answer = item.role == "assistant"
+            plain["content"] = [{**text, "type": "output_text", "annotations": []} if is_answer else text]
+        shown.append(plain)
+    return shown
+
+
 def to_chat(body: ResponsesRequest, history: Sequence[InputItem]) -> ChatCompletionRequest:
     """The chat of a request.
 
@@ -63,17 +83,20 @@ def to_chat(body: ResponsesRequest, history: Sequence[InputItem]) -> ChatComplet
     messages = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     messages += to_messages(history, "previous_response_id")
     messages += to_messages(input_items(body), "input")
-    tools, choice = _tools(body)
+    tools = None if body.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
     reasoning = body.reasoning
     sampling = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
+    has_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or [])
     return ChatCompletionRequest(
         **sampling,
         messages=messages,
+        logprobs=has_logprobs,
+        top_logprobs=body.top_logprobs if has_logprobs else None,
         model=body.model,
         stream=body.stream,
         max_completion_tokens=body.max_output_tokens,
         tools=tools,
-        tool_choice=choice,
+        tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=None if body.text is None else _response_format(body.text.format),
         reasoning_effort=None if reasoning is None else reasoning.effort,
@@ -91,13 +114,6 @@ def _check(body: ResponsesRequest) -> None:
     """Refuses what this server cannot do."""
     if body.n not in (None, 1):
         raise refuse("a response has one output; use /v1/chat/completions for several", "n")
-    if body.truncation == "auto":
-        message = "'auto' is not supported; shorten the input yourself, or send 'disabled'"
-        raise refuse(message, "truncation", ErrorCode.NOT_SUPPORTED)
-    if body.top_logprobs or LOGPROBS in (body.include or []):
-        param = "top_logprobs" if body.top_logprobs else "include"
-        message = "log-probabilities are not supported here; use logprobs of /v1/chat/completions"
-        raise refuse(message, param, ErrorCode.NOT_SUPPORTED)
     for name, instead in (("prompt", "send instructions and input"), ("conversation", "use previous_response_id")):
         if getattr(body, name) is not None:
             raise refuse(f"not supported by this server; {instead}", name, ErrorCode.NOT_SUPPORTED)
@@ -126,6 +142,20 @@ def to_messages(items: Sequence[InputItem], param: str) -> list[ChatMessage]:
         else:
             messages.append(_message(kind, item, where))
     return messages if turn is None else [*messages, turn.message()]
+
+
+def turn_starts(messages: Sequence[ChatMessage]) -> list[int]:
+    """Where the turns of a conversation begin, behind its instructions: at its beginning and with each user message."""
+    num_instructions = 0
+    while num_instructions < len(messages) and messages[num_instructions].role in ("system", "developer"):
+        num_instructions += 1
+    return [i for i in range(num_instructions, len(messages)) if i == num_instructions or messages[i].role == "user"]
+
+
+def without_turns(chat: ChatCompletionRequest, count: int) -> ChatCompletionRequest:
+    """The chat without its oldest turns; the instructions before them stay."""
+    starts = turn_starts(chat.messages)
+    return msgspec.structs.replace(chat, messages=chat.messages[: starts[0]] + chat.messages[starts[count] :])
 
 
 def _add_to_turn(turn: AssistantTurn, kind: str, item: InputItem, where: str) -> None:
@@ -176,20 +206,20 @@ def _text(part: InputPart, param: str) -> str:
 # ---- tools and formats -----------------------------------------------------------------------------------------------
 
 
-def _tools(body: ResponsesRequest) -> tuple[list[ToolField] | None, ToolChoice | None]:
-    if body.tools is None:
-        tools = None
-    else:
-        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+def _tool_choice(body: ResponsesRequest) -> ToolChoice | None:
     choice = body.tool_choice
     if not isinstance(choice, ResponseToolChoice):
-        return tools, choice
+        return choice
     if choice.type == "function":
-        if choice.name is None:
-            raise missing("tool_choice.name")
-        return tools, NamedToolChoice(function=ChosenFunction(name=choice.name))
+        return ToolChoiceField(function=_chosen(choice.name, "tool_choice.name"))
     if choice.type == "allowed_tools":
-        return _allowed(tools or [], choice), choice.mode or "auto"
+        named = [
+            NamedTool(function=_chosen(tool.name, f"tool_choice.tools[{i}].name"))
+            for i, tool in enumerate(choice.tools or [])
+        ]
+        return ToolChoiceField(
+            type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode or "auto", tools=named)
+        )
     message = f"{choice.type[:100]!r} is not supported; use function or allowed_tools"
     raise refuse(message, "tool_choice.type", ErrorCode.NOT_SUPPORTED)
 
@@ -207,12 +237,10 @@ def _tool(tool: ResponseTool, where: str) -> ToolField:
     )
 
 
-def _allowed(tools: list[ToolField], choice: ResponseToolChoice) -> list[ToolField]:
-    """The tools that ``allowed_tools`` names; the model sees no others."""
-    names = {tool.get("name") for tool in choice.tools or []}
-    for name in names - {tool.function.name for tool in tools}:
-        raise refuse(f"{str(name)[:100]!r} is not one of the tools", "tool_choice.tools")
-    return [tool for tool in tools if tool.function.name in names]
+def _chosen(name: str | None, param: str) -> ChosenFunction:
+    if name is None:
+        raise missing(param)
+    return ChosenFunction(name=name)
 
 
 def _response_format(given: TextFormat | None) -> ResponseFormat | None:

@@ -3,7 +3,7 @@
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gateway.text.incremental_parser import SPACE, IncrementalParser, Sink, Steps, drop
 from gateway.text.output_parser import OutputParser, OutputPiece, TextPiece, Tool, ToolCallArguments, ToolCallBegin
@@ -52,9 +52,14 @@ class ToolFormat(ABC):
                 has no other name for tokens such as ``[TOOL_CALLS]``; other markers are text in the grammar.
         """
 
-    def answer_grammar(self, rule: str, *, token_ids: Mapping[str, int] | None = None) -> str:
-        """A Lark grammar of outputs without calls whose answer follows a rule, which is given by its body."""
-        return f"start: {rule}"
+    def answer_grammar(
+        self, rule: str, tools: Sequence[Tool] = (), *, token_ids: Mapping[str, int] | None = None
+    ) -> str:
+        """A Lark grammar of outputs that call one of these tools or whose answer follows a rule, given by its body.
+
+        Only a format that covers the reasoning has it; for others, calls and answers are alternatives.
+        """
+        raise NotImplementedError
 
 
 class NotACall(Exception):
@@ -125,6 +130,30 @@ class ToolParser(IncrementalParser):
         """More of the arguments of the call that began last."""
         index = self._num_calls - 1
         self._pieces.add(index, lambda joined: ToolCallArguments(index, joined), text)
+
+    def _text_and_calls(
+        self, markers: Sequence[str], read: Callable[[str], Steps[str]], *, may_begin_at_once: bool = False
+    ) -> Steps[None]:
+        """Reads an output of text, and of calls behind markers.
+
+        Args:
+            read: reads what follows a marker, and returns the next marker if it has read that, too. It raises NotACall
+                if what it holds is text.
+            may_begin_at_once: a call may begin the output; ``read`` gets an empty text for its marker.
+        """
+        marker = ""
+        is_due = may_begin_at_once
+        while True:
+            if not is_due:
+                marker = yield from self._text_until(markers, self._text)
+                if not marker:
+                    return
+            try:
+                marker = yield from read(marker)
+            except NotACall:
+                self._release()
+                marker = ""
+            is_due = bool(marker)
 
     def _after_call(self, markers: Sequence[str]) -> Steps[str]:
         """Reads one of these markers with the whitespace before it, if it comes next."""

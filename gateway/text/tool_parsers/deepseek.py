@@ -29,17 +29,7 @@ _NAME_LINE = re.compile(r"[^\n`{]*")
 
 class DeepSeekParser(ToolParser):
     def _parse(self) -> Steps[None]:
-        marker = ""
-        while True:
-            if not marker:
-                marker = yield from self._text_until((CALLS_BEGIN, CALL_BEGIN), self._text)
-            if not marker:
-                return
-            try:
-                marker = yield from self._calls(marker)
-            except NotACall:
-                self._release()
-                marker = ""
+        return self._text_and_calls((CALLS_BEGIN, CALL_BEGIN), self._calls)
 
     def _calls(self, marker: str) -> Steps[str]:
         """Reads calls up to text; returns a begin marker if it ends broken arguments."""

@@ -98,19 +98,28 @@ class HarmonyFormat(ToolFormat):
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int] | None = None
     ) -> str:
-        channel, constrain, message, call = (
-            grammar.marker(text, token_ids) for text in (CHANNEL, CONSTRAIN, MESSAGE, CALL)
-        )
         rules = _messages("call" if required else "(call | final)", "TEXT", token_ids)
-        rules.append(f'call: {channel} "commentary to=functions." ({grammar.alternatives("call", len(tools))}) {call}?')
-        for i, tool in enumerate(tools):
-            name = grammar.literal(f"{tool.name} ")
-            rules.append(f'call_{i}: {name} {constrain} "json" {message} arguments_{i}')
-            rules.append(f"arguments_{i}: {grammar.arguments(tool, required=required)}")
-        return "\n".join(rules)
+        return "\n".join(rules + _call_rules(tools, token_ids, required=required))
 
-    def answer_grammar(self, rule: str, *, token_ids: Mapping[str, int] | None = None) -> str:
-        return "\n".join([*_messages("final", "answer", token_ids), f"answer: {rule}"])
+    def answer_grammar(
+        self, rule: str, tools: Sequence[Tool] = (), *, token_ids: Mapping[str, int] | None = None
+    ) -> str:
+        rules = _messages("(call | final)" if tools else "final", "answer", token_ids)
+        calls = _call_rules(tools, token_ids, required=True) if tools else []
+        return "\n".join([*rules, *calls, f"answer: {rule}"])
+
+
+def _call_rules(tools: Sequence[Tool], token_ids: Mapping[str, int] | None, *, required: bool) -> list[str]:
+    """The rules of a message that calls one of the tools."""
+    channel, constrain, message, call = (
+        grammar.marker(text, token_ids) for text in (CHANNEL, CONSTRAIN, MESSAGE, CALL)
+    )
+    rules = [f'call: {channel} "commentary to=functions." ({grammar.alternatives("call", len(tools))}) {call}?']
+    for i, tool in enumerate(tools):
+        name = grammar.literal(f"{tool.name} ")
+        rules.append(f'call_{i}: {name} {constrain} "json" {message} arguments_{i}')
+        rules.append(f"arguments_{i}: {grammar.arguments(tool, required=required)}")
+    return rules
 
 
 def _messages(last: str, answer: str, token_ids: Mapping[str, int] | None) -> list[str]:

@@ -18,26 +18,18 @@ from collections.abc import Mapping, Sequence
 from gateway.text.incremental_parser import SPACE, Steps
 from gateway.text.output_parser import Tool
 from gateway.text.tool_parsers import grammar
-from gateway.text.tool_parsers.base import NotACall, ToolFormat, ToolParser
+from gateway.text.tool_parsers.base import ToolFormat, ToolParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ToolParser):
     def _parse(self) -> Steps[None]:
-        marker = yield from self._text_until((BEGIN,), self._text)
-        while marker:
-            try:
-                marker = yield from self._call()
-            except NotACall:
-                self._release()
-                marker = ""
-            if not marker:
-                marker = yield from self._text_until((BEGIN,), self._text)
+        return self._text_and_calls((BEGIN,), self._call)
 
-    def _call(self) -> Steps[str]:
+    def _call(self, marker: str) -> Steps[str]:
         """Reads a call behind its begin tag; returns the begin tag of the next if the end tag is missing."""
-        self._hold(BEGIN)
+        self._hold(marker)
         yield from self._run(SPACE, self._hold)
         if (yield from self._call_object()):
             yield from self._after_call((END,))

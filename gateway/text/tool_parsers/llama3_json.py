@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from gateway.text.incremental_parser import SPACE, Steps
 from gateway.text.output_parser import Tool
 from gateway.text.tool_parsers import grammar
-from gateway.text.tool_parsers.base import NotACall, ToolFormat, ToolParser
+from gateway.text.tool_parsers.base import ToolFormat, ToolParser
 
 TAG = "<|python_tag|>"
 
@@ -21,21 +21,14 @@ TAG = "<|python_tag|>"
 class Llama3JsonParser(ToolParser):
     def _parse(self) -> Steps[None]:
         yield from self._run(SPACE, self._text)
-        marker = yield from self._accept((TAG,), self._hold)
-        while True:
-            try:
-                marker = yield from self._calls()
-            except NotACall:
-                self._release()
-                marker = ""
-            if not marker:
-                marker = yield from self._text_until((TAG,), self._text)
-            if not marker:
-                return
-            self._hold(marker)
+        yield from self._text_and_calls((TAG,), self._calls, may_begin_at_once=True)
 
-    def _calls(self) -> Steps[str]:
+    def _calls(self, marker: str) -> Steps[str]:
         """Reads calls up to text; returns the tag if it ends broken arguments."""
+        if marker:
+            self._hold(marker)
+        else:
+            yield from self._accept((TAG,), self._hold)
         while True:
             yield from self._run(SPACE, self._hold)
             if not (yield from self._call_object()):

@@ -25,19 +25,11 @@ _NAME = re.compile(r"[\w.\-]*")
 
 class MistralParser(ToolParser):
     def _parse(self) -> Steps[None]:
-        marker = yield from self._text_until((CALLS,), self._text)
-        while marker:
-            try:
-                marker = yield from self._calls()
-            except NotACall:
-                self._release()
-                marker = ""
-            if not marker:
-                marker = yield from self._text_until((CALLS,), self._text)
+        return self._text_and_calls((CALLS,), self._calls)
 
-    def _calls(self) -> Steps[str]:
+    def _calls(self, marker: str) -> Steps[str]:
         """Reads what follows ``[TOOL_CALLS]``; returns the next one if it ends broken arguments."""
-        self._hold(CALLS)
+        self._hold(marker)
         yield from self._run(SPACE, self._hold)
         if (yield from self._literal("[", self._hold)):
             is_complete = yield from self._list()

@@ -41,21 +41,14 @@ _CODE_LENGTHS = {"x": 2, "u": 4, "U": 8}
 class PythonicParser(ToolParser):
     def _parse(self) -> Steps[None]:
         yield from self._run(SPACE, self._text)
-        yield from self._accept((START, TAG), self._hold)
-        while True:
-            try:
-                marker = yield from self._calls()
-            except NotACall:
-                self._release()
-                marker = ""
-            if not marker:
-                marker = yield from self._text_until((START, TAG), self._text)
-            if not marker:
-                return
-            self._hold(marker)
+        yield from self._text_and_calls((START, TAG), self._calls, may_begin_at_once=True)
 
-    def _calls(self) -> Steps[str]:
+    def _calls(self, marker: str) -> Steps[str]:
         """Reads a list of calls; returns the marker that ends broken arguments."""
+        if marker:
+            self._hold(marker)
+        else:
+            yield from self._accept((START, TAG), self._hold)
         yield from self._run(SPACE, self._hold)
         if not (yield from self._literal("[", self._hold)):
             raise NotACall
@@ -327,7 +320,7 @@ class _Rules:
         if choices:
             texts = dict.fromkeys(text for choice in choices for text in _spellings(choice))
             return self._add(" | ".join(map(grammar.literal, texts)))
-        types = schema_types(schema)
+        types = schema_types(schema, {})
         if not types or types == ALL_TYPES:
             return "literal"
         return self._add(" | ".join(self._typed(name, schema) for name in sorted(types)))

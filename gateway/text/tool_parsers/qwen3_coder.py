@@ -33,6 +33,7 @@ from gateway.text.tool_parsers.schemas import (
     constants,
     definitions,
     required_names,
+    resolved,
     schema_types,
     type_of,
 )
@@ -43,6 +44,7 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 #: Definitions of one tool's schema, with all their copies in its grammar.
 MAX_DEFINITIONS_BYTES = 256 << 10
+_VALUE_END = grammar.literal("\n" + _PARAMETER_END)
 
 _NAME = re.compile(r"[^>\n]*")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -50,17 +52,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 class Qwen3CoderParser(ToolParser):
     def _parse(self) -> Steps[None]:
-        marker = ""
-        while True:
-            if not marker:
-                marker = yield from self._text_until((BEGIN, _FUNCTION), self._text)
-            if not marker:
-                return
-            try:
-                marker = yield from self._call(marker)
-            except NotACall:
-                self._release()
-                marker = ""
+        return self._text_and_calls((BEGIN, _FUNCTION), self._call)
 
     def _call(self, marker: str) -> Steps[str]:
         """Reads a call behind a begin tag; returns the begin tag of the next if this call's end is missing."""
@@ -147,7 +139,7 @@ def _types(tool: Tool, name: str) -> frozenset[str]:
     """The JSON types that the schema of a parameter allows."""
     properties = tool.parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, dict) else None
-    return schema_types(schema)
+    return schema_types(schema, tool.parameters)
 
 
 def _json_value(text: str, types: frozenset[str]) -> str:
@@ -202,9 +194,13 @@ def _function_rules(i: int, tool: Tool, *, required: bool) -> list[str]:
         parts.append(f"parameter_{i}_{j}{'' if name in needed else '?'}")
         begin = grammar.literal(f"<parameter={name}>\n")
         rules.append(f'parameter_{i}_{j}: {begin} value_{i}_{j} "\\n"')
-        if isinstance(schema, dict):
-            schema = {**shared.get(name, {}), **schema}
-        rules += _property_rules(f"value_{i}_{j}", schema, is_strict=tool.is_strict)
+        choices = constants(resolved(schema, tool.parameters))
+        if choices or "string" in schema_types(schema, tool.parameters):
+            rules.append(f"value_{i}_{j}: {_text_rule(choices)}")
+            continue
+        schema = {**shared.get(name, {}), **schema}
+        rules.append(f"value_{i}_{j}: json_{i}_{j} {_VALUE_END}")
+        rules.append(f"json_{i}_{j}: {grammar.json_value(schema, is_strict=tool.is_strict)}")
     return [f"function_{i}: {head} {' '.join(parts)}", *rules]
 
 
@@ -222,13 +218,9 @@ def _definitions_by_property(tool: Tool, properties: Mapping[str, Any]) -> dict[
     return dict.fromkeys(names, shared)
 
 
-def _property_rules(rule: str, schema: Any, *, is_strict: bool) -> list[str]:
-    """The rule of a value with its end tag."""
-    end = grammar.literal("\n" + _PARAMETER_END)
-    choices = constants(schema)
-    if choices:
-        texts = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
-        return [f"{rule}: ({' | '.join(map(grammar.literal, texts))}) {end}"]
-    if "string" in schema_types(schema):
-        return [f"{rule}: value"]
-    return [f"{rule}: json_{rule} {end}", f"json_{rule}: {grammar.json_value(schema, is_strict=is_strict)}"]
+def _text_rule(choices: Sequence[Any]) -> str:
+    """The body of the rule of a value that may be a string, with its end tag: one of the constants, or any text."""
+    if not choices:
+        return "value"
+    texts = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
+    return f"({' | '.join(map(grammar.literal, texts))}) {_VALUE_END}"

@@ -1,9 +1,13 @@
 """What formats other than JSON need to know of a JSON schema. Pure."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
+#: References that are followed one after the other; schemas may refer to themselves.
+MAX_REFERENCES = 16
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 ALL_TYPES = frozenset({"string", *_TYPES.values()})
 
 
@@ -23,9 +27,30 @@ def required_names(schema: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
 
 
-def schema_types(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema allows, as far as it says so at its top."""
-    if not isinstance(schema, dict):
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema to which a schema refers by ``$ref``, perhaps through others; itself if it refers to none.
+
+    Args:
+        root: the schema whose definitions references such as ``#/$defs/name`` mean.
+    """
+    for _ in range(MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        found = _DEFINITION.fullmatch(reference) if isinstance(reference, str) else None
+        shared = root.get(found[1]) if found is not None else None
+        if found is None or not isinstance(shared, dict) or found[2] not in shared:
+            return schema
+        schema = shared[found[2]]
+    return schema
+
+
+def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema allows, as far as it says so at its top or in what it refers to.
+
+    Args:
+        root: as in ``resolved``.
+    """
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict) or depth > MAX_REFERENCES:
         return ALL_TYPES
     types = schema.get("type")
     if isinstance(types, str):
@@ -37,7 +62,7 @@ def schema_types(schema: Any) -> frozenset[str]:
         return frozenset(type_of(choice) for choice in choices)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            return frozenset().union(*map(schema_types, schema[key]))
+            return frozenset().union(*(schema_types(child, root, depth + 1) for child in schema[key]))
     return ALL_TYPES
 
 

@@ -3,11 +3,12 @@
 import os
 import select
 import time
+from concurrent.futures import Future
 
 import pytest
 
-from common.node.engine_thread import EngineThread
-from common.sampling_params import SamplingParams
+from common.errors import ErrorCode, RequestError
+from common.node.engine_thread import CompiledGrammar, EngineThread
 from common.step_plan import StepPlan, StepResult
 
 
@@ -18,9 +19,13 @@ class Engine:
         self.error: Exception | None = None
         self.seconds = seconds
         self.spent_s = 0.0
+        self.grammars: dict[str, Future[None]] = {}
 
-    def prepare(self, sampling: SamplingParams) -> None:
-        pass
+    def compile_grammar(self, grammar: str) -> Future[None]:
+        return self.grammars.setdefault(grammar, Future())
+
+    def drop_grammar(self, grammar: str) -> None:
+        self.grammars.pop(grammar).cancel()
 
     def run(self, plan: StepPlan) -> StepResult:
         began = time.monotonic()
@@ -90,3 +95,29 @@ def test_an_exception_of_the_executor_is_raised_by_take() -> None:
     with pytest.raises(ValueError, match="no such page"):
         taken(thread)
     thread.close()
+
+
+def test_grammars_are_handed_over_with_a_wake_up_unless_they_were_dropped() -> None:
+    engine = Engine()
+    thread = EngineThread(engine)
+    for grammar in ("good", "bad", "dropped", "broken"):
+        thread.compile_grammar(grammar)
+    assert not is_readable(thread)
+    thread.drop_grammar("dropped")
+    engine.grammars["good"].set_result(None)
+    engine.grammars["bad"].set_exception(RequestError(ErrorCode.INVALID_REQUEST, "not like this"))
+    engine.grammars["broken"].set_exception(RuntimeError("a bug"))
+    assert is_readable(thread)
+    assert thread.take() is None
+    assert thread.take_grammars() == [
+        CompiledGrammar("good"),
+        CompiledGrammar("bad", "not like this"),
+        CompiledGrammar("broken", "the grammar cannot be compiled"),
+    ]
+    assert not is_readable(thread)
+    thread.compile_grammar("good")
+    assert is_readable(thread), "it is ready at once"
+    assert thread.take_grammars() == [CompiledGrammar("good")]
+    thread.compile_grammar("late")
+    thread.close()
+    engine.grammars["late"].set_result(None)  # wakes nothing

@@ -79,6 +79,7 @@ def test_a_recording_holds_every_variable_that_a_role_reads() -> None:
 def test_frames_are_read_as_they_were_written(tmp_path: Path) -> None:
     plan = StepPlan(3, (), (PageDelta(1, 0, (5,)),), (Row(1, 16, None, True), Row(2, 0, (7, 8), False)))
     told = [HEADER, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.GatewayMessage(2.0, Abort("r", 0))]
+    told += [frames.GrammarCompiled(2.5, "start: /a/"), frames.GrammarFailed(2.5, "start: /(/", "unclosed group")]
     assert list(frames.read_frames(written(tmp_path / "f", *told))) == told
 
 

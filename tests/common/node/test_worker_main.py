@@ -5,6 +5,7 @@ import platform
 import select
 import socket
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -119,8 +120,11 @@ class Engine:
     def __init__(self) -> None:
         self.may_run = threading.Event()
 
-    def prepare(self, sampling: SamplingParams) -> None:
-        pass
+    def compile_grammar(self, grammar: str) -> Future[None]:
+        raise NotImplementedError
+
+    def drop_grammar(self, grammar: str) -> None:
+        raise NotImplementedError
 
     def run(self, plan: StepPlan) -> StepResult:
         assert self.may_run.wait(60)

@@ -1,6 +1,5 @@
 """Tool calls and reasoning in the answers and streams of chats."""
 
-import dataclasses
 import json
 import re
 
@@ -280,12 +279,10 @@ async def test_an_answer_of_reasoning_alone_has_empty_content(stack):
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("", "hm")
 
 
-async def test_a_model_without_reasoning_has_no_details_in_usage(stack, monkeypatch):
-    inputs = stack.gateway._inputs
-    plain = dataclasses.replace(inputs._models["tiny"], formats=ModelFormats())
-    monkeypatch.setitem(inputs._models, "tiny", plain)
-    answers(stack, "(hm)Yes")
-    answer = await chat(stack)
+async def test_a_model_without_reasoning_has_no_details_in_usage(folder):
+    async with toy_stack(folder, ModelFormats()) as stack:
+        answers(stack, "(hm)Yes")
+        answer = await chat(stack)
     assert answer["choices"][0]["message"]["content"] == "(hm)Yes"
     assert "completion_tokens_details" not in answer["usage"]
 

@@ -1,7 +1,6 @@
 """Bad input is answered with the field at fault, and the service continues."""
 
 import asyncio
-import dataclasses
 import threading
 
 import pytest
@@ -276,13 +275,13 @@ async def test_half_a_million_outputs_are_refused_before_they_are_built(stack, p
 
 
 async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch):
-    monkeypatch.setattr("gateway.requests.input_processor.LONG_CHARACTERS", 1000)
-    inputs, model = stack.gateway._inputs, stack.gateway._models["tiny"]
+    monkeypatch.setattr("gateway.requests.prompts.LONG_CHARACTERS", 1000)
+    tokenizer, model = stack.gateway._tokenizer, stack.gateway._models["tiny"]
     turns = []
 
     async def tokenize():
         for _ in range(20):
-            await inputs.tokenize(model, "a" * 500, add_special_tokens=False, param="text")
+            await tokenizer.tokenize(model, "a" * 500, add_special_tokens=False, param="text")
             turns.append("ours")
 
     async def other():
@@ -302,9 +301,8 @@ async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch
         ([{"role": "user", "content": [{"type": "text", "text": "Hi"}] * 11}], True),
     ],
 )
-async def test_a_chat_of_many_messages_or_parts_is_rendered_on_a_thread(stack, monkeypatch, messages, is_elsewhere):
+async def test_a_chat_of_many_messages_or_parts_is_rendered_on_a_thread(folder, monkeypatch, messages, is_elsewhere):
     monkeypatch.setattr("gateway.requests.input_processor.MANY_PARTS", 10)
-    inputs = stack.gateway._inputs
     threads = []
 
     class Template:
@@ -312,9 +310,8 @@ async def test_a_chat_of_many_messages_or_parts_is_rendered_on_a_thread(stack, m
             threads.append(threading.current_thread())
             return messages[0]["content"]
 
-    model = dataclasses.replace(stack.gateway._models["tiny"], chat_template=Template())
-    monkeypatch.setitem(inputs._models, "tiny", model)
-    status, answer = await stack.post("/tokenize", {"messages": messages})
+    async with running(folder, fields={"chat_template": Template()}) as stack:
+        status, answer = await stack.post("/tokenize", {"messages": messages})
     assert (status, answer["count"]) == (200, len("Hi") if len(messages) > 1 else 11 * len("Hi\n") - 1)
     assert [thread is not threading.main_thread() for thread in threads] == [is_elsewhere]
 
@@ -363,7 +360,7 @@ async def test_long_outputs_and_many_logprobs_are_formatted_on_a_thread(stack, m
     monkeypatch.setattr("asyncio.BaseEventLoop.run_in_executor", noted)
     short = await answers()
     assert threads == []
-    monkeypatch.setattr("gateway.requests.input_processor.LONG_IDS", 10)
+    monkeypatch.setattr("gateway.requests.prompts.LONG_IDS", 10)
     monkeypatch.setattr("gateway.text.tokenizer.LISTS_AT_ONCE", 2)
     monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 10)
     assert await answers() == short

@@ -116,6 +116,51 @@ async def test_the_model_sees_tools_and_earlier_calls(stack, qwen):
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_the_model_sees_only_the_tools_that_are_allowed(stack, qwen, path):
+    answers(stack, qwen, "Two.")
+    functions = [{"name": name, "parameters": ADD} for name in ("add", "multiply", "divide")]
+    named = [{"name": name} for name in ("add", "divide")]
+    if path == "/v1/responses":
+        body = {"input": "Hi", "tools": [{"type": "function", **function} for function in functions]}
+        tools = [{"type": "function", **tool} for tool in named]
+        body["tool_choice"] = choice = {"type": "allowed_tools", "tools": tools, "mode": "required"}
+        param = "tool_choice.tools"
+    else:
+        body = {"messages": HI, "tools": [{"type": "function", "function": function} for function in functions]}
+        choice = {"tools": [{"type": "function", "function": tool} for tool in named], "mode": "required"}
+        body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice}
+        param = "tool_choice.allowed_tools.tools"
+    status, answer = await stack.post(path, body)
+    assert status == 200, answer
+    prompt = text_of(qwen).decode(sent(stack).prompt, skip_special=False)
+    assert [name in prompt for name in ("add", "multiply", "divide")] == [True, False, True]
+    grammar = sent(stack).sampling.grammar
+    assert [name in grammar for name in ("add", "multiply", "divide")] == [True, False, True]
+    choice["mode"] = "auto"
+    assert (await stack.post(path, body))[0] == 200
+    assert not sent(stack).sampling.grammar
+    body["tools"] = body["tools"][:2]
+    status, answer = await stack.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert answer["error"]["message"] == f"{param}: 'divide' is not one of the tools"
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({"type": "function"}, "tool_choice.function"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}, "tool_choice.allowed_tools.mode"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, "tool_choice"),
+    ],
+)
+async def test_an_incomplete_choice_of_tools_is_refused(stack, choice, param):
+    body = {"messages": HI, "tools": TOOLS, "tool_choice": choice}
+    status, answer = await stack.post("/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -216,13 +261,13 @@ async def test_the_structured_answer_of_gpt_oss_is_its_final_message(gpt_oss):
     async with running(gpt_oss) as stack:
         await stack.pair()
         answers(stack, gpt_oss, "<|channel|>final<|message|>{}")
-        for fields in ({"response_format": schema}, {"tools": TOOLS, "tool_choice": "required"}):
+        structured = {"response_format": schema}
+        for fields in (structured, {"tools": TOOLS, "tool_choice": "required"}, {"tools": TOOLS, **structured}):
             status, answer = await stack.post("/v1/chat/completions", {"messages": HI, **fields})
             assert status == 200, answer
             assert sent(stack).sampling.thinking is None  # the grammar allows the reasoning
             assert "analysis" in sent(stack).sampling.grammar
         for fields, param in (
-            ({"response_format": schema, "tools": TOOLS}, "response_format.json_schema.schema"),
             ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
             ({"thinking_budget": 5}, "thinking_budget"),
         ):

@@ -4,11 +4,11 @@ import json
 
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import TypeAdapter
 from support.gateway.fake_nodes import folder
 from support.gateway.formatted_outputs import events_of
-from support.gateway.toy_stack import answers, failing_stream, last_generate, last_prompt, toy_stack
+from support.gateway.toy_stack import answers, failing_stream, ids_of, last_generate, last_prompt, toy_stack
 
 __all__ = ["folder"]
 
@@ -173,6 +173,132 @@ async def test_a_stored_response_can_be_read_and_deleted(stack):
     assert (status, missing["error"]["code"]) == (404, "not_found")
     async with stack.client.delete(stack.url + path) as deleted:
         assert deleted.status == 404
+
+
+async def test_the_input_of_a_stored_response_can_be_listed_in_pages(stack):
+    answers(stack, "One.")
+    call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
+    given = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "Hm."},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "2", "id": "mine"},
+        {"role": "user", "content": [{"type": "input_text", "text": "Well?"}]},
+    ]
+    answer = await respond(stack, input=given)
+    path = f"/v1/responses/{answer['id']}/input_items"
+    status, newest = await stack.get(path)
+    assert status == 200
+    ResponseItemList.model_validate(newest)
+    assert [item["type"] for item in newest["data"]] == [
+        "message", "function_call_output", "function_call", "message", "message",
+    ]  # fmt: skip
+    assert newest["data"][1]["id"] == newest["data"][1]["id"] == "mine"
+    assert newest["data"][-1]["content"] == [{"type": "input_text", "text": "1?"}]
+    assert newest["has_more"] is False
+    _, page = await stack.get(f"{path}?order=asc&limit=2")
+    assert (page["data"], page["has_more"]) == (newest["data"][:2:-1], True)
+    _, rest = await stack.get(f"{path}?order=asc&limit=3&after={page['last_id']}")
+    assert (rest["data"], rest["has_more"]) == (newest["data"][2::-1], False)
+    for query, param in (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=x", "after")):
+        status, error = await stack.get(f"{path}?{query}")
+        assert (status, error["error"]["param"]) == (400, param)
+    assert (await stack.get("/v1/responses/resp_none/input_items"))[0] == 404
+
+
+async def test_the_tokens_of_an_input_can_be_counted(stack):
+    answers(stack, "One.")
+    first = await respond(stack, input="1?", instructions="Be kind.")
+    for fields in (
+        {"input": "1?", "instructions": "Be kind."},
+        {"input": "2?", "previous_response_id": first["id"], "tools": TOOLS},
+    ):
+        status, counted = await stack.post("/v1/responses/input_tokens", fields)
+        assert status == 200
+        answer = await respond(stack, **fields)
+        assert counted == {"object": "response.input_tokens", "input_tokens": answer["usage"]["input_tokens"]}
+    status, error = await stack.post("/v1/responses/input_tokens", {"input": [{"role": "user"}]})
+    assert (status, error["error"]["param"]) == (400, "input[0].content")
+
+
+# ---- truncation ------------------------------------------------------------------------------------------------------
+
+
+async def test_with_automatic_truncation_the_oldest_turns_are_dropped_and_the_instructions_stay(stack):
+    """A turn takes more than a tenth of the context."""
+    context = (await stack.get("/v1/models/tiny"))[1]["max_model_len"]
+    size, num_output = context // 10, context // 20
+    answers(stack, "One.")
+    turns = [
+        turn
+        for number in range(20)
+        for turn in (
+            {"role": "user", "content": f"{number}? " + "x" * size},
+            {"role": "assistant", "content": f"{number}!"},
+        )
+    ]
+    given = {"input": [*turns, {"role": "user", "content": "And?"}], "instructions": "Be kind."}
+    assert await refused(stack, **given) == (400, "input", "context_length_exceeded")
+    answer = await respond(stack, truncation="auto", max_output_tokens=num_output, **given)
+    assert answer["truncation"] == "auto"
+    generate = last_generate(stack)
+    assert len(generate.prompt) + num_output <= context
+    prompt = last_prompt(stack)
+    assert prompt.startswith("<|im_start|>system\nBe kind.")
+    assert prompt.endswith("user\nAnd?<|im_end|>\n<|im_start|>assistant\n")
+    kept = [number for number in range(20) if f"user\n{number}? x" in prompt]
+    assert kept == list(range(kept[0], 20)) and 0 < kept[0] < 20
+    dropped = f"<|im_start|>user\n{kept[0] - 1}? {'x' * size}<|im_end|>\n<|im_start|>assistant\n0!<|im_end|>\n"
+    assert len(generate.prompt) + num_output + len(ids_of(dropped)) > context, "one turn more would not fit"
+
+
+async def test_automatic_truncation_keeps_the_last_turn_whole(stack):
+    given = {"input": "x" * 5_000, "truncation": "auto"}
+    assert await refused(stack, **given) == (400, "input", "context_length_exceeded")
+    assert await refused(stack, input="Hi", truncation="auto", temperature=-1) == (
+        400,
+        "temperature",
+        "invalid_request",
+    )
+
+
+# ---- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_log_probabilities_are_those_of_the_tokens_of_the_text(stack, is_stream):
+    written = '(Hm.)I add.[add|{"a":1}]'
+    answers(stack, written)
+    fields = {"tools": TOOLS, "top_logprobs": 2}
+    answer = (await stream(stack, **fields))[-1]["response"] if is_stream else await respond(stack, **fields)
+    assert answer["top_logprobs"] == 2
+    message = answer["output"][1]
+    found = message["content"][0]["logprobs"]
+    assert "".join(entry["token"] for entry in found) in ("I add.", ")I add.", "I add.[")
+    assert message["content"][0]["text"] == "I add."
+    first = len(ids_of("(Hm.)")) if found[0]["token"].startswith("I") else len(ids_of("(Hm."))
+    assert [entry["logprob"] for entry in found] == [-(first + i) for i in range(len(found))]
+    assert [len(entry["top_logprobs"]) for entry in found] == [2] * len(found)
+    assert found[-1]["top_logprobs"][1] == {"token": "A", "bytes": [65], "logprob": -9.0} or found
+
+
+async def test_streamed_log_probabilities_come_with_their_text(stack):
+    answers(stack, "I add.")
+    events = await stream(stack, include=["message.output_text.logprobs"])
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    entries = [entry for event in deltas for entry in event["logprobs"]]
+    assert "".join(entry["token"] for entry in entries) == "I add."
+    assert all(entry["top_logprobs"] == [] for entry in entries)
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == entries
+    (added,) = [event for event in events if event["type"] == "response.content_part.added"]
+    assert added["part"]["logprobs"] == []
+
+
+async def test_without_asking_there_are_no_log_probabilities(stack):
+    answers(stack, "I add.")
+    answer = await respond(stack)
+    assert answer["output"][0]["content"][0]["logprobs"] == []
 
 
 async def test_a_response_that_is_not_to_be_stored_is_not(stack):

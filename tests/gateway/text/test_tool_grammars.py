@@ -61,8 +61,18 @@ def matcher_of(name, are_tokens, *, tools=TOOLS, parallel=True, required=True):
 
 def accepts(name, are_tokens, text, **options):
     """Whether an output may consist of this text."""
-    matcher = matcher_of(name, are_tokens, **options)
-    markers = markers_of(name, are_tokens)
+    return is_consumed(matcher_of(name, are_tokens, **options), markers_of(name, are_tokens), text)
+
+
+def follows(grammar, markers, text):
+    """Whether an output of this text follows a grammar."""
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_ByteTokenizer(markers)))
+    matcher = llguidance.LLMatcher(tokenizer, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    return is_consumed(matcher, markers, text)
+
+
+def is_consumed(matcher, markers, text):
     parts = re.split("(" + "|".join(map(re.escape, markers)) + ")", text) if markers else [text]
     ids = []
     for part in parts:
@@ -111,6 +121,51 @@ def test_definitions_stand_only_with_parameters_that_refer_to_them():
     }
     grammar = FORMATS["qwen3-coder"].grammar([Tool("f", "", parameters)], parallel=True, required=True)
     assert grammar.count('"month"') == 1
+
+
+REFERRING = Tool(
+    "f",
+    "",
+    {
+        "type": "object",
+        "$defs": {
+            "Day": {"type": "object", "properties": {"month": {"type": "integer"}}, "additionalProperties": False},
+            "Alias": {"$ref": "#/$defs/Day"},
+            "Mood": {"enum": ["glad", "grave"]},
+            "Text": {"type": "string"},
+            "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "integer"}]},
+        },
+        "properties": {
+            "day": {"$ref": "#/$defs/Alias"},
+            "end": {"anyOf": [{"$ref": "#/$defs/Day"}, {"type": "null"}]},
+            "mood": {"$ref": "#/$defs/Mood"},
+            "text": {"$ref": "#/$defs/Text"},
+            "loop": {"$ref": "#/$defs/Loop"},
+            "lost": {"$ref": "#/$defs/Nothing"},
+        },
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("day", '{"month": 3}', "March"),
+        ("day", '{"month": 3}', '{"month": "March"}'),
+        ("end", "null", "soon"),
+        ("mood", "grave", "cross"),
+        ("text", '{"month": 3}', None),
+        ("loop", "1", None),
+        ("lost", "anything", None),
+    ],
+)
+def test_a_parameter_that_is_a_reference_is_bound_by_its_definition(name, good, bad):
+    def accepted(value):
+        call = f"<tool_call>\n<function=f>\n<parameter={name}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        return accepts("qwen3-coder", True, call, tools=(REFERRING,))
+
+    assert accepted(good)
+    assert bad is None or not accepted(bad)
 
 
 def test_definitions_that_many_parameters_refer_to_are_refused():
@@ -178,6 +233,22 @@ def test_reasoning_precedes_the_call_of_gpt_oss():
     reasoning = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     assert accepts("gpt-oss", True, reasoning + rendered("gpt-oss", [PARIS]))
     assert not accepts("gpt-oss", True, reasoning + "<|channel|>final<|message|>Hello")
+
+
+def test_gpt_oss_calls_a_tool_or_gives_a_structured_answer():
+    rule = '%json {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": false}'
+    markers = markers_of("gpt-oss", True)
+    grammar = FORMATS["gpt-oss"].answer_grammar(rule, TOOLS, token_ids=ids_of(markers))
+
+    def accepted(output):
+        return follows(grammar, markers, output)
+
+    reasoning = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    answer = "<|channel|>final<|message|>"
+    assert accepted(reasoning + rendered("gpt-oss", [PARIS]))
+    assert accepted(reasoning + answer + '{"a": 1}')
+    assert not accepted(answer + "Hello")
+    assert not accepted(rendered("gpt-oss", [("get_weather", {"town": "Paris"})]))
 
 
 NESTED = Tool(

@@ -57,6 +57,9 @@ class FaultyCluster(LocalCluster):
     def _draw(self) -> int:
         return self._random.randint(0, self._slowness) if self._random.random() < 0.5 else 0
 
+    def _compile_ticks(self) -> int:
+        return self.grammar_ticks and self._random.randint(0, self.grammar_ticks)
+
     def _post(self, sender: str, to: str, message: Message | Lost) -> None:
         self._num_events += 1
         link = self._links.setdefault((sender, to), deque())
@@ -74,6 +77,7 @@ class FaultyCluster(LocalCluster):
             news, outbox.gateway = outbox.gateway, []
             hang_up, outbox.hang_up[:] = list(outbox.hang_up), []
             outbox.dial.clear()
+            self._take_grammars(member)
             for to, message in mail:
                 self._post(member.name, to, message)
             for message in news:
@@ -196,6 +200,7 @@ class FaultyCluster(LocalCluster):
             if at <= self.wire.num_ticks:
                 del self._unnoticed[ends]
                 self._arrive(ends[1], ends[0], Lost())
+        self._each(moving, self._compile_grammars)
         self._each(moving, self._commit)
         self._deliver()
         self.check()
@@ -218,6 +223,7 @@ class FaultyCluster(LocalCluster):
             self._num_events == num_events
             and not any(self._links.values())
             and all(not member.plans for member in self.members)
+            and all(tick is None for member in self.members for tick in member.grammars.values())
             and not self.wire.num_in_flight
             and not self._unnoticed
             and all(until <= self.wire.num_ticks - 3 for until in self._stopped_until.values())

@@ -18,6 +18,7 @@ from common.cache.radix_cache import RadixCache
 from common.config.scheduling import PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
+from common.scheduling.grammar_queue import CompileGrammar
 from common.scheduling.new_token_ratio import NewTokenRatio, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
@@ -34,13 +35,18 @@ from scripts.simulator.inprocess_transport import InProcessReader, InProcessWrit
 
 @dataclass(slots=True)
 class Member:
-    """A node of the cluster: its name, its role and its engine."""
+    """A node of the cluster: its name, its role and its engine.
+
+    Attributes:
+        grammars: those that its requests need, and the tick at which each will be compiled; None once it is.
+    """
 
     name: str
     role: Any
     executor: Any
     transport: Any
     plans: list[Any] = field(default_factory=list)  # outstanding, oldest first
+    grammars: dict[str, int | None] = field(default_factory=dict)
     is_alive: bool = True
     is_planned_out: bool = False  # the last call of plan returned None
 
@@ -87,6 +93,7 @@ class LocalCluster:
         options: scheduling options of the policies.
         wants_checksums: verify every transferred page.
         wire: a wire instead of one with ``latency``.
+        grammar_ticks: ticks that it takes to compile a grammar. A grammar whose text begins with "bad" fails then.
         num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is
             committed, the latest possible moment.
     """
@@ -117,9 +124,11 @@ class LocalCluster:
         options: SchedulingOptions | None = None,
         wants_checksums: bool = False,
         wire: Wire | None = None,
+        grammar_ticks: int = 0,
         num_outstanding: int = 1,
     ) -> None:
         self.clock = ManualClock()
+        self.grammar_ticks = grammar_ticks
         self.num_outstanding = num_outstanding
         self.wire = wire or Wire(latency=latency)
         self.answers: dict[str, Answer] = {}
@@ -315,6 +324,7 @@ class LocalCluster:
         self._deliver()
         self.wire.tick()
         for member in self.members:
+            self._compile_grammars(member)
             if member.plans and self.is_due(member):
                 self.commit(member)
             member.role.tick(self.clock.now())
@@ -325,6 +335,8 @@ class LocalCluster:
         """Plan one more step, if the node has anything to compute."""
         member.is_planned_out = (plan := member.role.plan(self.clock.now())) is None
         if plan is not None:
+            grammars = [admit.sampling.grammar for admit in plan.admits if admit.sampling.grammar]
+            assert all(member.grammars[text] is None for text in grammars), "a row's grammar is not compiled"
             member.plans.append(plan)
 
     def is_due(self, member: Member) -> bool:
@@ -339,6 +351,27 @@ class LocalCluster:
         for member in self.members:
             member.role.check()
 
+    def _take_grammars(self, member: Member) -> None:
+        for effect in member.role.outbox.grammars:
+            if isinstance(effect, CompileGrammar):
+                member.grammars[effect.grammar] = self.wire.num_ticks + self._compile_ticks()
+            else:
+                del member.grammars[effect.grammar]
+        member.role.outbox.grammars.clear()
+
+    def _compile_ticks(self) -> int:
+        return self.grammar_ticks
+
+    def _compile_grammars(self, member: Member) -> None:
+        """Tell the node which grammars have been compiled."""
+        now = self.wire.num_ticks
+        for grammar in [text for text, tick in member.grammars.items() if tick is not None and tick <= now]:
+            member.grammars[grammar] = None
+            if grammar.startswith("bad"):
+                member.role.grammar_failed(grammar, f"{grammar} cannot be compiled", self.clock.now())
+            else:
+                member.role.grammar_compiled(grammar, self.clock.now())
+
     def _deliver(self) -> None:
         names = {member.name: member for member in self.members}
         moved = True
@@ -350,6 +383,7 @@ class LocalCluster:
                 news, outbox.gateway = outbox.gateway, []
                 outbox.dial.clear()
                 outbox.hang_up.clear()
+                self._take_grammars(member)
                 for to, message in mail:
                     if to in names:
                         names[to].role.on_peer(member.name, message, self.clock.now())

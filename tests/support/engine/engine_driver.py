@@ -28,7 +28,12 @@ class Driver:
     def start(
         self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY, shared: int = 0
     ) -> "DrivenRequest":
-        """Return a request; its first ``shared`` tokens are not computed, and the test sets their pages."""
+        """Return a request; its first ``shared`` tokens are not computed, and the test sets their pages.
+
+        Waits for the request's grammar.
+        """
+        if params.grammar:
+            self.executor.compile_grammar(params.grammar).result()
         text = DrivenRequest(self, slot, list(prompt), params)
         text.num_computed = shared
         return text

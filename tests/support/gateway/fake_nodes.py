@@ -7,6 +7,7 @@ a local prefill. A test sets ``on_generate`` to change that.
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -49,7 +50,7 @@ from common.wire.messages import (
 )
 from common.wire.process_id import new_incarnation
 from gateway.server import Gateway
-from gateway.workers.served_models import model_folders
+from gateway.workers.served_models import load_models, model_folders
 
 CORPUS = [
     "Shall I compare thee to a summer's day? Thou art more lovely and more temperate:",
@@ -358,11 +359,15 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, *, options: dict[str, Any] | None = None, **config: Any) -> AsyncIterator[Stack]:
-    """Starts a gateway with the tiny model."""
+async def running(
+    folder: Path, *, options: dict[str, Any] | None = None, fields: dict[str, Any] | None = None, **config: Any
+) -> AsyncIterator[Stack]:
+    """Starts a gateway with the tiny model; ``fields`` are those of its ``ServedModel`` that differ."""
     values: dict[str, Any] = {"port": 0, "control_port": 0, "served_model_name": MODEL, "model": str(folder), **config}
     resolved = GatewayConfig(**values)
-    gateway = Gateway(resolved, model_folders(resolved), **(options or {}))
+    served = load_models(resolved, model_folders(resolved))
+    served = {name: dataclasses.replace(model, **(fields or {})) for name, model in served.items()}
+    gateway = Gateway(resolved, served, **(options or {}))
     await gateway.start()
     async with aiohttp.ClientSession() as client:
         stack = Stack(gateway, client)

@@ -65,8 +65,10 @@ class ToyTools:
     markers = ("[", "]")
     covers_reasoning = False
 
-    def answer_grammar(self, rule: str, *, token_ids: Mapping[str, int] | None = None) -> str:
-        return f"start: {rule}"
+    def answer_grammar(
+        self, rule: str, tools: Sequence[Tool] = (), *, token_ids: Mapping[str, int] | None = None
+    ) -> str:
+        raise NotImplementedError
 
     def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int] | None = None) -> OutputParser:
         return ToyToolParser()

@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from support.gateway.fake_nodes import MODEL, Stack, make_tokenizer, running, silent
+from support.gateway.fake_nodes import Stack, make_tokenizer, running, silent
 from support.gateway.toy_formats import TOY_FORMATS
 
 from common.errors import ErrorCode
+from common.sampling_params import TokenLogprobs
 from common.wire.messages import Generate
+from gateway.text.output_formats import ModelFormats
 from gateway.text.tokenizer import Tokenizer
 
 TEXT = Tokenizer(make_tokenizer())
@@ -23,25 +24,30 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 
 @contextlib.asynccontextmanager
-async def toy_stack(folder: Path, **config: Any) -> AsyncIterator[Stack]:
-    async with running(folder, **config) as stack:
+async def toy_stack(folder: Path, formats: ModelFormats = TOY_FORMATS, **config: Any) -> AsyncIterator[Stack]:
+    async with running(folder, fields={"formats": formats}, **config) as stack:
         await stack.pair()
-        models = stack.gateway._inputs._models
-        models[MODEL] = dataclasses.replace(models[MODEL], formats=TOY_FORMATS)
         yield stack
 
 
 def answers(stack: Stack, text: str, finish: str = "stop") -> None:
-    """Makes the nodes answer with this text, one token in each message."""
+    """Makes the nodes answer with this text, one token in each message; token i has the log-probability -i."""
     prefill, decode = stack.nodes
     ids = (*ids_of(text), EOS_ID) if finish == "stop" else ids_of(text)
 
+    def logprobs(generate: Generate, i: int) -> tuple[TokenLogprobs, ...]:
+        wanted = generate.sampling.logprobs
+        return () if wanted is None else (TokenLogprobs(-i, ((ids[i], -i), (65, -9.0))[:wanted]),)
+
     def first(node: Any, generate: Generate) -> None:
-        node.tokens(generate.rid, 0, ids[:1], cached_tokens=3)
+        node.tokens(generate.rid, 0, ids[:1], cached_tokens=3, logprobs=logprobs(generate, 0))
 
     def rest(node: Any, generate: Generate) -> None:
         for i in range(1, len(ids)):
-            node.tokens(generate.rid, i, ids[i : i + 1], finish=finish if i == len(ids) - 1 else "")
+            is_last = i == len(ids) - 1
+            node.tokens(
+                generate.rid, i, ids[i : i + 1], finish=finish if is_last else "", logprobs=logprobs(generate, i)
+            )
 
     prefill.on_generate, decode.on_generate = first, rest
 

@@ -91,10 +91,11 @@ class SimulatedService:
     # ---- clients ----------------------------------------------------------------------------------------------------
 
     def submit(
-        self, rid: str, prompt: Sequence[int], max_new: int, *, at: float = 0.0, seed: int = 0, **more: Any
-    ) -> None:
+        self, rid: str, prompt: Sequence[int], max_new: int, *,
+        at: float = 0.0, seed: int = 0, grammar: str = "", **more: Any,
+    ) -> None:  # fmt: skip
         """Submit a request at the instant ``at``; ``more`` are fields of ``GenerateRequest``."""
-        sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, ignore_eos=True, seed=seed)
+        sampling = SamplingParams(max_new_tokens=max_new, temperature=0.0, ignore_eos=True, seed=seed, grammar=grammar)
         ask = self.asked[rid] = GenerateRequest(rid, rid, tuple(prompt), sampling, model=MODEL, **more)
         self.events.at(at, self._send, ask)
 

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from common.engine.sampling.grammar import GrammarCompiler, load_compiler
 from common.engine.sampling.reasoning import Phase, ReasoningState
 from common.errors import RequestError
 from common.sampling_params import SamplingParams, Thinking
+from common.step_plan import Admit, StepPlan
 
 VOCAB_SIZE = 400  # the tokenizer has 325 ids; the others pad the vocabulary
 EOS = 322
@@ -150,10 +150,11 @@ def test_masks_are_the_same_after_any_history(compiler: GrammarCompiler, data: s
     """One state has consumed its tokens one by one between masks, the other all at once."""
     masks = TokenMasks(compiler.known_ids, vocab_size=VOCAB_SIZE, device=torch.device("cpu"), num_threads=1)
     params = SamplingParams(grammar=GRAMMARS[kind][0])
-    grown = OutputConstraint(params, compiler.compile(params.grammar), ())
+    compiled = compiler.compile(params.grammar).result()
+    grown = OutputConstraint(params, compiled, ())
     output: list[int] = []
     for _ in range(data.draw(st.integers(0, 12))):
-        rebuilt = OutputConstraint(params, compiler.compile(params.grammar), output)
+        rebuilt = OutputConstraint(params, compiled, output)
         found = masks.begin([MaskedRow(0, grown), MaskedRow(1, rebuilt)]).result()
         assert found.failures == {}
         assert torch.equal(found.biases[0], found.biases[1])
@@ -225,23 +226,30 @@ def test_a_short_regular_expression_with_large_repetitions_is_refused_early(exec
 
 
 @pytest.mark.parametrize(
-    ("params", "words"),
+    ("grammar", "words"),
     [
-        (SamplingParams(grammar='start: "a'), "the grammar cannot be followed: 1(10): lexer error"),
-        (SamplingParams(grammar='start: %json {"type": "nothing"}'), "Invalid type: nothing"),
-        (SamplingParams(grammar="start: <|unknown|>"), "unknown special token"),
-        (SamplingParams(grammar='start: "a"', logit_bias=(("a", float("-inf")),)), "no token satisfies the grammar"),
+        ('start: "a', "the grammar cannot be followed: 1(10): lexer error"),
+        ('start: %json {"type": "nothing"}', "Invalid type: nothing"),
+        ("start: <|unknown|>", "unknown special token"),
     ],
 )
-def test_a_grammar_that_cannot_be_followed_fails_its_row_alone(
-    executor: TorchExecutor, tokenizer: Tokenizer, params: SamplingParams, words: str
+def test_a_grammar_that_cannot_be_followed_does_not_compile(
+    compiler: GrammarCompiler, grammar: str, words: str
 ) -> None:
-    bias = tuple((tokenizer.token_to_id(token), amount) for token, amount in params.logit_bias)
+    with pytest.raises(RequestError) as caught:
+        compiler.compile(grammar).result()
+    assert words in caught.value.message
+
+
+def test_a_row_in_which_no_token_satisfies_all_fields_fails_alone(
+    executor: TorchExecutor, tokenizer: Tokenizer
+) -> None:
     driver = Driver(executor)
     good = driver.start(0, range(20), SAMPLING["greedy"]._replace(grammar=GRAMMARS["choice"][0]))
-    bad = driver.start(1, range(20), params._replace(logit_bias=bias))
+    never = ((tokenizer.token_to_id("a"), float("-inf")),)
+    bad = driver.start(1, range(20), SamplingParams(grammar='start: "a"', logit_bias=never))
     driver.step((good, 0), (bad, 0))
-    assert words in driver.errors[1]
+    assert "no token satisfies the grammar" in driver.errors[1]
     assert driver.errors[0] == ""
     assert GRAMMARS["choice"][1](tokenizer.decode(run_to_end(executor, good.params).output))
 
@@ -251,22 +259,46 @@ def test_a_node_without_a_tokenizer_refuses_grammars_and_keeps_budgets(folder: P
         (tmp_path / name).symlink_to(folder / name)
     executor = load_executor(ModelConfig.load(str(tmp_path)), dtype="float32", num_slots=2, num_pages=9, page_size=16)
     driver = Driver(executor)
-    bad = driver.start(0, range(20), SamplingParams(grammar='start: "a"'))
+    with pytest.raises(RequestError, match=r"no tokenizer\.json"):
+        driver.start(0, range(20), SamplingParams(grammar='start: "a"'))
     budget = driver.start(1, range(20), SamplingParams(temperature=0.0, thinking=Thinking(None, (5, 6), 0)))
-    driver.step((bad, 0), (budget, 0))
-    assert "no tokenizer.json" in driver.errors[0]
-    driver.step((budget, 0))
+    driver.finish([budget], 2)
     assert budget.output == [5, 6]
     executor.close()
 
 
-def test_grammars_used_last_stay_compiled(compiler: GrammarCompiler) -> None:
-    first = compiler.compile('start: "one"')
-    for number in range(255):
-        compiler.compile(f'start: "{number}"')
-    assert compiler.compile('start: "one"') is first
-    compiler.compile('start: "last"')
-    assert compiler.compile('start: "0"') is not first
+def test_grammars_in_use_and_those_used_last_stay_compiled(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.engine.sampling.grammar.MAX_UNUSED", 3)
+    texts = [f'start: "{number}"' for number in range(6)]
+    works = [compiler.compile(text) for text in texts]
+    for text, work in zip(texts[1:], works[1:], strict=True):
+        work.result()
+        compiler.drop(text)
+    assert compiler.compiled(texts[0]) is works[0].result()  # in use
+    assert [compiler.compile(text) is work for text, work in zip(texts, works, strict=True)] == [
+        *(True, False, False),
+        *(True, True, True),
+    ]
+
+
+def test_a_dropped_grammar_is_not_compiled_any_more(compiler: GrammarCompiler) -> None:
+    """Two slow ones occupy the threads meanwhile."""
+    slow = [f"start: /{letter * 2_000}/".replace(letter, f"{letter}?") for letter in "ab"]
+    for text in slow:
+        compiler.compile(text)
+    work = compiler.compile('start: "never"')
+    compiler.drop('start: "never"')
+    assert work.cancelled()
+    again = compiler.compile('start: "never"')
+    assert not again.result().is_error()
+
+
+def test_a_row_is_never_admitted_before_its_grammar_is_compiled(executor: TorchExecutor) -> None:
+    params = SamplingParams(grammar='start: "unheard of"')
+    with pytest.raises(AssertionError, match="before its grammar was compiled"):
+        executor.run(StepPlan(1, (Admit(0, params, 1, None, (5,)),), (), ()))
 
 
 # ---- reasoning -------------------------------------------------------------------------------------------------------
@@ -348,13 +380,6 @@ def test_rules_that_lead_to_each_other_deeply_end_no_process(compiler: GrammarCo
     matcher = compiler.compile(rules).result().deep_copy()
     assert not matcher.is_error()
     assert compiler.compile(rules).done()
-
-
-def test_a_step_waits_for_a_grammar_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.engine.sampling.constraints.MAX_WAIT_S", 0.01)
-    constraint = OutputConstraint(SamplingParams(grammar="start: /a/"), Future(), ())
-    with pytest.raises(RequestError, match="the grammar takes too long to compile"):
-        constraint.matcher()
 
 
 def test_the_engine_runs_without_llguidance_and_then_refuses_grammars(folder: Path) -> None:

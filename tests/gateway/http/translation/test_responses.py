@@ -7,8 +7,9 @@ import pytest
 
 from common.errors import ErrorCode, RequestError
 from gateway.http.protocol.decoding import decode, decode_with_extras
+from gateway.http.protocol.openai import ChatMessage
 from gateway.http.protocol.responses import InputItem, ResponsesRequest
-from gateway.http.translation.responses import input_items, to_chat
+from gateway.http.translation.responses import input_items, to_chat, turn_starts
 
 
 def request(**fields):
@@ -142,11 +143,35 @@ def test_tools_choices_and_formats_have_the_form_of_chats():
     assert (chat.max_completion_tokens, chat.temperature, chat.top_p, chat.seed) == (7, 0.5, 0.25, 3)
 
 
-def test_allowed_tools_are_the_only_ones_that_the_model_sees():
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (False, None)),
+        ({"top_logprobs": 0}, (False, None)),
+        ({"top_logprobs": 2}, (True, 2)),
+        ({"include": ["message.output_text.logprobs"]}, (True, None)),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 3}, (True, 3)),
+        ({"include": ["reasoning.encrypted_content"]}, (False, None)),
+    ],
+)
+def test_log_probabilities_are_asked_for_in_either_way(fields, expected):
+    chat = chat_of(**fields)
+    assert (chat.logprobs, chat.top_logprobs) == expected
+
+
+def test_turns_begin_with_messages_of_users_behind_the_instructions():
+    roles = ("system", "developer", "user", "assistant", "tool", "assistant", "user", "user", "assistant", "system")
+    messages = [ChatMessage(role=role, content="") for role in roles]
+    assert turn_starts(messages) == [2, 6, 7]
+    assert turn_starts(messages[:2]) == []
+    assert turn_starts(messages[3:]) == [0, 3, 4]
+
+
+def test_allowed_tools_are_those_of_chats():
     tools = [{"type": "function", "name": name} for name in ("f", "g", "h")]
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
-    chat = chat_of(tools=tools, tool_choice=choice)
-    assert ([tool.function.name for tool in chat.tools], chat.tool_choice) == (["g"], "required")
+    allowed = chat_of(tools=tools, tool_choice=choice).tool_choice.allowed_tools
+    assert (allowed.mode, [tool.function.name for tool in allowed.tools]) == ("required", ["g"])
 
 
 @pytest.mark.parametrize("text", [None, {}, {"format": None}])
@@ -164,9 +189,6 @@ def test_without_a_format_the_answer_is_free(text):
         ({"input": [USER, {"type": "computer_call_output", "call_id": "c"}]}, "input[1].type"),
         ({"input": [{"id": "msg_1"}]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
@@ -188,7 +210,7 @@ def test_what_is_not_supported_is_refused_by_name(fields, param):
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
-        ({"tool_choice": {"type": "allowed_tools", "tools": [{"name": "x"}]}}, "tool_choice.tools"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function"}]}}, "tool_choice.tools[0].name"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"n": 2}, "n"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
