@@ -4,6 +4,7 @@ import re
 from collections import Counter as Totals
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,6 +20,11 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 HEARTBEAT_GAUGES = ("num_waiting", "num_running", "num_free_pages", "num_cached_pages", "num_quarantined_pages")
 #: Stage labels of ``baton_stage_seconds``, by their names in ``OutputStream.timings``.
 STAGES = {name: stage for stage, name in TIMINGS.items()}
+
+
+class ExportTotals(Protocol):
+    num_exported: int
+    num_dropped: int
 
 
 class Metrics:
@@ -99,8 +105,27 @@ class Metrics:
             if len(output.ids) > 1:
                 self._per_token.of(model).add((output.ended_at - output.first_at) / (len(output.ids) - 1))
 
+    def count_exported(self, exporter: ExportTotals) -> None:
+        """Shows how many requests an exporter of traces has exported and dropped."""
+        self._registry.register(_ExportCollector(exporter))
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class _ExportCollector:
+    def __init__(self, exporter: ExportTotals) -> None:
+        self._exporter = exporter
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "baton_traces_exported", "Requests whose spans the collector took.", value=self._exporter.num_exported
+        )
+        yield CounterMetricFamily(
+            "baton_traces_dropped",
+            "Sampled requests whose spans the collector did not take.",
+            value=self._exporter.num_dropped,
+        )
 
 
 class _NodeCollector:
