@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 #: Requests that wait to be exported; one more is dropped.
 MAX_WAITING = 2_048
-MAX_BATCH = 64
+#: Requests of one message. Its encoding holds the interpreter for some milliseconds, which delay the event loop.
+MAX_BATCH = 32
 #: A request is exported so long after its end, when the last spans of its nodes have come.
 DELAY_S = 1.0
 #: For one batch, retries included, and for what is left at a stop.
