@@ -78,7 +78,7 @@ async def test_spans_are_shown_in_the_time_of_the_gateway_with_the_error_of_the_
 
 async def test_a_running_request_has_a_timeline(folder) -> None:
     async with running(folder) as stack:
-        prefill, decode = await stack.pair()
+        prefill, _ = await stack.pair()
         for node in stack.nodes:
             node.on_generate = silent
         call, rid = await start_request(stack)
@@ -87,12 +87,11 @@ async def test_a_running_request_has_a_timeline(folder) -> None:
         (listed,) = (await stack.get("/v1/requests"))[1]["requests"]
         assert (listed["status"], listed["ttft_s"]) == ("running", None)
         _, shown = await timeline(stack, rid)
-        assert [span["name"] for span in shown["spans"]] == ["prefill_queue", "queue"] or len(shown["spans"]) == 2
+        assert sorted(span["name"] for span in shown["spans"]) == ["prefill_queue", "queue"]
         assert shown["trace_id"] == rid.removeprefix("cmpl-")
         for node in stack.nodes:
             echo(node, node.generates[rid])
         assert (await call).status == 200
-        del decode
 
 
 async def test_spans_that_come_after_the_end_are_added(folder) -> None:
@@ -155,7 +154,7 @@ async def test_the_outputs_of_one_request_are_found_by_its_id(folder) -> None:
         await stack.pair()
         _, answer = await stack.post("/v1/completions", {"prompt": "ab", "n": 2, "max_tokens": 2})
         rids = [one["rid"] for one in (await stack.get("/v1/requests"))[1]["requests"]]
-        assert sorted(rids) == [f"{answer['id']}-0", f"{answer['id']}-1"] or answer["id"] in rids
+        assert sorted(rids) == [f"{answer['id']}-0", f"{answer['id']}-1"]
         assert (await timeline(stack, answer["id"]))[0] == 200
 
 
@@ -184,7 +183,7 @@ def check_chrome_trace(trace: dict[str, Any]) -> None:
         assert isinstance(event["tid"], int)
         assert event["pid"] in named
         if event["ph"] == "X":
-            assert event["dur"] >= 0
+            assert min(event["dur"], event["ts"]) >= 0
             tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
     for spans in tracks.values():
         open_until: list[float] = []
