@@ -42,6 +42,9 @@ from gateway.requests.prompts import PromptTokenizer
 from gateway.requests.quotas import Quotas
 from gateway.requests.request_log import log_request
 from gateway.requests.response_store import ResponseStore
+from gateway.tracing.otlp import OtlpExporter
+from gateway.tracing.timelines import Timelines
+from gateway.tracing.tracer import Tracer
 from gateway.workers.control_plane import ControlPlane, MailboxChannel
 from gateway.workers.pool import WorkerPools
 from gateway.workers.served_models import ServedModel
@@ -74,6 +77,8 @@ class Gateway:
         self._priorities = PriorityResolver(config, load_priority_function(config.priority_function))
         self._quotas = Quotas(parse_quotas(config.tenant_quotas))
         self._clock = MonotonicClock()
+        self._exporter = OtlpExporter(config.otlp_endpoint, self._clock) if config.otlp_endpoint else None
+        self._tracer = Tracer(self._exporter, config.trace_sample_rate)
         self._app_plugins = [load_app_plugin(spec) for spec in config.app_plugin]
         self._options = ConnectionOptions(header_timeout_s, body_timeout_s, config.max_body_bytes, self._answered)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -94,7 +99,10 @@ class Gateway:
             on_end=self._ended,
             first_attempt=secrets.randbits(31),
         )
-        self._control = ControlPlane(channel, pools, self._dispatcher, self._clock)
+        self._timelines = Timelines(config.timeline_requests, self._dispatcher.streams)
+        if self._exporter is not None:
+            self._metrics.count_exported(self._exporter)
+        self._control = ControlPlane(channel, pools, self._dispatcher, self._clock, self._timelines)
         services = Services(
             config=config,
             clock=self._clock,
@@ -111,6 +119,8 @@ class Gateway:
             dispatcher=self._dispatcher,
             control=self._control,
             metrics=self._metrics,
+            timelines=self._timelines,
+            tracer=self._tracer,
         )
         self._checks = RequestChecks(
             self._authenticator,
@@ -171,6 +181,8 @@ class Gateway:
             await asyncio.sleep(0.02)
         self._dispatcher.shut_down()
         await self._http.stop()
+        if self._exporter is not None:
+            await asyncio.to_thread(self._exporter.close)
         self._context.destroy(linger=200)
 
     # ---- given to the parts ------------------------------------------------------------------------------------------
@@ -191,6 +203,9 @@ class Gateway:
         self._metrics.ended(stream)
         if self._config.log_requests:
             log_request(stream)
+        timeline = self._timelines.ended(stream)
+        if timeline is not None:
+            self._tracer.ended(timeline)
         self._quotas.settle(stream)
         if stream.finish and not request.sampling.ignore_eos and not request.is_prompt_only:
             predictor = self._models[request.model].predictor

@@ -107,7 +107,30 @@ class HttpOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(Routing, HttpOptions, TenantOptions, SchedulingOptions, ModelOptions):
+class TracingOptions:
+    timeline_requests: int = option(
+        1_000,
+        "Ended requests whose timelines the gateway keeps for /v1/requests and /v1/trace; 0 keeps none.",
+        minimum=0,
+        maximum=100_000,
+    )
+    otlp_endpoint: str | None = option(
+        None,
+        "URL of an OpenTelemetry collector, such as http://localhost:4318, that gets the spans of sampled requests over"
+        " HTTP (needs the extra otlp). Without it, nothing is exported.",
+        metavar="URL",
+    )
+    trace_sample_rate: float = option(
+        1.0,
+        "Share of the requests without a traceparent header whose spans are exported. The header's flag decides for all"
+        " others.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(Routing, HttpOptions, TracingOptions, TenantOptions, SchedulingOptions, ModelOptions):
     control_port: int = option(
         8001, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
     )

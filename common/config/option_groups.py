@@ -38,7 +38,8 @@ SERVING: Groups = {
     ),
     "Security": ("api_key", "tenant_keys", "tenant_header", "cluster_key", "insecure", "allowed_origins"),
     "Observability": (
-        "log_level", "log_format", "log_requests", "starvation_bound", "profile_dir", "record",
+        "log_level", "log_format", "log_requests", "timeline_requests", "trace_sample_rate", "otlp_endpoint",
+        "starvation_bound", "profile_dir", "record",
     ),
 }  # fmt: skip
 

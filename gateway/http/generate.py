@@ -22,7 +22,7 @@ from gateway.http.formatters.anthropic import AnthropicFormatter
 from gateway.http.formatters.common import ResponseFormatter, as_error, ignored_header
 from gateway.http.formatters.native import NativeFormatter
 from gateway.http.formatters.openai import ChatFormatter, CompletionFormatter
-from gateway.http.http_connection import REQUEST_ID
+from gateway.http.http_connection import REQUEST_ID, TRACEPARENT
 from gateway.http.json_response import JsonResponse
 from gateway.http.messages import MessagesApi
 from gateway.http.openapi.generated import (
@@ -47,6 +47,8 @@ from gateway.http.streaming import OutputEvents, TurnEnd, send_stream, send_whol
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.quotas import charge
+from gateway.tracing.trace_context import TraceContext
+from gateway.tracing.tracer import another_span
 from gateway.workers.served_models import ServedModel
 
 
@@ -59,6 +61,7 @@ class Endpoint:
         process: makes requests of a decoded body, its model, the tenant and the id of the answer.
         formatter: makes the formatter of a request from the model, the body and the id of the answer.
         id_prefix: begins the id of each answer.
+        operation: its name in traces.
         envelope: the form of errors.
         repeats_request_id: answers carry ``x-request-id`` as ``request-id`` too, as Anthropic's clients know it.
         answer, event, summary: for the API's description: the types of the answer and of the events of a stream.
@@ -70,6 +73,7 @@ class Endpoint:
     process: Callable[[Any, ServedModel, str, str], Awaitable[list[GenerateRequest]]]
     formatter: Callable[[ServedModel, Any, str], ResponseFormatter]
     id_prefix: str
+    operation: str = "chat"
     envelope: Envelope = openai_envelope
     repeats_request_id: bool = False
     answer: Any
@@ -121,6 +125,7 @@ def make_endpoints(services: Services) -> list[Endpoint]:
             process=inputs.completion,
             formatter=CompletionFormatter,
             id_prefix="cmpl-",
+            operation="text_completion",
             answer=Completion,
             event=Completion,
             summary="Continue prompts (OpenAI)",
@@ -132,6 +137,7 @@ def make_endpoints(services: Services) -> list[Endpoint]:
             process=inputs.native,
             formatter=partial(NativeFormatter, is_incremental=services.config.incremental_streaming_output),
             id_prefix="",
+            operation="text_completion",
             answer=Generated | list[Generated],
             event=Generated,
             summary="Continue prompts (SGLang)",
@@ -193,7 +199,11 @@ class GenerateApp:
             requests = await endpoint.process(body, model, tenant, answer_id)
             requests = services.priorities.assign(requests, body.priority, body.priority_class)
             events = OutputEvents(self._turn, only_ends=not body.stream)
-            streams = self._streams(requests, model, events, arrived_at, scope["state"][REQUEST_ID])
+            state = scope["state"]
+            trace, traceparent = None, state.get(TRACEPARENT, "")
+            if traceparent or services.tracer.is_sampling:
+                trace = services.tracer.begin(traceparent, answer_id, endpoint.operation)
+            streams = self._streams(requests, model, events, arrived_at, state[REQUEST_ID], trace)
             self._submit(streams)
         except RequestError as error:
             services.metrics.rejected(model_name, error)
@@ -201,6 +211,8 @@ class GenerateApp:
         try:
             formatter = endpoint.formatter(model, body, answer_id)
             headers = ignored_header(ignored)
+            if trace is not None:
+                headers["traceparent"] = trace.traceparent
             if body.stream:
                 await send_stream(scope, send, streams, events, formatter, headers=headers)
             else:
@@ -222,6 +234,7 @@ class GenerateApp:
         events: OutputEvents,
         arrived_at: float,
         x_request_id: str,
+        trace: TraceContext | None,
     ) -> list[OutputStream]:
         on_gap = self._on_gap[model.name]
         return [
@@ -233,6 +246,7 @@ class GenerateApp:
                 arrived_at,
                 on_gap,
                 x_request_id,
+                another_span(trace) if number else trace,
             )
             for number, request in enumerate(requests)
         ]

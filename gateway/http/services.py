@@ -12,6 +12,8 @@ from gateway.requests.priority import PriorityResolver
 from gateway.requests.prompts import PromptTokenizer
 from gateway.requests.quotas import Quotas
 from gateway.requests.response_store import ResponseStore
+from gateway.tracing.timelines import Timelines
+from gateway.tracing.tracer import Tracer
 from gateway.workers.control_plane import ControlPlane
 from gateway.workers.served_models import ServedModel
 
@@ -29,6 +31,8 @@ class Services:
     dispatcher: Dispatcher
     control: ControlPlane
     metrics: Metrics
+    timelines: Timelines
+    tracer: Tracer
 
 
 def baton_version() -> str:

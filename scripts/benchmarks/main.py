@@ -28,6 +28,7 @@ DURATIONS = {
     "pictures": (UNMEASURED, "20 s"),
     "scheduler": ("60 s", "5 s"),
     "simulate": ("5 min", "5 s"),
+    "tracing": ("2 min", "10 s"),
     "transfer": (UNMEASURED, "40 s"),
 }
 NAMES = tuple(DURATIONS)
