@@ -5,23 +5,30 @@ no input raises: a frame that cannot be decoded is counted, logged once per reas
 protocol version is refused in its own version. A closed connection is noticed at once: a bound mailbox probes the peers
 that it watches, and ZMQ cannot route to closed ones.
 
+With keys (``common.wire.curve``), connections are encrypted and authenticated at both ends. ZMQ gives up a connection
+for good if its handshake fails or it carries a forged frame, since anyone on the way can cause both; a connecting
+mailbox then dials again.
+
 Messages to one peer that are due together share frames, since a frame costs more than the messages in it.
 
 The memory of messages that a peer does not read is bounded. ZMQ bounds the number of frames, which suffices for small
 ones; the bytes of large ones are counted here until ZMQ has sent them.
 """
 
+import contextlib
 import logging
+import struct
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import zmq
 from msgspec import Meta
-from zmq.utils.monitor import recv_monitor_message
 
+from common.wire.curve import ZAP_DOMAIN, Authenticator, CurveClient, CurveServer, public_key
 from common.wire.messages import PROTOCOL_VERSION, Header, Message, Ping, Refused
 
 log = logging.getLogger(__name__)
@@ -36,7 +43,14 @@ SHARED_BYTES = 3_072  # of messages that share a frame, which is then not large
 MAX_MESSAGES = 1_024  # in one frame
 NUM_PROBES = 6
 PROBE_EVERY_S = 0.02
+REDIAL_S = 3.0  # without a connection after one was lost; ZMQ dials again by itself after most losses, but not all
+HANDSHAKE_MS = 10_000  # for all of a handshake; ZMQ closes connections that take longer
+MAX_EVENTS = 1_000  # read from ZMQ in one call
 _PING = msgspec.msgpack.encode(Ping())
+_CONNECTED, _DISCONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
+_PROTOCOL_FAILURE, _AUTH_FAILURE = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_OTHER_FAILURE = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_EVENT = struct.Struct("=HI")  # number and value
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # operators of enumerations are slow
 
 
@@ -45,9 +59,28 @@ class Envelope(NamedTuple):
     message: Any
 
 
+class HandshakeFailure(StrEnum):
+    """Why a connection could not be made, or was given up; also the label of a count."""
+
+    KEY = "key"  # the server does not permit the client's key
+    MECHANISM = "mechanism"  # one end has keys, and the other has none
+    SECRET = "secret"  # a frame cannot be decrypted: the client expects another server, or a frame is forged
+    CLOSED = "closed"  # the other end closed the connection during the handshake, or took too long
+    PROTOCOL = "protocol"  # the other end does not speak ZMTP 3
+
+
+_EXPLANATIONS = {
+    HandshakeFailure.MECHANISM: "the peer has no keys (--insecure, or an earlier release of Baton)",
+    HandshakeFailure.SECRET: "the peer expects a server with another key, or a frame was changed on its way",
+    HandshakeFailure.CLOSED: "the peer closed the connection during the handshake, or took too long",
+    HandshakeFailure.PROTOCOL: "the peer is no process of Baton",
+}
+
+
 class ConnectionEvents(NamedTuple):
     connected: bool
     disconnected: bool
+    failure: HandshakeFailure | None = None  # the last one
 
 
 class Mailbox:
@@ -57,16 +90,30 @@ class Mailbox:
         incarnation: incarnation of this process, and the routing identity of a connecting mailbox.
         accepts: union of the message types to accept.
         bind, connect: ``tcp://host:port``; exactly one of the two. Port 0 binds a free port, see ``address``.
+        curve: the keys; None neither encrypts nor authenticates. A context can have one bound mailbox with keys.
+
+    Attributes:
+        dropped: numbers of malformed messages, by reason.
+        refused: numbers of connections that a bound mailbox has refused, by ``HandshakeFailure``.
     Raises:
         zmq.ZMQError: the address cannot be bound or is malformed.
     """
 
     def __init__(
-        self, context: zmq.Context[Any], incarnation: str, accepts: Any, *, bind: str = "", connect: str = ""
+        self,
+        context: zmq.Context[Any],
+        incarnation: str,
+        accepts: Any,
+        *,
+        bind: str = "",
+        connect: str = "",
+        curve: CurveServer | CurveClient | None = None,
     ) -> None:
         assert bool(bind) != bool(connect)
+        assert curve is None or isinstance(curve, CurveServer if bind else CurveClient)
         self.incarnation = incarnation
         self.dropped: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self.num_bytes_sent = 0  # of encoded messages
         self._is_bound = bool(bind)
         self._messages = msgspec.msgpack.Decoder(accepts | Annotated[list[accepts], Meta(max_length=MAX_MESSAGES)])
@@ -77,8 +124,17 @@ class Mailbox:
         self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # unsent messages and bytes, by target
         self._socket = context.socket(zmq.ROUTER if bind else zmq.DEALER)
         self._configure(self._socket, incarnation, is_bound=self._is_bound)
-        events = zmq.EVENT_DISCONNECTED | (0 if bind else zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._monitor = self._socket.get_monitor_socket(events)
+        self._endpoint = connect
+        self._lost_at: float | None = None  # since when a connecting mailbox lacks the connection that it had
+        self._authenticator: Authenticator | None = None
+        if isinstance(curve, CurveServer):
+            self._authenticator = Authenticator(context, curve.permitted, self._on_refused_key)
+        if curve is not None:
+            set_keys(self._socket, curve)
+        failures = _PROTOCOL_FAILURE | _OTHER_FAILURE
+        self._monitor = self._socket.get_monitor_socket(
+            _DISCONNECTED | failures | (0 if bind else _CONNECTED | _AUTH_FAILURE)
+        )
         try:
             if bind:
                 self._socket.bind(bind)
@@ -98,6 +154,7 @@ class Mailbox:
         socket.set(zmq.IPV6, 1)
         socket.set(zmq.HEARTBEAT_IVL, 5_000)  # finds half-open connections; slow peers pass, since libzmq answers
         socket.set(zmq.HEARTBEAT_TIMEOUT, 30_000)
+        socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         if is_bound:
             socket.set(zmq.ROUTER_MANDATORY, 1)
         else:
@@ -115,8 +172,10 @@ class Mailbox:
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
-        """The sockets to poll for input: the socket and its monitor."""
-        return (self._socket, self._monitor)
+        """The sockets to poll for input: one for ``receive``, and others for ``connection_events``."""
+        if self._authenticator is None:
+            return (self._socket, self._monitor)
+        return (self._socket, self._monitor, self._authenticator.socket)
 
     def send(self, *messages: Message, target: str = "") -> bool:
         """Queue messages, in order; never blocks.
@@ -172,15 +231,22 @@ class Mailbox:
         num_bytes = 0
         while len(envelopes) < limit and num_bytes < MAX_BATCH_BYTES:
             try:
+                first = self._socket.recv(_NOBLOCK, copy=False) if self._is_bound else None
                 frames = self._socket.recv_multipart(_NOBLOCK)
             except zmq.Again:
                 break
             num_bytes += len(frames[-1])
-            envelopes += self._decode(frames)
+            envelopes += self._decode(None if first is None else self._identity(first), frames)
         return envelopes
 
-    def _decode(self, frames: list[bytes]) -> list[Envelope]:
-        identity = frames.pop(0) if self._is_bound else None
+    def _identity(self, first: zmq.Frame) -> bytes:
+        """The incarnation that owns the connection, as the first frame says; empty if its key cannot have it."""
+        identity = first.bytes
+        if self._authenticator is not None and not identity.startswith(first.get("User-Id").encode()):
+            return b""
+        return identity
+
+    def _decode(self, identity: bytes | None, frames: list[bytes]) -> list[Envelope]:
         if len(frames) != 2:
             return self._drop("frames", f"{len(frames)} frames")
         try:
@@ -216,13 +282,48 @@ class Mailbox:
         return []
 
     def connection_events(self) -> ConnectionEvents:
-        """Return the connections made and closed since the last call, for connecting mailboxes."""
+        """Answer clients that want to connect, and return what happened to connections since the last call.
+
+        A connecting mailbox without a connection dials again; this must be called every few seconds at least.
+        """
+        if self._authenticator is not None:
+            self._authenticator.answer_all()
         connected = disconnected = False
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            connected |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            disconnected |= event == zmq.EVENT_DISCONNECTED
-        return ConnectionEvents(connected, disconnected)
+        failure = None
+        for _ in range(MAX_EVENTS):
+            try:
+                event, value = _EVENT.unpack(self._monitor.recv_multipart(_NOBLOCK)[0])
+            except zmq.Again:
+                break
+            if event == _CONNECTED:
+                connected, self._lost_at = True, None
+            elif event == _DISCONNECTED:
+                disconnected = True
+            else:
+                failure = _failure(event, value)
+                if self._is_bound:
+                    self._on_refused(failure, _EXPLANATIONS[failure])
+        if not self._is_bound:
+            self._redial(is_lost=disconnected and not connected)
+        return ConnectionEvents(connected, disconnected, failure)
+
+    def _redial(self, *, is_lost: bool) -> None:
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at = now if is_lost else None
+        elif now - self._lost_at >= REDIAL_S:
+            self._lost_at = now
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disconnect(self._endpoint)
+            self._socket.connect(self._endpoint)
+
+    def _on_refused_key(self, detail: str) -> None:
+        self._on_refused(HandshakeFailure.KEY, detail)
+
+    def _on_refused(self, failure: HandshakeFailure, detail: str) -> None:
+        self.refused[failure] += 1
+        if self.refused[failure] == 1:
+            log.warning("refused a connection (%s): %s; more of this kind are only counted", failure, detail)
 
     def lost_peers(self, watched: Iterable[str]) -> list[str]:
         """Return the ``watched`` peers whose connections are closed, for bound mailboxes.
@@ -251,6 +352,8 @@ class Mailbox:
             return
         self._socket.disable_monitor()
         self._monitor.close(0)
+        if self._authenticator is not None:
+            self._authenticator.socket.close()
         self._socket.close()
 
 
@@ -271,3 +374,28 @@ def _bodies(messages: Iterable[bytes]) -> Iterator[bytes]:
 def _body(messages: list[bytes]) -> bytes:
     """One message as it is, several as a MessagePack array."""
     return messages[0] if len(messages) == 1 else b"".join((b"\xdc", len(messages).to_bytes(2), *messages))
+
+
+def set_keys(socket: zmq.Socket[bytes], curve: CurveServer | CurveClient) -> None:
+    """Make a socket a CURVE server or client, before it binds or connects."""
+    socket.set(zmq.CURVE_SECRETKEY, curve.secret)
+    if isinstance(curve, CurveServer):
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it, a missing authenticator would permit every key
+    else:
+        socket.set(zmq.CURVE_PUBLICKEY, public_key(curve.secret))
+        socket.set(zmq.CURVE_SERVERKEY, curve.server)
+
+
+def _failure(event: int, value: int) -> HandshakeFailure:
+    """What an event of a failed handshake, and its value, mean."""
+    if event == _AUTH_FAILURE:
+        return HandshakeFailure.KEY
+    if event == _OTHER_FAILURE:
+        return HandshakeFailure.CLOSED
+    if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        return HandshakeFailure.MECHANISM
+    if value in (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_INVALID_SEQUENCE):
+        return HandshakeFailure.SECRET
+    return HandshakeFailure.PROTOCOL

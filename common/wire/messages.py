@@ -17,7 +17,7 @@ from common.sampling_params import SamplingParams, TokenLogprobs
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -27,6 +27,7 @@ ShortText = Annotated[str, Meta(max_length=256)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
 Role = Literal["prefill", "decode"]
+PublicKey = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]  # of CURVE; empty without keys
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -86,6 +87,7 @@ class Register(Message, frozen=True, tag="register"):
     pid: Count
     device: Id
     tokenizer_digest: ShortText = ""  # sha256 of tokenizer.json; empty: the node has none and follows no grammar
+    public_key: PublicKey = ""  # with which decode nodes verify that they have reached this prefill node
 
 
 class Registered(Message, frozen=True, tag="registered"):
@@ -193,6 +195,7 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Id
     incarnation: Incarnation
     address: Text
+    public_key: PublicKey = ""  # of a prefill node
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 from support.service.client import Client, prompt_of
 from support.service.service import Service, running
+from support.wire.raw_peers import raw_peer
 
 from common.wire.messages import PROTOCOL_VERSION, Abort, Grant, Header, Heartbeat, Message, Ping, Tokens
 from common.wire.process_id import new_incarnation
@@ -263,22 +264,18 @@ STRAY: dict[str, list[Message]] = {  # well formed, from an unknown sender
 }
 
 
-async def throw_frames(port: int, strays: list[Message]) -> None:
-    """Sends garbage and stray messages over ZMQ."""
-    me = new_incarnation()
+async def throw_frames(port: int, strays: list[Message], server: bytes = b"") -> None:
+    """Sends garbage and stray messages over ZMQ, as a process that has the key of a node; ``server`` as in ``raw_peer``."""
     context = zmq.asyncio.Context()
-    socket_ = context.socket(zmq.DEALER)
+    socket_, me = raw_peer(context, f"127.0.0.1:{port}", server=server)
     socket_.set(zmq.LINGER, 2000)
-    socket_.set(zmq.ROUTING_ID, me.encode())
-    socket_.connect(f"tcp://127.0.0.1:{port}")
     for frames in garbage(me):
         await socket_.send_multipart(frames)
     for stray in strays:
         await socket_.send_multipart([msgspec.msgpack.encode(Header(PROTOCOL_VERSION, me, "")), encoded(stray)])
     await asyncio.sleep(0.2)
-    huge = context.socket(zmq.DEALER)
+    huge, _ = raw_peer(context, f"127.0.0.1:{port}", server=server)
     huge.set(zmq.LINGER, 0)
-    huge.connect(f"tcp://127.0.0.1:{port}")
     await huge.send(b"x" * (17 << 20))  # over the limit of a frame: the connection is closed
     await asyncio.sleep(0.2)
     huge.close()
@@ -319,7 +316,7 @@ async def test_garbage_on_a_prefill_nodes_data_port_is_counted_and_dropped(servi
             return (await client.counters())["prefill-0"]["dropped_messages"]
 
         before = await dropped()
-        await throw_frames(data_port(row), STRAY["prefill"])
+        await throw_frames(data_port(row), STRAY["prefill"], bytes.fromhex(row["register"]["public_key"]))
         async with asyncio.timeout(60):
             while await dropped() - before < NUM_COUNTED + 1:  # a decode node sends no Abort
                 await asyncio.sleep(0.02)

@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode
 from common.sampling_params import TokenLogprobs
+from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
     Abort,
@@ -140,7 +141,9 @@ class FakeNode:
     ) -> None:
         self.role = role
         self.register = make_register(role, name or role, **changes)
-        self.incarnation = new_incarnation()
+        keys = load_keys(None, is_insecure=False, role="node")
+        assert keys is not None
+        self.incarnation = new_incarnation(keys.fingerprint)
         self.received: list[Any] = []
         self.generates: dict[str, Generate] = {}
         self._attempts = {} if attempts is None else attempts
@@ -150,7 +153,13 @@ class FakeNode:
         self.num_cached_pages: int | None = 5
         self.decisions: tuple[Decision, ...] | None = ()
         self._context = zmq.Context()
-        self.mailbox = Mailbox(self._context, self.incarnation, FromGateway, connect=f"tcp://{control_address}")
+        self.mailbox = Mailbox(
+            self._context,
+            self.incarnation,
+            FromGateway,
+            connect=f"tcp://{control_address}",
+            curve=keys.client(keys.gateway),
+        )
         self._changed = asyncio.Event()
         self._round_trips = map("round trip {}".format, itertools.count())
         self._work = asyncio.get_running_loop().create_task(self._run())
