@@ -41,15 +41,16 @@ from common.wire.messages import (
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 1.0
+SILENCE_S = 10.0  # of a gateway after a registration; the node then connects again
 MAX_PAIRS = 1_024  # reported to the gateway
 NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
 REMEDIES = {
     HandshakeFailure.KEY: "it does not permit the key of this node: give both --keys folders of one baton keygen, with "
     "the node's public key in the folder nodes of the gateway's",
-    HandshakeFailure.MECHANISM: "only one of the two has keys: start both with keys, or both with --insecure",
+    HandshakeFailure.PROTOCOL: "only one of the two has keys (start both with keys, or both with --insecure), or the "
+    "process there is no gateway of this release of Baton",
     HandshakeFailure.CLOSED: "the process there closes the connection, as a gateway with another key does: give both "
     "--keys folders of one baton keygen",
-    HandshakeFailure.SECRET: "a frame was changed on its way, or the process there is not the gateway of --keys",
 }
 
 
@@ -106,6 +107,7 @@ class EventLoop:
         self._clock = clock
         self._gateway = endpoint.dial(FromGateway, gateway, b"" if endpoint.keys is None else endpoint.keys.gateway)
         self._gateway_address = gateway
+        self._connected_at: float | None = None  # to a gateway that has not answered yet
         self._failure: HandshakeFailure | None = None  # of the last connection to the gateway, as logged
         self._gateway_incarnation = ""
         self._prefill_nodes: dict[str, Mailbox] = {}  # dialled by this decode node, by incarnation
@@ -216,8 +218,13 @@ class EventLoop:
             self.is_registered = False
             self._gateway_incarnation = ""
             self._role.gateway_lost(now)
+            self._connected_at = None
         if events.connected:
+            self._connected_at = now
             self._gateway.send(self._register())
+        elif self._connected_at is not None and now - self._connected_at > SILENCE_S:
+            self._connected_at = None
+            self._gateway.redial()
         for letter in self._gateway.receive():
             self._on_gateway(letter.sender, letter.message, now)
         if self._listen is not None:
@@ -229,13 +236,13 @@ class EventLoop:
         """Log why the gateway cannot be reached: once, since anyone on the way can cause it, and it may pass."""
         if failure != self._failure:
             self._failure = failure
-            remedy = REMEDIES.get(failure, "is a gateway of this release of Baton listening there?")
-            log.error("cannot connect to --gateway %s: %s; trying again", self._gateway_address, remedy)
+            log.error("cannot connect to --gateway %s: %s; trying again", self._gateway_address, REMEDIES[failure])
 
     def _on_gateway(self, sender: str, message: Message, now: float) -> None:
         if sender != self._gateway_incarnation and self._gateway_incarnation:
             self._role.gateway_lost(now)  # another process has taken over the address of the first one
         self._gateway_incarnation = sender
+        self._connected_at = None
         if isinstance(message, Registered):
             self._failure = None
             if not self.is_registered:

@@ -47,9 +47,11 @@ REDIAL_S = 3.0  # without a connection after one was lost; ZMQ dials again by it
 HANDSHAKE_MS = 10_000  # for all of a handshake; ZMQ closes connections that take longer
 MAX_EVENTS = 1_000  # read from ZMQ in one call
 _PING = msgspec.msgpack.encode(Ping())
-_CONNECTED, _DISCONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
-_PROTOCOL_FAILURE, _AUTH_FAILURE = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-_OTHER_FAILURE = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+#: Failures that ZMQ takes for errors of the protocol have an event, too. It is not asked for: sending it makes libzmq
+#: 4.3.5 forget that a frame could not be decrypted. The connection then stays half open, or the process aborts.
+_ACCEPTED, _CONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_DISCONNECTED, _REFUSED = int(zmq.EVENT_DISCONNECTED), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_CLOSED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _EVENT = struct.Struct("=HI")  # number and value
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # operators of enumerations are slow
 
@@ -60,21 +62,12 @@ class Envelope(NamedTuple):
 
 
 class HandshakeFailure(StrEnum):
-    """Why a connection could not be made, or was given up; also the label of a count."""
+    """Why a connection could not be made; also the label of a count."""
 
     KEY = "key"  # the server does not permit the client's key
-    MECHANISM = "mechanism"  # one end has keys, and the other has none
-    SECRET = "secret"  # a frame cannot be decrypted: the client expects another server, or a frame is forged
-    CLOSED = "closed"  # the other end closed the connection during the handshake, or took too long
-    PROTOCOL = "protocol"  # the other end does not speak ZMTP 3
-
-
-_EXPLANATIONS = {
-    HandshakeFailure.MECHANISM: "the peer has no keys (--insecure, or an earlier release of Baton)",
-    HandshakeFailure.SECRET: "the peer expects a server with another key, or a frame was changed on its way",
-    HandshakeFailure.CLOSED: "the peer closed the connection during the handshake, or took too long",
-    HandshakeFailure.PROTOCOL: "the peer is no process of Baton",
-}
+    CLOSED = "closed"  # the other end closed the connection, as a server does whose key is another one
+    PROTOCOL = "protocol"  # the other end has no keys (or this one), or does not speak ZMTP, or a frame was changed
+    HANDSHAKE = "handshake"  # at a server: another one than ``KEY``
 
 
 class ConnectionEvents(NamedTuple):
@@ -131,9 +124,12 @@ class Mailbox:
             self._authenticator = Authenticator(context, curve.permitted, self._on_refused_key)
         if curve is not None:
             set_keys(self._socket, curve)
-        failures = _PROTOCOL_FAILURE | _OTHER_FAILURE
+        self._num_pending = 0  # connections to a bound mailbox whose handshake is not finished
+        self._num_key_refusals = 0  # of those; they are counted already
+        self._is_connected = False  # of a connecting mailbox
+        self._failure = HandshakeFailure.PROTOCOL  # of its handshake in progress, unless an event says otherwise
         self._monitor = self._socket.get_monitor_socket(
-            _DISCONNECTED | failures | (0 if bind else _CONNECTED | _AUTH_FAILURE)
+            _CONNECTED | _DISCONNECTED | (_ACCEPTED if bind else _REFUSED | _CLOSED)
         )
         try:
             if bind:
@@ -292,35 +288,68 @@ class Mailbox:
         failure = None
         for _ in range(MAX_EVENTS):
             try:
-                event, value = _EVENT.unpack(self._monitor.recv_multipart(_NOBLOCK)[0])
+                event, _ = _EVENT.unpack(self._monitor.recv_multipart(_NOBLOCK)[0])
             except zmq.Again:
                 break
-            if event == _CONNECTED:
-                connected, self._lost_at = True, None
-            elif event == _DISCONNECTED:
-                disconnected = True
+            connected |= event == _CONNECTED
+            disconnected |= event == _DISCONNECTED
+            if self._is_bound:
+                self._on_server_event(event)
             else:
-                failure = _failure(event, value)
-                if self._is_bound:
-                    self._on_refused(failure, _EXPLANATIONS[failure])
-        if not self._is_bound:
-            self._redial(is_lost=disconnected and not connected)
+                failure = self._on_client_event(event) or failure
+        if self._lost_at is not None and time.monotonic() - self._lost_at >= REDIAL_S:
+            self.redial()
         return ConnectionEvents(connected, disconnected, failure)
 
-    def _redial(self, *, is_lost: bool) -> None:
-        now = time.monotonic()
-        if self._lost_at is None:
-            self._lost_at = now if is_lost else None
-        elif now - self._lost_at >= REDIAL_S:
-            self._lost_at = now
-            with contextlib.suppress(zmq.ZMQError):
-                self._socket.disconnect(self._endpoint)
-            self._socket.connect(self._endpoint)
+    def _on_server_event(self, event: int) -> None:
+        """Count connections that end before their handshake does.
+
+        ZMQ does not say which connections end. While a handshake is in progress, the end of another connection is
+        taken for its; their sum is always right.
+        """
+        if event == _ACCEPTED:
+            self._num_pending += 1
+        elif self._num_pending:
+            self._num_pending -= 1
+            if event == _DISCONNECTED:
+                if self._num_key_refusals:
+                    self._num_key_refusals -= 1
+                else:
+                    self._count_refusal(
+                        HandshakeFailure.HANDSHAKE, "the peer has no keys, or expects another server, or gave up"
+                    )
+
+    def _on_client_event(self, event: int) -> HandshakeFailure | None:
+        """Follow the connection; returns why it could not be made, if it could not."""
+        if event == _CONNECTED:
+            self._is_connected, self._lost_at = True, None
+        elif event == _REFUSED:
+            self._failure = HandshakeFailure.KEY
+        elif event == _CLOSED:
+            self._failure = HandshakeFailure.CLOSED
+        else:
+            self._lost_at = self._lost_at or time.monotonic()
+            was_connected, self._is_connected = self._is_connected, False
+            failure, self._failure = self._failure, HandshakeFailure.PROTOCOL
+            return None if was_connected else failure
+        return None
+
+    def redial(self) -> None:
+        """Close the connection of a connecting mailbox, if it has one, and make another one.
+
+        ZMQ does not dial again by itself after an error that it takes for one of the protocol. And a server ignores a
+        connection for good if the last one of the same peer is still open there.
+        """
+        self._lost_at, self._is_connected = time.monotonic(), False
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disconnect(self._endpoint)
+        self._socket.connect(self._endpoint)
 
     def _on_refused_key(self, detail: str) -> None:
-        self._on_refused(HandshakeFailure.KEY, detail)
+        self._num_key_refusals += 1
+        self._count_refusal(HandshakeFailure.KEY, detail)
 
-    def _on_refused(self, failure: HandshakeFailure, detail: str) -> None:
+    def _count_refusal(self, failure: HandshakeFailure, detail: str) -> None:
         self.refused[failure] += 1
         if self.refused[failure] == 1:
             log.warning("refused a connection (%s): %s; more of this kind are only counted", failure, detail)
@@ -386,16 +415,3 @@ def set_keys(socket: zmq.Socket[bytes], curve: CurveServer | CurveClient) -> Non
     else:
         socket.set(zmq.CURVE_PUBLICKEY, public_key(curve.secret))
         socket.set(zmq.CURVE_SERVERKEY, curve.server)
-
-
-def _failure(event: int, value: int) -> HandshakeFailure:
-    """What an event of a failed handshake, and its value, mean."""
-    if event == _AUTH_FAILURE:
-        return HandshakeFailure.KEY
-    if event == _OTHER_FAILURE:
-        return HandshakeFailure.CLOSED
-    if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        return HandshakeFailure.MECHANISM
-    if value in (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_INVALID_SEQUENCE):
-        return HandshakeFailure.SECRET
-    return HandshakeFailure.PROTOCOL

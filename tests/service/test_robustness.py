@@ -265,7 +265,7 @@ STRAY: dict[str, list[Message]] = {  # well formed, from an unknown sender
 
 
 async def throw_frames(port: int, strays: list[Message], server: bytes = b"") -> None:
-    """Sends garbage and stray messages over ZMQ, as a process that has the key of a node; ``server`` as in ``raw_peer``."""
+    """Sends garbage and stray messages over ZMQ with the key of a node; ``server`` as in ``raw_peer``."""
     context = zmq.asyncio.Context()
     socket_, me = raw_peer(context, f"127.0.0.1:{port}", server=server)
     socket_.set(zmq.LINGER, 2000)

@@ -296,7 +296,7 @@ async def test_refused_control_connections_are_counted(stack):
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.connect(f"tcp://{stack.gateway.control_address}")
-    while not only(await scrape(stack), 'baton_control_connections_refused_total{reason="mechanism"}'):
+    while not only(await scrape(stack), 'baton_control_connections_refused_total{reason="handshake"}'):
         await asyncio.sleep(0.01)
     context.destroy(linger=0)
 
