@@ -193,7 +193,10 @@ def proxy(gateway: Mailbox) -> Iterator[HostileProxy]:
 def test_changed_frames_are_never_received_and_the_connection_is_made_again(
     context: Context, gateway: Mailbox, proxy: HostileProxy, monkeypatch: pytest.MonkeyPatch, to_server: bool
 ) -> None:
-    """What arrives is a beginning of what was sent. Frames of the handshake are changed, too."""
+    """What arrives was sent, arrives once, and in order. Frames of the handshake are changed, too.
+
+    CURVE does not notice frames that are taken out; the messages that need it have numbers of their own.
+    """
     monkeypatch.setattr(mailbox, "REDIAL_S", 0.2)
     monkeypatch.setattr(mailbox, "HANDSHAKE_MS", 1_000)
 
@@ -236,8 +239,8 @@ def test_changed_frames_are_never_received_and_the_connection_is_made_again(
 
         until(turn)
         for arrived, whole, last in ((heard, sent, lasts[0]), (told, answers, lasts[1])):
-            before = [message for message in arrived if message != last]
-            assert before == whole[: len(before)]
+            numbers = [whole.index(message) for message in arrived if message != last]
+            assert numbers == sorted(set(numbers))
         node.close()
 
     run()
