@@ -305,19 +305,19 @@ class Mailbox:
         """Count connections that end before their handshake does.
 
         ZMQ does not say which connections end. While a handshake is in progress, the end of another connection is
-        taken for its; their sum is always right.
+        taken for its; when the handshake succeeds after all, the next one that does not makes up for it.
         """
         if event == _ACCEPTED:
             self._num_pending += 1
-        elif self._num_pending:
+        elif event == _CONNECTED:
             self._num_pending -= 1
-            if event == _DISCONNECTED:
-                if self._num_key_refusals:
-                    self._num_key_refusals -= 1
-                else:
-                    self._count_refusal(
-                        HandshakeFailure.HANDSHAKE, "the peer has no keys, or expects another server, or gave up"
-                    )
+        elif self._num_pending > 0:
+            self._num_pending -= 1
+            if self._num_key_refusals:
+                self._num_key_refusals -= 1
+            else:
+                detail = "the peer has no keys, or expects another server, or gave up"
+                self._count_refusal(HandshakeFailure.HANDSHAKE, detail)
 
     def _on_client_event(self, event: int) -> HandshakeFailure | None:
         """Follow the connection; returns why it could not be made, if it could not."""

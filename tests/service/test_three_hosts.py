@@ -1,4 +1,4 @@
-"""Three hosts in network namespaces: gateway, prefill node and decode node with keys of ``baton keygen``, and a stranger.
+"""Three hosts in network namespaces, with keys of ``baton keygen``, and a stranger.
 
 host-a 10.213.N.1 (gateway)   host-b 10.213.N.2 (prefill)   host-c 10.213.N.3 (decode)   host-x 10.213.N.9 (stranger)
 """

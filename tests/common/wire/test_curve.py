@@ -80,6 +80,7 @@ def test_messages_go_both_ways_between_a_gateway_and_permitted_nodes(context: Co
         assert gateway.send(Abort("r", 0), target=node.incarnation)
         assert received(node) == [Abort("r", 0)]
         node.close()
+        assert until(lambda node=node: gateway.lost_peers([node.incarnation])) == [node.incarnation]
     assert gateway.refused == gateway.dropped == {}
 
 
