@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 import zmq
 
 from common.config.shared import SMALL_MODEL_NAME
+from common.wire.curve import CurveKeys
+from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromGateway, Generate, Heartbeat, LayoutMessage, Register, Registered, Role, Tokens
 from common.wire.process_id import new_incarnation
@@ -30,12 +32,19 @@ class ScriptedNode:
     """
 
     def __init__(
-        self, context: zmq.Context[Any], control: str, role: Role, on_generate: Callable[[Generate], None]
+        self,
+        context: zmq.Context[Any],
+        control: str,
+        role: Role,
+        on_generate: Callable[[Generate], None],
+        keys: CurveKeys | None,
     ) -> None:
         self._on_generate = on_generate
         self.registered = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._mailbox = Mailbox(context, new_incarnation(), FromGateway, connect=f"tcp://{control}")
+        me = new_incarnation("" if keys is None else keys.fingerprint)
+        curve = None if keys is None else keys.client(keys.gateway)
+        self._mailbox = Mailbox(context, me, FromGateway, connect=f"tcp://{control}", curve=curve)
         self._is_drain_due = False
         self._due: list[Tokens] = []
         self._fd = int(self._mailbox.sockets[0].get(zmq.FD))
@@ -89,13 +98,13 @@ class ScriptedPair:
         letters: token ids of ``LETTERS``, which the streams repeat.
     """
 
-    def __init__(self, control: str, letters: list[int]) -> None:
+    def __init__(self, control: str, letters: list[int], keys: CurveKeys | None) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._letters = letters
         self._is_streaming = False
         self._begun: asyncio.Queue[Generate] = asyncio.Queue()
-        self._prefill = ScriptedNode(self._context, control, "prefill", self._on_generate)
-        self._decode = ScriptedNode(self._context, control, "decode", lambda generate: None)
+        self._prefill = ScriptedNode(self._context, control, "prefill", self._on_generate, keys)
+        self._decode = ScriptedNode(self._context, control, "decode", lambda generate: None, keys)
 
     async def ready(self) -> None:
         await self._prefill.registered.wait()
@@ -128,19 +137,21 @@ class ScriptedPair:
 
 
 @contextlib.asynccontextmanager
-async def baton(model: str, cores: set[int]) -> AsyncIterator[Gateway]:
-    """Run a gateway with a pair of scripted nodes on free ports."""
+async def baton(model: str, cores: set[int], is_insecure: bool = False) -> AsyncIterator[Gateway]:
+    """Run a gateway with a pair of scripted nodes on free ports, with the keys of this user unless ``is_insecure``."""
     tokenizer = Tokenizer.load(Path(model))
     letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
     words = [
         sys.executable, "-m", "gateway", "--model", model, "--served-model-name", SMALL_MODEL_NAME,
         "--port", "0", "--control-port", "0", "--max-queued-requests", "4096",
+        *(["--insecure"] if is_insecure else []),
     ]  # fmt: skip
+    keys = load_keys(None, is_insecure=is_insecure, role="node")
     async with pinned_process(words, cores) as process:
         assert process.stderr is not None
         control = (await process.stderr.readline()).decode().split()[-1]
         url = (await process.stderr.readline()).decode().split()[-1]
-        nodes = ScriptedPair(control, letters)
+        nodes = ScriptedPair(control, letters, keys)
         try:
             await asyncio.wait_for(nodes.ready(), 30.0)
             yield Gateway("baton", process.pid, urlsplit(url).port or 0, nodes)
