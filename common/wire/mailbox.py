@@ -109,7 +109,9 @@ class Mailbox:
         self.refused: Counter[str] = Counter()
         self.num_bytes_sent = 0  # of encoded messages
         self._is_bound = bool(bind)
-        self._messages = msgspec.msgpack.Decoder(accepts | Annotated[list[accepts], Meta(min_length=1, max_length=MAX_MESSAGES)])
+        self._messages = msgspec.msgpack.Decoder(
+            accepts | Annotated[list[accepts], Meta(min_length=1, max_length=MAX_MESSAGES)]
+        )
         self._header = msgspec.msgpack.Decoder(Header)
         self._encoder = msgspec.msgpack.Encoder()
         self._num_probes_left = 0

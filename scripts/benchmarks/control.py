@@ -32,6 +32,7 @@ from scripts.benchmarks.gateways.processes import split_cores
 
 SHORTEST = ("--seconds=0.3", "--rounds=1")
 VOCABULARY = 151_936
+KINDS = ("plain", "keys")
 AHEAD = 64  # unread messages at most, so that neither side waits for memory
 GATEWAY_LOADS = [
     load for load in LOADS if load.name in ("completions, 16 connections", "completion chunks, 64 streams")
@@ -107,14 +108,18 @@ def exchange(message: Message, keys: Keys, seconds: float) -> tuple[float, float
     return found
 
 
-async def gateway_costs(seconds: float, rounds: int, *, is_insecure: bool) -> dict[str, float]:
-    """Microseconds of the gateway's processor time per answer and per chunk."""
+async def gateway_costs(seconds: float, rounds: int) -> dict[tuple[str, str], float]:
+    """Microseconds of the gateway's processor time per answer and chunk, by load and kind; measured in turns."""
+    found: dict[tuple[str, str], list[float]] = {}
+    cores = split_cores(is_pinned=True)
     async with contextlib.AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(baton(SMALL_MODEL, split_cores(is_pinned=True), is_insecure))
-        return {
-            load.name: statistics.median([(await measure(gateway, load, seconds)).cpu_us for _ in range(rounds)])
-            for load in GATEWAY_LOADS
-        }
+        gateways = {kind: await stack.enter_async_context(baton(SMALL_MODEL, cores, kind == "plain")) for kind in KINDS}
+        for _ in range(rounds):
+            for load in GATEWAY_LOADS:
+                for kind, gateway in gateways.items():
+                    measured = await measure(gateway, load, seconds)
+                    found.setdefault((load.name, kind), []).append(measured.cpu_us)
+    return {key: statistics.median(values) for key, values in found.items()}
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
@@ -123,19 +128,18 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     drawn = draw_keys()
     for name, message in messages().items():
         cells = []
-        for kind, keys in (("plain", None), ("keys", drawn)):
+        for kind, keys in zip(KINDS, (None, drawn), strict=True):
             rounds = [exchange(message, keys, options.seconds) for _ in range(options.rounds)]
             for end, values in zip(("sender", "receiver"), zip(*rounds, strict=True), strict=True):
                 figures[f"{name}, {kind}, {end}"] = statistics.median(values) * 1e6
             cells.append(" ".join(f"{figures[f'{name}, {kind}, {end}']:8.1f}" for end in ("sender", "receiver")))
         print(f"{name:32} {cells[0]:>17} {cells[1]:>17}")
-    costs = {}
-    for kind, is_insecure in (("plain", True), ("keys", False)):
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            costs[kind] = runner.run(gateway_costs(options.seconds, options.rounds, is_insecure=is_insecure))
-        figures |= {f"{name}, {kind}, gateway": value for name, value in costs[kind].items()}
-    for name in costs["plain"]:
-        print(f"{name:32} {costs['plain'][name]:17.1f} {costs['keys'][name]:17.1f}   gateway, each answer or chunk")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        costs = runner.run(gateway_costs(options.seconds, options.rounds))
+    figures |= {f"{name}, {kind}, gateway": value for (name, kind), value in costs.items()}
+    for load in GATEWAY_LOADS:
+        plain, with_keys = (costs[load.name, kind] for kind in KINDS)
+        print(f"{load.name:32} {plain:17.1f} {with_keys:17.1f}   gateway, each answer or chunk")
     return figures
 
 
