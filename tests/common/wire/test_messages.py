@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
 #: The protocol version, and the digest of its messages.
-PINNED = (10, "a0059e3998d98576")
+PINNED = (10, "77b9b10f4a5d68be")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,
