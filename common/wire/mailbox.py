@@ -246,7 +246,7 @@ class Mailbox:
     def _identity(self, first: zmq.Frame) -> bytes:
         """The incarnation that owns the connection, as the first frame says; empty if its key cannot have it."""
         identity = first.bytes
-        if self._authenticator is not None and not identity.startswith(first.get("User-Id").encode()):
+        if self._authenticator is not None and not identity.startswith(str(first.get("User-Id")).encode()):
             return b""
         return identity
 

@@ -23,6 +23,8 @@ def strategy_of(told: inspect.Type) -> st.SearchStrategy[Any]:
         return st.fixed_dictionaries(fields)
     if isinstance(told, inspect.DataclassType):
         return st.fixed_dictionaries({field.encode_name: strategy_of(field.type) for field in told.fields})
+    if isinstance(told, inspect.NamedTupleType):
+        return st.tuples(*(strategy_of(field.type) for field in told.fields)).map(list)
     if isinstance(told, inspect.UnionType):
         return st.one_of([strategy_of(one) for one in told.types])
     if isinstance(told, inspect.IntType):
