@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from support.service.client import Client, prompt_of
+from support.service.processes import num_descriptors, resident_bytes
 from support.service.service import Service, running
 from support.wire.raw_peers import raw_peer
 
@@ -325,4 +326,33 @@ async def test_garbage_on_a_prefill_nodes_data_port_is_counted_and_dropped(servi
         await exchange.end()
         assert list(exchange.ids) == expected
         assert await client.generate(prompt_of(900, 4), 4)
+        await client.settled()
+
+
+def flood(port: int, count: int) -> None:
+    """Opens connections that never finish a handshake, 300 at most at once."""
+    held: list[socket.socket] = []
+    for number in range(count):
+        held.append(socket.create_connection(("127.0.0.1", port), timeout=60))
+        held[-1].sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47) if number % 2 else b"x" * 200)
+        if len(held) > 300:
+            held.pop(0).close()
+    for connection in held:
+        connection.close()
+
+
+async def test_a_flood_of_connections_of_a_stranger_leaves_nothing_behind(service: Service) -> None:
+    async with service.client() as client:
+        expected = (await client.generate(prompt_of(20, 3), 300))["output_ids"]
+        await asyncio.to_thread(flood, service.control_port, 100)
+        memory, descriptors = resident_bytes(service.pid("gateway")), num_descriptors(service.pid("gateway"))
+        exchange = client.begin(prompt_of(20, 3), 300)
+        await asyncio.to_thread(flood, service.control_port, 2_000)
+        await exchange.end()
+        assert list(exchange.ids) == expected
+        async with asyncio.timeout(60):
+            while num_descriptors(service.pid("gateway")) > descriptors:
+                await asyncio.sleep(0.05)
+        assert resident_bytes(service.pid("gateway")) - memory < 32 << 20
+        assert {row["starts"] for row in (await client.fresh()).values()} == {1}
         await client.settled()
