@@ -108,7 +108,7 @@ class EventLoop:
         self._gateway = endpoint.dial(FromGateway, gateway, b"" if endpoint.keys is None else endpoint.keys.gateway)
         self._gateway_address = gateway
         self._connected_at: float | None = None  # to a gateway that has not answered yet
-        self._failure: HandshakeFailure | None = None  # of the last connection to the gateway, as logged
+        self._failures: set[HandshakeFailure] = set()  # logged since the last registration
         self._gateway_incarnation = ""
         self._prefill_nodes: dict[str, Mailbox] = {}  # dialled by this decode node, by incarnation
         self._heartbeat_s = 1.0
@@ -233,9 +233,9 @@ class EventLoop:
             self._receive_from_prefill_node(incarnation, now)
 
     def _report_failure(self, failure: HandshakeFailure) -> None:
-        """Log why the gateway cannot be reached: once, since anyone on the way can cause it, and it may pass."""
-        if failure != self._failure:
-            self._failure = failure
+        """Log why the gateway cannot be reached: each cause once, since anyone on the way can forge it."""
+        if failure not in self._failures:
+            self._failures.add(failure)
             log.error("cannot connect to --gateway %s: %s; trying again", self._gateway_address, REMEDIES[failure])
 
     def _on_gateway(self, sender: str, message: Message, now: float) -> None:
@@ -244,7 +244,7 @@ class EventLoop:
         self._gateway_incarnation = sender
         self._connected_at = None
         if isinstance(message, Registered):
-            self._failure = None
+            self._failures.clear()
             if not self.is_registered:
                 log.info("registered with the gateway (start %d)", message.starts)
             self.is_registered = True
