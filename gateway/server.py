@@ -22,6 +22,7 @@ from common.config.tenancy import parse_quotas
 from common.errors import ConfigError
 from common.plugins import load_app_plugin, load_priority_function
 from common.wire.address import in_url
+from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromNode
 from common.wire.process_id import new_incarnation
@@ -80,6 +81,7 @@ class Gateway:
         self._exporter = OtlpExporter(config.otlp_endpoint, self._clock) if config.otlp_endpoint else None
         self._tracer = Tracer(self._exporter, config.trace_sample_rate)
         self._app_plugins = [load_app_plugin(spec) for spec in config.app_plugin]
+        self._keys = load_keys(config.keys, is_insecure=config.insecure, role="gateway")
         self._options = ConnectionOptions(header_timeout_s, body_timeout_s, config.max_body_bytes, self._answered)
         self._context: zmq.Context[Any] = zmq.Context()
 
@@ -90,7 +92,7 @@ class Gateway:
         config = self._config
         mailbox, channel = self._open_channel()
         pools = WorkerPools(model.pool for model in self._models.values())
-        self._metrics = Metrics(list(pools), mailbox.dropped, starvation_bound_s=config.starvation_bound)
+        self._metrics = Metrics(list(pools), mailbox, starvation_bound_s=config.starvation_bound)
         self._dispatcher = Dispatcher(
             pools,
             channel,
@@ -154,8 +156,10 @@ class Gateway:
     def _open_channel(self) -> tuple[Mailbox, MailboxChannel]:
         config = self._config
         bind = f"tcp://{in_url(config.control_host)}:{config.control_port or '*'}"
+        incarnation = new_incarnation("" if self._keys is None else self._keys.fingerprint)
+        curve = None if self._keys is None else self._keys.server
         try:
-            mailbox = Mailbox(self._context, new_incarnation(), FromNode, bind=bind)
+            mailbox = Mailbox(self._context, incarnation, FromNode, bind=bind, curve=curve)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise _cannot_bind("control-port", config.control_port, config.control_host, error) from error

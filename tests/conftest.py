@@ -7,8 +7,13 @@ import contextlib
 import hashlib
 import math
 import os
+import tempfile
 
 import pytest
+
+#: Keys of the control plane that processes make at their first start, for all tests and the processes that they start.
+_STATE = tempfile.TemporaryDirectory(prefix="baton-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions, check_scheduling, is_user_defined
-from common.config.shared import LocalPrefill, ModelOptions, check_revision
+from common.config.shared import NEEDS_KEYS, LocalPrefill, ModelOptions, check_keys, check_revision
 from common.config.tenancy import TenantOptions, check_tenancy
 from common.errors import ConfigError
 from common.wire.address import check_brackets, check_reach
@@ -171,4 +171,5 @@ def check_http(config: Any) -> None:
     check_brackets("--host", config.host)
     if not config.api_key and config.tenant_keys is None:
         check_reach("--host", config.host, config.insecure, "set --api-key, or ")
-    check_reach("--control-host", config.control_host, config.insecure)
+    check_keys(config)
+    check_reach("--control-host", config.control_host, config.insecure or bool(config.keys), NEEDS_KEYS)

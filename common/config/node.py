@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from common.config.batching import Batching
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions
-from common.config.shared import EngineOptions, ModelOptions, Role, check_engine
+from common.config.shared import NEEDS_KEYS, EngineOptions, ModelOptions, Role, check_engine
 from common.errors import ConfigError
-from common.wire.address import check_reach, host_and_port
+from common.wire.address import check_reach, host_and_port, is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,18 @@ class NodeConfig(Batching, EngineOptions, SchedulingOptions, ModelOptions):
 
     def __post_init__(self) -> None:
         check_engine(self)
-        host_and_port(self.gateway, "--gateway")
+        gateway_host, _ = host_and_port(self.gateway, "--gateway")
+        has_keys = self.insecure or bool(self.keys)
+        if not is_loopback(gateway_host) and not has_keys:
+            raise ConfigError(
+                f"--gateway {self.gateway} is on another machine: {NEEDS_KEYS}connect without authentication with "
+                "--insecure"
+            )
         if self.role == "decode" and self.data_port:
             raise ConfigError(
                 "--data-port is for prefill nodes: decode nodes connect to them and do not listen; leave it out"
             )
-        check_reach("--advertise-host", self.advertise_host, self.insecure)
+        check_reach("--advertise-host", self.advertise_host, has_keys, NEEDS_KEYS)
         if self.data_interface is not None:
             if self.role == "prefill":
                 raise ConfigError("--data-interface is for decode nodes, which receive KV pages; leave it out")

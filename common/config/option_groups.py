@@ -36,7 +36,7 @@ SERVING: Groups = {
         "host", "port", "control_host", "control_port", "gateway", "advertise_host", "data_port", "data_interface",
         "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "heartbeat_timeout",
     ),
-    "Security": ("api_key", "tenant_keys", "tenant_header", "cluster_key", "insecure", "allowed_origins"),
+    "Security": ("keys", "api_key", "tenant_keys", "tenant_header", "cluster_key", "insecure", "allowed_origins"),
     "Observability": (
         "log_level", "log_format", "log_requests", "timeline_requests", "trace_sample_rate", "otlp_endpoint",
         "starvation_bound", "profile_dir", "record",

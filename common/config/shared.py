@@ -35,6 +35,9 @@ OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG", *SCHEDULIN
 #: Largest length of ``--weight-version``, which must fit into a control message beside the model's digest.
 MAX_WEIGHT_VERSION = 128
 
+#: What makes an address of the control plane safe; see ``check_reach``.
+NEEDS_KEYS = "give it keys of baton keygen with --keys, or "
+
 #: Why nodes refuse ``--transport inprocess``.
 IN_PROCESS = "connects nodes of one process, in tests and in the simulator; give another transport"
 
@@ -48,8 +51,17 @@ class ModelOptions:
     served_model_name: str | None = option(
         None, "Name of the model in the API. Without it: the hub id, or the name of the folder."
     )
+    keys: str | None = option(
+        None,
+        "Folder with the keys of the control plane, made by baton keygen; needed between machines. Without it: serve "
+        "draws keys at every start, and other commands use a folder of this user, made at the first start.",
+        metavar="DIR",
+        is_secret=True,  # serve hands on the keys themselves, in the environment
+    )
     insecure: bool = option(
-        False, "Allow addresses that other machines can reach although connections to them are not authenticated."
+        False,
+        "Use no keys: whoever reaches a port can send requests, take the place of a node or of the gateway, and read "
+        "prompts and answers on the way. Addresses that other machines can reach are then allowed.",
     )
     log_level: LogLevel = option("info", "Least severe messages to log. Prompts are never logged.")
     log_format: LogFormat = option("console", "Form of log lines: text for people, or one JSON object per line.")
@@ -136,6 +148,7 @@ def check_engine(config: Any) -> None:
         raise ConfigError(
             f"--weight-version must have 1 to {MAX_WEIGHT_VERSION} characters, not {len(config.weight_version)}"
         )
+    check_keys(config)
     check_scheduling(config)
     check_batching(config)
     if config.record and config.kv_checksum:
@@ -143,6 +156,11 @@ def check_engine(config: Any) -> None:
             "--record and --kv-checksum exclude each other: a recording holds no pages to verify; leave one out"
         )
     check_revision(config)
+
+
+def check_keys(config: Any) -> None:
+    if config.keys and config.insecure:
+        raise ConfigError("--keys and --insecure exclude each other: --insecure does without keys; leave one out")
 
 
 def check_revision(config: Any) -> None:

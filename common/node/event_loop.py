@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
@@ -19,7 +20,8 @@ from common.node.role import Role
 from common.reminder import Reminder
 from common.scheduling.grammar_queue import CompileGrammar
 from common.wire.address import in_url
-from common.wire.mailbox import PROBE_EVERY_S, Mailbox
+from common.wire.curve import KEY_BYTES, CurveKeys
+from common.wire.mailbox import PROBE_EVERY_S, HandshakeFailure, Mailbox
 from common.wire.messages import (
     Deregister,
     FromDecode,
@@ -43,7 +45,17 @@ from common.wire.messages import (
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 1.0
+SILENCE_S = 10.0  # of a gateway after a registration; the node then connects again
 MAX_PAIRS = 1_024  # reported to the gateway
+NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
+REMEDIES = {
+    HandshakeFailure.KEY: "it does not permit the key of this node: give both --keys folders of one baton keygen, with "
+    "the node's public key in the folder nodes of the gateway's",
+    HandshakeFailure.PROTOCOL: "only one of the two has keys (start both with keys, or both with --insecure), or the "
+    "process there is no gateway of this release of Baton",
+    HandshakeFailure.CLOSED: "the process there closes the connection, as a gateway with another key does: give both "
+    "--keys folders of one baton keygen",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +66,18 @@ class ControlEndpoint:
         context: of all sockets.
         incarnation: drawn at each start of a process.
         listen: mailbox on which decode nodes reach a prefill node; None on a decode node.
+        keys: of this process; None: connections are neither encrypted nor authenticated.
     """
 
     context: "zmq.Context[zmq.Socket[bytes]]"
     incarnation: str
     listen: Mailbox | None
+    keys: CurveKeys | None = None
+
+    def dial(self, accepts: Any, address: str, server_key: bytes) -> Mailbox:
+        """A mailbox connected to ``address``, where only the owner of ``server_key`` is believed."""
+        curve = None if self.keys is None else self.keys.client(server_key)
+        return Mailbox(self.context, self.incarnation, accepts, connect=f"tcp://{address}", curve=curve)
 
 
 class EventLoop:
@@ -90,8 +109,10 @@ class EventLoop:
         self._endpoint = endpoint
         self._listen = endpoint.listen
         self._clock = clock
+        self._gateway = endpoint.dial(FromGateway, gateway, b"" if endpoint.keys is None else endpoint.keys.gateway)
         self._gateway_address = gateway
-        self._gateway = Mailbox(endpoint.context, endpoint.incarnation, FromGateway, connect=f"tcp://{gateway}")
+        self._connected_at: float | None = None  # to a gateway that has not answered yet
+        self._failures: set[HandshakeFailure] = set()  # logged since the last registration
         self._gateway_incarnation = ""
         self._prefill_nodes: dict[str, Mailbox] = {}  # dialled by this decode node, by incarnation
         self._heartbeat_s = 1.0
@@ -218,14 +239,22 @@ class EventLoop:
 
     def _receive(self, now: float) -> None:
         events = self._gateway.connection_events()
+        if events.failure is not None:
+            self._report_failure(events.failure)
         if events.disconnected:
-            log.warning("the gateway is gone; ending its requests and dialling it again")
+            if events.failure is None:
+                log.warning("the gateway is gone; ending its requests and dialling it again")
             self.is_registered = False
             self._reminder = Reminder(now)
             self._gateway_incarnation = ""
             self._role.gateway_lost(now)
+            self._connected_at = None
         if events.connected:
+            self._connected_at = now
             self._gateway.send(self._register())
+        elif self._connected_at is not None and now - self._connected_at > SILENCE_S:
+            self._connected_at = None
+            self._gateway.redial()
         for letter in self._gateway.receive():
             self._on_gateway(letter.sender, letter.message, now)
         if self._listen is not None:
@@ -233,11 +262,19 @@ class EventLoop:
         for incarnation in list(self._prefill_nodes):
             self._receive_from_prefill_node(incarnation, now)
 
+    def _report_failure(self, failure: HandshakeFailure) -> None:
+        """Log why the gateway cannot be reached: each cause once, since anyone on the way can forge it."""
+        if failure not in self._failures:
+            self._failures.add(failure)
+            log.error("cannot connect to --gateway %s: %s; trying again", self._gateway_address, REMEDIES[failure])
+
     def _on_gateway(self, sender: str, message: Message, now: float) -> None:
         if sender != self._gateway_incarnation and self._gateway_incarnation:
             self._role.gateway_lost(now)  # another process has taken over the address of the first one
         self._gateway_incarnation = sender
+        self._connected_at = None
         if isinstance(message, Registered):
+            self._failures.clear()
             if not self.is_registered:
                 log.info("registered with the gateway (start %d)", message.starts)
             self.is_registered = True
@@ -308,8 +345,7 @@ class EventLoop:
 
     def _dial(self, peer: Peer) -> None:
         self._hang_up(peer.incarnation)
-        endpoint = self._endpoint
-        mailbox = Mailbox(endpoint.context, endpoint.incarnation, FromPrefill, connect=f"tcp://{peer.address}")
+        mailbox = self._endpoint.dial(FromPrefill, peer.address, bytes.fromhex(peer.public_key) or NO_KEY)
         self._prefill_nodes[peer.incarnation] = mailbox
         self._watch(mailbox)
 
@@ -332,6 +368,7 @@ class EventLoop:
             num_quarantined_pages=load.num_quarantined_pages,
             counters={
                 **self._role.counters(),
+                "refused_connections": float(sum(m.refused.total() for m in self._mailboxes())),
                 "dropped_messages": float(self._num_dropped + sum(m.dropped.total() for m in self._mailboxes())),
                 "control_bytes_sent": float(
                     self._num_bytes_sent + sum(mailbox.num_bytes_sent for mailbox in self._mailboxes())
@@ -348,14 +385,17 @@ class EventLoop:
         return [self._gateway, *self._prefill_nodes.values(), *([] if self._listen is None else [self._listen])]
 
 
-def listen_mailbox(context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, host: str, port: int) -> Mailbox:
+def listen_mailbox(
+    context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, host: str, port: int, *, keys: CurveKeys | None
+) -> Mailbox:
     """The socket on which decode nodes reach a prefill node; port 0 takes any free one.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
     try:
-        return Mailbox(context, incarnation, FromDecode, bind=f"tcp://{in_url(host)}:{port}")
+        curve = None if keys is None else keys.server
+        return Mailbox(context, incarnation, FromDecode, bind=f"tcp://{in_url(host)}:{port}", curve=curve)
     except zmq.ZMQError as error:
         raise ConfigError(
             f"cannot bind --advertise-host {host} --data-port {port}: {error.strerror or error}"

@@ -36,7 +36,7 @@ from common.plugins import load_policy
 from common.scheduling.policies.factory import NEED_CACHE
 from common.tokenizer_file import tokenizer_digest
 from common.wire.address import in_url
-from common.wire.mailbox import Mailbox
+from common.wire.key_folder import load_keys
 from common.wire.messages import LayoutMessage, Register
 from common.wire.process_id import new_incarnation
 
@@ -86,13 +86,14 @@ def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildR
             config.schedule_policy,
         )
     load_policy(config.schedule_policy)  # refuse a policy that cannot be imported before the model is loaded
-    incarnation = new_incarnation()
+    keys = load_keys(config.keys, is_insecure=config.insecure, role="node")
+    incarnation = new_incarnation("" if keys is None else keys.fingerprint)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     listen = None
     try:
         if config.role == "prefill":  # refuse a port that is in use before the model is loaded, too
-            listen = listen_mailbox(context, incarnation, config.advertise_host, config.data_port)
-        return _serve_model(config, open_transport, build_role, ControlEndpoint(context, incarnation, listen))
+            listen = listen_mailbox(context, incarnation, config.advertise_host, config.data_port, keys=keys)
+        return _serve_model(config, open_transport, build_role, ControlEndpoint(context, incarnation, listen, keys))
     finally:
         if listen is not None:
             listen.close()
@@ -114,7 +115,7 @@ def _serve_model(
     loop = EventLoop(
         role,
         engine,
-        register=lambda: _register(config, model, capacity, role, listen=endpoint.listen),
+        register=lambda: _register(config, model, capacity, role, endpoint=endpoint),
         gateway=config.gateway,
         endpoint=endpoint,
         clock=worker.clock,
@@ -283,9 +284,10 @@ def pick_device(name: str) -> str:
 
 
 def _register(
-    config: NodeConfig, model: "ModelConfig", capacity: Capacity, role: Role, *, listen: Mailbox | None
+    config: NodeConfig, model: "ModelConfig", capacity: Capacity, role: Role, *, endpoint: ControlEndpoint
 ) -> Register:
     layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
+    listen, keys = endpoint.listen, endpoint.keys
     return Register(
         role=config.role,
         name=config.node_name,
@@ -305,4 +307,5 @@ def _register(
         pid=os.getpid(),
         device=pick_device(config.device),
         tokenizer_digest=tokenizer_digest(model.folder),
+        public_key="" if listen is None or keys is None else keys.public.hex(),
     )

@@ -5,23 +5,30 @@ no input raises: a frame that cannot be decoded is counted, logged once per reas
 protocol version is refused in its own version. A closed connection is noticed at once: a bound mailbox probes the peers
 that it watches, and ZMQ cannot route to closed ones.
 
+With keys (``common.wire.curve``), connections are encrypted and authenticated at both ends. ZMQ gives up a connection
+for good if its handshake fails or it carries a forged frame, since anyone on the way can cause both; a connecting
+mailbox then dials again.
+
 Messages to one peer that are due together share frames, since a frame costs more than the messages in it.
 
 The memory of messages that a peer does not read is bounded. ZMQ bounds the number of frames, which suffices for small
 ones; the bytes of large ones are counted here until ZMQ has sent them.
 """
 
+import contextlib
 import logging
+import struct
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import zmq
 from msgspec import Meta
-from zmq.utils.monitor import recv_monitor_message
 
+from common.wire.curve import ZAP_DOMAIN, Authenticator, CurveClient, CurveServer, public_key
 from common.wire.messages import PROTOCOL_VERSION, Header, Message, Ping, Refused
 
 log = logging.getLogger(__name__)
@@ -37,7 +44,16 @@ MAX_MESSAGES = 1_024  # in one frame
 MAX_HEADERS = 4_096  # kept encoded
 NUM_PROBES = 6
 PROBE_EVERY_S = 0.02
+REDIAL_S = 3.0  # without a connection after one was lost; ZMQ dials again by itself after most losses, but not all
+HANDSHAKE_MS = 10_000  # for all of a handshake; ZMQ closes connections that take longer
+MAX_EVENTS = 1_000  # read from ZMQ in one call
 _PING = msgspec.msgpack.encode(Ping())
+#: Failures that ZMQ takes for errors of the protocol have an event, too. It is not asked for: sending it makes libzmq
+#: 4.3.5 forget that a frame could not be decrypted. The connection then stays half open, or the process aborts.
+_ACCEPTED, _CONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_DISCONNECTED, _REFUSED = int(zmq.EVENT_DISCONNECTED), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_CLOSED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_EVENT = struct.Struct("=HI")  # number and value
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # operators of enumerations are slow
 
 
@@ -46,9 +62,19 @@ class Envelope(NamedTuple):
     message: Any
 
 
+class HandshakeFailure(StrEnum):
+    """Why a connection could not be made; also the label of a count."""
+
+    KEY = "key"  # the server does not permit the client's key
+    CLOSED = "closed"  # the other end closed the connection, as a server does whose key is another one
+    PROTOCOL = "protocol"  # the other end has no keys (or this one), or does not speak ZMTP, or a frame was changed
+    HANDSHAKE = "handshake"  # at a server: another one than ``KEY``
+
+
 class ConnectionEvents(NamedTuple):
     connected: bool
     disconnected: bool
+    failure: HandshakeFailure | None = None  # the last one
 
 
 class Mailbox:
@@ -58,19 +84,35 @@ class Mailbox:
         incarnation: incarnation of this process, and the routing identity of a connecting mailbox.
         accepts: union of the message types to accept.
         bind, connect: ``tcp://host:port``; exactly one of the two. Port 0 binds a free port, see ``address``.
+        curve: the keys; None neither encrypts nor authenticates. A context can have one bound mailbox with keys.
+
+    Attributes:
+        dropped: numbers of malformed messages, by reason.
+        refused: numbers of connections that a bound mailbox has refused, by ``HandshakeFailure``.
     Raises:
         zmq.ZMQError: the address cannot be bound or is malformed.
     """
 
     def __init__(
-        self, context: zmq.Context[Any], incarnation: str, accepts: Any, *, bind: str = "", connect: str = ""
+        self,
+        context: zmq.Context[Any],
+        incarnation: str,
+        accepts: Any,
+        *,
+        bind: str = "",
+        connect: str = "",
+        curve: CurveServer | CurveClient | None = None,
     ) -> None:
         assert bool(bind) != bool(connect)
+        assert curve is None or isinstance(curve, CurveServer if bind else CurveClient)
         self.incarnation = incarnation
         self.dropped: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self.num_bytes_sent = 0  # of encoded messages
         self._is_bound = bool(bind)
-        self._messages = msgspec.msgpack.Decoder(accepts | Annotated[list[accepts], Meta(max_length=MAX_MESSAGES)])
+        self._messages = msgspec.msgpack.Decoder(
+            accepts | Annotated[list[accepts], Meta(min_length=1, max_length=MAX_MESSAGES)]
+        )
         self._header = msgspec.msgpack.Decoder(Header)
         self._encoder = msgspec.msgpack.Encoder()
         self._headers: dict[str, bytes] = {}  # encoded, by target
@@ -79,8 +121,20 @@ class Mailbox:
         self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # unsent messages and bytes, by target
         self._socket = context.socket(zmq.ROUTER if bind else zmq.DEALER)
         self._configure(self._socket, incarnation, is_bound=self._is_bound)
-        events = zmq.EVENT_DISCONNECTED | (0 if bind else zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._monitor = self._socket.get_monitor_socket(events)
+        self._endpoint = connect
+        self._lost_at: float | None = None  # since when a connecting mailbox lacks the connection that it had
+        self._authenticator: Authenticator | None = None
+        if isinstance(curve, CurveServer):
+            self._authenticator = Authenticator(context, curve.permitted, self._on_refused_key)
+        if curve is not None:
+            set_keys(self._socket, curve)
+        self._num_pending = 0  # connections to a bound mailbox whose handshake is not finished
+        self._num_key_refusals = 0  # of those; they are counted already
+        self._is_connected = False  # of a connecting mailbox
+        self._failure = HandshakeFailure.PROTOCOL  # of its handshake in progress, unless an event says otherwise
+        self._monitor = self._socket.get_monitor_socket(
+            _CONNECTED | _DISCONNECTED | (_ACCEPTED if bind else _REFUSED | _CLOSED)
+        )
         try:
             if bind:
                 self._socket.bind(bind)
@@ -100,6 +154,7 @@ class Mailbox:
         socket.set(zmq.IPV6, 1)
         socket.set(zmq.HEARTBEAT_IVL, 5_000)  # finds half-open connections; slow peers pass, since libzmq answers
         socket.set(zmq.HEARTBEAT_TIMEOUT, 30_000)
+        socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         if is_bound:
             socket.set(zmq.ROUTER_MANDATORY, 1)
         else:
@@ -117,8 +172,10 @@ class Mailbox:
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
-        """The sockets to poll for input: the socket and its monitor."""
-        return (self._socket, self._monitor)
+        """The sockets to poll for input: one for ``receive``, and others for ``connection_events``."""
+        if self._authenticator is None:
+            return (self._socket, self._monitor)
+        return (self._socket, self._monitor, self._authenticator.socket)
 
     def send(self, *messages: Message, target: str = "") -> bool:
         """Queue messages, in order; never blocks.
@@ -178,15 +235,22 @@ class Mailbox:
         num_bytes = 0
         while len(envelopes) < limit and num_bytes < MAX_BATCH_BYTES:
             try:
+                first = self._socket.recv(_NOBLOCK, copy=False) if self._is_bound else None
                 frames = self._socket.recv_multipart(_NOBLOCK)
             except zmq.Again:
                 break
             num_bytes += len(frames[-1])
-            envelopes += self._decode(frames)
+            envelopes += self._decode(None if first is None else self._identity(first), frames)
         return envelopes
 
-    def _decode(self, frames: list[bytes]) -> list[Envelope]:
-        identity = frames.pop(0) if self._is_bound else None
+    def _identity(self, first: zmq.Frame) -> bytes:
+        """The incarnation that owns the connection, as the first frame says; empty if its key cannot have it."""
+        identity = first.bytes
+        if self._authenticator is not None and not identity.startswith(str(first.get("User-Id")).encode()):
+            return b""
+        return identity
+
+    def _decode(self, identity: bytes | None, frames: list[bytes]) -> list[Envelope]:
         if len(frames) != 2:
             return self._drop("frames", f"{len(frames)} frames")
         try:
@@ -222,13 +286,81 @@ class Mailbox:
         return []
 
     def connection_events(self) -> ConnectionEvents:
-        """Return the connections made and closed since the last call, for connecting mailboxes."""
+        """Answer clients that want to connect, and return what happened to connections since the last call.
+
+        A connecting mailbox without a connection dials again; this must be called every few seconds at least.
+        """
+        if self._authenticator is not None:
+            self._authenticator.answer_all()
         connected = disconnected = False
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            connected |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            disconnected |= event == zmq.EVENT_DISCONNECTED
-        return ConnectionEvents(connected, disconnected)
+        failure = None
+        for _ in range(MAX_EVENTS):
+            try:
+                event, _ = _EVENT.unpack(self._monitor.recv_multipart(_NOBLOCK)[0])
+            except zmq.Again:
+                break
+            connected |= event == _CONNECTED
+            disconnected |= event == _DISCONNECTED
+            if self._is_bound:
+                self._on_server_event(event)
+            else:
+                failure = self._on_client_event(event) or failure
+        if self._lost_at is not None and time.monotonic() - self._lost_at >= REDIAL_S:
+            self.redial()
+        return ConnectionEvents(connected, disconnected, failure)
+
+    def _on_server_event(self, event: int) -> None:
+        """Count connections that end before their handshake does.
+
+        ZMQ does not say which connections end. While a handshake is in progress, the end of another connection is
+        taken for its; when the handshake succeeds after all, the next one that does not makes up for it.
+        """
+        if event == _ACCEPTED:
+            self._num_pending += 1
+        elif event == _CONNECTED:
+            self._num_pending -= 1
+        elif self._num_pending > 0:
+            self._num_pending -= 1
+            if self._num_key_refusals:
+                self._num_key_refusals -= 1
+            else:
+                detail = "the peer has no keys, or expects another server, or gave up"
+                self._count_refusal(HandshakeFailure.HANDSHAKE, detail)
+
+    def _on_client_event(self, event: int) -> HandshakeFailure | None:
+        """Follow the connection; returns why it could not be made, if it could not."""
+        if event == _CONNECTED:
+            self._is_connected, self._lost_at = True, None
+        elif event == _REFUSED:
+            self._failure = HandshakeFailure.KEY
+        elif event == _CLOSED:
+            self._failure = HandshakeFailure.CLOSED
+        else:
+            self._lost_at = self._lost_at or time.monotonic()
+            was_connected, self._is_connected = self._is_connected, False
+            failure, self._failure = self._failure, HandshakeFailure.PROTOCOL
+            return None if was_connected else failure
+        return None
+
+    def redial(self) -> None:
+        """Close the connection of a connecting mailbox, if it has one, and make another one.
+
+        ZMQ does not dial again by itself after an error that it takes for one of the protocol. And a server ignores a
+        connection for good if the last one of the same peer is still open there.
+        """
+        self._lost_at, self._is_connected = time.monotonic(), False
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disconnect(self._endpoint)
+        self._socket.connect(self._endpoint)
+
+    def _on_refused_key(self, detail: str) -> None:
+        self._num_key_refusals += 1
+        self._count_refusal(HandshakeFailure.KEY, detail)
+
+    def _count_refusal(self, failure: HandshakeFailure, detail: str) -> None:
+        self.refused[failure] += 1
+        if self.refused[failure] == 1:
+            log.warning("refused a connection (%s): %s; more of this kind are only counted", failure, detail)
 
     def lost_peers(self, watched: Iterable[str]) -> list[str]:
         """Return the ``watched`` peers whose connections are closed, for bound mailboxes.
@@ -257,6 +389,8 @@ class Mailbox:
             return
         self._socket.disable_monitor()
         self._monitor.close(0)
+        if self._authenticator is not None:
+            self._authenticator.socket.close()
         self._socket.close()
 
 
@@ -277,3 +411,15 @@ def _bodies(messages: Iterable[bytes]) -> Iterator[bytes]:
 def _body(messages: list[bytes]) -> bytes:
     """One message as it is, several as a MessagePack array."""
     return messages[0] if len(messages) == 1 else b"".join((b"\xdc", len(messages).to_bytes(2), *messages))
+
+
+def set_keys(socket: zmq.Socket[bytes], curve: CurveServer | CurveClient) -> None:
+    """Make a socket a CURVE server or client, before it binds or connects."""
+    socket.set(zmq.CURVE_SECRETKEY, curve.secret)
+    if isinstance(curve, CurveServer):
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it, a missing authenticator would permit every key
+    else:
+        socket.set(zmq.CURVE_PUBLICKEY, public_key(curve.secret))
+        socket.set(zmq.CURVE_SERVERKEY, curve.server)

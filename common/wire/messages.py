@@ -29,6 +29,7 @@ ShortText = Annotated[str, Meta(max_length=256)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
 Role = Literal["prefill", "decode"]
+PublicKey = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]  # of CURVE; empty without keys
 
 #: Spans of one message; the limits in ``common.stage_spans`` keep it shorter.
 MAX_SPANS = 64
@@ -91,6 +92,7 @@ class Register(Message, frozen=True, tag="register"):
     pid: Count
     device: Id
     tokenizer_digest: ShortText = ""  # sha256 of tokenizer.json; empty: the node has none and follows no grammar
+    public_key: PublicKey = ""  # with which decode nodes verify that they have reached this prefill node
 
 
 class Registered(Message, frozen=True, tag="registered"):
@@ -233,6 +235,7 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Id
     incarnation: Incarnation
     address: Text
+    public_key: PublicKey = ""  # of a prefill node
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -3,6 +3,10 @@
 import secrets
 
 
-def new_incarnation() -> str:
-    """Return a random id of 128 bits as 32 hexadecimal digits; called once at the start of a process."""
-    return secrets.token_hex(16)
+def new_incarnation(fingerprint: str = "") -> str:
+    """Return a random id of 32 hexadecimal digits; called once at the start of a process.
+
+    Args:
+        fingerprint: begins the id: that of the process's key, if it has one (see ``common.wire.curve``).
+    """
+    return fingerprint + secrets.token_hex((32 - len(fingerprint)) // 2)

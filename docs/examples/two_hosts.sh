@@ -4,23 +4,27 @@
 #
 #     docs/examples/two_hosts.sh                    # try it on one machine, with two loopback addresses
 #
-# On two machines, run the first two commands below on A and the third on B, with their real addresses and the same
-# BATON_CLUSTER_KEY. The control plane is not authenticated yet: on addresses other than loopback the gateway and the
-# prefill node also need --insecure, on a network that you trust. Arguments of this script go to both nodes.
+# On two machines, run the first two commands below on A and the third on B, with their real addresses, the same
+# BATON_CLUSTER_KEY, and the folder of keys that baton keygen has made for each host. Arguments of this script go to both
+# nodes.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")/../.."
 
 host_a=${HOST_A:-127.0.0.1} host_b=${HOST_B:-127.0.0.2} port=${PORT:-8000} control_port=${CONTROL_PORT:-8001}
 BATON_CLUSTER_KEY=${BATON_CLUSTER_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 export BATON_CLUSTER_KEY
-trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
+keys=${KEYS:-$(mktemp -d)}
+trap 'kill $(jobs -p) 2> /dev/null || true; wait; [ -n "${KEYS:-}" ] || rm -rf "$keys"' EXIT
+
+# Once, anywhere; copy each folder to its host:
+[ -d "$keys/a" ] || ./scripts/baton keygen "$keys" a b
 
 # On host A:
-./scripts/gateway --host "$host_a" --port "$port" --control-host "$host_a" --control-port "$control_port" &
-./scripts/prefill --gateway "$host_a:$control_port" --advertise-host "$host_a" --transport tcp "$@" &
+./scripts/gateway --host "$host_a" --port "$port" --control-host "$host_a" --control-port "$control_port" --keys "$keys/a" &
+./scripts/prefill --gateway "$host_a:$control_port" --advertise-host "$host_a" --keys "$keys/a" --transport tcp "$@" &
 
 # On host B:
-./scripts/decode --gateway "$host_a:$control_port" --data-interface "$host_b" --transport tcp "$@" &
+./scripts/decode --gateway "$host_a:$control_port" --data-interface "$host_b" --keys "$keys/b" --transport tcp "$@" &
 
 # Wait until a request would be served, send one, and show how its pages travelled.
 get() { python3 -c 'import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())' "$@"; }

@@ -27,10 +27,17 @@ class ExportTotals(Protocol):
     num_dropped: int
 
 
+class MailboxCounts(Protocol):
+    """What the mailbox of the control plane has turned away, by reason."""
+
+    dropped: Totals[str]
+    refused: Totals[str]
+
+
 class Metrics:
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, pools: Sequence[WorkerPool], dropped: Totals[str], *, starvation_bound_s: float) -> None:
+    def __init__(self, pools: Sequence[WorkerPool], mailbox: MailboxCounts, *, starvation_bound_s: float) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
         self._registry = registry = CollectorRegistry()
         counter, histogram = partial(LabelledCounter, registry), partial(LabelledHistogram, registry)
@@ -68,7 +75,7 @@ class Metrics:
             for stage in STAGES.values():
                 self._stages.of(pool.model, stage)
         self._waits = QueueMetrics(pools, registry, starvation_bound_s=starvation_bound_s)
-        registry.register(_NodeCollector(pools, dropped))
+        registry.register(_NodeCollector(pools, mailbox))
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -133,9 +140,9 @@ class _NodeCollector:
 
     LABELS = ("model", "node", "role")
 
-    def __init__(self, pools: Sequence[WorkerPool], dropped: Totals[str]) -> None:
+    def __init__(self, pools: Sequence[WorkerPool], mailbox: MailboxCounts) -> None:
         self._pools = pools
-        self._dropped = dropped
+        self._mailbox = mailbox
 
     def collect(self) -> Iterator[Metric]:
         nodes = [node for pool in self._pools for node in pool.registry.workers.values()]
@@ -168,9 +175,15 @@ class _NodeCollector:
         yield pairs
         yield from self._totals(nodes)
         dropped = CounterMetricFamily("baton_control_messages_dropped", "Control messages dropped.", labels=["reason"])
-        for reason, count in self._dropped.items():
+        for reason, count in self._mailbox.dropped.items():
             dropped.add_metric([reason], count)
         yield dropped
+        refused = CounterMetricFamily(
+            "baton_control_connections_refused", "Control connections refused.", labels=["reason"]
+        )
+        for reason, count in self._mailbox.refused.items():
+            refused.add_metric([reason], count)
+        yield refused
 
     def _totals(self, nodes: Iterable[Worker]) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily] = {}

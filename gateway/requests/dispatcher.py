@@ -508,4 +508,4 @@ def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:
 
 
 def _peer(node: Worker) -> Peer:
-    return Peer(node.name, node.incarnation, node.register.address)
+    return Peer(node.name, node.incarnation, node.register.address, node.register.public_key)

@@ -71,9 +71,10 @@ class MailboxChannel:
     def start(self, listener: "ControlPlane") -> None:
         """Begins to listen; the event loop calls the listener, never the caller of another method."""
         self._listener = listener
-        messages, connections = self._fds
+        messages, *connections = self._fds
         self._loop.add_reader(messages, listener.on_readable)
-        self._loop.add_reader(connections, listener.on_disconnect)
+        for fd in connections:
+            self._loop.add_reader(fd, listener.on_disconnect)
 
     def close(self) -> None:
         self._flush()

@@ -19,6 +19,7 @@ from common.errors import BatonError, ConfigError
 UNMEASURED = "?"
 #: How long each benchmark takes, whole and with --shortest, as measured on two cores shared with other programs.
 DURATIONS = {
+    "control": ("2 min", "10 s"),
     "disagg": ("60 min", "10 s"),
     "engine": (UNMEASURED, "15 s"),
     "gateway": ("90 s", "10 s"),

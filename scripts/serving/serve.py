@@ -29,6 +29,7 @@ from common.errors import BatonError, ConfigError
 from common.model_folder import find_checkpoint
 from common.reminder import Reminder
 from common.wire.address import in_url
+from common.wire.curve import draw_keys
 from scripts.serving.cpu_affinity import Share, divide, usable_cores
 from scripts.serving.output import Output, ServeOutput
 from scripts.serving.supervisor import Child, Supervisor
@@ -81,7 +82,9 @@ def with_key(config: ServeConfig) -> ServeConfig:
 def children(config: ServeConfig, shares: Sequence[Share]) -> list[Child]:
     """The processes to run: gateway, prefill nodes, decode nodes; one share of the cores for each node."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    found = [Child("gateway", _argv("gateway", to_flags(GatewayConfig, values)), _environment(config, 1))]
+    gateway_keys, node_keys = _keys_of(config)
+    environment = _environment(config, 1, gateway_keys)
+    found = [Child("gateway", _argv("gateway", to_flags(GatewayConfig, values)), environment)]
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
     for name, share in zip(names, shares, strict=True):
         values |= {
@@ -92,7 +95,7 @@ def children(config: ServeConfig, shares: Sequence[Share]) -> list[Child]:
             "record": config.record and f"{config.record}.{name}",
         }
         argv = _argv(name.split("-")[0] + "_node", to_flags(NodeConfig, values))
-        found.append(Child(name, argv, _environment(config, share.num_threads), share.cpus))
+        found.append(Child(name, argv, _environment(config, share.num_threads, node_keys), share.cpus))
     return found
 
 
@@ -100,7 +103,15 @@ def _argv(module: str, flags: list[str]) -> list[str]:
     return [sys.executable, "-m", module, *flags]
 
 
-def _environment(config: ServeConfig, num_threads: int) -> dict[str, str]:
+def _keys_of(config: ServeConfig) -> tuple[str, str]:
+    """Values of ``--keys`` for the gateway and for nodes: new keys in memory, unless a folder is given."""
+    if config.insecure or config.keys:
+        return config.keys or "", config.keys or ""
+    gateway, node = draw_keys()
+    return gateway.to_json(), node.to_json()
+
+
+def _environment(config: ServeConfig, num_threads: int, keys: str) -> dict[str, str]:
     """Environment of the children. Options travel on the command line, secrets only here."""
     options = {found.env for cls in CLASSES.values() for found in options_of(cls).values()} | {"BATON_CONFIG"}
     environ = {name: value for name, value in os.environ.items() if name not in options}
@@ -109,6 +120,8 @@ def _environment(config: ServeConfig, num_threads: int) -> dict[str, str]:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")]))
     if config.api_key:
         environ["BATON_API_KEY"] = config.api_key
+    if keys:
+        environ["BATON_KEYS"] = keys
     if config.cluster_key:
         environ["BATON_CLUSTER_KEY"] = config.cluster_key
     return environ

@@ -13,7 +13,9 @@ import pytest
 import zmq
 import zmq.asyncio
 from support.service.client import Client, prompt_of
+from support.service.processes import num_descriptors, resident_bytes
 from support.service.service import Service, running
+from support.wire.raw_peers import raw_peer
 
 from common.wire.messages import PROTOCOL_VERSION, Abort, Grant, Header, Heartbeat, Message, Ping, Tokens
 from common.wire.process_id import new_incarnation
@@ -263,22 +265,18 @@ STRAY: dict[str, list[Message]] = {  # well formed, from an unknown sender
 }
 
 
-async def throw_frames(port: int, strays: list[Message]) -> None:
-    """Sends garbage and stray messages over ZMQ."""
-    me = new_incarnation()
+async def throw_frames(port: int, strays: list[Message], server: bytes = b"") -> None:
+    """Sends garbage and stray messages over ZMQ with the key of a node; ``server`` as in ``raw_peer``."""
     context = zmq.asyncio.Context()
-    socket_ = context.socket(zmq.DEALER)
+    socket_, me = raw_peer(context, f"127.0.0.1:{port}", server=server)
     socket_.set(zmq.LINGER, 2000)
-    socket_.set(zmq.ROUTING_ID, me.encode())
-    socket_.connect(f"tcp://127.0.0.1:{port}")
     for frames in garbage(me):
         await socket_.send_multipart(frames)
     for stray in strays:
         await socket_.send_multipart([msgspec.msgpack.encode(Header(PROTOCOL_VERSION, me, "")), encoded(stray)])
     await asyncio.sleep(0.2)
-    huge = context.socket(zmq.DEALER)
+    huge, _ = raw_peer(context, f"127.0.0.1:{port}", server=server)
     huge.set(zmq.LINGER, 0)
-    huge.connect(f"tcp://127.0.0.1:{port}")
     await huge.send(b"x" * (17 << 20))  # over the limit of a frame: the connection is closed
     await asyncio.sleep(0.2)
     huge.close()
@@ -319,7 +317,7 @@ async def test_garbage_on_a_prefill_nodes_data_port_is_counted_and_dropped(servi
             return (await client.counters())["prefill-0"]["dropped_messages"]
 
         before = await dropped()
-        await throw_frames(data_port(row), STRAY["prefill"])
+        await throw_frames(data_port(row), STRAY["prefill"], bytes.fromhex(row["register"]["public_key"]))
         async with asyncio.timeout(60):
             while await dropped() - before < NUM_COUNTED + 1:  # a decode node sends no Abort
                 await asyncio.sleep(0.02)
@@ -328,4 +326,33 @@ async def test_garbage_on_a_prefill_nodes_data_port_is_counted_and_dropped(servi
         await exchange.end()
         assert list(exchange.ids) == expected
         assert await client.generate(prompt_of(900, 4), 4)
+        await client.settled()
+
+
+def flood(port: int, count: int) -> None:
+    """Opens connections that never finish a handshake, 300 at most at once."""
+    held: list[socket.socket] = []
+    for number in range(count):
+        held.append(socket.create_connection(("127.0.0.1", port), timeout=60))
+        held[-1].sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47) if number % 2 else b"x" * 200)
+        if len(held) > 300:
+            held.pop(0).close()
+    for connection in held:
+        connection.close()
+
+
+async def test_a_flood_of_connections_of_a_stranger_leaves_nothing_behind(service: Service) -> None:
+    async with service.client() as client:
+        expected = (await client.generate(prompt_of(20, 3), 300))["output_ids"]
+        await asyncio.to_thread(flood, service.control_port, 100)
+        memory, descriptors = resident_bytes(service.pid("gateway")), num_descriptors(service.pid("gateway"))
+        exchange = client.begin(prompt_of(20, 3), 300)
+        await asyncio.to_thread(flood, service.control_port, 2_000)
+        await exchange.end()
+        assert list(exchange.ids) == expected
+        async with asyncio.timeout(60):
+            while num_descriptors(service.pid("gateway")) > descriptors:
+                await asyncio.sleep(0.05)
+        assert resident_bytes(service.pid("gateway")) - memory < 32 << 20
+        assert {row["starts"] for row in (await client.fresh()).values()} == {1}
         await client.settled()

@@ -13,6 +13,8 @@ import zmq
 
 from common.config.shared import SMALL_MODEL_NAME
 from common.stage_spans import StageSpan
+from common.wire.curve import CurveKeys
+from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
     FromGateway,
@@ -54,12 +56,19 @@ class ScriptedNode:
     """
 
     def __init__(
-        self, context: zmq.Context[Any], control: str, role: Role, on_generate: Callable[[Generate], None]
+        self,
+        context: zmq.Context[Any],
+        control: str,
+        role: Role,
+        on_generate: Callable[[Generate], None],
+        keys: CurveKeys | None,
     ) -> None:
         self._on_generate = on_generate
         self.registered = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._mailbox = Mailbox(context, new_incarnation(), FromGateway, connect=f"tcp://{control}")
+        me = new_incarnation("" if keys is None else keys.fingerprint)
+        curve = None if keys is None else keys.client(keys.gateway)
+        self._mailbox = Mailbox(context, me, FromGateway, connect=f"tcp://{control}", curve=curve)
         self._is_drain_due = False
         self._due: list[Message] = []
         self._fd = int(self._mailbox.sockets[0].get(zmq.FD))
@@ -114,14 +123,14 @@ class ScriptedPair:
         has_spans: the nodes report the stages of requests, as real ones do.
     """
 
-    def __init__(self, control: str, letters: list[int], *, has_spans: bool = True) -> None:
+    def __init__(self, control: str, letters: list[int], keys: CurveKeys | None, *, has_spans: bool = True) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._letters = letters
         self._has_spans = has_spans
         self._is_streaming = False
         self._begun: asyncio.Queue[Generate] = asyncio.Queue()
-        self._prefill = ScriptedNode(self._context, control, "prefill", self._on_generate)
-        self._decode = ScriptedNode(self._context, control, "decode", lambda generate: None)
+        self._prefill = ScriptedNode(self._context, control, "prefill", self._on_generate, keys)
+        self._decode = ScriptedNode(self._context, control, "decode", lambda generate: None, keys)
 
     async def ready(self) -> None:
         await self._prefill.registered.wait()
@@ -161,7 +170,7 @@ class ScriptedPair:
 async def baton(
     model: str, cores: set[int], *, name: str = "baton", options: Sequence[str] = (), has_spans: bool = True
 ) -> AsyncIterator[Gateway]:
-    """Run a gateway with these further options and a pair of scripted nodes on free ports."""
+    """Run a gateway with these further options and a pair of scripted nodes, with the keys of this user by default."""
     tokenizer = Tokenizer.load(Path(model))
     letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
     words = [
@@ -169,11 +178,12 @@ async def baton(
         "--port", "0", "--control-port", "0", "--max-queued-requests", "4096",
         *options,
     ]  # fmt: skip
+    keys = load_keys(None, is_insecure="--insecure" in options, role="node")
     async with pinned_process(words, cores) as process:
         assert process.stderr is not None
         control = (await process.stderr.readline()).decode().split()[-1]
         url = (await process.stderr.readline()).decode().split()[-1]
-        nodes = ScriptedPair(control, letters, has_spans=has_spans)
+        nodes = ScriptedPair(control, letters, keys, has_spans=has_spans)
         try:
             await asyncio.wait_for(nodes.ready(), 30.0)
             yield Gateway(name, process.pid, urlsplit(url).port or 0, nodes)

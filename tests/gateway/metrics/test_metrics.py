@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 from support.gateway.fake_nodes import echo, folder, running, silent
+from support.wire.raw_peers import raw_peer
 
 from common.errors import ErrorCode
 from common.stage_spans import StageSpan
@@ -286,10 +287,18 @@ async def test_a_report_of_too_many_pairs_is_dropped(stack):
 
 async def test_dropped_control_messages_are_counted(stack):
     context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.connect(f"tcp://{stack.gateway.control_address}")
+    socket, _ = raw_peer(context, stack.gateway.control_address)
     socket.send_multipart([b"a", b"b"])
     while not only(await scrape(stack), "baton_control_messages_dropped_total{"):
+        await asyncio.sleep(0.01)
+    context.destroy(linger=0)
+
+
+async def test_refused_control_connections_are_counted(stack):
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(f"tcp://{stack.gateway.control_address}")
+    while not only(await scrape(stack), 'baton_control_connections_refused_total{reason="handshake"}'):
         await asyncio.sleep(0.01)
     context.destroy(linger=0)
 
@@ -304,6 +313,7 @@ async def test_no_series_is_left_out_of_these_tests(stack):
         "baton_requests_in_flight", "baton_prompt_tokens_total", "baton_cached_tokens_total",
         "baton_output_tokens_total", "baton_local_prefills_total", "baton_time_to_first_token_seconds",
         "baton_inter_token_seconds", "baton_time_per_output_token_seconds", "baton_request_seconds",
-        "baton_stage_seconds", "baton_nodes", "baton_control_messages_dropped_total", "baton_waiting_seconds",
+        "baton_stage_seconds", "baton_nodes", "baton_control_messages_dropped_total",
+        "baton_control_connections_refused_total", "baton_waiting_seconds",
         "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy", "baton_adaptive_measured",
     }  # fmt: skip

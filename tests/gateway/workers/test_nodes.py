@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 from support.gateway.fake_nodes import BODY, echo, error_of, events, folder, running, silent, start_request
+from support.wire.raw_peers import raw_peer
 
 from common.errors import ErrorCode
 from common.wire.messages import Abort, Registered, Unknown
@@ -321,8 +322,7 @@ async def test_a_repeated_first_token_counts_once(stack):
 
 async def test_garbage_on_the_control_port_is_counted_and_dropped(stack):
     context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.connect(f"tcp://{stack.gateway.control_address}")
+    socket, _ = raw_peer(context, stack.gateway.control_address)
     for frames in ([b""], [b"a", b"b"], [b"\xff" * 100, b"\xc1"], [b"x"] * 5, [b"\x93\x01" + b"[" * 1000, b"{}"]):
         socket.send_multipart(frames)
     while "baton_control_messages_dropped_total" not in (await stack.get("/metrics"))[1]:

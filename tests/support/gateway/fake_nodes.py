@@ -25,6 +25,7 @@ from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode
 from common.sampling_params import TokenLogprobs
 from common.stage_spans import StageSpan
+from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
     Abort,
@@ -148,7 +149,9 @@ class FakeNode:
     ) -> None:
         self.role = role
         self.register = make_register(role, name or role, **changes)
-        self.incarnation = new_incarnation()
+        keys = load_keys(None, is_insecure=False, role="node")
+        assert keys is not None
+        self.incarnation = new_incarnation(keys.fingerprint)
         self.received: list[Any] = []
         self.generates: dict[str, Generate] = {}
         self._attempts = {} if attempts is None else attempts
@@ -159,7 +162,13 @@ class FakeNode:
         self.decisions: tuple[Decision, ...] | None = ()
         self.profile: ProfileAnswer | None = ProfileAnswer(file=f"/traces/{self.register.name}.trace.json.gz")
         self._context = zmq.Context()
-        self.mailbox = Mailbox(self._context, self.incarnation, FromGateway, connect=f"tcp://{control_address}")
+        self.mailbox = Mailbox(
+            self._context,
+            self.incarnation,
+            FromGateway,
+            connect=f"tcp://{control_address}",
+            curve=keys.client(keys.gateway),
+        )
         self._changed = asyncio.Event()
         self._round_trips = map("round trip {}".format, itertools.count())
         self._work = asyncio.get_running_loop().create_task(self._run())

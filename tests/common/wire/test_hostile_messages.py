@@ -1,0 +1,87 @@
+"""Frames of a permitted peer that is broken: valid, changed and random ones. A mailbox never raises."""
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+from support.kv.frame_damage import Change, changes, mangled
+from support.wire.message_strategies import TREES, messages_of
+
+from common.wire.mailbox import Envelope, Mailbox
+from common.wire.messages import (
+    PROTOCOL_VERSION,
+    FromDecode,
+    FromGateway,
+    FromNode,
+    FromPrefill,
+    Header,
+    Message,
+)
+from common.wire.process_id import new_incarnation
+
+UNIONS = {"node": FromNode, "gateway": FromGateway, "decode": FromDecode, "prefill": FromPrefill}
+PEER = "a" * 32
+RIGHT_HEADER = msgspec.msgpack.encode(Header(PROTOCOL_VERSION, PEER, ""))
+REASONS = {"frames", "malformed", "version", "sender", "target"}
+
+
+@pytest.fixture(scope="module")
+def boxes() -> Iterator[dict[str, Mailbox]]:
+    context: zmq.Context[Any] = zmq.Context()
+    made = {
+        name: Mailbox(context, new_incarnation(), union, bind="tcp://127.0.0.1:*") for name, union in UNIONS.items()
+    }
+    yield made
+    for box in made.values():
+        box.close()
+    context.term()
+
+
+def decoded(box: Mailbox, frames: list[bytes]) -> list[Envelope]:
+    """What the mailbox makes of frames; it either delivers messages or counts one drop, for a known reason."""
+    before = box.dropped.total()
+    found = box._decode(PEER.encode(), frames)
+    assert box.dropped.total() == before + (not found)
+    assert set(box.dropped) <= REASONS
+    assert all(envelope.sender == PEER for envelope in found)
+    return found
+
+
+@pytest.mark.parametrize("name", UNIONS)
+@given(data=st.data())
+def test_valid_messages_of_every_kind_are_delivered_whole(boxes: dict[str, Mailbox], name: str, data: Any) -> None:
+    value = data.draw(messages_of(UNIONS[name]))
+    (envelope,) = decoded(boxes[name], [RIGHT_HEADER, msgspec.msgpack.encode(value)])
+    assert isinstance(envelope.message, get_args(UNIONS[name]))
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(envelope.message), type=UNIONS[name])
+    assert repr(again) == repr(envelope.message)  # NaN is not equal to itself
+
+
+@pytest.mark.parametrize("name", UNIONS)
+@given(data=st.data(), damage=changes)
+def test_changed_messages_are_dropped_or_are_other_valid_messages(
+    boxes: dict[str, Mailbox], name: str, data: Any, damage: list[Change]
+) -> None:
+    value = data.draw(messages_of(UNIONS[name]))
+    for envelope in decoded(boxes[name], mangled([RIGHT_HEADER, msgspec.msgpack.encode(value)], damage)):
+        assert isinstance(envelope.message, get_args(UNIONS[name]))
+
+
+@pytest.mark.parametrize("name", UNIONS)
+@given(head=TREES | st.binary(), body=TREES | st.lists(TREES), is_right=st.booleans())
+def test_random_messagepack_is_dropped(
+    boxes: dict[str, Mailbox], name: str, head: Any, body: Any, is_right: bool
+) -> None:
+    first = RIGHT_HEADER if is_right else head if isinstance(head, bytes) else msgspec.msgpack.encode(head)
+    for envelope in decoded(boxes[name], [first, msgspec.msgpack.encode(body)]):
+        assert isinstance(envelope.message, Message)
+
+
+@pytest.mark.parametrize("name", UNIONS)
+@given(frames=st.lists(st.binary(max_size=200), max_size=4))
+def test_random_bytes_are_dropped(boxes: dict[str, Mailbox], name: str, frames: list[bytes]) -> None:
+    decoded(boxes[name], frames)

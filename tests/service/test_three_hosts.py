@@ -1,0 +1,181 @@
+"""Three hosts in network namespaces, with keys of ``baton keygen``, and a stranger.
+
+host-a 10.213.N.1 (gateway)   host-b 10.213.N.2 (prefill)   host-c 10.213.N.3 (decode)   host-x 10.213.N.9 (stranger)
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.service.processes import ROOT, environment, spawn
+from support.service.service import SMALL_MODEL
+
+HOSTS = {"host-a": 1, "host-b": 2, "host-c": 3, "host-x": 9}
+STRANGER = """
+import socket, sys, time, zmq
+from common.wire.curve import draw_keys
+from common.wire.mailbox import Mailbox
+from common.wire.messages import FromGateway, FromPrefill, Heartbeat
+from common.wire.process_id import new_incarnation
+context = zmq.Context()
+_, drawn = draw_keys()
+targets = sys.argv[1:3]
+boxes = []
+for address in targets:
+    for curve in (None, drawn.client(drawn.gateway), drawn.client(bytes.fromhex(sys.argv[3]))):
+        boxes.append(Mailbox(context, new_incarnation(), FromGateway, connect=f"tcp://{address}", curve=curve))
+failures, heard = set(), 0
+ends = time.monotonic() + 4
+while time.monotonic() < ends:
+    for box in boxes:
+        box.send(Heartbeat(0, 0, 0, 0, 0, {}))
+        events = box.connection_events()
+        assert not events.connected, "a stranger is connected"
+        if events.failure:
+            failures.add(str(events.failure))
+        heard += len(box.receive())
+    for address in targets:
+        with socket.create_connection(address.split(":"), timeout=5) as flood:
+            flood.sendall(b"\\xff" * 200)
+    time.sleep(0.01)
+print(sorted(failures), heard)
+"""
+
+
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+class Hosts:
+    """Network namespaces on one bridge, each with an address; ``close`` removes them."""
+
+    def __init__(self) -> None:
+        self._tag = f"{os.getpid() % 10_000}"
+        self._subnet = f"10.213.{random.SystemRandom().randrange(256)}"
+        self._bridge = f"bt{self._tag}"
+        try:
+            ip("link", "add", self._bridge, "type", "bridge")
+            ip("link", "set", self._bridge, "up")
+            for host, number in HOSTS.items():
+                ours, theirs = f"bt{self._tag}-{number}", "eth0"
+                ip("netns", "add", self.namespace(host))
+                ip("link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", self.namespace(host))
+                ip("link", "set", ours, "master", self._bridge, "up")
+                ip("-n", self.namespace(host), "address", "add", f"{self.address(host)}/24", "dev", theirs)
+                for device in (theirs, "lo"):
+                    ip("-n", self.namespace(host), "link", "set", device, "up")
+        except (subprocess.CalledProcessError, FileNotFoundError) as error:
+            self.close()
+            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}".strip())
+
+    def namespace(self, host: str) -> str:
+        return f"baton-{self._tag}-{host}"
+
+    def address(self, host: str) -> str:
+        return f"{self._subnet}.{HOSTS[host]}"
+
+    def command(self, host: str, *words: object) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace(host), *map(str, words)]
+
+    def run(self, host: str, *words: object) -> str:
+        found = subprocess.run(
+            self.command(host, *words), capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment()
+        )
+        assert found.returncode == 0, found.stderr
+        return found.stdout
+
+    def close(self) -> None:
+        for host in HOSTS:
+            with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
+                ip("netns", "delete", self.namespace(host))
+        with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
+            ip("link", "delete", self._bridge)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    made = Hosts()
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+def test_three_hosts_serve_with_keys_and_a_stranger_gets_nothing(hosts: Hosts, tmp_path: Path) -> None:
+    keygen = [sys.executable, "-m", "scripts.cli", "keygen", str(tmp_path / "keys"), "host-a", "host-b", "host-c"]
+    subprocess.run(keygen, check=True, cwd=ROOT, env=environment())
+    gateway, prefill, decode = (hosts.address(host) for host in ("host-a", "host-b", "host-c"))
+    secrets = {"BATON_API_KEY": "k", "BATON_CLUSTER_KEY": "c" * 32}
+    small = [
+        "--dtype=float32",
+        "--threads=1",
+        "--max-total-tokens=2048",
+        f"--gateway={gateway}:8001",
+        "--transport=tcp",
+    ]
+    shared = [f"--model={SMALL_MODEL}", "--served-model-name=m"]
+    options = {
+        "host-a": ("gateway", [f"--host={gateway}", f"--control-host={gateway}"]),
+        "host-b": ("prefill_node", [*small, f"--advertise-host={prefill}", "--data-port=8002"]),
+        "host-c": ("decode_node", [*small, f"--data-interface={decode}"]),
+    }
+    running = {
+        host: spawn(
+            hosts.command(host, sys.executable, "-m", module, f"--keys={tmp_path}/keys/{host}", *shared, *flags),
+            tmp_path / f"{host}.log",
+            secrets,
+        )
+        for host, (module, flags) in options.items()
+    }
+
+    def logs() -> str:
+        return "\n".join((tmp_path / f"{host}.log").read_text() for host in running)
+
+    def ask(path: str, *words: str) -> str:
+        url = f"http://{gateway}:8000{path}"
+        return hosts.run("host-c", "curl", "-sS", "--max-time", "60", "-H", "Authorization: Bearer k", *words, url)
+
+    try:
+        ends = time.monotonic() + 90
+        while subprocess.run(
+            hosts.command("host-c", "curl", "-sf", f"http://{gateway}:8000/ready"), capture_output=True
+        ).returncode:
+            assert all(process.poll() is None for process in running.values()), logs()
+            assert time.monotonic() < ends, logs()
+            time.sleep(0.1)
+        [key] = [
+            worker["register"]["public_key"]
+            for worker in json.loads(ask("/v1/workers"))["workers"]
+            if worker["role"] == "prefill"
+        ]
+        body = {"model": "m", "prompt": "To be", "max_tokens": 12, "ignore_eos": True, "temperature": 0, "stream": True}
+
+        def completion() -> str:
+            words = ("-N", "-H", "Content-Type: application/json", "-d", json.dumps(body))
+            return "".join(
+                json.loads(line[6:])["choices"][0]["text"]
+                for line in ask("/v1/completions", *words).splitlines()
+                if line.startswith("data: {")
+            )
+
+        before = completion()
+        stranger = [sys.executable, "-c", STRANGER, f"{gateway}:8001", f"{prefill}:8002", key]
+        assert hosts.run("host-x", *stranger) == "['closed', 'key', 'protocol'] 0\n", logs()
+        assert before and completion() == before
+        refused = re.findall(r"^baton_control_connections_refused_total\{.*\} (\S+)$", ask("/metrics"), re.M)
+        assert sum(map(float, refused)) > 100
+        workers = json.loads(ask("/v1/workers"))["workers"]
+        assert {(worker["role"], worker["starts"]) for worker in workers} == {("prefill", 1), ("decode", 1)}
+    finally:
+        for process in running.values():
+            process.terminate()
+        statuses = [process.wait(60) for process in running.values()]
+    assert statuses == [0, 0, 0], logs()
+    assert "Traceback" not in logs()

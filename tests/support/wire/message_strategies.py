@@ -1,0 +1,62 @@
+"""Hypothesis strategies for the messages of the control plane, from the types with which they are decoded."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+from msgspec import inspect
+
+MAX_ITEMS = 3
+
+
+def messages_of(union: Any) -> st.SearchStrategy[Any]:
+    """Valid messages, as the values that MessagePack encodes."""
+    return strategy_of(inspect.type_info(union))
+
+
+def strategy_of(told: inspect.Type) -> st.SearchStrategy[Any]:
+    if isinstance(told, inspect.StructType):
+        fields = {field.encode_name: strategy_of(field.type) for field in told.fields}
+        if told.array_like:
+            return st.tuples(*fields.values()).map(list)
+        if told.tag_field is not None:
+            fields[told.tag_field] = st.just(told.tag)
+        return st.fixed_dictionaries(fields)
+    if isinstance(told, inspect.DataclassType):
+        return st.fixed_dictionaries({field.encode_name: strategy_of(field.type) for field in told.fields})
+    if isinstance(told, inspect.NamedTupleType):
+        return st.tuples(*(strategy_of(field.type) for field in told.fields)).map(list)
+    if isinstance(told, inspect.UnionType):
+        return st.one_of([strategy_of(one) for one in told.types])
+    if isinstance(told, inspect.IntType):
+        lowest = told.ge if told.ge is not None else -(1 << 63)
+        highest = told.le if told.le is not None else (told.lt - 1 if told.lt is not None else (1 << 63) - 1)
+        return st.integers(lowest, highest) | st.integers(lowest, min(highest, lowest + 4))
+    if isinstance(told, inspect.FloatType):
+        return st.floats(min_value=told.ge if told.ge is not None else told.gt, exclude_min=told.gt is not None)
+    if isinstance(told, inspect.StrType):
+        if told.pattern is not None:
+            return st.from_regex(told.pattern).map(lambda text: text.rstrip("\n"))
+        lowest = told.min_length or 0
+        return st.text(st.characters(codec="utf-8"), min_size=lowest, max_size=min(told.max_length or 20, lowest + 20))
+    if isinstance(told, inspect.VarTupleType):
+        return st.lists(strategy_of(told.item_type), max_size=MAX_ITEMS)
+    if isinstance(told, inspect.TupleType):
+        return st.tuples(*map(strategy_of, told.item_types)).map(list)
+    if isinstance(told, inspect.DictType):
+        return st.dictionaries(strategy_of(told.key_type), strategy_of(told.value_type), max_size=MAX_ITEMS)
+    if isinstance(told, inspect.LiteralType):
+        return st.sampled_from(told.values)
+    if isinstance(told, inspect.EnumType):
+        return st.sampled_from([member.value for member in told.cls])
+    if isinstance(told, inspect.BoolType):
+        return st.booleans()
+    assert isinstance(told, inspect.NoneType), told
+    return st.none()
+
+
+#: Any MessagePack.
+TREES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(0, 9), inner),
+    max_leaves=10,
+)
