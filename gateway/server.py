@@ -35,6 +35,7 @@ from gateway.http.limits import MAX_VALUES
 from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
 from gateway.metrics.collectors import Metrics
+from gateway.metrics.live import INTERVAL_S, LiveHistory
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
@@ -84,6 +85,7 @@ class Gateway:
         mailbox, channel = self._open_channel()
         pools = WorkerPools(model.pool for model in self._models.values())
         self._metrics = Metrics(list(pools), mailbox.dropped, starvation_bound_s=config.starvation_bound)
+        self._live = LiveHistory()
         self._dispatcher = Dispatcher(
             pools,
             channel,
@@ -108,6 +110,7 @@ class Gateway:
             dispatcher=self._dispatcher,
             control=self._control,
             metrics=self._metrics,
+            live=self._live,
         )
         self._checks = RequestChecks(
             self._authenticator,
@@ -131,9 +134,11 @@ class Gateway:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Nodes can register as long as the application runs."""
         self._control.start()
+        sampling = asyncio.ensure_future(self._sample())
         try:
             yield
         finally:
+            sampling.cancel()
             self._control.close()
             self._inputs.close()
 
@@ -168,6 +173,12 @@ class Gateway:
         self._dispatcher.shut_down()
         await self._http.stop()
         self._context.destroy(linger=200)
+
+    async def _sample(self) -> None:
+        """Adds to the live history every second, whether or not somebody looks: it takes microseconds."""
+        while True:
+            self._live.add(self._metrics.totals(self._clock.now()))
+            await asyncio.sleep(INTERVAL_S)
 
     # ---- given to the parts ------------------------------------------------------------------------------------------
 

@@ -25,7 +25,18 @@ from gateway.http.http_connection import REQUEST_ID
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.document import complete
 from gateway.http.request_checks import RequestChecks
-from gateway.http.routes import health, messages, models, page, requests, responses, tokenize, unsupported, workers
+from gateway.http.routes import (
+    health,
+    live,
+    messages,
+    models,
+    page,
+    requests,
+    responses,
+    tokenize,
+    unsupported,
+    workers,
+)
 from gateway.http.services import Services, baton_version
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -80,7 +91,7 @@ def make_app(
         dependencies=[Depends(checks.tenant)],
         default_response_class=JsonResponse,
     )
-    for module in (models, tokenize, responses, messages, requests, workers, health, page, unsupported):
+    for module in (models, tokenize, responses, messages, requests, workers, health, live, page, unsupported):
         app.include_router(module.make_router(services, checks))
     _handle_exceptions(app, envelopes)
     if services.config.allowed_origins:

@@ -1,0 +1,176 @@
+// The map of nodes: prefill nodes on one side, decode nodes on the other, and between them each pair that transfers pages.
+
+import { byId, el, keyed, setStyle, setText, svg } from "./dom.js";
+import { bytes, count, percent, plural, rate } from "./format.js";
+
+const ITEM_BYTES = { float32: 4, bfloat16: 2, float16: 2 };
+const SILENT_S = 5; // Nodes report every second.
+
+/** Bytes of one KV page, from the layout that the node registered. */
+export function pageBytes(layout) {
+  return layout.num_layers * 2 * layout.num_kv_heads * layout.head_dim * layout.page_size * ITEM_BYTES[layout.dtype];
+}
+
+/** The pairs of all nodes, each once, by the incarnations of its two ends; a problem that either end reports counts. */
+export function pairsOf(workers) {
+  const known = new Map(workers.map((worker) => [worker.incarnation, worker]));
+  const pairs = new Map();
+  for (const worker of workers) {
+    for (const pair of worker.pairs) {
+      const peer = known.get(pair.incarnation);
+      if (!peer) continue;
+      const [prefill, decode] = worker.role === "prefill" ? [worker, peer] : [peer, worker];
+      const key = `${prefill.incarnation} ${decode.incarnation}`;
+      const before = pairs.get(key);
+      pairs.set(key, {
+        key, prefill, decode, transport: pair.transport,
+        why: pair.why || before?.why || "", problem: pair.problem || before?.problem || "",
+      });
+    }
+  }
+  return [...pairs.values()];
+}
+
+/** Makes the map; returns the function that shows workers in it. */
+export function makeMap() {
+  const links = byId("links");
+  const rates = new CounterRates();
+  let pairs = [];
+  const draw = () => drawLinks(links, pairs);
+  new ResizeObserver(draw).observe(byId("map"));
+  return (workers, numModels) => {
+    pairs = pairsOf(workers);
+    rates.update(workers);
+    for (const [role, id] of [["prefill", "prefills"], ["decode", "decodes"]]) {
+      const nodes = workers.filter((worker) => worker.role === role);
+      nodes.sort((one, other) => one.name.localeCompare(other.name, "en", { numeric: true }));
+      showColumn(byId(id), role, nodes, (card, worker) => {
+        const own = pairs.filter((pair) => pair[role] === worker);
+        updateCard(card, worker, { pairs: own, rates, showsModel: numModels > 1 });
+      });
+    }
+    const failed = pairs.filter((pair) => pair.problem).length;
+    const parts = [plural(workers.length, "node"), plural(pairs.length, "pair")];
+    setText(byId("nodes-note"), parts.join(", ") + (failed ? `, ${failed} of them failed` : ""));
+    draw();
+  };
+}
+
+function showColumn(column, role, nodes, update) {
+  if (!nodes.length) {
+    const text = `No ${role} node has registered. Start one with ./scripts/${role}, or all with ./scripts/serve.`;
+    column.replaceChildren(el("p", { class: "empty", text }));
+    return;
+  }
+  for (const note of column.querySelectorAll(".empty")) note.remove();
+  keyed(column, nodes, { key: (worker) => worker.incarnation, make: makeCard, update });
+}
+
+/** Rates of the counters that heartbeats carry, by node and counter. */
+class CounterRates {
+  #known = new Map();
+
+  update(workers) {
+    const now = performance.now() / 1000;
+    for (const { incarnation, heartbeat } of workers) {
+      if (!heartbeat) continue;
+      const before = this.#known.get(incarnation);
+      const counters = heartbeat.counters;
+      if (!before) {
+        this.#known.set(incarnation, { at: now, counters, rates: {} });
+      } else if (now - before.at >= 1.9) {
+        const seconds = now - before.at;
+        const rates = Object.fromEntries(
+          Object.entries(counters).map(([name, value]) => [name, Math.max(0, value - (before.counters[name] ?? 0)) / seconds]),
+        );
+        this.#known.set(incarnation, { at: now, counters, rates });
+      }
+    }
+    const present = new Set(workers.map((worker) => worker.incarnation));
+    for (const incarnation of this.#known.keys()) if (!present.has(incarnation)) this.#known.delete(incarnation);
+  }
+
+  of(worker, name) {
+    return this.#known.get(worker.incarnation)?.rates[name] ?? 0;
+  }
+}
+
+function makeCard() {
+  return el("article", { class: "node", role: "listitem" },
+    el("header", {}, el("span", { class: "dot" }), el("strong", { class: "node-name" }), el("span", { class: "node-tag" })),
+    el("p", { class: "node-state" }),
+    el("div", { class: "pages", role: "img" }, el("i", { class: "used" }), el("i", { class: "cached" })),
+    el("p", { class: "pages-text" }),
+    el("p", { class: "pool-text" }),
+    el("p", { class: "node-work" }),
+    el("ul", { class: "pairs", "aria-label": "Pairs" }));
+}
+
+function updateCard(card, worker, { pairs, rates, showsModel }) {
+  const part = (name) => card.querySelector(`.${name}`);
+  const [state, words] = stateOf(worker, pairs);
+  card.dataset.state = state;
+  card.dataset.node = worker.incarnation;
+  setText(part("node-name"), worker.name);
+  setText(part("node-tag"), worker.register.device + (showsModel ? ` · ${worker.model}` : ""));
+  setText(part("node-state"), words);
+  showPages(part("pages"), part("pages-text"), part("pool-text"), worker);
+  const work = worker.role === "prefill"
+    ? `${rate(rates.of(worker, "prompt_tokens_computed"))} prompt tokens/s, ${bytes(rates.of(worker, "bytes_sent"))}/s sent`
+    : `${rate(rates.of(worker, "output_tokens"))} output tokens/s`;
+  setText(part("node-work"), work);
+  keyed(part("pairs"), pairs, { key: (pair) => pair.key, make: () => el("li"), update: (item, pair) => updatePair(item, pair, worker) });
+}
+
+function stateOf(worker, pairs) {
+  if (worker.is_leaving) return ["leaving", "is leaving: it takes no new requests"];
+  if (worker.seen_s_ago > SILENT_S) return ["bad", `has been silent for ${Math.round(worker.seen_s_ago)} s`];
+  if (pairs.length && pairs.every((pair) => pair.problem)) return ["bad", "can exchange pages with no node"];
+  if (!worker.heartbeat) return ["waiting", "has registered and not yet reported"];
+  const { num_running: running, num_waiting: waiting } = worker.heartbeat;
+  return ["good", `${count(running)} running, ${count(waiting)} waiting`];
+}
+
+function showPages(bar, text, pool, { register, heartbeat }) {
+  const total = register.num_pages;
+  const size = pageBytes(register.layout);
+  const free = heartbeat ? heartbeat.num_free_pages : total;
+  const cached = heartbeat ? heartbeat.num_cached_pages : 0;
+  const used = Math.max(0, total - free - cached);
+  setStyle(bar, { "--used": `${(100 * used) / total}%`, "--cached": `${(100 * cached) / total}%` });
+  bar.setAttribute("aria-label", `KV pages: ${percent(used / total)} in use, ${percent(cached / total)} cached`);
+  const quarantined = heartbeat?.num_quarantined_pages ? `, ${count(heartbeat.num_quarantined_pages)} in quarantine` : "";
+  setText(text, `${count(used)} in use, ${count(cached)} cached of ${count(total)} pages${quarantined}`);
+  const tokens = (pages) => count(pages * register.layout.page_size);
+  text.title = `A page holds ${register.layout.page_size} tokens in ${bytes(size)}. In use: ${tokens(used)} tokens, `
+    + `${bytes(used * size)}. Cached: ${tokens(cached)} tokens, ${bytes(cached * size)}. Pool: ${tokens(total)} tokens, ${bytes(total * size)}.`;
+  setText(pool, `${tokens(used + cached)} of ${tokens(total)} tokens, ${bytes((used + cached) * size)} of ${bytes(total * size)}`);
+}
+
+function updatePair(item, pair, worker) {
+  const peer = worker === pair.prefill ? pair.decode : pair.prefill;
+  item.className = pair.problem ? "pair failed" : "pair";
+  setText(item, pair.problem ? `${peer.name}: ${pair.transport} failed: ${pair.problem}` : `${peer.name} by ${pair.transport}`);
+  item.title = pair.problem || pair.why;
+}
+
+/** Draws one curve for each pair from its prefill node's card to its decode node's. */
+function drawLinks(links, pairs) {
+  const box = links.getBoundingClientRect();
+  if (!box.width) return;
+  links.setAttribute("viewBox", `0 0 ${box.width} ${box.height}`);
+  const cards = new Map([...document.querySelectorAll(".node")].map((card) => [card.dataset.node, card]));
+  const middle = (worker) => {
+    const card = cards.get(worker.incarnation)?.getBoundingClientRect();
+    return card ? card.top + card.height / 2 - box.top : 0;
+  };
+  const curves = pairs.map((pair) => {
+    const [from, to, half] = [middle(pair.prefill), middle(pair.decode), box.width / 2];
+    const isBusy = (pair.prefill.heartbeat?.num_running ?? 0) + (pair.decode.heartbeat?.num_running ?? 0) > 0;
+    return svg("path", {
+      class: `link${pair.problem ? " failed" : ""}${isBusy ? " busy" : ""}`,
+      d: `M0 ${from}C${half} ${from} ${half} ${to} ${box.width} ${to}`,
+    });
+  });
+  links.replaceChildren(...curves);
+}

@@ -1,0 +1,91 @@
+// The waterfall of one request: each stage as a bar on the request's own time axis.
+
+import { el } from "./dom.js";
+import { duration } from "./format.js";
+
+/** The stages in the order in which a request meets them, with a sentence for each. */
+export const STAGES = {
+  queue: "The request waits in the gateway until the nodes have room for it.",
+  prefill_queue: "The request waits on the prefill node for its turn.",
+  prefill: "The prefill node computes the prompt; the first token is its result.",
+  prefill_chunk: "One step of the prefill: a long prompt is computed in pieces, between those of other requests.",
+  transfer: "KV pages travel from the prefill node's memory to the decode node's, while later ones are still computed.",
+  prefill_wait: "The decode node has reserved its pages and waits for the prompt's to arrive.",
+  batch_join: "Everything has arrived; the request joins the decode batch at its next step.",
+  decode: "The decode node generates the rest of the answer, a token in each step.",
+  retracted: "Memory ran short: the request gave its pages back and waited to resume.",
+};
+
+/**
+ * An element with the waterfall of a timeline, as `GET /v1/requests/{rid}/timeline` returns it.
+ */
+export function waterfall(timeline) {
+  const spans = ordered(timeline.spans);
+  if (!spans.length) return el("p", { class: "empty", text: "The nodes have not reported any stage of this request." });
+  const end = Math.max(timeline.duration_s ?? 0, ...spans.map((span) => span.start_s + span.duration_s), 1e-6);
+  const start = Math.min(0, ...spans.map((span) => span.start_s));
+  const scale = { start, length: end - start };
+  return el("div", { class: "waterfall" },
+    el("p", { class: "waterfall-summary", text: summary(timeline, spans) }),
+    el("div", { class: "spans", role: "list", "aria-label": "Stages" }, axis(scale),
+      ...spans.map((span) => row(span, scale, timeline.clocks ?? {}))),
+    clockNote(timeline.clocks ?? {}),
+    legend(spans));
+}
+
+function ordered(spans) {
+  const names = Object.keys(STAGES);
+  const rank = (span) => names.indexOf(span.name);
+  const known = spans.filter((span) => Number.isFinite(span.start_s) && Number.isFinite(span.duration_s));
+  return known.sort((one, other) => one.start_s - other.start_s || rank(one) - rank(other));
+}
+
+/** The longest stages in a sentence. Parts of other stages do not count. */
+function summary(timeline, spans) {
+  const totals = new Map();
+  for (const span of spans) {
+    if (span.name !== "prefill_chunk") totals.set(span.name, (totals.get(span.name) ?? 0) + span.duration_s);
+  }
+  const longest = [...totals].sort((one, other) => other[1] - one[1]).slice(0, 2);
+  const words = longest.map(([name, seconds]) => `${duration(seconds)} in ${name}`).join(" and ");
+  return `${duration(timeline.duration_s)} in all; most of it ${words}.`;
+}
+
+function axis({ start, length }) {
+  const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) =>
+    el("span", { style: { "--at": `${100 * share}%` }, text: duration(start + share * length) }));
+  return el("div", { class: "span-axis", "aria-hidden": "true" }, ...ticks);
+}
+
+function row(span, { start, length }, clocks) {
+  const share = (seconds) => `${(100 * seconds) / length}%`;
+  const error = clocks[span.process]?.error_s ?? 0;
+  const facts = Object.entries(span.attributes ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");
+  const isChild = span.name === "prefill_chunk";
+  return el("div", { class: `span${isChild ? " child" : ""}`, role: "listitem", title: [STAGES[span.name], facts].filter(Boolean).join("\n") },
+    el("span", { class: "span-name" }, el("b", { text: span.name }), el("span", { class: "span-process", text: span.process })),
+    el("span", { class: "span-track" },
+      el("i", { class: `span-bar ${stageClass(span.name)}`, style: { "--from": share(span.start_s - start), "--length": share(span.duration_s) } }),
+      error > length / 200
+        ? el("i", { class: "span-error", style: { "--from": share(Math.max(0, span.start_s - start - error)), "--length": share(2 * error) } })
+        : null),
+    el("span", { class: "span-duration", text: duration(span.duration_s) }));
+}
+
+/** The class that colours a stage. Only names of the table become part of a class. */
+function stageClass(name) {
+  return Object.hasOwn(STAGES, name) ? `stage-${name}` : "stage-other";
+}
+
+function clockNote(clocks) {
+  const errors = Object.entries(clocks).map(([node, clock]) => `${node} ±${duration(clock.error_s)}`);
+  if (!errors.length) return null;
+  return el("p", { class: "clock-note", text: `Machines have clocks of their own. Starts of stages are exact to: ${errors.join(", ")}.` });
+}
+
+function legend(spans) {
+  const present = Object.keys(STAGES).filter((name) => spans.some((span) => span.name === name));
+  return el("details", { class: "stages" }, el("summary", { text: "What do the stages mean?" }),
+    el("dl", {}, ...present.flatMap((name) => [
+      el("dt", {}, el("i", { class: `swatch ${stageClass(name)}` }), name), el("dd", { text: STAGES[name] })])));
+}
