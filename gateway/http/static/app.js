@@ -2,7 +2,7 @@
 
 import { ApiError, getJson, hasKey, setKey } from "./api.js";
 import { byId, setText } from "./dom.js";
-import { duration } from "./format.js";
+import { span } from "./format.js";
 import { makeMap } from "./nodes.js";
 import { makePlayground } from "./playground.js";
 import { showErrors, showQueues } from "./queues.js";
@@ -34,7 +34,7 @@ async function refresh() {
   const ready = models.filter((model) => model.is_ready);
   showState(ready.length ? "ready" : "waiting", ready.length ? "Ready" : "Waiting for nodes");
   setText(byId("served"), models.map((model) => model.name).join(", "));
-  setText(byId("footer"), `Baton ${live.version}, up for ${duration(Math.floor(live.uptime_s))}`);
+  setText(byId("footer"), `Baton ${live.version.replace("0+unknown", "")} · up for ${span(live.uptime_s)}`);
 }
 
 /** An older gateway keeps no requests. Errors of the connection or the key concern the whole page. */
@@ -71,7 +71,7 @@ function onFailure(error) {
     return;
   }
   if (numFailures === 1) lostAt = Date.now();
-  const since = duration(Math.max(1, Math.round((Date.now() - lostAt) / 1000)));
+  const since = span(Math.max(1, (Date.now() - lostAt) / 1000));
   const text = error instanceof ApiError
     ? `The gateway answers with an error: ${error.message}`
     : `No connection to the gateway for ${since}. The numbers below are the last known ones; the page tries again by itself.`;

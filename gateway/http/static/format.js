@@ -16,6 +16,17 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 86400)} days`;
 }
 
+/** A time in whole seconds: "now", "4 s ago", "3 min 05 s ago". */
+export function ago(seconds) {
+  const whole = Math.max(0, Math.round(seconds));
+  return whole ? `${span(whole)} ago` : "now";
+}
+
+/** A duration in whole seconds: "42 s", "3 min 05 s". */
+export function span(seconds) {
+  return seconds < 120 ? `${Math.floor(seconds)} s` : duration(seconds);
+}
+
 /** A count with separators: "12,480". */
 export function count(value) {
   return value === null || value === undefined ? DASH : Math.round(value).toLocaleString("en-US");

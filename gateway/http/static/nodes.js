@@ -100,8 +100,9 @@ function makeCard() {
     el("header", {}, el("span", { class: "dot" }), el("strong", { class: "node-name" }), el("span", { class: "node-tag" })),
     el("p", { class: "node-state" }),
     el("div", { class: "pages", role: "img" }, el("i", { class: "used" }), el("i", { class: "cached" })),
-    el("p", { class: "pages-text" }),
-    el("p", { class: "pool-text" }),
+    el("table", { class: "pool" },
+      el("thead", {}, el("tr", {}, ...["KV pool", "pages", "tokens", "memory"].map((name) => el("th", { scope: "col", text: name })))),
+      el("tbody", {})),
     el("p", { class: "node-work" }),
     el("ul", { class: "pairs", "aria-label": "Pairs" }));
 }
@@ -114,9 +115,9 @@ function updateCard(card, worker, { pairs, rates, showsModel }) {
   setText(part("node-name"), worker.name);
   setText(part("node-tag"), worker.register.device + (showsModel ? ` · ${worker.model}` : ""));
   setText(part("node-state"), words);
-  showPages(part("pages"), part("pages-text"), part("pool-text"), worker);
+  showPages(part("pages"), part("pool").tBodies[0], worker);
   const work = worker.role === "prefill"
-    ? `${rate(rates.of(worker, "prompt_tokens_computed"))} prompt tokens/s, ${bytes(rates.of(worker, "bytes_sent"))}/s sent`
+    ? `${rate(rates.of(worker, "prompt_tokens_computed"))} prompt tokens/s · ${bytes(rates.of(worker, "bytes_sent"))}/s out`
     : `${rate(rates.of(worker, "output_tokens"))} output tokens/s`;
   setText(part("node-work"), work);
   keyed(part("pairs"), pairs, { key: (pair) => pair.key, make: () => el("li"), update: (item, pair) => updatePair(item, pair, worker) });
@@ -131,20 +132,23 @@ function stateOf(worker, pairs) {
   return ["good", `${count(running)} running, ${count(waiting)} waiting`];
 }
 
-function showPages(bar, text, pool, { register, heartbeat }) {
+/** The pool as a bar, and as a table of pages, tokens and bytes. */
+function showPages(bar, table, { register, heartbeat }) {
   const total = register.num_pages;
-  const size = pageBytes(register.layout);
   const free = heartbeat ? heartbeat.num_free_pages : total;
   const cached = heartbeat ? heartbeat.num_cached_pages : 0;
   const used = Math.max(0, total - free - cached);
   setStyle(bar, { "--used": `${(100 * used) / total}%`, "--cached": `${(100 * cached) / total}%` });
   bar.setAttribute("aria-label", `KV pages: ${percent(used / total)} in use, ${percent(cached / total)} cached`);
-  const quarantined = heartbeat?.num_quarantined_pages ? `, ${count(heartbeat.num_quarantined_pages)} in quarantine` : "";
-  setText(text, `${count(used)} in use, ${count(cached)} cached of ${count(total)} pages${quarantined}`);
-  const tokens = (pages) => count(pages * register.layout.page_size);
-  text.title = `A page holds ${register.layout.page_size} tokens in ${bytes(size)}. In use: ${tokens(used)} tokens, `
-    + `${bytes(used * size)}. Cached: ${tokens(cached)} tokens, ${bytes(cached * size)}. Pool: ${tokens(total)} tokens, ${bytes(total * size)}.`;
-  setText(pool, `${tokens(used + cached)} of ${tokens(total)} tokens, ${bytes((used + cached) * size)} of ${bytes(total * size)}`);
+  const rows = [["in use", used, "used"], ["cached", cached, "cached"], ["free", free, "free"]];
+  if (heartbeat?.num_quarantined_pages) rows.push(["quarantined", heartbeat.num_quarantined_pages, "quarantined"]);
+  const size = pageBytes(register.layout);
+  keyed(table, rows, {
+    key: ([name]) => name,
+    make: ([name, , kind]) => el("tr", {}, el("th", { scope: "row" }, el("i", { class: `swatch ${kind}` }), name), el("td"), el("td"), el("td")),
+    update: (row, [, pages]) => [count(pages), count(pages * register.layout.page_size), bytes(pages * size)].forEach(
+      (text, index) => setText(row.children[index + 1], text)),
+  });
 }
 
 function updatePair(item, pair, worker) {

@@ -2,13 +2,13 @@
 
 import { getJson } from "./api.js";
 import { byId, el, keyed, setText } from "./dom.js";
-import { count, duration } from "./format.js";
+import { ago, count, duration } from "./format.js";
 import { waterfall } from "./waterfall.js";
 
-const SHOWN = 12;
+const SHOWN = 10;
 const FINISHED = { stop: "end of answer", length: "length limit", running: "running" };
-const COLUMNS = ["Request", "Ended with", "Started", "First token", "Duration", "Prompt, cached", "Output", "Nodes"];
-const NUMBERS = new Set(["Started", "First token", "Duration", "Prompt, cached", "Output"]);
+const COLUMNS = ["Request", "Ended with", "Started", "First token", "Duration", "Prompt tokens", "Output tokens", "Nodes"];
+const NUMBERS = new Set(["Started", "First token", "Duration", "Prompt tokens", "Output tokens"]);
 
 export function timelineOf(rid) {
   return getJson(`/v1/requests/${encodeURIComponent(rid)}/timeline`);
@@ -70,10 +70,10 @@ function updateRow(row, request) {
   if (!status.firstElementChild) status.append(el("span", { class: "status" }));
   status.firstElementChild.dataset.status = request.status === "running" ? "running" : isDone ? "good" : "bad";
   setText(status.firstElementChild, FINISHED[request.status] ?? request.status);
-  setText(started, `${duration(Math.max(0, Math.round(Date.now() / 1000 - request.started_at)) || 0.0)} ago`.replace("0 ms ago", "now"));
+  setText(started, ago(Date.now() / 1000 - request.started_at));
   setText(first, duration(request.ttft_s));
   setText(whole, duration(request.duration_s));
-  setText(prompt, request.cached_tokens ? `${count(request.prompt_tokens)}, ${count(request.cached_tokens)}` : count(request.prompt_tokens));
+  setText(prompt, request.cached_tokens ? `${count(request.prompt_tokens)}, ${count(request.cached_tokens)} cached` : count(request.prompt_tokens));
   setText(output, count(request.output_tokens));
   setText(nodes, [request.prefill, request.decode].filter(Boolean).join(" → ") || "–");
 }

@@ -24,7 +24,7 @@ const TILES = [
     note: (samples) => `p50 · p99 ${duration(last(samples)?.ttft_p99_s)}`, show: duration,
   },
   {
-    name: "Between two tokens", help: "99th percentile and median of the last 10 seconds: how smoothly streams flow.",
+    name: "Inter-token latency", help: "99th percentile and median of the last 10 seconds: how smoothly streams flow.",
     lines: ["inter_token_p99_s", "inter_token_p50_s"], headline: (samples) => duration(last(samples)?.inter_token_p99_s),
     note: (samples) => `p99 · p50 ${duration(last(samples)?.inter_token_p50_s)}`, show: duration,
   },
@@ -34,7 +34,7 @@ const TILES = [
     note: (samples) => `${count(last(samples)?.waiting)} waiting`, show: count,
   },
   {
-    name: "Errors", unit: "/min", help: "Requests that were refused or failed in the last minute.",
+    name: "Errors", help: "Requests that were refused or failed in the last minute.",
     lines: ["errors_per_s"], headline: (samples) => count(sum(samples, "errors_per_s")),
     note: () => "in the last minute", show: (value) => `${rate(value)}/s`, isBad: (samples) => sum(samples, "errors_per_s") >= 1,
   },
@@ -65,8 +65,8 @@ function makeTile(spec) {
   const scale = el("span", { class: "spark-scale" });
   const root = el("article", { class: "tile", title: spec.help },
     el("h3", { text: spec.name }),
-    el("p", { class: "number-line" }, headline, spec.unit ? el("span", { class: "unit", text: spec.unit }) : null),
-    note, el("div", { class: "spark-box" }, chart, scale));
+    el("p", { class: "number-line" }, headline, spec.unit ? el("span", { class: "unit", text: spec.unit }) : null, scale),
+    note, el("div", { class: "spark-box" }, chart));
 
   let shown = [], pointed = null;
   const describe = () => {

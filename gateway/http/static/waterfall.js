@@ -36,15 +36,27 @@ export function waterfall(timeline) {
 function ordered(spans) {
   const names = Object.keys(STAGES);
   const rank = (span) => names.indexOf(span.name);
-  const known = spans.filter((span) => Number.isFinite(span.start_s) && Number.isFinite(span.duration_s));
-  return known.sort((one, other) => one.start_s - other.start_s || rank(one) - rank(other));
+  const byStart = (one, other) => one.start_s - other.start_s || rank(one) - rank(other);
+  const known = spans.filter((span) => Number.isFinite(span.start_s) && Number.isFinite(span.duration_s)).sort(byStart);
+  const children = known.filter(isChild);
+  const parents = known.filter((span) => !isChild(span));
+  const placed = parents.flatMap((parent) => [parent, ...(parent.name === "prefill" ? children.filter((child) => isInside(child, parent)) : [])]);
+  return [...placed, ...children.filter((child) => !placed.includes(child))];
+}
+
+const isChild = (span) => span.name === "prefill_chunk";
+
+/** Whether a chunk began during a prefill of the same node. */
+function isInside(child, parent) {
+  const end = parent.start_s + parent.duration_s;
+  return child.process === parent.process && child.start_s >= parent.start_s - 1e-4 && child.start_s <= end;
 }
 
 /** The longest stages in a sentence. Parts of other stages do not count. */
 function summary(timeline, spans) {
   const totals = new Map();
   for (const span of spans) {
-    if (span.name !== "prefill_chunk") totals.set(span.name, (totals.get(span.name) ?? 0) + span.duration_s);
+    if (!isChild(span)) totals.set(span.name, (totals.get(span.name) ?? 0) + span.duration_s);
   }
   const longest = [...totals].sort((one, other) => other[1] - one[1]).slice(0, 2);
   const words = longest.map(([name, seconds]) => `${duration(seconds)} in ${name}`).join(" and ");
@@ -61,8 +73,7 @@ function row(span, { start, length }, clocks) {
   const share = (seconds) => `${(100 * seconds) / length}%`;
   const error = clocks[span.process]?.error_s ?? 0;
   const facts = Object.entries(span.attributes ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");
-  const isChild = span.name === "prefill_chunk";
-  return el("div", { class: `span${isChild ? " child" : ""}`, role: "listitem", title: [STAGES[span.name], facts].filter(Boolean).join("\n") },
+  return el("div", { class: `span${isChild(span) ? " child" : ""}`, role: "listitem", title: [STAGES[span.name], facts].filter(Boolean).join("\n") },
     el("span", { class: "span-name" }, el("b", { text: span.name }), el("span", { class: "span-process", text: span.process })),
     el("span", { class: "span-track" },
       el("i", { class: `span-bar ${stageClass(span.name)}`, style: { "--from": share(span.start_s - start), "--length": share(span.duration_s) } }),
