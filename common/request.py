@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.sampling_params import SamplingParams, TokenLogprobs
+from common.stage_spans import StageLog
 
 if TYPE_CHECKING:
     from common.cache.prefix_watch import PrefixWatch
@@ -42,6 +43,7 @@ class Request:
         prompt_logprobs: log-probabilities computed so far, of prompt tokens from ``sampling.prompt_logprobs_from`` on.
         slot: row of the executor's request table; -1: none.
         admission: number of the request's admission to that slot; 0: none. See ``common/scheduling/slots.py``.
+        stages: where the request has spent its time on this node.
         packed: the first tokens in packed form, which ``request_kv.packed_tokens`` extends.
     """
 
@@ -73,11 +75,17 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     slot: int = -1
     admission: int = 0
+    stages: StageLog = field(default_factory=StageLog)
     packed: bytes = b""
     key: RequestKey = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = (self.rid, self.attempt)
+
+    @property
+    def received_at(self) -> float:
+        """Instant of the arrival on this node."""
+        return self.arrived_at + self.waited_s
 
     @property
     def num_tokens(self) -> int:

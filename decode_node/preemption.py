@@ -79,6 +79,7 @@ class Preemptor:
     def retract(self, request: Request, now: float, reason: str, *args: object) -> None:
         """Take the pages of a request; its KV stays cached while there is room."""
         release(self._cache, self._allocator, request, keep=True)
+        request.stages.interrupt("retracted", now)
         self._table.move(request, Event.RETRACT, with_slot=False)
         self.totals["retractions"] += 1
         self._queue.decisions.note(now, request.rid, "retract", reason, *args)
@@ -104,6 +105,7 @@ class Preemptor:
         if victim.key in self._table.extending:
             self.retract(victim, now, "its row goes to the more urgent {}", request.rid)
             return
+        victim.stages.interrupt("paused", now)
         self._table.move(victim, Event.PAUSE, with_slot=False)
         self.totals["pauses"] += 1
         self._queue.decisions.note(now, victim.rid, "pause", "its row goes to the more urgent {}", request.rid)

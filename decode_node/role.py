@@ -12,6 +12,7 @@ from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.errors import ErrorCode, RequestError
 from common.node.outbox import Outbox
+from common.node.planned_chunks import PlannedChunks
 from common.node.role import (
     DEADLINE_GRACE_S,
     Load,
@@ -82,6 +83,7 @@ class DecodeRole:
         self._owners: dict[RequestKey, RequestKey] = {}  # transfer -> request
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._output = TokenOutput(self.outbox, stream_interval)
+        self._planned_chunks = PlannedChunks()
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -92,6 +94,8 @@ class DecodeRole:
         elif isinstance(message, Abort):
             key = (message.rid, message.attempt)
             request = self._scheduler.requests.get(key)
+            if request is not None:
+                self._report_stages(request, now)
             self._end(key)
             report_missed_deadline(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
@@ -123,6 +127,8 @@ class DecodeRole:
 
     def plan(self, now: float) -> StepPlan | None:
         plan = self._scheduler.plan(now)
+        if plan is not None:
+            self._planned_chunks.planned(self._scheduler.chunks(plan), now)
         if effects := self._scheduler.take_effects():
             self._perform(effects, now)
             self._settle(now)
@@ -130,6 +136,7 @@ class DecodeRole:
 
     def commit(self, result: StepResult, now: float) -> None:
         self._totals["steps"] += 1
+        self._planned_chunks.committed(now)
         self._perform(self._scheduler.commit(result), now)
         self._settle(now)
 
@@ -266,14 +273,16 @@ class DecodeRole:
             self._scheduler.not_received(key, now)
         elif isinstance(event, Finished):
             self._forget(key)
-        elif self._forget(key) is not None:
+        elif (request := self._scheduler.requests.get(key)) is not None:
+            self._report_stages(request, now)
+            self._forget(key)
             self._answer_failure(key, event.code, event.message)
 
     def _received(self, key: RequestKey, event: Completed, now: float) -> None:
         request = self._scheduler.requests[key]
         if event.prefill_done.num_tokens == request.num_decodable:
             self._scheduler.received(key, token=event.prefill_done.token)
-            self._output.received(key, prefill_done_at=event.prefill_done_at, received_at=now)
+            self._output.received(key, event, now)
             self._totals["transfers"] += 1
             return
         if request.output:
@@ -300,8 +309,13 @@ class DecodeRole:
 
     def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
         self._output.flush(request, now)
+        self._report_stages(request, now)
         self._end(request.key)
         self._answer_failure(request.key, code, message)
+
+    def _report_stages(self, request: Request, now: float) -> None:
+        """Tell the gateway where a request that ends early has spent its time since the last report."""
+        self._output.report_unfinished(request, now, is_local=self._scheduler.source(request.key) is None)
 
     def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
         self._totals["failed_requests"] += 1

@@ -302,6 +302,7 @@ class DecodeScheduler:
             if self._table.states[request.key] is State.PAUSED:
                 self.decisions.note(now, request.rid, "resume", "in a row again, after {} tokens", request.num_tokens)
             self._table.move(request, Event.JOIN_BATCH, with_slot=True)
+            request.stages.resume(now)
             self._joining[request.key] = request
 
     # ---- decode rows ------------------------------------------------------------------------------------------------
@@ -437,6 +438,10 @@ class DecodeScheduler:
             running=holders,
             ratio=ratio,
         )
+
+    def chunks(self, plan: StepPlan) -> Sequence[Chunk]:
+        """The chunks of the plan that was made last."""
+        return self._steps.newest(plan.step).chunks
 
     # ---- taking in a step -------------------------------------------------------------------------------------------
 

@@ -1,16 +1,28 @@
 """Output tokens on their way from a decode node to the gateway, in messages of several tokens."""
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from common.node.outbox import Outbox
 from common.node.role import first_token_message
 from common.request import Request, RequestKey
-from common.wire.messages import Tokens
+from common.stage_spans import StageSpan, between
+from common.wire.messages import Spans, Tokens
 from decode_node.scheduler import Sampled
+from kv_transfer.events import Completed
+
+
+class Arrival(NamedTuple):
+    """A prompt that has come from a prefill node, and the instants of ``PrefillDone`` and of the last page."""
+
+    num_pages: int
+    prefill_done_at: float
+    received_at: float
 
 
 class TokenOutput:
-    """Groups tokens into messages.
+    """Groups tokens into messages, and sends the spans of the stages that are over before them.
 
     Args:
         outbox: takes the messages.
@@ -22,11 +34,11 @@ class TokenOutput:
         self._outbox = outbox
         self._stream_interval = stream_interval
         self._unsent: dict[RequestKey, list[Sampled]] = {}  # tokens that wait to fill a message
-        self._received_at: dict[RequestKey, tuple[float, float]] = {}  # the handoff, and the last of the pages
+        self._arrivals: dict[RequestKey, Arrival] = {}  # of requests without a token of their own yet
 
-    def received(self, key: RequestKey, *, prefill_done_at: float, received_at: float) -> None:
-        """Remember when a prompt arrived, for the timings that go with the request's next token."""
-        self._received_at[key] = (prefill_done_at, received_at)
+    def received(self, key: RequestKey, event: Completed, now: float) -> None:
+        """Remember when a prompt arrived, for the spans that go with the request's next token."""
+        self._arrivals[key] = Arrival(len(event.pages), event.prefill_done_at, now)
 
     def add(self, sampled: Sampled, now: float) -> None:
         """Send one more token: at once if it is the first or the last, else when a message is full."""
@@ -54,14 +66,34 @@ class TokenOutput:
     def forget(self, key: RequestKey) -> None:
         """Drop what is kept of a request that has ended."""
         self._unsent.pop(key, None)
-        self._received_at.pop(key, None)
+        self._arrivals.pop(key, None)
+
+    def report_unfinished(self, request: Request, now: float, *, is_local: bool) -> None:
+        """Send the spans of a request that ends without a last token.
+
+        Args:
+            is_local: its prompt is computed here.
+        """
+        if request.stages.decoding_from:
+            spans: Sequence[StageSpan] = request.stages.take_decode(now, len(request.output))
+        elif is_local:
+            spans = request.stages.take_prefill(request.received_at, now)
+        else:
+            spans = _handover(request, self._arrivals.get(request.key), now)
+        self._report(request.key, spans)
+
+    def _report(self, key: RequestKey, spans: Sequence[StageSpan]) -> None:
+        if spans:
+            self._outbox.gateway.append(Spans(*key, tuple(spans)))
 
     def _send_first(self, sampled: Sampled, now: float) -> None:
         """Send the first token of a prompt that was computed here."""
         request = sampled.request
         self.totals["local_prefills"] += 1
         self.totals["prompt_tokens_cached"] += request.num_cached
-        self._outbox.gateway.append(first_token_message(request, sampled.token, sampled.logprobs, sampled.finish, now))
+        self._report(request.key, request.stages.take_prefill(request.received_at, now))
+        request.stages.decoding_from = now
+        self._outbox.gateway.append(first_token_message(request, sampled.token, sampled.logprobs, sampled.finish))
 
     def _send(self, unsent: list[Sampled], now: float) -> None:
         """Send the last tokens of a request."""
@@ -70,21 +102,37 @@ class TokenOutput:
         index = len(request.output) - len(unsent)
         tokens = (token,) if len(unsent) == 1 else tuple([sampled.token for sampled in unsent])
         token_logprobs = () if logprobs is None else tuple([sampled.logprobs for sampled in unsent])
-        timings = self._timings(request, now) if index == 1 and request.key in self._received_at else {}
-        self._outbox.gateway.append(
-            Tokens(rid, attempt, index, tokens, logprobs=token_logprobs, finish=finish, timings=timings)
-        )
+        self._report_stages(request, now, is_last=bool(finish))
+        self._outbox.gateway.append(Tokens(rid, attempt, index, tokens, logprobs=token_logprobs, finish=finish))
 
-    def _timings(self, request: Request, now: float) -> dict[str, float]:
-        """Seconds of the stages before the second token, by this node's clock.
+    def _report_stages(self, request: Request, now: float, *, is_last: bool) -> None:
+        """Send the spans of the stages before the second token, or with the last token those of decoding."""
+        log = request.stages
+        spans: list[StageSpan] = []
+        arrival = None if log.decoding_from else self._arrivals.pop(request.key, None)
+        if arrival is not None:
+            spans = _handover(request, arrival, now)
+            log.decoding_from = now
+        if is_last:
+            spans += log.take_decode(now, len(request.output))
+        self._report(request.key, spans)
 
-        ``transfer_s`` counts from when the prefill node had computed the prompt and there was room for it here.
-        """
-        prefill_done_at, received_at = self._received_at.pop(request.key)
-        prefill_done_at = max(prefill_done_at, request.admitted_at)
-        return {
-            "decode_queue_s": request.admitted_at - request.arrived_at - request.waited_s,
-            "prompt_wait_s": prefill_done_at - request.admitted_at,
-            "transfer_s": received_at - prefill_done_at,
-            "join_s": now - received_at,
-        }
+
+def _handover(request: Request, arrival: Arrival | None, now: float) -> list[StageSpan]:
+    """The stages of a request, whose prompt a prefill node computes, up to its first token from this node.
+
+    The transfer counts from when the prefill node had computed the prompt and there was room for it here.
+    """
+    received_at, admitted_at = request.received_at, request.admitted_at
+    if admitted_at < received_at:  # it has not been admitted
+        return [between("decode_queue", received_at, now)]
+    queue = between("decode_queue", received_at, admitted_at)
+    if arrival is None:
+        return [queue, between("prefill_wait", admitted_at, now)]
+    prefill_done_at = max(arrival.prefill_done_at, admitted_at)
+    return [
+        queue,
+        between("prefill_wait", admitted_at, prefill_done_at),
+        between("transfer", prefill_done_at, arrival.received_at, arrival.num_pages),
+        between("batch_join", arrival.received_at, now),
+    ]

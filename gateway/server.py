@@ -42,6 +42,7 @@ from gateway.requests.output_processor import OutputStream
 from gateway.requests.priority import PriorityResolver
 from gateway.requests.quotas import Quotas
 from gateway.requests.response_store import ResponseStore
+from gateway.tracing.timelines import Timelines
 from gateway.workers.control_plane import ControlPlane, MailboxChannel
 from gateway.workers.pool import WorkerPools
 from gateway.workers.served_models import load_models
@@ -94,7 +95,8 @@ class Gateway:
             on_end=self._ended,
             first_attempt=secrets.randbits(31),
         )
-        self._control = ControlPlane(channel, pools, self._dispatcher, self._clock)
+        self._timelines = Timelines(config.timeline_requests, self._dispatcher.streams)
+        self._control = ControlPlane(channel, pools, self._dispatcher, self._clock, self._timelines)
         services = Services(
             config=config,
             clock=self._clock,
@@ -111,6 +113,7 @@ class Gateway:
             control=self._control,
             metrics=self._metrics,
             live=self._live,
+            timelines=self._timelines,
         )
         self._checks = RequestChecks(
             self._authenticator,
@@ -196,6 +199,7 @@ class Gateway:
         """Counts an ended output, charges its tenant and teaches the predictor."""
         request = stream.request
         self._metrics.ended(stream)
+        self._timelines.ended(stream)
         self._quotas.settle(stream)
         if stream.finish and not request.sampling.ignore_eos and not request.is_prompt_only:
             predictor = self._models[request.model].predictor

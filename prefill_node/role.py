@@ -12,6 +12,7 @@ from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.errors import ErrorCode, RequestError
 from common.node.outbox import Outbox
+from common.node.planned_chunks import PlannedChunks
 from common.node.role import (
     DEADLINE_GRACE_S,
     Load,
@@ -39,6 +40,7 @@ from common.wire.messages import (
     PrefillDone,
     Reprioritize,
     Resume,
+    Spans,
 )
 from kv_transfer.send.sender import Reason, Sender
 from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted, SamplingFailed
@@ -82,6 +84,7 @@ class PrefillRole:
         self._vocab_size = vocab_size
         self._resumed: dict[RequestKey, None] = {}  # computed again for a decode node; the gateway hears nothing
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._planned_chunks = PlannedChunks()
         self._rank = scheduler.rank if scheduler.has_priorities else None
 
     # ---- events ---------------------------------------------------------------------------------------------------
@@ -93,6 +96,8 @@ class PrefillRole:
         elif isinstance(message, Abort):
             key = (message.rid, message.attempt)
             request = self._scheduler.requests.get(key)
+            if request is not None:
+                self._report_stages(request, now)
             self._end(key, "aborted", "the gateway ended it")
             report_missed_deadline(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
@@ -126,17 +131,19 @@ class PrefillRole:
         plan = self._scheduler.plan(now)
         self._perform(self._scheduler.take_effects(), now)
         if plan is not None:
+            self._planned_chunks.planned(self._scheduler.chunks(plan), now)
             self._count_overlap(plan)
         return plan
 
     def commit(self, result: StepResult, now: float) -> None:
         self._totals["steps"] += 1
+        self._planned_chunks.committed(now)
         self._perform(self._scheduler.commit(result), now)
         self._settle()
 
     def tick(self, now: float) -> bool:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
-            self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node")
+            self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node", now)
             report_missed_deadline(self._scheduler.policy, request, now)
         more = self._sender.pump(now, rank=self._rank)
         self._settle()
@@ -144,7 +151,7 @@ class PrefillRole:
 
     def stop(self, message: str, now: float) -> None:
         for request in list(self._scheduler.requests.values()):
-            self._fail(request, ErrorCode.SHUTTING_DOWN, message)
+            self._fail(request, ErrorCode.SHUTTING_DOWN, message, now)
         self._settle()
 
     # ---- what follows -----------------------------------------------------------------------------------------------
@@ -166,7 +173,7 @@ class PrefillRole:
             if isinstance(effect, Retracted):
                 self._sender.retract(effect.key)
             elif isinstance(effect, SamplingFailed):
-                self._fail(effect.request, ErrorCode.INVALID_REQUEST, effect.message)
+                self._fail(effect.request, ErrorCode.INVALID_REQUEST, effect.message, now)
             else:
                 self._on_computed(effect, now)
 
@@ -209,8 +216,10 @@ class PrefillRole:
         if not first.is_repeat and request.key not in self._resumed:
             self._totals["output_tokens"] += 1
             self._totals["prompt_tokens_cached"] += request.num_cached
-            message = first_token_message(request, first.token, first.logprobs, first.finish, now)
-            self.outbox.gateway.append(message)
+            self.outbox.gateway.append(
+                Spans(*request.key, tuple(request.stages.take_prefill(request.received_at, now)))
+            )
+            self.outbox.gateway.append(first_token_message(request, first.token, first.logprobs, first.finish))
         if first.finish:
             self._sender.abort(request.key, "finished")
         else:
@@ -232,9 +241,17 @@ class PrefillRole:
         self._sender.abort(key, reason, message, code)
         return True
 
-    def _fail(self, request: Request, code: ErrorCode, message: str) -> None:
+    def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
         if self._end(request.key, "failed", message, code) and request.key not in self._resumed:
+            self._report_stages(request, now)
             self._answer_failure(request.key, code, message)
+
+    def _report_stages(self, request: Request, now: float) -> None:
+        """Tell the gateway where a request that ends before its first token has spent its time."""
+        if not self._scheduler.has_first_token(request.key):
+            self.outbox.gateway.append(
+                Spans(*request.key, tuple(request.stages.take_prefill(request.received_at, now)))
+            )
 
     def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
         self._totals["failed_requests"] += 1

@@ -209,6 +209,10 @@ class PrefillScheduler:
         """Whether the request has ended, and only its pages are still here."""
         return self._states[key] is State.CLOSING
 
+    def has_first_token(self, key: RequestKey) -> bool:
+        """Whether the first token was sampled, even if the request was retracted since."""
+        return key in self._first
+
     @property
     def has_priorities(self) -> bool:
         """Whether priorities come before the policy's order."""
@@ -339,6 +343,7 @@ class PrefillScheduler:
             self._made_room_for = ("", 0)
         self._slots.take(request)
         request.admitted_at = now
+        request.stages.resume(now)
         self._ordering.admitted(request, num_input=request.num_tokens - request.num_computed)
         self._advance(request.key, Event.ADMIT)
         self._totals["skipped_ahead"] += bool(passing)
@@ -425,6 +430,7 @@ class PrefillScheduler:
         """Take the pages back and queue the request first again. Its KV stays cached while there is room."""
         self._leave_batch(request.key)
         release(self._cache, self._allocator, request, keep=True)
+        request.stages.interrupt("retracted", now)
         request.output.clear()
         request.prompt_logprobs.clear()
         self._advance(request.key, Event.RETRACT)

@@ -104,7 +104,17 @@ class HttpOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(Routing, HttpOptions, TenantOptions, SchedulingOptions, ModelOptions):
+class TracingOptions:
+    timeline_requests: int = option(
+        1_000,
+        "Ended requests whose timelines the gateway keeps for /v1/requests and /v1/trace; 0 keeps none.",
+        minimum=0,
+        maximum=100_000,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(Routing, HttpOptions, TracingOptions, TenantOptions, SchedulingOptions, ModelOptions):
     control_port: int = option(
         8001, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config.batching import Batching
-from common.config.gateway import HttpOptions, Routing, check_http
+from common.config.gateway import HttpOptions, Routing, TracingOptions, check_http
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions
 from common.config.shared import EngineOptions, ModelOptions, check_engine
@@ -13,7 +13,9 @@ from common.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(Batching, EngineOptions, Routing, HttpOptions, TenantOptions, SchedulingOptions, ModelOptions):
+class ServeConfig(
+    Batching, EngineOptions, Routing, HttpOptions, TracingOptions, TenantOptions, SchedulingOptions, ModelOptions
+):
     prefill: int = option(1, "Number of prefill nodes; 0 with --local-prefill always.", minimum=0, maximum=256)
     decode: int = option(1, "Number of decode nodes.", minimum=1, maximum=256)
     control_port: int = option(0, "Port on which the gateway listens for nodes; 0 takes a free port.", maximum=65535)

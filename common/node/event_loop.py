@@ -25,6 +25,7 @@ from common.wire.messages import (
     FromPrefill,
     Generate,
     Heartbeat,
+    HeartbeatAck,
     Message,
     Pairs,
     PairState,
@@ -91,6 +92,7 @@ class EventLoop:
         self._prefill_nodes: dict[str, Mailbox] = {}  # dialled by this decode node, by incarnation
         self._heartbeat_s = 1.0
         self._next_heartbeat_at = 0.0
+        self._heard: tuple[float, float] = (0.0, 0.0)  # when the gateway sent its last instant, and when it came
         self._is_stopping = False
         self._is_checked = True
         self._num_failed_checks = 0
@@ -213,6 +215,9 @@ class EventLoop:
             self._sent_pairs = None
             self._heartbeat_s = message.heartbeat_s
             self._next_heartbeat_at = now
+            self._heard = (message.sent_at, now)
+        elif isinstance(message, HeartbeatAck):
+            self._heard = (message.sent_at, now)
         elif isinstance(message, Unknown):
             self._role.gateway_lost(now)
             self._gateway.send(self._register())
@@ -289,6 +294,7 @@ class EventLoop:
 
     def _heartbeat(self) -> Heartbeat:
         load = self._role.load()
+        (gateway_sent_at, received_at), self._heard = self._heard, (0.0, 0.0)
         return Heartbeat(
             num_waiting=load.num_waiting,
             num_running=load.num_running,
@@ -304,6 +310,9 @@ class EventLoop:
                 "failed_checks": float(self._num_failed_checks),
                 "busy_seconds": self._engine.busy_s,
             },
+            gateway_sent_at=gateway_sent_at,
+            received_at=received_at,
+            sent_at=self._clock.now(),
         )
 
     def _mailboxes(self) -> list[Mailbox]:

@@ -96,9 +96,7 @@ def request_from_generate(message: Generate, now: float) -> Request:
     )
 
 
-def first_token_message(
-    request: Request, token: int, logprobs: TokenLogprobs | None, finish: Finish, now: float
-) -> Tokens:
+def first_token_message(request: Request, token: int, logprobs: TokenLogprobs | None, finish: Finish) -> Tokens:
     """The message with the first output token, from the node that computed the prompt."""
     return Tokens(
         *request.key,
@@ -108,10 +106,6 @@ def first_token_message(
         finish=finish,
         cached_tokens=request.num_cached,
         prompt_logprobs=tuple(request.prompt_logprobs),
-        timings={
-            "prefill_queue_s": request.admitted_at - request.arrived_at - request.waited_s,
-            "prefill_s": now - request.admitted_at,
-        },
     )
 
 

@@ -1,7 +1,8 @@
 """All messages of the control plane, in the order in which a node and then a request meet them.
 
 A ZMQ message has two frames: a ``Header`` and one of the structs below, both MessagePack, both decoded strictly. Times
-are durations in seconds, since two machines have no common clock.
+are durations in seconds, since two machines have no common clock. The only instants are those of spans and those by
+which the gateway estimates how far apart the clocks are.
 """
 
 import dataclasses
@@ -14,10 +15,11 @@ from msgspec import Meta
 from common.cache.page_layout import PageLayout
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
+from common.stage_spans import StageSpan
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -27,6 +29,9 @@ ShortText = Annotated[str, Meta(max_length=256)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
 Role = Literal["prefill", "decode"]
+
+#: Spans of one message; the limits in ``common.stage_spans`` keep it shorter.
+MAX_SPANS = 64
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -93,6 +98,7 @@ class Registered(Message, frozen=True, tag="registered"):
 
     starts: Annotated[int, Meta(ge=1)]  # number of starts of a node of this name that the gateway has seen
     heartbeat_s: Annotated[float, Meta(gt=0)]
+    sent_at: float = 0.0  # by the gateway's clock; 0: unknown
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -119,6 +125,15 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     num_cached_pages: Count
     num_quarantined_pages: Count
     counters: dict[str, float]  # totals since the process began, by name; they never fall
+    sent_at: float = 0.0  # by the node's clock; 0: unknown
+    gateway_sent_at: float = 0.0  # ``sent_at`` of the last ``Registered`` or ``HeartbeatAck``; 0: none since the last
+    received_at: float = 0.0  # when the node received that, by its own clock
+
+
+class HeartbeatAck(Message, frozen=True, tag="heartbeat_ack"):
+    """gateway -> node: answer to ``Heartbeat``."""
+
+    sent_at: float  # by the gateway's clock
 
 
 class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -247,7 +262,16 @@ class Tokens(RequestMessage, frozen=True, gc=False, tag="tokens"):
     finish: Literal["", "stop", "length"] = ""  # not empty: the last of these tokens ends the output
     cached_tokens: Count = 0  # with index 0: prompt tokens that the prefill node had cached
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with index 0: from token ``prompt_logprobs_from`` on
-    timings: dict[str, float] = {}
+
+
+class Spans(RequestMessage, frozen=True, tag="spans"):
+    """node -> gateway: stages of the attempt that are over on this node.
+
+    A prefill node sends them before the first token, a decode node before the second and before the last. Each sends
+    the rest if the attempt fails or is aborted.
+    """
+
+    spans: Annotated[tuple[StageSpan, ...], Meta(max_length=MAX_SPANS)]  # by the node's clock
 
 
 class Failed(RequestMessage, frozen=True, tag="failed"):
@@ -363,7 +387,9 @@ class Closed(RequestMessage, frozen=True, tag="closed"):
     code: ErrorCode = ErrorCode.TRANSFER_FAILED  # code of a failure, which both nodes report to the gateway
 
 
-FromNode = Register | Heartbeat | Pairs | Deregister | Flushed | Decisions | Tokens | Failed | Ping
-FromGateway = Registered | Refused | Unknown | Generate | Abort | Reprioritize | Flush | GetDecisions | Ping
+FromNode = Register | Heartbeat | Pairs | Deregister | Flushed | Decisions | Tokens | Spans | Failed | Ping
+FromGateway = (
+    Registered | HeartbeatAck | Refused | Unknown | Generate | Abort | Reprioritize | Flush | GetDecisions | Ping
+)
 FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Ping
 FromPrefill = Connected | AttachFailed | Refused | PagesWritten | PrefillDone | Closed | Ping

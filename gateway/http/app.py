@@ -34,6 +34,7 @@ from gateway.http.routes import (
     requests,
     responses,
     tokenize,
+    traces,
     unsupported,
     workers,
 )
@@ -91,7 +92,7 @@ def make_app(
         dependencies=[Depends(checks.tenant)],
         default_response_class=JsonResponse,
     )
-    for module in (models, tokenize, responses, messages, requests, workers, health, live, page, unsupported):
+    for module in (models, tokenize, responses, messages, requests, traces, workers, health, live, page, unsupported):
         app.include_router(module.make_router(services, checks))
     _handle_exceptions(app, envelopes)
     if services.config.allowed_origins:

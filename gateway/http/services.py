@@ -12,6 +12,7 @@ from gateway.requests.input_processor import InputProcessor
 from gateway.requests.priority import PriorityResolver
 from gateway.requests.quotas import Quotas
 from gateway.requests.response_store import ResponseStore
+from gateway.tracing.timelines import Timelines
 from gateway.workers.control_plane import ControlPlane
 from gateway.workers.served_models import ServedModel
 
@@ -29,6 +30,7 @@ class Services:
     control: ControlPlane
     metrics: Metrics
     live: LiveHistory
+    timelines: Timelines
 
 
 def baton_version() -> str:

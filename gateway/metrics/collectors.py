@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from common.errors import RequestError
 from gateway.metrics.queue_metrics import SECONDS, QueueMetrics
 from gateway.metrics.series import LabelledCounter, LabelledHistogram
-from gateway.requests.output_processor import OutputStream
+from gateway.requests.output_processor import TIMINGS, OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
 
@@ -20,15 +20,8 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 #: Labels ``end`` of outputs that did not fail.
 FINISHED = frozenset({"stop", "length"})
 HEARTBEAT_GAUGES = ("num_waiting", "num_running", "num_free_pages", "num_cached_pages", "num_quarantined_pages")
-#: Stage labels of ``baton_stage_seconds``, by the key in ``Tokens.timings``.
-STAGES = {
-    "prefill_queue_s": "prefill_queue",
-    "prefill_s": "prefill",
-    "decode_queue_s": "decode_queue",
-    "prompt_wait_s": "prefill_wait",
-    "transfer_s": "transfer",
-    "join_s": "batch_join",
-}
+#: Stage labels of ``baton_stage_seconds``, by their names in ``OutputStream.timings``.
+STAGES = {name: stage for stage, name in TIMINGS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +109,8 @@ class Metrics:
         self._disconnects.add(1, output.request.model)
 
     def ended(self, output: OutputStream) -> None:
-        self._waits.ended(output)
+        timings = output.timings
+        self._waits.ended(output, timings.get("prefill_queue_s", 0.0))
         model = output.request.model
         self._outputs.add(1, model, output.finish or (str(output.error.code) if output.error else ""))
         if output.is_local_prefill:
@@ -124,9 +118,8 @@ class Metrics:
         self._prompt_tokens.add(len(output.request.prompt), model)
         self._cached_tokens.add(output.cached_tokens, model)
         self._output_tokens.add(len(output.ids), model)
-        for name, seconds in output.timings.items():
-            if name in STAGES:
-                self._stages.of(model, STAGES[name]).add(seconds)
+        for name, seconds in timings.items():
+            self._stages.of(model, STAGES[name]).add(seconds)
         if output.first_at:
             self._first_token.of(model).add(output.first_at - output.started_at)
         if output.finish:

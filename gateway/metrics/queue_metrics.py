@@ -31,10 +31,14 @@ class QueueMetrics:
                 self._starved.add(0, pool.model, name)
         registry.register(self)
 
-    def ended(self, output: OutputStream) -> None:
-        """Counts an ended output. It waited until a node started its prompt, or else until its end."""
+    def ended(self, output: OutputStream, prefill_queue_s: float) -> None:
+        """Counts an ended output. It waited until a node started its prompt, or else until its end.
+
+        Args:
+            prefill_queue_s: how long it waited on that node.
+        """
         if output.sent_at and output.first_at:
-            seconds = output.sent_at - output.started_at + output.timings.get("prefill_queue_s", 0.0)
+            seconds = output.sent_at - output.started_at + prefill_queue_s
         else:
             seconds = output.ended_at - output.started_at
         labels = (output.request.model, output.request.priority_class)

@@ -17,9 +17,9 @@ from common.clock import Clock
 from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError
 from common.request import Request
-from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Sample, Tokens
+from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Sample, Spans, Tokens
 from gateway.requests.generate_request import GenerateRequest
-from gateway.requests.output_processor import OutputStream
+from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
 from gateway.workers.router import WorkerPair
@@ -109,6 +109,10 @@ class Dispatcher:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    def streams(self) -> Iterator[OutputStream]:
+        """All outputs in flight, oldest first."""
+        return (flight.stream for flight in self._in_flight.values())
 
     # ---- arrival ----------------------------------------------------------------------------------------------------
 
@@ -267,8 +271,10 @@ class Dispatcher:
         flight.is_prefill_counted = True
         stream.sent_at = now
         stream.is_local_prefill = pair.prefill is None
+        stream.attempt = flight.attempt
         waited_s = max(now - stream.started_at, 0.0)
         nodes = [pool.registry.workers[incarnation] for incarnation in pair.nodes]
+        stream.prefill, stream.decode = nodes[0].name if len(nodes) > 1 else "", nodes[-1].name
         self.decisions.note(now, request.rid, "send", SENT[len(nodes)], waited_s, *nodes)
         return True
 
@@ -418,6 +424,14 @@ class Dispatcher:
         if flight.stream.is_ended:
             self._remove(flight)
 
+    def on_spans(self, sender: str, message: Spans, report: StageReport) -> bool:
+        """Passes spans of a node to their stream; False if it has ended."""
+        flight = self._known(sender, message)
+        if flight is None:
+            return False
+        flight.stream.on_spans(report)
+        return True
+
     def on_failed(self, sender: str, message: Failed) -> None:
         flight = self._known(sender, message)
         if flight is None:
@@ -433,7 +447,7 @@ class Dispatcher:
             text = f"{param}: {text}"
         self._fail(flight, RequestError(message.code, text, param=param, retry_after_s=retry_after_s))
 
-    def _known(self, sender: str, message: Tokens | Failed) -> InFlightRequest | None:
+    def _known(self, sender: str, message: Tokens | Spans | Failed) -> InFlightRequest | None:
         """The request that a message is about; None if it has ended or the sender does not work on it."""
         flight = self._in_flight.get(message.rid)
         if flight is None or message.attempt != flight.attempt or sender not in flight.nodes:

@@ -8,16 +8,46 @@ before a stop string and without the stop token.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from common.errors import RequestError
 from common.sampling_params import TokenLogprobs
+from common.stage_spans import StageSpan
 from common.wire.messages import Tokens
 from gateway.requests.generate_request import GenerateRequest
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.output_parser import OutputParser, OutputPiece, ReasoningPiece
 from gateway.text.stop_strings import StopMatcher
+from gateway.tracing.trace_context import TraceContext
+
+#: Stages by their names in the ``timings`` of ``/generate``; a stage that happens twice counts twice.
+TIMINGS = {
+    "prefill_queue": "prefill_queue_s",
+    "prefill": "prefill_s",
+    "decode_queue": "decode_queue_s",
+    "prefill_wait": "prompt_wait_s",
+    "transfer": "transfer_s",
+    "batch_join": "join_s",
+}
+#: Messages with spans that are kept of one output. Nodes send three or four.
+MAX_REPORTS = 16
+
+
+class StageReport(NamedTuple):
+    """Spans that a node has sent.
+
+    Attributes:
+        node: its name.
+        offset_s, error_s: by how much its clock was ahead of the gateway's, as estimated when they came.
+        spans: by its own clock.
+    """
+
+    node: str
+    offset_s: float
+    error_s: float
+    spans: Sequence[StageSpan]
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
@@ -56,6 +86,10 @@ class OutputStream:
         finish: "stop" or "length" after a normal end.
         matched: the token id or stop string that ended it.
         is_local_prefill: the decode node computes the prompt too.
+        attempt: nodes know the output by this number and its rid.
+        prefill, decode: names of the nodes it was sent to; empty for none.
+        trace: the trace that the client's ``traceparent`` names or that is exported; None for neither.
+        reports: spans of the stages that are over on the nodes.
         started_at, sent_at, first_at, last_at, ended_at: instants in seconds; 0 until they are reached.
     """
 
@@ -65,6 +99,7 @@ class OutputStream:
     wake: Callable[["OutputStream"], None]
     started_at: float
     on_gap: Callable[[float, int], None] | None = None
+    trace: TraceContext | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     pieces: list[OutputPiece] = field(default_factory=list)
@@ -75,7 +110,10 @@ class OutputStream:
     error: RequestError | None = None
     is_local_prefill: bool = False
     cached_tokens: int = 0
-    timings: dict[str, float] = field(default_factory=dict)
+    attempt: int = 0
+    prefill: str = ""
+    decode: str = ""
+    reports: list[StageReport] = field(default_factory=list)
     sent_at: float = 0.0
     first_at: float = 0.0
     last_at: float = 0.0
@@ -95,6 +133,20 @@ class OutputStream:
     @property
     def text(self) -> str:
         return "".join(self._text)
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of the stages before the second token, by their names in ``/generate``."""
+        seconds: dict[str, float] = {}
+        for report in self.reports:
+            for span in report.spans:
+                if name := TIMINGS.get(span.stage):
+                    seconds[name] = seconds.get(name, 0.0) + span.duration_s
+        return seconds
+
+    def on_spans(self, report: StageReport) -> None:
+        if len(self.reports) < MAX_REPORTS:
+            self.reports.append(report)
 
     def on_tokens(self, message: Tokens, now: float) -> None:
         """Takes one token message, and early ones that it completes."""
@@ -138,8 +190,6 @@ class OutputStream:
             count = len(message.tokens) - num_known
             self.on_gap((now - self.last_at) / count, count)
         self.last_at = now
-        if message.timings:
-            self.timings.update(message.timings)
         if self._is_plain and not num_known and not message.finish:  # the usual case, kept short
             assert self._detokenizer is not None
             self._add(self._detokenizer.push(message.tokens))

@@ -21,15 +21,19 @@ from common.wire.messages import (  # fmt: skip
     Flushed,
     GetDecisions,
     Heartbeat,
+    HeartbeatAck,
     Message,
     Pairs,
     Ping,
     Register,
     Registered,
+    Spans,
     Tokens,
     Unknown,
 )
 from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.output_processor import StageReport
+from gateway.tracing.timelines import Timelines
 from gateway.workers.pool import WorkerPool, WorkerPools
 from gateway.workers.registry import Worker
 from gateway.workers.rpc import NodeRpc
@@ -135,18 +139,22 @@ class ControlPlane:
         pools: the nodes of each model; registered and removed only here.
     """
 
-    def __init__(self, channel: MailboxChannel, pools: WorkerPools, dispatcher: Dispatcher, clock: Clock) -> None:
+    def __init__(
+        self, channel: MailboxChannel, pools: WorkerPools, dispatcher: Dispatcher, clock: Clock, timelines: Timelines
+    ) -> None:
         self.pools = pools
         self.address = channel.address
         self._channel = channel
         self._dispatcher = dispatcher
         self._clock = clock
+        self._timelines = timelines
         self._loop = asyncio.get_running_loop()
         self._rpc = NodeRpc(channel.send)
         self._is_probe_due = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Tokens: dispatcher.on_tokens,
+            Spans: self._on_spans,
             Failed: dispatcher.on_failed,
             Heartbeat: self._on_heartbeat,
             Pairs: self._on_pairs,
@@ -209,6 +217,17 @@ class ControlPlane:
             self._channel.send(Unknown(), sender)
         else:
             pool.registry.on_heartbeat(sender, message, self._clock.now())
+            self._channel.send(HeartbeatAck(self._clock.now()), sender)
+
+    def _on_spans(self, sender: str, message: Spans) -> None:
+        """Passes spans to their output, or to the timeline of one that has ended."""
+        pool = self.pools.of(sender)
+        if pool is None:
+            return
+        node = pool.registry.workers[sender]
+        report = StageReport(node.name, *node.clock.estimate(self._clock.now()), message.spans)
+        if not self._dispatcher.on_spans(sender, message, report):
+            self._timelines.reported(message.rid, message.attempt, report)
 
     def _on_pairs(self, sender: str, message: Pairs) -> None:
         pool = self.pools.of(sender)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from common.cache.page_layout import layout_conflict
 from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered
+from gateway.workers.clock_offset import ClockOffset
 from gateway.workers.router import can_pair
 
 #: Fields that must be equal on all nodes, and their names in error messages.
@@ -35,6 +36,7 @@ class Worker:
     Attributes:
         starts: number of this start among those of nodes with its name.
         failed_peers: incarnations of workers with which it cannot exchange pages at present.
+        clock: how far its clock is ahead of the gateway's.
         is_leaving: it stops on purpose or cannot be reached, and gets no new requests.
     """
 
@@ -46,6 +48,7 @@ class Worker:
     pairs: tuple[PairState, ...] = ()
     failed_peers: frozenset[str] = frozenset()
     is_leaving: bool = False
+    clock: ClockOffset = field(default_factory=ClockOffset)
     name: str = field(init=False)
     capacity_tokens: int = field(init=False)
     max_running: int = field(init=False)
@@ -123,10 +126,12 @@ class Registry:
             starts[incarnation] = max(starts.values(), default=0) + 1
             if len(starts) > MAX_STARTS_REMEMBERED:
                 del starts[next(iter(starts))]
-        heartbeat = known.heartbeat if known is not None else None
-        self.workers[incarnation] = Worker(incarnation, register, starts[incarnation], now, heartbeat)
+        worker = Worker(incarnation, register, starts[incarnation], now)
+        if known is not None:
+            worker = replace(worker, heartbeat=known.heartbeat, clock=known.clock)
+        self.workers[incarnation] = worker
         self._changed()
-        return Registered(starts[incarnation], self._heartbeat_s)
+        return Registered(starts[incarnation], self._heartbeat_s, sent_at=now)
 
     def _refusal(self, incarnation: str, register: Register, others: list[Worker]) -> str:
         """Why the worker is refused, as a sentence; empty if it is accepted."""
@@ -157,6 +162,10 @@ class Registry:
     def on_heartbeat(self, incarnation: str, heartbeat: Heartbeat, now: float) -> None:
         node = self.workers[incarnation]
         node.heartbeat, node.seen_at = heartbeat, now
+        if heartbeat.gateway_sent_at:
+            node.clock.sent_by_gateway(heartbeat.gateway_sent_at, heartbeat.received_at, now)
+        if heartbeat.sent_at:
+            node.clock.sent_by_node(heartbeat.sent_at, now)
 
     def set_pairs(self, incarnation: str, pairs: tuple[PairState, ...]) -> bool:
         """Records a worker's pairs; returns whether a pair may work that did not before."""

@@ -6,10 +6,10 @@
 from collections.abc import Callable, Sequence
 
 from common.errors import RequestError
-from common.wire.messages import Failed, Message, Register, Registered, Tokens
+from common.wire.messages import Failed, Message, Register, Registered, Spans, Tokens
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.generate_request import GenerateRequest
-from gateway.requests.output_processor import OutputStream
+from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool, WorkerPools
 from scripts.simulator.event_queue import EventQueue, Timer
 
@@ -45,8 +45,6 @@ class Answer(OutputStream):
         if message.index == num_known > 0 and not (message.finish or self._early or self.ended_at):
             ids += message.tokens  # the common case of ``OutputStream.on_tokens``, without text
             self.last_at = now
-            if message.timings:
-                self.timings.update(message.timings)
         else:
             OutputStream.on_tokens(self, message, now)
         num_new = len(ids) - num_known
@@ -106,6 +104,8 @@ class Gateway:
                 dispatcher.on_tokens(sender, message)
             elif isinstance(message, Failed):
                 dispatcher.on_failed(sender, message)
+            elif isinstance(message, Spans):
+                dispatcher.on_spans(sender, message, StageReport(sender, 0.0, 0.0, message.spans))
 
     def send(self, message: Message, *incarnations: str) -> None:
         """Send a message to nodes, even if one has died unnoticed."""

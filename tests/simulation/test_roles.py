@@ -10,6 +10,7 @@ from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_rel
 from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
+from common.stage_spans import MAX_CHUNKS, StageLog
 from common.wire.messages import Closed, Decisions, Flush, Flushed, GetDecisions, Reprioritize, Resume
 from decode_node.request_state import TABLE as DECODE_TABLE
 from decode_node.request_state import Event as DecodeEvent
@@ -30,14 +31,44 @@ def test_a_prompt_computed_by_one_node_is_continued_by_the_other() -> None:
 
 
 @pytest.mark.parametrize("latency", [0, 7])
-def test_timings_cover_every_stage_up_to_the_second_token(latency: int) -> None:
+def test_spans_cover_every_stage_from_the_queue_to_the_last_token(latency: int) -> None:
     cluster = LocalCluster(chunk_tokens=16, latency=latency)
     answer = cluster.submit("a", prompt_of(40), sampling(4))  # three chunks, at 1, 2 and 3 ms
     cluster.run()
-    assert {name: round(seconds * 1e3) for name, seconds in answer.timings.items()} == {
-        "prefill_queue_s": 1, "prefill_s": 2,
-        "decode_queue_s": 0, "prompt_wait_s": 3, "transfer_s": latency, "join_s": 1,
-    }  # fmt: skip
+    spans = [(span.stage, round(span.start_s * 1e3), round(span.duration_s * 1e3), span.count) for span in answer.spans]
+    assert spans == [
+        ("prefill_queue", 0, 1, 0), ("prefill", 1, 2, 40),
+        ("prefill_chunk", 1, 0, 16), ("prefill_chunk", 2, 0, 16), ("prefill_chunk", 3, 0, 8),
+        ("decode_queue", 0, 0, 0), ("prefill_wait", 0, 3, 0), ("transfer", 3, latency, 3),
+        ("batch_join", 3 + latency, 1, 0), ("decode", 4 + latency, 2, 4),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_chunks", [1, 32, 33, 64, 65, 1_000])
+def test_many_chunks_become_few_spans_that_cover_them(num_chunks: int) -> None:
+    log = StageLog()
+    for number in range(num_chunks):
+        log.add_chunk(number, number + 1.0, 16)
+    queue, prefill, *chunks = log.take_prefill(-2.0, num_chunks + 0.5)
+    assert queue == ("prefill_queue", -2.0, 2.0, 0)
+    assert prefill == ("prefill", 0.0, num_chunks + 0.5, 16 * num_chunks)
+    assert min(num_chunks, MAX_CHUNKS // 2) <= len(chunks) <= MAX_CHUNKS
+    ends = [chunk.start_s + chunk.duration_s for chunk in chunks]
+    assert [chunk.start_s for chunk in chunks] == [0.0, *ends[:-1]]
+    assert sum(chunk.count for chunk in chunks) == 16 * num_chunks
+
+
+def test_an_aborted_request_reports_the_stage_that_it_was_in() -> None:
+    cluster = LocalCluster(chunk_tokens=16)
+    answer = cluster.submit("a", prompt_of(100), sampling(20))
+    for _ in range(3):
+        cluster.step()
+    cluster.abort("a")
+    cluster.settle()
+    assert [span.stage for span in answer.spans if span.stage != "prefill_chunk"] == [
+        "prefill_queue", "prefill", "decode_queue", "prefill_wait",
+    ]  # fmt: skip
+    assert sum(span.count for span in answer.spans if span.stage == "prefill_chunk") == 48
 
 
 def test_a_request_that_ends_with_its_first_token_needs_no_transfer() -> None:

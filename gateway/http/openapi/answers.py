@@ -163,6 +163,62 @@ class Live(Answer):
     models: list[LiveModel]
 
 
+class RequestSummary(Answer):
+    """An output that runs or has ended; ``started_at`` is in seconds since 1970."""
+
+    rid: str
+    model: str
+    status: str
+    started_at: float
+    duration_s: float
+    ttft_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    prefill: str | None
+    decode: str | None
+
+
+class RequestList(Answer):
+    requests: list[RequestSummary]
+
+
+class NodeClock(Answer):
+    """By how much the clock of a node was ahead, and the largest error of that; null if it is unknown."""
+
+    offset_s: float
+    error_s: float | None
+
+
+class RequestSpan(Answer):
+    """``process`` is "gateway" or the name of a node; ``start_s`` counts from the start of the request."""
+
+    name: str
+    process: str
+    start_s: float
+    duration_s: float
+    attributes: dict[str, Any]
+
+
+class RequestTimeline(Answer):
+    rid: str
+    trace_id: str
+    started_at: float
+    duration_s: float
+    status: str
+    prefill: str | None
+    decode: str | None
+    clocks: dict[str, NodeClock]
+    spans: list[RequestSpan]
+
+
+class ChromeTrace(Answer):
+    """A trace in Chrome's JSON format."""
+
+    traceEvents: list[dict[str, Any]]
+    displayTimeUnit: str
+
+
 class Health(Answer):
     status: Literal["ok"]
 

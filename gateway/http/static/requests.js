@@ -60,7 +60,9 @@ export function makeRequests() {
     byId("requests-table").hidden = requests.length === 0;
     if (openRid !== null) return;
     setText(byId("requests-note"), requests.length ? "choose one to see where its time went" : "");
-    keyed(body, requests.slice(0, SHOWN), { key: (request) => request.rid, make: makeRow, update: updateRow });
+    const newest = new Map();
+    for (const request of requests) if (!newest.has(request.rid)) newest.set(request.rid, request);
+    keyed(body, [...newest.values()].slice(0, SHOWN), { key: (request) => request.rid, make: makeRow, update: updateRow });
   };
 }
 

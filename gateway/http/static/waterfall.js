@@ -89,9 +89,9 @@ function stageClass(name) {
 }
 
 function clockNote(clocks) {
-  const errors = Object.entries(clocks).map(([node, clock]) => `${node} ±${duration(clock.error_s)}`);
+  const errors = Object.entries(clocks).map(([node, clock]) => `${node} ${clock.error_s === null ? "not known yet" : `±${duration(clock.error_s)}`}`);
   if (!errors.length) return null;
-  return el("p", { class: "clock-note", text: `Machines have clocks of their own. Starts of stages are exact to: ${errors.join(", ")}.` });
+  return el("p", { class: "clock-note", text: `Machines have clocks of their own. How exactly the starts of stages are known: ${errors.join(", ")}.` });
 }
 
 function legend(spans) {

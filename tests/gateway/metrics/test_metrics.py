@@ -10,6 +10,7 @@ import zmq
 from support.gateway.fake_nodes import echo, folder, running, silent
 
 from common.errors import ErrorCode
+from common.stage_spans import StageSpan
 from common.wire.messages import Pairs, PairState
 
 __all__ = ["folder"]
@@ -104,7 +105,8 @@ async def test_waiting_times_and_starved_requests_are_counted_by_class(folder):
         await asyncio.sleep(0.35)
         for node in stack.nodes:
             node.on_generate = echo
-        stack.nodes[0].tokens("first", 0, (65,), finish="length", timings={"prefill_queue_s": 0.0625})
+        stack.nodes[0].spans("first", StageSpan("prefill_queue", 1.0, 0.0625))
+        stack.nodes[0].tokens("first", 0, (65,), finish="length")
         await asyncio.gather(*calls)
         changes = await moved(stack, before)
         for name, count, starved in (("high", 1, 1), ("low", 2, 1)):

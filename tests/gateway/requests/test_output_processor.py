@@ -10,9 +10,10 @@ from support.gateway.toy_formats import ToyReasoningParser
 
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
+from common.stage_spans import StageSpan
 from common.wire.messages import Tokens
 from gateway.requests.generate_request import GenerateRequest
-from gateway.requests.output_processor import OutputStream
+from gateway.requests.output_processor import MAX_REPORTS, OutputStream, StageReport
 from gateway.text.output_parser import OutputFormat, TextParser
 from gateway.text.tokenizer import Tokenizer
 
@@ -115,13 +116,28 @@ def test_repeated_tokens_are_taken_once():
     assert stream.ids == ids[:5]
 
 
-def test_the_first_token_brings_the_cached_tokens_and_timings_add_up():
+def test_the_first_token_brings_the_cached_tokens():
     stream, _ = make_relay()
-    stream.on_tokens(message(1, ids_of("b"), "length", timings={"decode_s": 2.0}), 3.0)
+    stream.on_tokens(message(1, ids_of("b"), "length"), 3.0)
     assert stream.first_at == 0.0
-    stream.on_tokens(message(0, ids_of("a"), cached_tokens=16, timings={"prefill_s": 1.0}), 4.0)
+    stream.on_tokens(message(0, ids_of("a"), cached_tokens=16), 4.0)
     assert (stream.first_at, stream.cached_tokens) == (4.0, 16)
-    assert stream.timings == {"prefill_s": 1.0, "decode_s": 2.0}
+
+
+def test_timings_are_those_of_the_stages_before_the_second_token_and_add_up():
+    stream, _ = make_relay()
+    prefill = (StageSpan("prefill", 10.0, 1.0, 8), StageSpan("prefill_chunk", 10.0, 1.0, 8))
+    stream.on_spans(StageReport("p", 0.0, 0.0, prefill))
+    decode = (StageSpan("transfer", 5.0, 0.5), StageSpan("transfer", 6.0, 0.25), StageSpan("decode", 7.0, 9.0))
+    stream.on_spans(StageReport("d", 0.0, 0.0, decode))
+    assert stream.timings == {"prefill_s": 1.0, "transfer_s": 0.75}
+
+
+def test_an_output_keeps_a_bounded_number_of_reports():
+    stream, _ = make_relay()
+    for _ in range(MAX_REPORTS + 5):
+        stream.on_spans(StageReport("p", 0.0, 0.0, ()))
+    assert len(stream.reports) == MAX_REPORTS
 
 
 def test_an_output_ends_once():

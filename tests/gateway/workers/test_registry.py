@@ -106,14 +106,14 @@ def test_a_name_is_in_use_until_its_node_is_gone():
     nodes = pair()
     assert "is registered already" in nodes.register(C, make_register("decode", "d", num_pages=32), 1.0).reason
     nodes.remove(B)
-    assert nodes.register(C, make_register("decode", "d", num_pages=32), 2.0) == Registered(2, 1.0)
+    assert nodes.register(C, make_register("decode", "d", num_pages=32), 2.0) == Registered(2, 1.0, 2.0)
 
 
 def test_the_same_start_may_register_again_and_keeps_its_number():
     nodes = pair()
-    assert nodes.register(B, make_register("decode", "d", num_pages=32), 5.0) == Registered(1, 1.0)
+    assert nodes.register(B, make_register("decode", "d", num_pages=32), 5.0) == Registered(1, 1.0, 5.0)
     nodes.remove(B)
-    assert nodes.register(B, make_register("decode", "d", num_pages=32), 6.0) == Registered(1, 1.0)
+    assert nodes.register(B, make_register("decode", "d", num_pages=32), 6.0) == Registered(1, 1.0, 6.0)
 
 
 def test_an_earlier_start_of_a_name_is_refused():

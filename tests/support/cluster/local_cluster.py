@@ -21,7 +21,8 @@ from common.sampling_params import SamplingParams, TokenLogprobs
 from common.scheduling.new_token_ratio import NewTokenRatio, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
-from common.wire.messages import Abort, Failed, Generate, Message, Peer, Tokens
+from common.stage_spans import StageSpan
+from common.wire.messages import Abort, Failed, Generate, Message, Peer, Spans, Tokens
 from decode_node import scheduler as decode
 from decode_node.role import DecodeRole
 from kv_transfer.receive.receiver import Receiver
@@ -60,7 +61,7 @@ class Answer:
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_messages: int = 0
-    timings: dict[str, float] = field(default_factory=dict)
+    spans: list[StageSpan] = field(default_factory=list)
     error: Failed | None = None
 
     @property
@@ -358,13 +359,15 @@ class LocalCluster:
                 moved |= bool(mail or news)
 
     def _hear(self, sender: Member, message: Message) -> None:
-        assert isinstance(message, Tokens | Failed)
+        assert isinstance(message, Tokens | Spans | Failed)
         answer = self.answers[message.rid]
+        if isinstance(message, Spans):
+            answer.spans += message.spans
+            return
         if isinstance(message, Failed):
             answer.error = answer.error or message
         else:
             answer.num_messages += 1
-            answer.timings |= message.timings
             for offset, token in enumerate(message.tokens):
                 assert message.index + offset not in answer.tokens, "a token was sent twice"
                 answer.tokens[message.index + offset] = token

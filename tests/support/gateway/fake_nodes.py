@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode
 from common.sampling_params import TokenLogprobs
+from common.stage_spans import StageSpan
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
     Abort,
@@ -40,6 +41,7 @@ from common.wire.messages import (
     Refused,
     Register,
     Registered,
+    Spans,
     Tokens,
     Unknown,
 )
@@ -161,6 +163,9 @@ class FakeNode:
     def tokens(self, rid: str, index: int, tokens: tuple[int, ...], **fields: Any) -> None:
         self.send(Tokens(rid, self.attempt(rid), index, tokens, **fields))
 
+    def spans(self, rid: str, *spans: StageSpan) -> None:
+        self.send(Spans(rid, self.attempt(rid), spans))
+
     def fail(self, rid: str, code: ErrorCode, message: str = "failed by the test", retry_after_s: float = 0.0) -> None:
         self.send(Failed(rid, self.attempt(rid), code, message, retry_after_s))
 
@@ -262,6 +267,7 @@ def echo(node: FakeNode, generate: Generate) -> None:
         if with_logprobs
     )
     if node.role == "prefill" or generate.prefill is None:
+        node.spans(generate.rid, StageSpan("prefill_queue", 1.0, 0.25), StageSpan("prefill", 1.25, 0.5, len(prompt)))
         node.tokens(
             generate.rid,
             0,
@@ -270,14 +276,14 @@ def echo(node: FakeNode, generate: Generate) -> None:
             cached_tokens=len(prompt) // 2,
             finish="length" if limit == 1 else "",
             prompt_logprobs=prompt_logprobs_of(generate),
-            timings={"prefill_queue_s": 0.25, "prefill_s": 0.5},
         )
     if node.role == "prefill":
         return
     for i in range(1, limit):
         finish = "length" if i == limit - 1 else ""
-        timings = {"decode_queue_s": 0.125, "transfer_s": 1.0} if i == 1 and generate.prefill is not None else {}
-        node.tokens(generate.rid, i, output[i : i + 1], logprobs=logprobs[i : i + 1], finish=finish, timings=timings)
+        if i == 1 and generate.prefill is not None:
+            node.spans(generate.rid, StageSpan("decode_queue", 2.0, 0.125), StageSpan("transfer", 2.125, 1.0, 3))
+        node.tokens(generate.rid, i, output[i : i + 1], logprobs=logprobs[i : i + 1], finish=finish)
 
 
 def prompt_logprobs_of(generate: Generate) -> tuple[TokenLogprobs, ...]:

@@ -1,0 +1,53 @@
+"""The last requests, where each spent its time, and a window of time as a trace."""
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query
+from starlette.responses import Response
+
+from common.errors import ErrorCode, RequestError
+from gateway.http.json_response import JsonResponse
+from gateway.http.openapi.answers import ChromeTrace, RequestList, RequestTimeline
+from gateway.http.openapi.operations import described as documented
+from gateway.http.request_checks import RequestChecks
+from gateway.http.services import Services
+from gateway.tracing.chrome_trace import chrome_trace
+from gateway.tracing.timelines import described, waterfall
+
+REQUESTS, MAX_REQUESTS = 50, 1_000
+SECONDS, MAX_SECONDS = 10.0, 3_600.0
+
+Limit = Annotated[int, Query(ge=1, le=MAX_REQUESTS)]
+Seconds = Annotated[float, Query(gt=0, le=MAX_SECONDS)]
+
+
+def make_router(services: Services, checks: RequestChecks) -> APIRouter:
+    router = APIRouter(tags=["requests"])
+    Tenant = Annotated[str, Depends(checks.tenant)]
+    timelines, clock = services.timelines, services.clock
+
+    @router.get("/v1/requests", **documented(RequestList, summary="List the last requests, newest first"))
+    async def list_requests(tenant: Tenant, limit: Limit = REQUESTS) -> Response:
+        now, unix_now = clock.now(), time.time()
+        newest = sorted(timelines.newest(tenant), key=lambda one: -one.started_at)[:limit]
+        return JsonResponse({"requests": [described(one, now, unix_now) for one in newest]})
+
+    @router.get(
+        "/v1/requests/{rid:path}/timeline",
+        **documented(RequestTimeline, summary="Where a request spent its time"),
+    )
+    async def show_timeline(rid: str, tenant: Tenant) -> Response:
+        found = timelines.find(rid, tenant)
+        if found is None:
+            message = f"no running request and none of the last requests (--timeline-requests) has the id {rid[:200]!r}"
+            raise RequestError(ErrorCode.NOT_FOUND, message)
+        return JsonResponse(waterfall(found, clock.now(), time.time()))
+
+    @router.get("/v1/trace", **documented(ChromeTrace, summary="The last seconds, as a trace for ui.perfetto.dev"))
+    async def show_trace(tenant: Tenant, seconds: Seconds = SECONDS) -> Response:
+        now = clock.now()
+        since = now - seconds
+        return JsonResponse(chrome_trace(timelines.since(since, tenant), since, now))
+
+    return router

@@ -1,0 +1,1 @@
+"""Traces of requests: the ids that clients send, timelines, and their export."""

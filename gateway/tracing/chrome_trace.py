@@ -1,0 +1,90 @@
+"""A window of time as a trace in Chrome's JSON format, which ui.perfetto.dev opens.
+
+The gateway and every node are a process. Outputs that overlap in a process get tracks of their own, so that the spans
+of one track never overlap unless one contains the other, as the format demands.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gateway.tracing.timelines import GATEWAY, Timeline, TimelineSpan
+
+MICROSECONDS = 1e6
+
+
+def chrome_trace(timelines: Iterable[Timeline], since: float, now: float) -> dict[str, Any]:
+    """The trace of these outputs, from the instant ``since`` on, which is its zero."""
+    lanes = _Lanes()
+    events: list[dict[str, Any]] = []
+    for timeline in sorted(timelines, key=lambda one: one.started_at):
+        for process, spans in _by_process(timeline, now).items():
+            begin_at, end_at = spans[0].start_at, max(span.start_at + span.duration_s for span in spans)
+            pid, tid = lanes.place(process, begin_at, end_at)
+            events += [_complete(span, timeline, pid, tid, since) for span in _nested(spans)]
+    return {"traceEvents": [*lanes.names(), *events], "displayTimeUnit": "ms"}
+
+
+def _by_process(timeline: Timeline, now: float) -> dict[str, list[TimelineSpan]]:
+    """The spans of each process in order; the gateway's first is the whole output."""
+    duration_s = max(timeline.end_at(now) - timeline.started_at, 0.0)
+    whole = TimelineSpan("request", GATEWAY, timeline.started_at, duration_s, {"status": timeline.status})
+    processes = {GATEWAY: [whole]}
+    for span in timeline.spans(now):
+        processes.setdefault(span.process, []).append(span)
+    return processes
+
+
+def _nested(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
+    """The spans, each cut at the end of the span that contains its beginning."""
+    nested: list[TimelineSpan] = []
+    open_until: list[float] = []
+    for span in spans:
+        while open_until and open_until[-1] <= span.start_at:
+            open_until.pop()
+        end_at = min([span.start_at + span.duration_s, *open_until])
+        open_until.append(end_at)
+        nested.append(span._replace(duration_s=end_at - span.start_at))
+    return nested
+
+
+def _complete(span: TimelineSpan, timeline: Timeline, pid: int, tid: int, since: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": "request",
+        "pid": pid,
+        "tid": tid,
+        "ts": round((span.start_at - since) * MICROSECONDS, 3),
+        "dur": round(span.duration_s * MICROSECONDS, 3),
+        "args": {"rid": timeline.rid, **span.attributes},
+    }
+
+
+class _Lanes:
+    """Numbers processes, and in each the tracks, taking the first track that is free."""
+
+    def __init__(self) -> None:
+        self._free_at: dict[str, list[float]] = {GATEWAY: []}
+        self._pids = {GATEWAY: 1}
+
+    def place(self, process: str, begin_at: float, end_at: float) -> tuple[int, int]:
+        """The numbers of the process and of the track."""
+        lanes = self._free_at.setdefault(process, [])
+        pid = self._pids.setdefault(process, len(self._pids) + 1)
+        number = next((i for i, free_at in enumerate(lanes) if free_at <= begin_at), len(lanes))
+        lanes[number : number + 1] = [end_at]
+        return pid, number + 1
+
+    def names(self) -> list[dict[str, Any]]:
+        """The events that name processes and tracks."""
+        events: list[dict[str, Any]] = []
+        for process, pid in self._pids.items():
+            events.append(_metadata("process_name", pid, 0, {"name": process}))
+            events.append(_metadata("process_sort_index", pid, 0, {"sort_index": pid}))
+            for tid in range(1, len(self._free_at[process]) + 1):
+                events.append(_metadata("thread_name", pid, tid, {"name": f"requests {tid}"}))
+        return events
+
+
+def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}

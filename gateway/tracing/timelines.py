@@ -1,0 +1,209 @@
+"""The timelines of requests: what is kept of each after its end, and the waterfall that is made of it when asked for.
+
+All instants are by the gateway's clock. Spans of nodes are moved into it by the offset that was estimated when they
+came (``gateway.workers.clock_offset``).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from common.stage_spans import StageSpan
+from gateway.requests.output_processor import MAX_REPORTS, OutputStream, StageReport
+from gateway.tracing.trace_context import TraceContext, trace_id_of
+
+GATEWAY = "gateway"
+RUNNING = "running"
+#: Attribute names for ``StageSpan.count``.
+COUNTED = {
+    "prefill": "num_tokens",
+    "prefill_chunk": "num_tokens",
+    "transfer": "num_pages",
+    "decode": "num_tokens",
+}
+
+
+class TimelineSpan(NamedTuple):
+    """Attributes:
+    process: ``gateway`` or the name of a node.
+    start_at: by the gateway's clock.
+    """
+
+    name: str
+    process: str
+    start_at: float
+    duration_s: float
+    attributes: Mapping[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class Timeline:
+    """What is kept of one output.
+
+    Attributes:
+        status: ``running``, the reason of a normal end, or the code of an error.
+        sent_at, first_at, ended_at: 0 until they are reached.
+        reports: spans of nodes; more may come after the end of an output that was aborted.
+    """
+
+    rid: str
+    request_id: str
+    model: str
+    tenant: str
+    status: str
+    started_at: float
+    sent_at: float
+    first_at: float
+    ended_at: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    prefill: str
+    decode: str
+    max_tokens: int
+    temperature: float
+    top_p: float
+    trace: TraceContext | None
+    reports: list[StageReport]
+
+    @classmethod
+    def of(cls, stream: OutputStream) -> "Timeline":
+        request = stream.request
+        sampling = request.sampling
+        return cls(
+            request.rid,
+            request.request_id,
+            request.model,
+            request.tenant,
+            (stream.finish or (str(stream.error.code) if stream.error else "")) if stream.is_ended else RUNNING,
+            stream.started_at,
+            stream.sent_at,
+            stream.first_at,
+            stream.ended_at,
+            len(request.prompt),
+            stream.cached_tokens,
+            len(stream.ids),
+            stream.prefill,
+            stream.decode,
+            sampling.max_new_tokens,
+            sampling.temperature,
+            sampling.top_p,
+            stream.trace,
+            stream.reports,
+        )
+
+    @property
+    def trace_id(self) -> str:
+        return trace_id_of(self.request_id) if self.trace is None else self.trace.trace_id
+
+    def end_at(self, now: float) -> float:
+        return self.ended_at or now
+
+    def spans(self, now: float) -> list[TimelineSpan]:
+        """The spans in the order of their beginnings."""
+        queued_until = self.sent_at or self.end_at(now)
+        queue = TimelineSpan("queue", GATEWAY, self.started_at, max(queued_until - self.started_at, 0.0), {})
+        stages = (_span(report, span) for report in list(self.reports) for span in report.spans)
+        return [queue, *sorted(stages, key=lambda span: (span.start_at, -span.duration_s))]
+
+    def clocks(self) -> dict[str, StageReport]:
+        """The last report of each node."""
+        return {report.node: report for report in list(self.reports)}
+
+
+def _span(report: StageReport, span: StageSpan) -> TimelineSpan:
+    counted = COUNTED.get(span.stage)
+    attributes = {} if counted is None else {counted: span.count}
+    return TimelineSpan(span.stage, report.node, span.start_s - report.offset_s, span.duration_s, attributes)
+
+
+class Timelines:
+    """Keeps the timelines of the last requests that have ended, and finds those of running ones.
+
+    Args:
+        capacity: of ended outputs; 0 keeps none.
+        running: all outputs in flight.
+    """
+
+    def __init__(self, capacity: int, running: Callable[[], Iterable[OutputStream]]) -> None:
+        self._capacity = capacity
+        self._running = running
+        self._ended: dict[tuple[str, int], Timeline] = {}  # by rid and attempt, oldest first
+
+    def ended(self, stream: OutputStream) -> Timeline | None:
+        """Keep the timeline of an output that has ended; returns it unless none is kept or wanted."""
+        if not self._capacity and stream.trace is None:
+            return None
+        timeline = Timeline.of(stream)
+        if self._capacity:
+            if len(self._ended) >= self._capacity:
+                del self._ended[next(iter(self._ended))]
+            self._ended[stream.request.rid, stream.attempt] = timeline
+        return timeline
+
+    def reported(self, rid: str, attempt: int, report: StageReport) -> None:
+        """Add spans that came after the end of their output."""
+        timeline = self._ended.get((rid, attempt))
+        if timeline is not None and len(timeline.reports) < MAX_REPORTS:
+            timeline.reports.append(report)
+
+    def newest(self, tenant: str = "") -> Iterator[Timeline]:
+        """The timelines that a caller may see, newest first: those of its tenant, or all without one."""
+        running = [Timeline.of(stream) for stream in self._running()]
+        for timeline in (*reversed(running), *reversed(self._ended.values())):
+            if not tenant or timeline.tenant == tenant:
+                yield timeline
+
+    def find(self, request_id: str, tenant: str = "") -> Timeline | None:
+        """The newest timeline with the id of an output, or of the first output with the id of an HTTP request."""
+        matching = [one for one in self.newest(tenant) if request_id in (one.rid, one.request_id)]
+        return next((one for one in matching if one.rid == request_id), matching[-1] if matching else None)
+
+    def since(self, instant: float, tenant: str = "") -> list[Timeline]:
+        """The timelines of outputs that were in flight at this instant or later, newest first."""
+        return [one for one in self.newest(tenant) if not one.ended_at or one.ended_at >= instant]
+
+
+def described(timeline: Timeline, now: float, unix_now: float) -> dict[str, Any]:
+    """One entry of ``GET /v1/requests``."""
+    return {
+        "rid": timeline.rid,
+        "model": timeline.model,
+        "status": timeline.status,
+        "started_at": unix_now - (now - timeline.started_at),
+        "duration_s": timeline.end_at(now) - timeline.started_at,
+        "ttft_s": timeline.first_at - timeline.started_at if timeline.first_at else None,
+        "prompt_tokens": timeline.prompt_tokens,
+        "cached_tokens": timeline.cached_tokens,
+        "output_tokens": timeline.output_tokens,
+        "prefill": timeline.prefill or None,
+        "decode": timeline.decode or None,
+    }
+
+
+def waterfall(timeline: Timeline, now: float, unix_now: float) -> dict[str, Any]:
+    """The answer of ``GET /v1/requests/{rid}/timeline``."""
+    return {
+        "rid": timeline.rid,
+        "trace_id": timeline.trace_id,
+        "started_at": unix_now - (now - timeline.started_at),
+        "duration_s": timeline.end_at(now) - timeline.started_at,
+        "status": timeline.status,
+        "prefill": timeline.prefill or None,
+        "decode": timeline.decode or None,
+        "clocks": {
+            name: {"offset_s": report.offset_s, "error_s": report.error_s if math.isfinite(report.error_s) else None}
+            for name, report in timeline.clocks().items()
+        },
+        "spans": [
+            {
+                "name": span.name,
+                "process": span.process,
+                "start_s": span.start_at - timeline.started_at,
+                "duration_s": span.duration_s,
+                "attributes": span.attributes,
+            }
+            for span in timeline.spans(now)
+        ],
+    }

@@ -1,0 +1,195 @@
+"""Timelines over HTTP: what is shown, to whom, and for how long it is kept."""
+
+import asyncio
+import hashlib
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from support.gateway.fake_nodes import FakeNode, Stack, echo, folder, running, silent, start_request
+
+from common.stage_spans import StageSpan
+from common.wire.messages import Generate, Spans
+from gateway.http.openapi import answers
+
+__all__ = ["folder"]
+
+
+def generate(rid: str, length: int = 3) -> dict[str, Any]:
+    return {"text": "ab", "rid": rid, "sampling_params": {"max_new_tokens": length}}
+
+
+async def timeline(stack: Stack, rid: str, **headers: str) -> tuple[int, Any]:
+    async with stack.client.get(f"{stack.url}/v1/requests/{rid}/timeline", headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_a_request_is_listed_and_its_timeline_has_the_spans_of_all_processes(folder) -> None:
+    async with running(folder) as stack:
+        await stack.pair()
+        before = time.time()
+        assert (await stack.post("/generate", generate("a")))[0] == 200
+        (listed,) = (await stack.get("/v1/requests"))[1]["requests"]
+        assert before - 1 <= listed["started_at"] <= time.time()
+        assert 0 < listed["ttft_s"] <= listed["duration_s"]
+        del listed["started_at"], listed["duration_s"], listed["ttft_s"]
+        assert listed == {
+            "rid": "a", "model": "tiny", "status": "length", "prompt_tokens": 2, "cached_tokens": 1,
+            "output_tokens": 3, "prefill": "prefill", "decode": "decode",
+        }  # fmt: skip
+        status, shown = await timeline(stack, "a")
+        assert status == 200
+        assert shown["trace_id"] == hashlib.sha256(b"a").hexdigest()[:32]
+        durations = {(span["process"], span["name"]): span["duration_s"] for span in shown["spans"]}
+        assert durations.pop(("gateway", "queue")) >= 0
+        assert durations == {
+            ("prefill", "prefill_queue"): 0.25, ("prefill", "prefill"): 0.5,
+            ("decode", "decode_queue"): 0.125, ("decode", "transfer"): 1.0,
+        }  # fmt: skip
+        counted = {span["name"]: span["attributes"] for span in shown["spans"] if span["attributes"]}
+        assert counted == {"prefill": {"num_tokens": 2}, "transfer": {"num_pages": 3}}
+        msgspec.convert(shown, answers.RequestTimeline)
+
+
+async def test_spans_are_shown_in_the_time_of_the_gateway_with_the_error_of_the_clock(folder) -> None:
+    """The prefill node's clock is an hour ahead, that of the decode node is unknown."""
+    async with running(folder) as stack:
+        prefill, _ = await stack.pair()
+        gateway = stack.gateway
+        (worker,) = [node for node in gateway._control.pools.workers() if node.name == "prefill"]
+        now = gateway._clock.now()
+        worker.clock.sent_by_gateway(now - 0.25, now + 3_600, now)
+        worker.clock.sent_by_node(now + 3_600, now + 0.25)
+
+        def on_generate(node: FakeNode, message: Generate) -> None:
+            instant = gateway._clock.now() + 3_600
+            node.spans(message.rid, StageSpan("prefill_queue", instant, 0.0), StageSpan("prefill", instant, 0.5))
+            node.tokens(message.rid, 0, message.prompt[:1], finish="length")
+
+        prefill.on_generate = on_generate
+        assert (await stack.post("/generate", generate("a", 1)))[0] == 200
+        _, shown = await timeline(stack, "a")
+        clock = shown["clocks"]["prefill"]
+        assert abs(clock["offset_s"] - 3_600) <= clock["error_s"] < 0.3
+        (span,) = [span for span in shown["spans"] if span["name"] == "prefill"]
+        assert abs(span["start_s"]) <= clock["error_s"] + shown["duration_s"]
+
+
+async def test_a_running_request_has_a_timeline(folder) -> None:
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair()
+        for node in stack.nodes:
+            node.on_generate = silent
+        call, rid = await start_request(stack)
+        prefill.spans(rid, StageSpan("prefill_queue", 1.0, 0.5))
+        await prefill.round_trip()
+        (listed,) = (await stack.get("/v1/requests"))[1]["requests"]
+        assert (listed["status"], listed["ttft_s"]) == ("running", None)
+        _, shown = await timeline(stack, rid)
+        assert [span["name"] for span in shown["spans"]] == ["prefill_queue", "queue"] or len(shown["spans"]) == 2
+        assert shown["trace_id"] == rid.removeprefix("cmpl-")
+        for node in stack.nodes:
+            echo(node, node.generates[rid])
+        assert (await call).status == 200
+        del decode
+
+
+async def test_spans_that_come_after_the_end_are_added(folder) -> None:
+    async with running(folder) as stack:
+        prefill, _ = await stack.pair()
+        for node in stack.nodes:
+            node.on_generate = silent
+        call, rid = await start_request(stack)
+        assert (await stack.post("/abort_request", {"rid": rid}))[1] == {"aborted": 1}
+        await call
+        prefill.spans(rid, StageSpan("prefill_queue", 1.0, 0.5))
+        prefill.send(Spans(rid, prefill.attempt(rid) + 1, (StageSpan("prefill", 1.0, 0.5),)))
+        await prefill.round_trip()
+        _, shown = await timeline(stack, rid)
+        assert shown["status"] == "aborted"
+        assert sorted(span["name"] for span in shown["spans"]) == ["prefill_queue", "queue"]
+
+
+async def test_only_the_last_requests_are_kept(folder) -> None:
+    async with running(folder, timeline_requests=2) as stack:
+        await stack.pair()
+        for rid in "abc":
+            await stack.post("/generate", generate(rid))
+        listed = (await stack.get("/v1/requests"))[1]["requests"]
+        assert [one["rid"] for one in listed] == ["c", "b"]
+        assert [one["rid"] for one in (await stack.get("/v1/requests?limit=1"))[1]["requests"]] == ["c"]
+        assert (await timeline(stack, "a"))[0] == 404
+    async with running(folder, timeline_requests=0) as stack:
+        await stack.pair()
+        await stack.post("/generate", generate("a"))
+        assert (await stack.get("/v1/requests"))[1] == {"requests": []}
+
+
+@pytest.mark.parametrize(
+    "query", ["/v1/requests?limit=0", "/v1/requests?limit=x", "/v1/trace?seconds=0", "/v1/trace?seconds=1e9"]
+)
+async def test_bad_parameters_are_refused(folder, query: str) -> None:
+    async with running(folder) as stack:
+        assert (await stack.get(query))[0] == 400
+
+
+async def test_a_tenant_sees_its_own_requests_alone(folder) -> None:
+    async with running(folder, tenant_header=True) as stack:
+        await stack.pair()
+        for tenant in ("blue", "red"):
+            await stack.post("/generate", generate(tenant), **{"x-baton-tenant": tenant})
+        blue = {"x-baton-tenant": "blue"}
+        async with stack.client.get(f"{stack.url}/v1/requests", headers=blue) as answer:
+            assert [one["rid"] for one in (await answer.json())["requests"]] == ["blue"]
+        assert (await timeline(stack, "blue", **blue))[0] == 200
+        assert (await timeline(stack, "red", **blue))[0] == 404
+        async with stack.client.get(f"{stack.url}/v1/trace?seconds=60", headers=blue) as answer:
+            events = (await answer.json())["traceEvents"]
+        assert {event["args"]["rid"] for event in events if event["ph"] == "X"} == {"blue"}
+        assert len((await stack.get("/v1/requests"))[1]["requests"]) == 2, "a caller without a tenant sees all"
+
+
+async def test_the_outputs_of_one_request_are_found_by_its_id(folder) -> None:
+    async with running(folder) as stack:
+        await stack.pair()
+        _, answer = await stack.post("/v1/completions", {"prompt": "ab", "n": 2, "max_tokens": 2})
+        rids = [one["rid"] for one in (await stack.get("/v1/requests"))[1]["requests"]]
+        assert sorted(rids) == [f"{answer['id']}-0", f"{answer['id']}-1"] or answer["id"] in rids
+        assert (await timeline(stack, answer["id"]))[0] == 200
+
+
+async def test_a_window_of_time_is_a_valid_chrome_trace(folder) -> None:
+    async with running(folder) as stack:
+        await stack.pair()
+        await asyncio.gather(*(stack.post("/generate", generate(rid)) for rid in "abcd"))
+        status, trace = await stack.get("/v1/trace?seconds=60")
+        assert status == 200
+        msgspec.convert(trace, answers.ChromeTrace)
+        check_chrome_trace(trace)
+        events = trace["traceEvents"]
+        processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        assert sorted(processes.values()) == ["decode", "gateway", "prefill"]
+        whole = [event for event in events if event["name"] == "request"]
+        assert {event["args"]["rid"] for event in whole} == set("abcd")
+
+
+def check_chrome_trace(trace: dict[str, Any]) -> None:
+    """What the trace event format demands: fields by type of event, named processes, and nesting on every track."""
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    named = {event["pid"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    for event in trace["traceEvents"]:
+        assert event["ph"] in ("X", "M")
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["pid"] in named
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in tracks.values():
+        open_until: list[float] = []
+        for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_until and open_until[-1] <= begin + 0.002:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 0.002, "spans of a track overlap"
+            open_until.append(end)
