@@ -21,12 +21,12 @@ const TILES = [
   {
     name: "Time to first token", help: "Median and 99th percentile of the requests that ended in the last 10 seconds.",
     lines: ["ttft_p99_s", "ttft_p50_s"], headline: (samples) => duration(last(samples)?.ttft_p50_s),
-    note: (samples) => `p50 · p99 ${duration(last(samples)?.ttft_p99_s)}`, show: duration,
+    note: (samples) => `p50 (p99: ${duration(last(samples)?.ttft_p99_s)})`, show: duration,
   },
   {
     name: "Inter-token latency", help: "99th percentile and median of the last 10 seconds: how smoothly streams flow.",
     lines: ["inter_token_p99_s", "inter_token_p50_s"], headline: (samples) => duration(last(samples)?.inter_token_p99_s),
-    note: (samples) => `p99 · p50 ${duration(last(samples)?.inter_token_p50_s)}`, show: duration,
+    note: (samples) => `p99 (p50: ${duration(last(samples)?.inter_token_p50_s)})`, show: duration,
   },
   {
     name: "Running", help: "Requests at the nodes, and requests that wait in the gateway until the nodes have room.",

@@ -6,6 +6,7 @@ import { duration } from "./format.js";
 /** The stages in the order in which a request meets them, with a sentence for each. */
 export const STAGES = {
   queue: "The request waits in the gateway until the nodes have room for it.",
+  decode_queue: "The request waits on the decode node until pages for it are free.",
   prefill_queue: "The request waits on the prefill node for its turn.",
   prefill: "The prefill node computes the prompt; the first token is its result.",
   prefill_chunk: "One step of the prefill: a long prompt is computed in pieces, between those of other requests.",
@@ -38,7 +39,8 @@ function ordered(spans) {
   const rank = (span) => names.indexOf(span.name);
   const byStart = (one, other) => one.start_s - other.start_s || rank(one) - rank(other);
   const known = spans.filter((span) => Number.isFinite(span.start_s) && Number.isFinite(span.duration_s)).sort(byStart);
-  const children = known.filter(isChild);
+  const chunks = known.filter(isChild);
+  const children = chunks.length > 1 ? chunks : []; // A prefill of one chunk is that chunk.
   const parents = known.filter((span) => !isChild(span));
   const placed = parents.flatMap((parent) => [parent, ...(parent.name === "prefill" ? children.filter((child) => isInside(child, parent)) : [])]);
   return [...placed, ...children.filter((child) => !placed.includes(child))];
@@ -52,15 +54,15 @@ function isInside(child, parent) {
   return child.process === parent.process && child.start_s >= parent.start_s - 1e-4 && child.start_s <= end;
 }
 
-/** The longest stages in a sentence. Parts of other stages do not count. */
+/** The longest stages in a sentence. Parts of other stages do not count, nor does the wait for them. */
 function summary(timeline, spans) {
   const totals = new Map();
   for (const span of spans) {
-    if (!isChild(span)) totals.set(span.name, (totals.get(span.name) ?? 0) + span.duration_s);
+    if (!isChild(span) && span.name !== "prefill_wait") totals.set(span.name, (totals.get(span.name) ?? 0) + span.duration_s);
   }
   const longest = [...totals].sort((one, other) => other[1] - one[1]).slice(0, 2);
   const words = longest.map(([name, seconds]) => `${duration(seconds)} in ${name}`).join(" and ");
-  return `${duration(timeline.duration_s)} in all; most of it ${words}.`;
+  return words ? `${duration(timeline.duration_s)} in all, of it ${words}.` : `${duration(timeline.duration_s)} in all.`;
 }
 
 function axis({ start, length }) {
@@ -91,7 +93,7 @@ function stageClass(name) {
 function clockNote(clocks) {
   const errors = Object.entries(clocks).map(([node, clock]) => `${node} ${clock.error_s === null ? "not known yet" : `±${duration(clock.error_s)}`}`);
   if (!errors.length) return null;
-  return el("p", { class: "clock-note", text: `Machines have clocks of their own. How exactly the starts of stages are known: ${errors.join(", ")}.` });
+  return el("p", { class: "clock-note", text: `Each machine has its own clock. The starts of stages are known to within: ${errors.join(", ")}.` });
 }
 
 function legend(spans) {
