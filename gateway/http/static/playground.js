@@ -40,7 +40,7 @@ export function makePlayground() {
     let answer = null;
     try {
       answer = await chat.generate(chosen, (growing) => view.show(growing));
-      view.finish(answer, chosen.model);
+      view.finish(answer);
     } catch (error) {
       view.fail(error);
     }
@@ -166,7 +166,8 @@ async function copy(button, text) {
 /** One answer in the log. */
 class AnswerView {
   #log;
-  #isDrawn = false;
+  #isDrawDue = false;
+  #isFinished = false;
 
   constructor(log) {
     this.#log = log;
@@ -182,11 +183,11 @@ class AnswerView {
 
   /** Draws what has come, once for each frame of the screen however fast the tokens are. */
   show(answer) {
-    if (this.#isDrawn) return;
-    this.#isDrawn = true;
+    if (this.#isDrawDue) return;
+    this.#isDrawDue = true;
     requestAnimationFrame(() => {
-      this.#isDrawn = false;
-      this.#draw(answer);
+      this.#isDrawDue = false;
+      if (!this.#isFinished) this.#draw(answer);
     });
   }
 
@@ -210,6 +211,7 @@ class AnswerView {
   }
 
   finish(answer) {
+    this.#isFinished = true;
     this.#draw(answer);
     const ends = { length: "stopped at the token limit", stopped: "stopped by you", tool_calls: "called a tool", stop: "" };
     const seconds = (answer.endedAt - (answer.firstAt || answer.endedAt)) / 1000;
@@ -226,6 +228,7 @@ class AnswerView {
   }
 
   fail(error) {
+    this.#isFinished = true;
     if (this.text.classList.contains("is-empty")) this.text.remove();
     const isOffline = error instanceof TypeError;
     this.root.append(el("p", { class: "problem", role: "alert", text: isOffline ? "The connection to the gateway was lost." : error.message }));
