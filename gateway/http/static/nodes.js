@@ -5,6 +5,7 @@ import { bytes, count, percent, plural, rate } from "./format.js";
 
 const ITEM_BYTES = { float32: 4, bfloat16: 2, float16: 2 };
 const SILENT_S = 5; // Nodes report every second.
+const MAX_FULL_CARDS = 4; // Of one role; more get short cards.
 
 /** Bytes of one KV page, from the layout that the node registered. */
 export function pageBytes(layout) {
@@ -31,6 +32,17 @@ export function pairsOf(workers) {
   return [...pairs.values()];
 }
 
+/** The KV memory of all nodes in a few words; cached prefixes count as free, since they make room when it is needed. */
+function usedMemory(workers) {
+  let [used, total] = [0, 0];
+  for (const { register, heartbeat } of workers) {
+    const size = pageBytes(register.layout);
+    total += register.num_pages * size;
+    if (heartbeat) used += (register.num_pages - heartbeat.num_free_pages - heartbeat.num_cached_pages) * size;
+  }
+  return `${bytes(Math.max(0, used))} of ${bytes(total)} KV memory in use`;
+}
+
 /** Makes the map; returns the function that shows workers in it. */
 export function makeMap() {
   const links = byId("links");
@@ -49,12 +61,15 @@ export function makeMap() {
         updateCard(card, worker, { pairs: own, rates, showsModel: numModels > 1 });
       });
     }
+    byId("map").classList.toggle("compact", ["prefill", "decode"].some((role) => numOf(workers, role) > MAX_FULL_CARDS));
     const failed = pairs.filter((pair) => pair.problem).length;
-    const parts = [plural(workers.length, "node"), plural(pairs.length, "pair")];
-    setText(byId("nodes-note"), parts.join(", ") + (failed ? `, ${failed} of them failed` : ""));
+    const broken = failed ? `, ${failed} of them failed` : "";
+    setText(byId("nodes-note"), `${plural(workers.length, "node")}, ${plural(pairs.length, "pair")}${broken} · ${usedMemory(workers)}`);
     draw();
   };
 }
+
+const numOf = (workers, role) => workers.filter((worker) => worker.role === role).length;
 
 function showColumn(column, role, nodes, update) {
   if (!nodes.length) {
@@ -113,6 +128,7 @@ function updateCard(card, worker, { pairs, rates, showsModel }) {
   card.dataset.state = state;
   card.dataset.node = worker.incarnation;
   setText(part("node-name"), worker.name);
+  part("node-name").title = worker.name;
   setText(part("node-tag"), worker.register.device + (showsModel ? ` · ${worker.model}` : ""));
   setText(part("node-state"), words);
   showPages(part("pages"), part("pool").tBodies[0], worker);
@@ -120,6 +136,7 @@ function updateCard(card, worker, { pairs, rates, showsModel }) {
     ? `${rate(rates.of(worker, "prompt_tokens_computed"))} prompt tokens/s · ${bytes(rates.of(worker, "bytes_sent"))}/s out`
     : `${rate(rates.of(worker, "output_tokens"))} output tokens/s`;
   setText(part("node-work"), work);
+  part("pairs").classList.toggle("no-pair", !pairs.length);
   keyed(part("pairs"), pairs, { key: (pair) => pair.key, make: () => el("li"), update: (item, pair) => updatePair(item, pair, worker) });
 }
 
@@ -139,7 +156,8 @@ function showPages(bar, table, { register, heartbeat }) {
   const cached = heartbeat ? heartbeat.num_cached_pages : 0;
   const used = Math.max(0, total - free - cached);
   setStyle(bar, { "--used": `${(100 * used) / total}%`, "--cached": `${(100 * cached) / total}%` });
-  bar.setAttribute("aria-label", `KV pages: ${percent(used / total)} in use, ${percent(cached / total)} cached`);
+  bar.title = `${count(total)} KV pages: ${percent(used / total)} in use, ${percent(cached / total)} cached`;
+  bar.setAttribute("aria-label", bar.title);
   const rows = [["in use", used, "used"], ["cached", cached, "cached"], ["free", free, "free"]];
   if (heartbeat?.num_quarantined_pages) rows.push(["quarantined", heartbeat.num_quarantined_pages, "quarantined"]);
   const size = pageBytes(register.layout);
@@ -168,7 +186,8 @@ function drawLinks(links, pairs) {
     const card = cards.get(worker.incarnation)?.getBoundingClientRect();
     return card ? card.top + card.height / 2 - box.top : 0;
   };
-  const curves = pairs.map((pair) => {
+  const failedLast = [...pairs].sort((one, other) => Boolean(one.problem) - Boolean(other.problem));
+  const curves = failedLast.map((pair) => {
     const [from, to, half] = [middle(pair.prefill), middle(pair.decode), box.width / 2];
     const isBusy = (pair.prefill.heartbeat?.num_running ?? 0) + (pair.decode.heartbeat?.num_running ?? 0) > 0;
     return svg("path", {

@@ -2,7 +2,7 @@
 
 import { asCurl, Conversation, EXAMPLE_TOOLS, parseTools } from "./chat.js";
 import { byId, el, keyed, setText } from "./dom.js";
-import { duration, plural } from "./format.js";
+import { duration, plural, rate } from "./format.js";
 import { timelineOf } from "./requests.js";
 import { waterfall } from "./waterfall.js";
 
@@ -219,7 +219,7 @@ class AnswerView {
     const parts = [
       answer.firstAt && `first token after ${duration((answer.firstAt - answer.startedAt) / 1000)}`,
       tokens && plural(tokens, "token"),
-      tokens > 1 && seconds > 0 && `${Math.round((tokens - 1) / seconds)} tokens/s`,
+      tokens > 1 && seconds > 0.05 && `${rate((tokens - 1) / seconds)} tokens/s`,
       answer.usage?.prompt_tokens_details?.cached_tokens && `${answer.usage.prompt_tokens_details.cached_tokens} of ${answer.usage.prompt_tokens} prompt tokens from the cache`,
       ends[answer.finish] ?? answer.finish,
     ];
