@@ -62,7 +62,7 @@ function makeTile(spec) {
   const paths = spec.lines.map((_, index) => svg("path", { class: `spark-line line-${index}` }));
   const mark = svg("line", { class: "spark-mark", y1: 0, y2: HEIGHT });
   chart.append(area, ...paths, mark);
-  const scale = el("span", { class: "spark-scale" });
+  const scale = el("span", { class: "spark-scale", title: "the highest value of the last 60 seconds" });
   const root = el("article", { class: "tile", title: spec.help },
     el("h3", { text: spec.name }),
     el("p", { class: "number-line" }, headline, spec.unit ? el("span", { class: "unit", text: spec.unit }) : null, scale),
@@ -94,7 +94,7 @@ function makeTile(spec) {
     paths.forEach((path, index) => path.setAttribute("d", line(samples, spec.lines[index], top)));
     area.setAttribute("d", filled(samples, spec.lines[0], top));
     setText(headline, samples.length ? spec.headline(samples) : "–");
-    setText(scale, top ? `max ${spec.show(top)}` : "");
+    setText(scale, top ? `≤ ${spec.show(top)}` : "");
     chart.setAttribute("aria-label", `${spec.name}, last 60 seconds: at most ${spec.show(top)}`);
     root.classList.toggle("is-bad", Boolean(spec.isBad?.(samples)));
     describe();
