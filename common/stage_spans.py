@@ -27,17 +27,17 @@ MAX_INTERRUPTIONS = 16
 
 class StageSpan(NamedTuple):
     """Attributes:
-    count: tokens of a prefill, a chunk or a decode, pages of a transfer; else 0.
+    amount: tokens of a prefill, a chunk or a decode, pages of a transfer; else 0.
     """
 
     stage: Stage
     start_s: float
     duration_s: float
-    count: int = 0
+    amount: int = 0
 
 
-def between(stage: Stage, start_at: float, end_at: float, count: int = 0) -> StageSpan:
-    return StageSpan(stage, start_at, max(end_at - start_at, 0.0), count)
+def between(stage: Stage, start_at: float, end_at: float, amount: int = 0) -> StageSpan:
+    return StageSpan(stage, start_at, max(end_at - start_at, 0.0), amount)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class StageLog:
         if not self._chunks:
             return [between("prefill_queue", received_at, now), *self._take_others(now)]
         begun_at = self._chunks[0].start_s
-        num_tokens = sum(chunk.count for chunk in self._chunks)
+        num_tokens = sum(chunk.amount for chunk in self._chunks)
         queue, prefill = between("prefill_queue", received_at, begun_at), between("prefill", begun_at, now, num_tokens)
         return [queue, prefill, *self._take_others(now)]
 
@@ -102,4 +102,4 @@ class StageLog:
 
 def _joined(first: StageSpan, second: StageSpan) -> StageSpan:
     end_at = second.start_s + second.duration_s
-    return between(first.stage, first.start_s, end_at, first.count + second.count)
+    return between(first.stage, first.start_s, end_at, first.amount + second.amount)

@@ -42,7 +42,9 @@ from gateway.requests.output_processor import OutputStream
 from gateway.requests.priority import PriorityResolver
 from gateway.requests.quotas import Quotas
 from gateway.requests.response_store import ResponseStore
+from gateway.tracing.otlp import OtlpExporter
 from gateway.tracing.timelines import Timelines
+from gateway.tracing.tracer import Tracer
 from gateway.workers.control_plane import ControlPlane, MailboxChannel
 from gateway.workers.pool import WorkerPools
 from gateway.workers.served_models import load_models
@@ -74,6 +76,8 @@ class Gateway:
         self._priorities = PriorityResolver(config, load_priority_function(config.priority_function))
         self._quotas = Quotas(parse_quotas(config.tenant_quotas))
         self._clock = MonotonicClock()
+        self._exporter = OtlpExporter(config.otlp_endpoint, self._clock) if config.otlp_endpoint else None
+        self._tracer = Tracer(self._exporter, config.trace_sample_rate)
         self._app_plugins = [load_app_plugin(spec) for spec in config.app_plugin]
         self._options = ConnectionOptions(header_timeout_s, body_timeout_s, config.max_body_bytes, self._answered)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -96,6 +100,8 @@ class Gateway:
             first_attempt=secrets.randbits(31),
         )
         self._timelines = Timelines(config.timeline_requests, self._dispatcher.streams)
+        if self._exporter is not None:
+            self._metrics.count_exported(self._exporter)
         self._control = ControlPlane(channel, pools, self._dispatcher, self._clock, self._timelines)
         services = Services(
             config=config,
@@ -114,6 +120,7 @@ class Gateway:
             metrics=self._metrics,
             live=self._live,
             timelines=self._timelines,
+            tracer=self._tracer,
         )
         self._checks = RequestChecks(
             self._authenticator,
@@ -175,6 +182,8 @@ class Gateway:
             await asyncio.sleep(0.02)
         self._dispatcher.shut_down()
         await self._http.stop()
+        if self._exporter is not None:
+            await asyncio.to_thread(self._exporter.close)
         self._context.destroy(linger=200)
 
     async def _sample(self) -> None:
@@ -199,7 +208,9 @@ class Gateway:
         """Counts an ended output, charges its tenant and teaches the predictor."""
         request = stream.request
         self._metrics.ended(stream)
-        self._timelines.ended(stream)
+        timeline = self._timelines.ended(stream)
+        if timeline is not None:
+            self._tracer.ended(timeline)
         self._quotas.settle(stream)
         if stream.finish and not request.sampling.ignore_eos and not request.is_prompt_only:
             predictor = self._models[request.model].predictor

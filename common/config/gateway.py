@@ -111,6 +111,19 @@ class TracingOptions:
         minimum=0,
         maximum=100_000,
     )
+    otlp_endpoint: str | None = option(
+        None,
+        "URL of an OpenTelemetry collector, such as http://localhost:4318, that gets the spans of sampled requests over"
+        " HTTP (needs the extra otlp). Without it, nothing is exported.",
+        metavar="URL",
+    )
+    trace_sample_rate: float = option(
+        1.0,
+        "Share of the requests without a traceparent header whose spans are exported. The header's flag decides for all"
+        " others.",
+        minimum=0.0,
+        maximum=1.0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from gateway.http.formatters.anthropic import AnthropicFormatter
 from gateway.http.formatters.common import ResponseFormatter, as_error, ignored_header
 from gateway.http.formatters.native import NativeFormatter
 from gateway.http.formatters.openai import ChatFormatter, CompletionFormatter
-from gateway.http.http_connection import REQUEST_ID
+from gateway.http.http_connection import REQUEST_ID, TRACEPARENT
 from gateway.http.messages import MessagesApi
 from gateway.http.openapi.generated import (
     ChatCompletion,
@@ -46,6 +46,8 @@ from gateway.http.streaming import OutputEvents, TurnEnd, send_json, send_stream
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.quotas import charge
+from gateway.tracing.trace_context import TraceContext
+from gateway.tracing.tracer import another_span
 from gateway.workers.served_models import ServedModel
 
 
@@ -58,6 +60,7 @@ class Endpoint:
         process: makes requests of a decoded body, its model, the tenant and the id of the answer.
         formatter: makes the formatter of a request from the model, the body and the id of the answer.
         id_prefix: begins the id of each answer.
+        operation: its name in traces.
         envelope: the form of errors.
         repeats_request_id: answers carry ``x-request-id`` as ``request-id`` too, as Anthropic's clients know it.
         answer, event, summary: for the API's description: the types of the answer and of the events of a stream.
@@ -69,6 +72,7 @@ class Endpoint:
     process: Callable[[Any, ServedModel, str, str], Awaitable[list[GenerateRequest]]]
     formatter: Callable[[ServedModel, Any, str], ResponseFormatter]
     id_prefix: str
+    operation: str = "chat"
     envelope: Envelope = openai_envelope
     repeats_request_id: bool = False
     answer: Any
@@ -120,6 +124,7 @@ def make_endpoints(services: Services) -> list[Endpoint]:
             process=inputs.completion,
             formatter=CompletionFormatter,
             id_prefix="cmpl-",
+            operation="text_completion",
             answer=Completion,
             event=Completion,
             summary="Continue prompts (OpenAI)",
@@ -131,6 +136,7 @@ def make_endpoints(services: Services) -> list[Endpoint]:
             process=inputs.native,
             formatter=partial(NativeFormatter, is_incremental=services.config.incremental_streaming_output),
             id_prefix="",
+            operation="text_completion",
             answer=Generated | list[Generated],
             event=Generated,
             summary="Continue prompts (SGLang)",
@@ -192,7 +198,8 @@ class GenerateApp:
             requests = await endpoint.process(body, model, tenant, answer_id)
             requests = services.priorities.assign(requests, body.priority, body.priority_class)
             events = OutputEvents(self._turn, only_ends=not body.stream)
-            streams = self._streams(requests, model, events, arrived_at)
+            trace = services.tracer.begin(scope["state"].get(TRACEPARENT, ""), answer_id, endpoint.operation)
+            streams = self._streams(requests, model, events, arrived_at, trace)
             self._submit(streams)
         except RequestError as error:
             services.metrics.rejected(model_name, error)
@@ -200,6 +207,8 @@ class GenerateApp:
         try:
             formatter = endpoint.formatter(model, body, answer_id)
             headers = ignored_header(ignored)
+            if trace is not None:
+                headers["traceparent"] = trace.traceparent
             if body.stream:
                 await send_stream(scope, send, streams, events, formatter, headers=headers)
             else:
@@ -215,7 +224,12 @@ class GenerateApp:
                     services.dispatcher.abort(output.request.rid, "the client has disconnected")
 
     def _streams(
-        self, requests: list[GenerateRequest], model: ServedModel, events: OutputEvents, arrived_at: float
+        self,
+        requests: list[GenerateRequest],
+        model: ServedModel,
+        events: OutputEvents,
+        arrived_at: float,
+        trace: TraceContext | None,
     ) -> list[OutputStream]:
         on_gap = self._on_gap[model.name]
         return [
@@ -226,6 +240,7 @@ class GenerateApp:
                 events.wake,
                 arrived_at,
                 on_gap,
+                another_span(trace) if number else trace,
             )
             for number, request in enumerate(requests)
         ]

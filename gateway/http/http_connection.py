@@ -48,6 +48,8 @@ STALL_S = 60.0
 RESPONSE_TIMEOUT = "response_timeout_s"
 #: Key of ``scope["state"]``: the value of ``x-request-id``.
 REQUEST_ID = "request_id"
+#: Key of ``scope["state"]``: the value of ``traceparent``, if there is one.
+TRACEPARENT = "traceparent"
 CLIENT_GONE = 499
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -197,6 +199,9 @@ class HttpConnection(HttpToolsProtocol):
             self._request_id = value
         elif name == b"content-length":
             self._content_length = int(value)
+        elif name == b"traceparent":
+            state = self.scope["state"]
+            state[TRACEPARENT] = "" if TRACEPARENT in state else value.decode("latin-1")  # two of them are none
         elif name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
         self.headers.append((name, value))

@@ -13,6 +13,7 @@ from gateway.requests.priority import PriorityResolver
 from gateway.requests.quotas import Quotas
 from gateway.requests.response_store import ResponseStore
 from gateway.tracing.timelines import Timelines
+from gateway.tracing.tracer import Tracer
 from gateway.workers.control_plane import ControlPlane
 from gateway.workers.served_models import ServedModel
 
@@ -31,6 +32,7 @@ class Services:
     metrics: Metrics
     live: LiveHistory
     timelines: Timelines
+    tracer: Tracer
 
 
 def baton_version() -> str:

@@ -5,6 +5,7 @@ from collections import Counter as Totals
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -46,6 +47,11 @@ class MetricTotals:
     gaps: Sequence[int]
     num_running: int
     num_waiting: int
+
+
+class ExportTotals(Protocol):
+    num_exported: int
+    num_dropped: int
 
 
 class Metrics:
@@ -150,8 +156,27 @@ class Metrics:
             num_waiting=num_waiting,
         )
 
+    def count_exported(self, exporter: ExportTotals) -> None:
+        """Shows how many requests an exporter of traces has exported and dropped."""
+        self._registry.register(_ExportCollector(exporter))
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class _ExportCollector:
+    def __init__(self, exporter: ExportTotals) -> None:
+        self._exporter = exporter
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "baton_traces_exported", "Requests whose spans the collector took.", value=self._exporter.num_exported
+        )
+        yield CounterMetricFamily(
+            "baton_traces_dropped",
+            "Sampled requests whose spans the collector did not take.",
+            value=self._exporter.num_dropped,
+        )
 
 
 class _NodeCollector:

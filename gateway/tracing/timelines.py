@@ -15,7 +15,7 @@ from gateway.tracing.trace_context import TraceContext, trace_id_of
 
 GATEWAY = "gateway"
 RUNNING = "running"
-#: Attribute names for ``StageSpan.count``.
+#: Attribute names for ``StageSpan.amount``.
 COUNTED = {
     "prefill": "num_tokens",
     "prefill_chunk": "num_tokens",
@@ -114,7 +114,7 @@ class Timeline:
 
 def _span(report: StageReport, span: StageSpan) -> TimelineSpan:
     counted = COUNTED.get(span.stage)
-    attributes = {} if counted is None else {counted: span.count}
+    attributes = {} if counted is None else {counted: span.amount}
     return TimelineSpan(span.stage, report.node, span.start_s - report.offset_s, span.duration_s, attributes)
 
 

@@ -19,12 +19,14 @@ class TraceContext(NamedTuple):
         parent_id: the client's span; empty if the trace begins here.
         span_id: our span of the first output; each other output has a span of its own.
         is_sampled: spans are exported.
+        operation: what is asked for, as the GenAI semantic conventions name it.
     """
 
     trace_id: str
     parent_id: str
     span_id: str
     is_sampled: bool
+    operation: str = ""
 
     @property
     def traceparent(self) -> str:
@@ -32,7 +34,7 @@ class TraceContext(NamedTuple):
         return f"00-{self.trace_id}-{self.span_id}-{self.is_sampled:02x}"
 
 
-def parse_traceparent(value: str, span_id: str) -> TraceContext | None:
+def parse_traceparent(value: str, span_id: str, operation: str = "") -> TraceContext | None:
     """The context of a valid header, with this span of ours; None if the header is invalid, which is ignored.
 
     A later version may append fields, of which nothing is read.
@@ -41,7 +43,7 @@ def parse_traceparent(value: str, span_id: str) -> TraceContext | None:
     if found is None or (found["version"] == "00" and found["more"]):
         return None
     is_sampled = bool(int(found["flags"], 16) & SAMPLED)
-    return TraceContext(found["trace"], found["parent"], span_id, is_sampled)
+    return TraceContext(found["trace"], found["parent"], span_id, is_sampled, operation)
 
 
 def trace_id_of(request_id: str) -> str:

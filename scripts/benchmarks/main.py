@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.errors import BatonError, ConfigError
 
-NAMES = tuple("disagg engine gateway grammar handoff loadtest pictures scheduler simulate transfer".split())
+NAMES = tuple("disagg engine gateway grammar handoff loadtest pictures scheduler simulate tracing transfer".split())
 USAGE_STATUS, INTERRUPTED_STATUS = 2, 130
 
 

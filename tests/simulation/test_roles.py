@@ -35,7 +35,9 @@ def test_spans_cover_every_stage_from_the_queue_to_the_last_token(latency: int) 
     cluster = LocalCluster(chunk_tokens=16, latency=latency)
     answer = cluster.submit("a", prompt_of(40), sampling(4))  # three chunks, at 1, 2 and 3 ms
     cluster.run()
-    spans = [(span.stage, round(span.start_s * 1e3), round(span.duration_s * 1e3), span.count) for span in answer.spans]
+    spans = [
+        (span.stage, round(span.start_s * 1e3), round(span.duration_s * 1e3), span.amount) for span in answer.spans
+    ]
     assert spans == [
         ("prefill_queue", 0, 1, 0), ("prefill", 1, 2, 40),
         ("prefill_chunk", 1, 0, 16), ("prefill_chunk", 2, 0, 16), ("prefill_chunk", 3, 0, 8),
@@ -55,7 +57,7 @@ def test_many_chunks_become_few_spans_that_cover_them(num_chunks: int) -> None:
     assert min(num_chunks, MAX_CHUNKS // 2) <= len(chunks) <= MAX_CHUNKS
     ends = [chunk.start_s + chunk.duration_s for chunk in chunks]
     assert [chunk.start_s for chunk in chunks] == [0.0, *ends[:-1]]
-    assert sum(chunk.count for chunk in chunks) == 16 * num_chunks
+    assert sum(chunk.amount for chunk in chunks) == 16 * num_chunks
 
 
 def test_an_aborted_request_reports_the_stage_that_it_was_in() -> None:
@@ -68,7 +70,7 @@ def test_an_aborted_request_reports_the_stage_that_it_was_in() -> None:
     assert [span.stage for span in answer.spans if span.stage != "prefill_chunk"] == [
         "prefill_queue", "prefill", "decode_queue", "prefill_wait",
     ]  # fmt: skip
-    assert sum(span.count for span in answer.spans if span.stage == "prefill_chunk") == 48
+    assert sum(span.amount for span in answer.spans if span.stage == "prefill_chunk") == 48
 
 
 def test_a_request_that_ends_with_its_first_token_needs_no_transfer() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,37 @@ from urllib.parse import urlsplit
 import zmq
 
 from common.config.shared import SMALL_MODEL_NAME
+from common.stage_spans import StageSpan
 from common.wire.mailbox import Mailbox
-from common.wire.messages import FromGateway, Generate, Heartbeat, LayoutMessage, Register, Registered, Role, Tokens
+from common.wire.messages import (
+    FromGateway,
+    Generate,
+    Heartbeat,
+    LayoutMessage,
+    Message,
+    Register,
+    Registered,
+    Role,
+    Spans,
+    Tokens,
+)
 from common.wire.process_id import new_incarnation
 from gateway.text.tokenizer import Tokenizer
 from scripts.benchmarks.gateways.client import Advance, Connection, Gateway
 from scripts.benchmarks.gateways.processes import pinned_process
 
+#: What a prefill node reports with the first token, and a decode node with the second.
+PREFILL_SPANS = (
+    StageSpan("prefill_queue", 1.0, 0.001),
+    StageSpan("prefill", 1.001, 0.02, 16),
+    StageSpan("prefill_chunk", 1.001, 0.02, 16),
+)
+DECODE_SPANS = (
+    StageSpan("decode_queue", 1.0, 0.001),
+    StageSpan("prefill_wait", 1.001, 0.02),
+    StageSpan("transfer", 1.021, 0.001, 1),
+    StageSpan("batch_join", 1.022, 0.01),
+)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"  # each is one token, whose text is one chunk
 
 
@@ -37,7 +61,7 @@ class ScriptedNode:
         self._loop = asyncio.get_running_loop()
         self._mailbox = Mailbox(context, new_incarnation(), FromGateway, connect=f"tcp://{control}")
         self._is_drain_due = False
-        self._due: list[Tokens] = []
+        self._due: list[Message] = []
         self._fd = int(self._mailbox.sockets[0].get(zmq.FD))
         self._loop.add_reader(self._fd, self._drain)
         self._mailbox.send(
@@ -50,9 +74,9 @@ class ScriptedNode:
         )  # fmt: skip
         self._beat()
 
-    def send(self, tokens: Tokens) -> None:
-        """Sends tokens together with all others that are due now, as a node does after a step."""
-        self._due.append(tokens)
+    def send(self, *messages: Message) -> None:
+        """Sends messages together with all others that are due now, as a node does after a step."""
+        self._due += messages
         self._drain_soon()
 
     def close(self) -> None:
@@ -87,11 +111,13 @@ class ScriptedPair:
 
     Args:
         letters: token ids of ``LETTERS``, which the streams repeat.
+        has_spans: the nodes report the stages of requests, as real ones do.
     """
 
-    def __init__(self, control: str, letters: list[int]) -> None:
+    def __init__(self, control: str, letters: list[int], *, has_spans: bool = True) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._letters = letters
+        self._has_spans = has_spans
         self._is_streaming = False
         self._begun: asyncio.Queue[Generate] = asyncio.Queue()
         self._prefill = ScriptedNode(self._context, control, "prefill", self._on_generate)
@@ -111,6 +137,8 @@ class ScriptedPair:
         def advance(connection: Connection) -> None:
             index = next(indices)
             node = self._decode if index else self._prefill
+            if index < 2 and self._has_spans:
+                node.send(Spans(generate.rid, generate.attempt, DECODE_SPANS if index else PREFILL_SPANS))
             node.send(Tokens(generate.rid, generate.attempt, index, (self._letters[index % len(self._letters)],)))
 
         return advance
@@ -124,25 +152,30 @@ class ScriptedPair:
         if self._is_streaming:
             self._begun.put_nowait(generate)
         else:
+            if self._has_spans:
+                self._prefill.send(Spans(generate.rid, generate.attempt, PREFILL_SPANS))
             self._prefill.send(Tokens(generate.rid, generate.attempt, 0, generate.prompt[:1], finish="length"))
 
 
 @contextlib.asynccontextmanager
-async def baton(model: str, cores: set[int]) -> AsyncIterator[Gateway]:
-    """Run a gateway with a pair of scripted nodes on free ports."""
+async def baton(
+    model: str, cores: set[int], *, name: str = "baton", options: Sequence[str] = (), has_spans: bool = True
+) -> AsyncIterator[Gateway]:
+    """Run a gateway with these further options and a pair of scripted nodes on free ports."""
     tokenizer = Tokenizer.load(Path(model))
     letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
     words = [
         sys.executable, "-m", "gateway", "--model", model, "--served-model-name", SMALL_MODEL_NAME,
         "--port", "0", "--control-port", "0", "--max-queued-requests", "4096",
+        *options,
     ]  # fmt: skip
     async with pinned_process(words, cores) as process:
         assert process.stderr is not None
         control = (await process.stderr.readline()).decode().split()[-1]
         url = (await process.stderr.readline()).decode().split()[-1]
-        nodes = ScriptedPair(control, letters)
+        nodes = ScriptedPair(control, letters, has_spans=has_spans)
         try:
             await asyncio.wait_for(nodes.ready(), 30.0)
-            yield Gateway("baton", process.pid, urlsplit(url).port or 0, nodes)
+            yield Gateway(name, process.pid, urlsplit(url).port or 0, nodes)
         finally:
             nodes.close()

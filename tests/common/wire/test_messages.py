@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
 #: The protocol version, and the digest of its messages.
-PINNED = (10, "44827ee71b443f3a")
+PINNED = (10, "ca97de46bc6c2a9c")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,
