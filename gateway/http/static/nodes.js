@@ -1,7 +1,7 @@
 // The map of nodes: prefill nodes on one side, decode nodes on the other, and between them each pair that transfers pages.
 
 import { byId, el, keyed, setStyle, setText, svg } from "./dom.js";
-import { bytes, count, percent, plural, rate } from "./format.js";
+import { bytes, count, percent, plural } from "./format.js";
 
 const ITEM_BYTES = { float32: 4, bfloat16: 2, float16: 2 };
 const SILENT_S = 5; // Nodes report every second.
@@ -133,8 +133,8 @@ function updateCard(card, worker, { pairs, rates, showsModel }) {
   setText(part("node-state"), words);
   showPages(part("pages"), part("pool").tBodies[0], worker);
   const work = worker.role === "prefill"
-    ? `${rate(rates.of(worker, "prompt_tokens_computed"))} prompt tokens/s · ${bytes(rates.of(worker, "bytes_sent"))}/s out`
-    : `${rate(rates.of(worker, "output_tokens"))} output tokens/s`;
+    ? `${count(rates.of(worker, "prompt_tokens_computed"))} prompt tokens/s · ${bytes(rates.of(worker, "bytes_sent"))}/s out`
+    : `${count(rates.of(worker, "output_tokens"))} output tokens/s`;
   setText(part("node-work"), work);
   part("pairs").classList.toggle("no-pair", !pairs.length);
   keyed(part("pairs"), pairs, { key: (pair) => pair.key, make: () => el("li"), update: (item, pair) => updatePair(item, pair, worker) });
