@@ -10,12 +10,15 @@ export const STAGES = {
   prefill_queue: "The request waits on the prefill node for its turn.",
   prefill: "The prefill node computes the prompt; the first token is its result.",
   prefill_chunk: "One step of the prefill: a long prompt is computed in pieces, between those of other requests.",
-  transfer: "KV pages travel from the prefill node's memory to the decode node's, while later ones are still computed.",
-  prefill_wait: "The decode node has reserved its pages and waits for the prompt's to arrive.",
+  prefill_wait: "The decode node has reserved pages and waits for the prompt; KV pages arrive as they are computed.",
+  transfer: "The prompt is computed, and its last KV pages travel to the decode node.",
   batch_join: "Everything has arrived; the request joins the decode batch at its next step.",
   decode: "The decode node generates the rest of the answer, a token in each step.",
   retracted: "Memory ran short: the request gave its pages back and waited to resume.",
+  paused: "A more urgent request had its place on the node; its pages stayed.",
 };
+
+const UNCOUNTED = new Set(["prefill_chunk", "prefill_wait", "retracted", "paused"]);
 
 /**
  * An element with the waterfall of a timeline, as `GET /v1/requests/{rid}/timeline` returns it.
@@ -58,7 +61,7 @@ function isInside(child, parent) {
 function summary(timeline, spans) {
   const totals = new Map();
   for (const span of spans) {
-    if (!isChild(span) && span.name !== "prefill_wait") totals.set(span.name, (totals.get(span.name) ?? 0) + span.duration_s);
+    if (!UNCOUNTED.has(span.name)) totals.set(span.name, (totals.get(span.name) ?? 0) + span.duration_s);
   }
   const longest = [...totals].sort((one, other) => other[1] - one[1]).slice(0, 2);
   const words = longest.map(([name, seconds]) => `${duration(seconds)} in ${name}`).join(" and ");
