@@ -7,13 +7,12 @@ import shutil
 from collections.abc import AsyncIterator
 
 import pytest
+from playwright.async_api import Browser, Page, async_playwright
 from support.gateway.fake_nodes import echo, folder, make_model_folder, running, silent
 from support.gateway.toy_stack import answers, ids_of, last_prompt, toy_stack
 
 from common.stage_spans import StageSpan
 from common.wire.messages import Pairs, PairState
-
-playwright = pytest.importorskip("playwright.async_api")
 
 __all__ = ["folder"]
 
@@ -28,14 +27,14 @@ pytestmark = [
 
 @pytest.fixture
 async def browser():
-    async with playwright.async_playwright() as driver:
+    async with async_playwright() as driver:
         started = await driver.chromium.launch(executable_path=CHROMIUM)
         yield started
         await started.close()
 
 
 @contextlib.asynccontextmanager
-async def opened(browser, url, *, allowed=(), **options) -> AsyncIterator:
+async def opened(browser: Browser, url, *, allowed=(), **options) -> AsyncIterator[Page]:
     """The page; afterwards nothing but the allowed complaints may stand in the console."""
     context = await browser.new_context(**options)
     page = await context.new_page()
