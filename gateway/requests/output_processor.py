@@ -32,7 +32,7 @@ TIMINGS = {
     "batch_join": "join_s",
 }
 #: Messages with spans that are kept of one output. Nodes send three or four.
-MAX_REPORTS = 16
+MAX_REPORTS = 8
 
 
 class StageReport(NamedTuple):

@@ -12,15 +12,17 @@ from gateway.tracing.timelines import GATEWAY, Timeline, TimelineSpan
 MICROSECONDS = 1e6
 
 
-def chrome_trace(timelines: Iterable[Timeline], since: float, now: float) -> dict[str, Any]:
-    """The trace of these outputs, from the instant ``since`` on, which is its zero."""
+def chrome_trace(timelines: Iterable[Timeline], now: float) -> dict[str, Any]:
+    """The trace of these outputs; its zero is the beginning of the first span."""
     lanes = _Lanes()
     events: list[dict[str, Any]] = []
-    for timeline in sorted(timelines, key=lambda one: one.started_at):
-        for process, spans in _by_process(timeline, now).items():
-            begin_at, end_at = spans[0].start_at, max(span.start_at + span.duration_s for span in spans)
-            pid, tid = lanes.place(process, begin_at, end_at)
-            events += [_complete(span, timeline, pid, tid, since) for span in _nested(spans)]
+    ordered = sorted(timelines, key=lambda one: one.started_at)
+    processes = [(timeline, spans) for timeline in ordered for spans in _by_process(timeline, now).values()]
+    zero = min((spans[0].start_at for _, spans in processes), default=0.0)
+    for timeline, spans in processes:
+        end_at = max(span.start_at + span.duration_s for span in spans)
+        pid, tid = lanes.place(spans[0].process, spans[0].start_at, end_at)
+        events += [_complete(span, timeline, pid, tid, zero) for span in _nested(spans)]
     return {"traceEvents": [*lanes.names(), *events], "displayTimeUnit": "ms"}
 
 
@@ -47,14 +49,14 @@ def _nested(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
     return nested
 
 
-def _complete(span: TimelineSpan, timeline: Timeline, pid: int, tid: int, since: float) -> dict[str, Any]:
+def _complete(span: TimelineSpan, timeline: Timeline, pid: int, tid: int, zero: float) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": span.name,
         "cat": "request",
         "pid": pid,
         "tid": tid,
-        "ts": round((span.start_at - since) * MICROSECONDS, 3),
+        "ts": round((span.start_at - zero) * MICROSECONDS, 3),
         "dur": round(span.duration_s * MICROSECONDS, 3),
         "args": {"rid": timeline.rid, **span.attributes},
     }

@@ -165,7 +165,7 @@ class _SpanMaker:
             whole, timeline, unix_offset_s, context=root, parent=parent, kind=trace.SpanKind.SERVER, status=status
         )
         prefills: dict[str, Any] = {}  # the spans that contain the chunks
-        errors = {name: report.error_s for name, report in timeline.clocks().items()}
+        errors = {name: clock.error_s for name, clock in timeline.clocks(timeline.ended_at).items()}
         for span in timeline.spans(timeline.ended_at):
             own = self._context(context.trace_id, secrets.token_hex(8))
             above = prefills.get(span.process, root) if span.name == "prefill_chunk" else root

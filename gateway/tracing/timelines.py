@@ -5,13 +5,14 @@ came (``gateway.workers.clock_offset``).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.stage_spans import StageSpan
 from gateway.requests.output_processor import MAX_REPORTS, OutputStream, StageReport
 from gateway.tracing.trace_context import TraceContext, trace_id_of
+from gateway.workers.clock_offset import MAX_DRIFT
 
 GATEWAY = "gateway"
 RUNNING = "running"
@@ -35,6 +36,13 @@ class TimelineSpan(NamedTuple):
     start_at: float
     duration_s: float
     attributes: Mapping[str, Any]
+
+
+class NodeClock(NamedTuple):
+    """By how much the clock of a node was ahead of the gateway's, and the largest error of that."""
+
+    offset_s: float
+    error_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -104,18 +112,32 @@ class Timeline:
         """The spans in the order of their beginnings."""
         queued_until = self.sent_at or self.end_at(now)
         queue = TimelineSpan("queue", GATEWAY, self.started_at, max(queued_until - self.started_at, 0.0), {})
-        stages = (_span(report, span) for report in list(self.reports) for span in report.spans)
+        reports = self.reports[:]  # more may come while an exporter's thread is here
+        clocks = self.clocks(now, reports)
+        stages = [_span(span, report.node, clocks[report.node].offset_s) for report in reports for span in report.spans]
         return [queue, *sorted(stages, key=lambda span: (span.start_at, -span.duration_s))]
 
-    def clocks(self) -> dict[str, StageReport]:
-        """The last report of each node."""
-        return {report.node: report for report in list(self.reports)}
+    def clocks(self, now: float, reports: Sequence[StageReport] | None = None) -> dict[str, NodeClock]:
+        """The clock of each node that has reported, the same for all of its spans, so that none overlap by an error.
+
+        It is that of the most exact report; within the duration of the request it may have drifted.
+
+        Args:
+            reports: those to take; None takes all.
+        """
+        drift_s = (self.end_at(now) - self.started_at) * MAX_DRIFT
+        clocks: dict[str, NodeClock] = {}
+        for report in self.reports[:] if reports is None else reports:
+            error_s = report.error_s + drift_s
+            if report.node not in clocks or error_s < clocks[report.node].error_s:
+                clocks[report.node] = NodeClock(report.offset_s, error_s)
+        return clocks
 
 
-def _span(report: StageReport, span: StageSpan) -> TimelineSpan:
+def _span(span: StageSpan, node: str, offset_s: float) -> TimelineSpan:
     counted = COUNTED.get(span.stage)
     attributes = {} if counted is None else {counted: span.amount}
-    return TimelineSpan(span.stage, report.node, span.start_s - report.offset_s, span.duration_s, attributes)
+    return TimelineSpan(span.stage, node, span.start_s - offset_s, span.duration_s, attributes)
 
 
 class Timelines:
@@ -193,8 +215,8 @@ def waterfall(timeline: Timeline, now: float, unix_now: float) -> dict[str, Any]
         "prefill": timeline.prefill or None,
         "decode": timeline.decode or None,
         "clocks": {
-            name: {"offset_s": report.offset_s, "error_s": report.error_s if math.isfinite(report.error_s) else None}
-            for name, report in timeline.clocks().items()
+            name: {"offset_s": clock.offset_s, "error_s": clock.error_s if math.isfinite(clock.error_s) else None}
+            for name, clock in timeline.clocks(now).items()
         },
         "spans": [
             {

@@ -9,9 +9,15 @@ import msgspec
 import pytest
 from support.gateway.fake_nodes import FakeNode, Stack, echo, folder, running, silent, start_request
 
+from common.sampling_params import SamplingParams
 from common.stage_spans import StageSpan
 from common.wire.messages import Generate, Spans
 from gateway.http.openapi import answers
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream, StageReport
+from gateway.tracing.chrome_trace import chrome_trace
+from gateway.tracing.timelines import Timeline
+from gateway.workers.clock_offset import MAX_DRIFT
 
 __all__ = ["folder"]
 
@@ -78,7 +84,7 @@ async def test_spans_are_shown_in_the_time_of_the_gateway_with_the_error_of_the_
 
 async def test_a_running_request_has_a_timeline(folder) -> None:
     async with running(folder) as stack:
-        prefill, decode = await stack.pair()
+        prefill, _ = await stack.pair()
         for node in stack.nodes:
             node.on_generate = silent
         call, rid = await start_request(stack)
@@ -87,12 +93,11 @@ async def test_a_running_request_has_a_timeline(folder) -> None:
         (listed,) = (await stack.get("/v1/requests"))[1]["requests"]
         assert (listed["status"], listed["ttft_s"]) == ("running", None)
         _, shown = await timeline(stack, rid)
-        assert [span["name"] for span in shown["spans"]] == ["prefill_queue", "queue"] or len(shown["spans"]) == 2
+        assert sorted(span["name"] for span in shown["spans"]) == ["prefill_queue", "queue"]
         assert shown["trace_id"] == rid.removeprefix("cmpl-")
         for node in stack.nodes:
             echo(node, node.generates[rid])
         assert (await call).status == 200
-        del decode
 
 
 async def test_spans_that_come_after_the_end_are_added(folder) -> None:
@@ -155,7 +160,7 @@ async def test_the_outputs_of_one_request_are_found_by_its_id(folder) -> None:
         await stack.pair()
         _, answer = await stack.post("/v1/completions", {"prompt": "ab", "n": 2, "max_tokens": 2})
         rids = [one["rid"] for one in (await stack.get("/v1/requests"))[1]["requests"]]
-        assert sorted(rids) == [f"{answer['id']}-0", f"{answer['id']}-1"] or answer["id"] in rids
+        assert sorted(rids) == [f"{answer['id']}-0", f"{answer['id']}-1"]
         assert (await timeline(stack, answer["id"]))[0] == 200
 
 
@@ -184,7 +189,7 @@ def check_chrome_trace(trace: dict[str, Any]) -> None:
         assert isinstance(event["tid"], int)
         assert event["pid"] in named
         if event["ph"] == "X":
-            assert event["dur"] >= 0
+            assert min(event["dur"], event["ts"]) >= 0
             tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
     for spans in tracks.values():
         open_until: list[float] = []
@@ -193,3 +198,36 @@ def check_chrome_trace(trace: dict[str, Any]) -> None:
                 open_until.pop()
             assert not open_until or end <= open_until[-1] + 0.002, "spans of a track overlap"
             open_until.append(end)
+
+
+def timeline_of(*reports: StageReport, started_at: float = 100.0, ended_at: float = 110.0) -> Timeline:
+    request = GenerateRequest("a", "a", (1,), SamplingParams(max_new_tokens=1))
+    stream = OutputStream(request, 0, lambda: None, lambda stream: None, started_at)  # type: ignore[arg-type, return-value]
+    stream.sent_at, stream.is_ended, stream.ended_at, stream.finish = started_at, True, ended_at, "stop"
+    stream.reports.extend(reports)
+    return Timeline.of(stream)
+
+
+def test_all_spans_of_a_node_move_by_the_offset_of_its_most_exact_report() -> None:
+    """The node's clock is about 500 s ahead. Its spans touch, and are shown so."""
+    first = StageReport("d", 500.5, 1.0, (StageSpan("transfer", 602.0, 1.0),))
+    second = StageReport("d", 500.0, 0.25, (StageSpan("decode", 603.0, 4.0),))
+    timeline = timeline_of(first, second)
+    shown = {span.name: (span.start_at, span.duration_s) for span in timeline.spans(200.0)}
+    assert shown == {"queue": (100.0, 0.0), "transfer": (102.0, 1.0), "decode": (103.0, 4.0)}
+    assert timeline.clocks(200.0) == {"d": (500.0, 0.25 + 10 * MAX_DRIFT)}
+
+
+def test_outputs_that_overlap_have_tracks_of_their_own_and_a_free_track_is_taken_again() -> None:
+    times = [(100.0, 110.0), (105.0, 115.0), (110.0, 120.0)]
+    trace = chrome_trace([timeline_of(started_at=start, ended_at=end) for start, end in times], 200.0)
+    check_chrome_trace(trace)
+    whole = [(event["ts"], event["dur"], event["tid"]) for event in trace["traceEvents"] if event["name"] == "request"]
+    assert whole == [(0.0, 10e6, 1), (5e6, 10e6, 2), (10e6, 10e6, 1)]
+
+
+def test_a_span_that_a_wrong_clock_moves_beyond_its_parent_is_cut() -> None:
+    spans = (StageSpan("prefill", 1.0, 2.0), StageSpan("prefill_chunk", 2.5, 1.0))
+    trace = chrome_trace([timeline_of(StageReport("p", 0.0, 1.0, spans))], 200.0)
+    check_chrome_trace(trace)
+    assert min(event["ts"] for event in trace["traceEvents"] if event["ph"] == "X") == 0
