@@ -216,11 +216,12 @@ class AnswerView {
     const ends = { length: "stopped at the token limit", stopped: "stopped by you", tool_calls: "called a tool", stop: "" };
     const seconds = (answer.endedAt - (answer.firstAt || answer.endedAt)) / 1000;
     const tokens = answer.usage?.completion_tokens;
+    const cached = answer.usage?.prompt_tokens_details?.cached_tokens;
     const parts = [
       answer.firstAt && `first token after ${duration((answer.firstAt - answer.startedAt) / 1000)}`,
       tokens && plural(tokens, "token"),
       tokens > 1 && seconds > 0.05 && `${rate((tokens - 1) / seconds)} tokens/s`,
-      answer.usage?.prompt_tokens_details?.cached_tokens && `${answer.usage.prompt_tokens_details.cached_tokens} of ${answer.usage.prompt_tokens} prompt tokens from the cache`,
+      cached && `${cached} of ${answer.usage.prompt_tokens} prompt tokens from the cache`,
       ends[answer.finish] ?? answer.finish,
     ];
     setText(this.facts, parts.filter(Boolean).join(" · ") || "The answer is empty.");
@@ -230,8 +231,8 @@ class AnswerView {
   fail(error) {
     this.#isFinished = true;
     if (this.text.classList.contains("is-empty")) this.text.remove();
-    const isOffline = error instanceof TypeError;
-    this.root.append(el("p", { class: "problem", role: "alert", text: isOffline ? "The connection to the gateway was lost." : error.message }));
+    const text = error instanceof TypeError ? "The connection to the gateway was lost." : error.message;
+    this.root.append(el("p", { class: "problem", role: "alert", text }));
     this.#follow();
   }
 
@@ -252,7 +253,8 @@ class AnswerView {
   }
 
   async showTimeline(rid) {
-    const box = el("details", { class: "where", open: true }, el("summary", { text: "Where did the time go?" }), el("p", { class: "empty", text: "Loading …" }));
+    const box = el("details", { class: "where", open: true },
+      el("summary", { text: "Where did the time go?" }), el("p", { class: "empty", text: "Loading …" }));
     this.root.append(box);
     this.#follow();
     let shown = null;

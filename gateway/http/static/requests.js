@@ -75,7 +75,8 @@ function updateRow(row, request) {
   setText(started, ago(Date.now() / 1000 - request.started_at));
   setText(first, duration(request.ttft_s));
   setText(whole, duration(request.duration_s));
-  setText(prompt, request.cached_tokens ? `${count(request.prompt_tokens)}, ${count(request.cached_tokens)} cached` : count(request.prompt_tokens));
+  const cached = request.cached_tokens ? `, ${count(request.cached_tokens)} cached` : "";
+  setText(prompt, count(request.prompt_tokens) + cached);
   setText(output, count(request.output_tokens));
   setText(nodes, [request.prefill, request.decode].filter(Boolean).join(" → ") || "–");
 }

@@ -122,5 +122,6 @@ function line(samples, name, top) {
 }
 
 function filled(samples, name, top) {
-  return runs(samples, name, top).map((run) => `${drawn(run)}L${run[run.length - 1][0].toFixed(1)} ${HEIGHT}L${run[0][0].toFixed(1)} ${HEIGHT}Z`).join("");
+  const closed = (run) => [...run, [run[run.length - 1][0], HEIGHT], [run[0][0], HEIGHT]];
+  return runs(samples, name, top).map((run) => `${drawn(closed(run))}Z`).join("");
 }
