@@ -45,14 +45,15 @@ function ordered(spans) {
   const chunks = known.filter(isChild);
   const children = chunks.length > 1 ? chunks : []; // A prefill of one chunk is that chunk.
   const parents = known.filter((span) => !isChild(span));
-  const placed = parents.flatMap((parent) => [parent, ...(parent.name === "prefill" ? children.filter((child) => isInside(child, parent)) : [])]);
+  const placed = parents.flatMap((parent) => [parent, ...children.filter((child) => isInside(child, parent))]);
   return [...placed, ...children.filter((child) => !placed.includes(child))];
 }
 
 const isChild = (span) => span.name === "prefill_chunk";
 
-/** Whether a chunk began during a prefill of the same node. */
+/** Whether a chunk began during this prefill of the same node. */
 function isInside(child, parent) {
+  if (parent.name !== "prefill") return false;
   const end = parent.start_s + parent.duration_s;
   return child.process === parent.process && child.start_s >= parent.start_s - 1e-4 && child.start_s <= end;
 }
@@ -78,12 +79,14 @@ function row(span, { start, length }, clocks) {
   const share = (seconds) => `${(100 * seconds) / length}%`;
   const error = clocks[span.process]?.error_s ?? 0;
   const facts = Object.entries(span.attributes ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");
-  return el("div", { class: `span${isChild(span) ? " child" : ""}`, role: "listitem", title: [STAGES[span.name], facts].filter(Boolean).join("\n") },
+  const title = [STAGES[span.name], facts].filter(Boolean).join("\n");
+  const place = (from, seconds) => ({ "--from": share(Math.max(0, from - start)), "--length": share(seconds) });
+  return el("div", { class: `span${isChild(span) ? " child" : ""}`, role: "listitem", title },
     el("span", { class: "span-name" }, el("b", { text: span.name }), el("span", { class: "span-process", text: span.process })),
     el("span", { class: "span-track" },
-      el("i", { class: `span-bar ${stageClass(span.name)}`, style: { "--from": share(span.start_s - start), "--length": share(span.duration_s) } }),
+      el("i", { class: `span-bar ${stageClass(span.name)}`, style: place(span.start_s, span.duration_s) }),
       error > length / 200
-        ? el("i", { class: "span-error", style: { "--from": share(Math.max(0, span.start_s - start - error)), "--length": share(2 * error) } })
+        ? el("i", { class: "span-error", style: place(span.start_s - error, 2 * error) })
         : null),
     el("span", { class: "span-duration", text: duration(span.duration_s) }));
 }
@@ -94,9 +97,11 @@ function stageClass(name) {
 }
 
 function clockNote(clocks) {
-  const errors = Object.entries(clocks).map(([node, clock]) => `${node} ${clock.error_s === null ? "not known yet" : `±${duration(clock.error_s)}`}`);
+  const words = (error) => (error === null ? "not known yet" : `±${duration(error)}`);
+  const errors = Object.entries(clocks).map(([node, clock]) => `${node} ${words(clock.error_s)}`);
   if (!errors.length) return null;
-  return el("p", { class: "clock-note", text: `Each machine has its own clock. The starts of stages are known to within: ${errors.join(", ")}.` });
+  const text = `Each machine has its own clock. The starts of stages are known to within: ${errors.join(", ")}.`;
+  return el("p", { class: "clock-note", text });
 }
 
 function legend(spans) {
