@@ -215,9 +215,9 @@ class EventLoop:
             self._sent_pairs = None
             self._heartbeat_s = message.heartbeat_s
             self._next_heartbeat_at = now
-            self._heard = (message.sent_at, now)
+            self._heard = (message.sent_at, self._clock.now())  # ``now`` may be earlier than it was sent
         elif isinstance(message, HeartbeatAck):
-            self._heard = (message.sent_at, now)
+            self._heard = (message.sent_at, self._clock.now())  # likewise
         elif isinstance(message, Unknown):
             self._role.gateway_lost(now)
             self._gateway.send(self._register())

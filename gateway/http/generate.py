@@ -198,7 +198,9 @@ class GenerateApp:
             requests = await endpoint.process(body, model, tenant, answer_id)
             requests = services.priorities.assign(requests, body.priority, body.priority_class)
             events = OutputEvents(self._turn, only_ends=not body.stream)
-            trace = services.tracer.begin(scope["state"].get(TRACEPARENT, ""), answer_id, endpoint.operation)
+            trace, traceparent = None, scope["state"].get(TRACEPARENT, "")
+            if traceparent or services.tracer.is_sampling:
+                trace = services.tracer.begin(traceparent, answer_id, endpoint.operation)
             streams = self._streams(requests, model, events, arrived_at, trace)
             self._submit(streams)
         except RequestError as error:

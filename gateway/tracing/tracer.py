@@ -16,11 +16,15 @@ class Tracer:
     exporter: gets the timelines of sampled requests; None exports nothing.
     sample_rate: share of the requests without a valid ``traceparent`` that are sampled; the client's flag decides
         for all others.
+
+    Attributes:
+        is_sampling: some requests without a ``traceparent`` are sampled.
     """
 
     def __init__(self, exporter: Exporter | None, sample_rate: float) -> None:
         self._exporter = exporter
         self._threshold = 0 if exporter is None else int(sample_rate * (1 << 64))
+        self.is_sampling = self._threshold > 0
 
     def begin(self, traceparent: str, request_id: str, operation: str) -> TraceContext | None:
         """The trace of an HTTP request; None if its client names none and it is not sampled.
@@ -32,8 +36,6 @@ class Tracer:
             context = parse_traceparent(traceparent, _span_id(), operation)
             if context is not None:
                 return context
-        if not self._threshold:
-            return None
         trace_id = trace_id_of(request_id)
         if int(trace_id[16:], 16) >= self._threshold:
             return None
