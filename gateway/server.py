@@ -35,6 +35,7 @@ from gateway.http.limits import MAX_VALUES
 from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
 from gateway.metrics.collectors import Metrics
+from gateway.metrics.live import INTERVAL_S, LiveHistory
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
@@ -93,6 +94,7 @@ class Gateway:
         mailbox, channel = self._open_channel()
         pools = WorkerPools(model.pool for model in self._models.values())
         self._metrics = Metrics(list(pools), mailbox, starvation_bound_s=config.starvation_bound)
+        self._live = LiveHistory()
         self._dispatcher = Dispatcher(
             pools,
             channel,
@@ -121,6 +123,7 @@ class Gateway:
             dispatcher=self._dispatcher,
             control=self._control,
             metrics=self._metrics,
+            live=self._live,
             timelines=self._timelines,
             tracer=self._tracer,
         )
@@ -146,9 +149,11 @@ class Gateway:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Nodes can register as long as the application runs."""
         self._control.start()
+        sampling = asyncio.ensure_future(self._sample())
         try:
             yield
         finally:
+            sampling.cancel()
             self._control.close()
             self._inputs.close()
             self._tokenizer.close()
@@ -188,6 +193,12 @@ class Gateway:
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)
         self._context.destroy(linger=200)
+
+    async def _sample(self) -> None:
+        """Adds to the live history every second, whether or not somebody looks: it takes microseconds."""
+        while True:
+            self._live.add(self._metrics.totals(self._clock.now()))
+            await asyncio.sleep(INTERVAL_S)
 
     # ---- given to the parts ------------------------------------------------------------------------------------------
 

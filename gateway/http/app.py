@@ -27,6 +27,7 @@ from gateway.http.openapi.document import complete
 from gateway.http.request_checks import RequestChecks
 from gateway.http.routes import (
     health,
+    live,
     messages,
     models,
     page,
@@ -92,7 +93,9 @@ def make_app(
         dependencies=[Depends(checks.tenant)],
         default_response_class=JsonResponse,
     )
-    routers = (models, tokenize, responses, messages, requests, traces, workers, profile, health, page, unsupported)
+    routers = (
+        models, tokenize, responses, messages, requests, traces, workers, profile, health, live, page, unsupported,
+    )  # fmt: skip
     for module in routers:
         app.include_router(module.make_router(services, checks))
     _handle_exceptions(app, envelopes)

@@ -16,6 +16,8 @@ from gateway.http.limits import LIGHT_BYTES, check_weight
 
 #: Paths that need no key: they reveal nothing about requests or configuration.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+#: Begins the paths of the files of the page at ``/``, which need no key either.
+STATIC = "/static/"
 
 
 class RequestChecks:
@@ -60,7 +62,8 @@ class RequestChecks:
     def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> str:
         path, tenant = scope["path"], ""
         if self._authenticator.needs_key or HEADER in headers:
-            tenant = self._authenticator.tenant(headers, is_open=path in OPEN_PATHS)
+            is_open = path in OPEN_PATHS or path.startswith(STATIC)
+            tenant = self._authenticator.tenant(headers, is_open=is_open)
         if self._is_stopping and (scope["method"] in ("POST", "PUT") or path == "/ready"):
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         return tenant

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from common.clock import Clock
 from common.config.gateway import GatewayConfig
 from gateway.metrics.collectors import Metrics
+from gateway.metrics.live import LiveHistory
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.priority import PriorityResolver
@@ -31,6 +32,7 @@ class Services:
     dispatcher: Dispatcher
     control: ControlPlane
     metrics: Metrics
+    live: LiveHistory
     timelines: Timelines
     tracer: Tracer
 

@@ -2,7 +2,8 @@
 
 import re
 from collections import Counter as Totals
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -17,9 +18,35 @@ from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+#: Labels ``end`` of outputs that did not fail.
+FINISHED = frozenset({"stop", "length"})
 HEARTBEAT_GAUGES = ("num_waiting", "num_running", "num_free_pages", "num_cached_pages", "num_quarantined_pages")
 #: Stage labels of ``baton_stage_seconds``, by their names in ``OutputStream.timings``.
 STAGES = {name: stage for stage, name in TIMINGS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricTotals:
+    """What the metrics of all models count at one instant.
+
+    Attributes:
+        num_ended: outputs that ended, with an error or without.
+        num_tokens: output tokens, each counted as it comes, except the first, which is counted as its output ends.
+        errors: outputs that failed and requests that were refused, by code.
+        first_tokens, gaps: observations of each bucket of the times until a first token and between two tokens.
+        num_running, num_waiting: outputs that have been sent to nodes, and that wait in the gateway.
+    """
+
+    at: float
+    num_ended: float
+    num_tokens: int
+    errors: Mapping[str, float]
+    first_token_bounds: Sequence[float]
+    first_tokens: Sequence[int]
+    gap_bounds: Sequence[float]
+    gaps: Sequence[int]
+    num_running: int
+    num_waiting: int
 
 
 class ExportTotals(Protocol):
@@ -40,6 +67,7 @@ class Metrics:
     def __init__(self, pools: Sequence[WorkerPool], mailbox: MailboxCounts, *, starvation_bound_s: float) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
         self._registry = registry = CollectorRegistry()
+        self._pools = pools
         counter, histogram = partial(LabelledCounter, registry), partial(LabelledHistogram, registry)
         self._answers = counter("baton_http_answers", "HTTP answers by path and status.", "path", "status")
         self._rejections = counter(
@@ -111,6 +139,29 @@ class Metrics:
             self._whole.of(model).add(output.ended_at - output.started_at)
             if len(output.ids) > 1:
                 self._per_token.of(model).add((output.ended_at - output.first_at) / (len(output.ids) - 1))
+
+    def totals(self, now: float) -> MetricTotals:
+        """The totals of now. It copies a few dozen numbers, so that it can be called every second."""
+        num_waiting = sum(len(pool.queue) for pool in self._pools)
+        errors: Totals[str] = Totals()
+        for (_, reason), count in self._rejections.values.items():
+            errors[reason] += int(count)
+        for (_, end), count in self._outputs.values.items():
+            if end not in FINISHED:
+                errors[end] += int(count)
+        first_tokens, gaps = self._first_token.counts(), self._gaps.counts()
+        return MetricTotals(
+            at=now,
+            num_ended=sum(self._outputs.values.values()),
+            num_tokens=sum(first_tokens) + sum(gaps),
+            errors=errors,
+            first_token_bounds=SECONDS,
+            first_tokens=first_tokens,
+            gap_bounds=TOKEN_SECONDS,
+            gaps=gaps,
+            num_running=sum(pool.admission.num_in_flight for pool in self._pools) - num_waiting,
+            num_waiting=num_waiting,
+        )
 
     def count_exported(self, exporter: ExportTotals) -> None:
         """Shows how many requests an exporter of traces has exported and dropped."""

@@ -26,7 +26,7 @@ class QueueMetrics:
             registry, "baton_starved", "Outputs that waited longer than --starvation-bound.", *LABELS
         )
         for pool in pools:
-            for name in _classes(pool):  # shown as 0 before the first request
+            for name in pool.queue.class_names:  # shown as 0 before the first request
                 self._waited.of(pool.model, name)
                 self._starved.add(0, pool.model, name)
         registry.register(self)
@@ -59,7 +59,7 @@ class QueueMetrics:
         )
         for pool in self._pools:
             now = Totals(request.priority_class for request in pool.queue.requests())
-            for name in _classes(pool):
+            for name in pool.queue.class_names:
                 waiting.add_metric([pool.model, name], now[name])
             chosen = pool.queue.order.policy
             why = chosen.why if isinstance(chosen, Adaptive) else "configured"
@@ -69,8 +69,3 @@ class QueueMetrics:
         yield waiting
         yield policy
         yield measured
-
-
-def _classes(pool: WorkerPool) -> list[str]:
-    """Names of the priority classes; one empty name without classes."""
-    return list(pool.queue.order.rules.class_weights) or [""]

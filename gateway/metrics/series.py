@@ -14,20 +14,24 @@ from prometheus_client.utils import floatToGoString
 
 
 class LabelledCounter:
-    """A counter for each combination of labels."""
+    """A counter for each combination of labels.
+
+    Attributes:
+        values: by the values of the labels.
+    """
 
     def __init__(self, registry: CollectorRegistry, name: str, text: str, *labels: str) -> None:
         self._name, self._text, self._labels = name, text, labels
-        self._values: dict[tuple[str, ...], float] = {}
+        self.values: dict[tuple[str, ...], float] = {}
         registry.register(self)
 
     def add(self, value: float, *labels: str) -> None:
         """Adds to one counter; the first addition shows it, also one of 0."""
-        self._values[labels] = self._values.get(labels, 0) + value
+        self.values[labels] = self.values.get(labels, 0) + value
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for labels, value in self._values.items():
+        for labels, value in self.values.items():
             family.add_metric(labels, value)
         yield family
 
@@ -66,6 +70,11 @@ class LabelledHistogram:
         if found is None:
             found = self._distributions[labels] = Distribution(self._bounds)
         return found
+
+    def counts(self) -> list[int]:
+        """Observations of each bucket, over all labels; the last bucket has no upper bound."""
+        columns = zip(*(values.counts for values in self._distributions.values()), strict=True)
+        return list(map(sum, columns)) or [0] * (len(self._bounds) + 1)
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)

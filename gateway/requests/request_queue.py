@@ -41,6 +41,11 @@ class RequestQueue:
         policy = self.order.policy
         return policy.choice if isinstance(policy, Adaptive) else policy.name
 
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the priority classes; one empty name without classes."""
+        return list(self.order.rules.class_weights) or [""]
+
     def requests(self) -> list[Request]:
         return list(self._waiting.values())
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.http.openapi.generated import Answer
+from gateway.metrics.live import LiveError, LiveSample
 
 
 class ErrorDetails(Answer):
@@ -142,6 +143,39 @@ class WorkerDecision(Answer):
 class DecisionList(Answer):
     worker: str
     decisions: list[WorkerDecision]
+
+
+class LiveQueue(Answer):
+    """Outputs of one priority class that wait in the gateway; ``oldest_wait_s`` is null if none waits."""
+
+    model: str
+    priority_class: str
+    policy: str
+    waiting: int
+    oldest_wait_s: float | None
+
+
+class LiveModel(Answer):
+    name: str
+    is_ready: bool
+    has_chat_template: bool
+    context_length: int | None
+
+
+class Live(Answer):
+    """The last minute: samples every ``interval_s`` seconds, oldest first, of all models together.
+
+    The percentiles of a sample cover the last ``window_s`` seconds.
+    """
+
+    version: str
+    uptime_s: float
+    interval_s: float
+    window_s: int
+    samples: list[LiveSample]
+    queues: list[LiveQueue]
+    errors: list[LiveError]
+    models: list[LiveModel]
 
 
 class RequestSummary(Answer):

@@ -1,0 +1,74 @@
+"""The files of the page at ``/``: their types, tags and security policy. ``tests/service`` opens it in a browser."""
+
+import re
+
+import pytest
+from support.gateway.fake_nodes import folder, running
+from yarl import URL
+
+from gateway.http.routes.page import FOLDER
+
+__all__ = ["folder"]
+
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+
+@pytest.fixture
+async def stack(folder):
+    async with running(folder, api_key="secret-key") as running_stack:
+        yield running_stack
+
+
+async def test_the_page_and_its_files_need_no_key(stack):
+    for path in ("/", *(f"/static/{name}" for name in NAMES)):
+        async with stack.client.get(stack.url + path) as answer:
+            assert answer.status == 200
+            kind = TYPES[path.rpartition(".")[2] if path != "/" else "html"]
+            assert answer.headers["Content-Type"] == f"{kind}; charset=utf-8"
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+            assert await answer.read() == (FOLDER / (path.rpartition("/")[2] or "index.html")).read_bytes()
+
+
+async def test_the_policy_allows_no_inline_script_or_style_and_no_other_server(stack):
+    async with stack.client.get(stack.url + "/") as answer:
+        policy = dict(part.strip().split(" ", 1) for part in answer.headers["Content-Security-Policy"].split(";"))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert {source for name, source in policy.items() if name.endswith("-src")} == {"'none'", "'self'"}
+
+
+async def test_a_file_that_the_browser_has_is_not_sent_again(stack):
+    for path in ("/", "/static/app.js"):
+        async with stack.client.get(stack.url + path) as answer:
+            tag = answer.headers["ETag"]
+        for known in (tag, f'"other", {tag}', f"W/{tag}"):
+            async with stack.client.get(stack.url + path, headers={"If-None-Match": known}) as answer:
+                assert (answer.status, await answer.read()) == (304, b"")
+                assert answer.headers["ETag"] == tag
+        async with stack.client.get(stack.url + path, headers={"If-None-Match": '"other"'}) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing.js", "..", "../app.py", "%2e%2e%2fapp.py", "..%2froutes%2fpage.py", "app.js/", ""]
+)
+async def test_no_other_file_can_be_read(stack, name):
+    async with stack.client.get(URL(f"{stack.url}/static/{name}", encoded=True)) as answer:
+        assert answer.status in (401, 404)
+        assert (await answer.json())["error"]["code"] in ("not_found", "authentication")
+
+
+def test_no_script_parses_data_as_html():
+    banned = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function")
+    for path in FOLDER.glob("*.js"):
+        assert not banned.search(path.read_text()), path.name
+
+
+def test_files_name_only_this_server():
+    for path in FOLDER.iterdir():
+        addresses = set(re.findall(r"https?://[\w./-]+", path.read_text()))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, path.name
+
+
+def test_scripts_stay_short():
+    assert all(len(path.read_text().splitlines()) <= 300 for path in FOLDER.glob("*.js"))
