@@ -26,8 +26,9 @@ from common.wire.address import in_url
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromNode
 from common.wire.process_id import new_incarnation
+from gateway.http.api_keys import ApiKeyFile, KeyFile, permanent_keys
 from gateway.http.app import make_app
-from gateway.http.auth import make_authenticator
+from gateway.http.auth import Authenticator
 from gateway.http.generate import GenerateApp, make_endpoints
 from gateway.http.http_connection import ConnectionOptions
 from gateway.http.http_server import HttpServer
@@ -68,9 +69,14 @@ class Gateway:
         self._config = config
         self._models = load_models(config, folders)
         self._inputs = InputProcessor(self._models, request_timeout_s=config.request_timeout)
-        self._authenticator = make_authenticator(config)
+        self._authenticator = Authenticator(permanent_keys(config), is_header_taken=config.tenant_header)
         self._priorities = PriorityResolver(config, load_priority_function(config.priority_function))
-        self._quotas = Quotas(parse_quotas(config.tenant_quotas))
+        quotas = parse_quotas(config.tenant_quotas)
+        self._quotas = Quotas(quotas)
+        self._key_file: ApiKeyFile | None = None
+        if config.api_key_file is not None:
+            self._key_file = ApiKeyFile(Path(config.api_key_file), permanent_keys(config), quotas)
+            self._take_keys(self._key_file.read())
         self._clock = MonotonicClock()
         self._app_plugins = [load_app_plugin(spec) for spec in config.app_plugin]
         self._options = ConnectionOptions(header_timeout_s, body_timeout_s, config.max_body_bytes, self._answered)
@@ -131,9 +137,14 @@ class Gateway:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Nodes can register as long as the application runs."""
         self._control.start()
+        following = None
+        if self._key_file is not None:
+            following = asyncio.create_task(self._key_file.follow(self._take_keys))
         try:
             yield
         finally:
+            if following is not None:
+                following.cancel()
             self._control.close()
             self._inputs.close()
 
@@ -170,6 +181,10 @@ class Gateway:
         self._context.destroy(linger=200)
 
     # ---- given to the parts ------------------------------------------------------------------------------------------
+
+    def _take_keys(self, content: KeyFile) -> None:
+        self._authenticator.replace_keys(content.keys)
+        self._quotas.replace(content.quotas)
 
     def _max_values(self) -> int:
         """Values that a body may have: all token ids of the longest possible prompt, or ``MAX_VALUES``."""

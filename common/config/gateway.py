@@ -48,6 +48,12 @@ class HttpOptions:
         "Key that clients must send as a bearer token. Set it in the environment, to hide it from the process list.",
         is_secret=True,
     )
+    admin_api_key: str | None = option(
+        None,
+        "Key for what changes the state of others, such as /flush_cache and ending all requests. Without it and "
+        "without --api-key-file, every caller without a tenant may do that. Set it in the environment.",
+        is_secret=True,
+    )
     also_serve: tuple[str, ...] = option(
         (),
         "Another model to serve: its name in the API, and the folder or hub id of its tokenizer (a hub id may end in "
@@ -143,6 +149,8 @@ def check_http(config: Any) -> None:
     if config.port and config.port == config.control_port and config.host == config.control_host:
         raise ConfigError(f"--port and --control-port are both {config.port}; choose different ports")
     check_brackets("--host", config.host)
-    if not config.api_key and config.tenant_keys is None:
+    if not config.api_key and config.api_key_file is None:
         check_reach("--host", config.host, config.insecure, "set --api-key, or ")
+    if config.api_key and config.api_key == config.admin_api_key:
+        raise ConfigError("--api-key and --admin-api-key are the same; give different keys")
     check_reach("--control-host", config.control_host, config.insecure)

@@ -1,4 +1,4 @@
-"""Options of the gateway for tenants: their keys and their quotas."""
+"""Options of the gateway for tenants: their keys and their limits."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True)
 class TenantOptions:
-    tenant_keys: str | None = option(
+    api_key_file: str | None = option(
         None,
-        "File with the keys of tenants, which clients send as bearer tokens. Each line holds a tenant's name and a "
-        "key, or sha256: and the hash of the key in hexadecimal. A tenant may have several lines.",
+        "TOML file with the hashes of API keys, their tenants and limits; `baton apikey` makes its entries. It is read "
+        "again whenever it changes.",
         metavar="FILE",
     )
     tenant_header: bool = option(
@@ -47,10 +47,10 @@ class TenantOptions:
 
 def check_tenancy(config: Any) -> None:
     parse_quotas(config.tenant_quotas)
-    if config.tenant_keys is None and not config.tenant_header:
+    if config.api_key_file is None and not config.tenant_header:
         for flag, value in (("--tenant-quotas", config.tenant_quotas), ("--tenant-shares", config.tenant_shares)):
             if value:
-                raise ConfigError(f"{flag} has no effect without tenants; add --tenant-keys FILE or --tenant-header")
+                raise ConfigError(f"{flag} has no effect without tenants; add --api-key-file FILE or --tenant-header")
 
 
 def parse_quotas(texts: Iterable[str]) -> dict[str, Quota]:

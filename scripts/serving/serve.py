@@ -68,8 +68,8 @@ def with_ports(config: ServeConfig) -> ServeConfig:
 
 
 def with_key(config: ServeConfig) -> ServeConfig:
-    """Add a random API key where only tenants have keys: serve itself must send a request to see if it is ready."""
-    if config.tenant_keys is None or config.api_key:
+    """Add a random API key where all keys are hashed: serve itself must send a request to see if it is ready."""
+    if config.api_key_file is None or config.api_key:
         return config
     return dataclasses.replace(config, api_key=secrets.token_hex(32))
 
@@ -77,7 +77,10 @@ def with_key(config: ServeConfig) -> ServeConfig:
 def children(config: ServeConfig, shares: Sequence[Share]) -> list[Child]:
     """The processes to run: gateway, prefill nodes, decode nodes; one share of the cores for each node."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    found = [Child("gateway", _argv("gateway", to_flags(GatewayConfig, values)), _environment(config, 1))]
+    environ = _environment(config, 1)
+    if config.admin_api_key:
+        environ["BATON_ADMIN_API_KEY"] = config.admin_api_key
+    found = [Child("gateway", _argv("gateway", to_flags(GatewayConfig, values)), environ)]
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
     for name, share in zip(names, shares, strict=True):
         values |= {
