@@ -9,6 +9,7 @@ import asyncio
 import functools
 import re
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,11 +31,14 @@ from gateway.http.api_keys import ApiKeyFile, KeyFile, permanent_keys
 from gateway.http.app import make_app
 from gateway.http.auth import Authenticator
 from gateway.http.generate import GenerateApp, make_endpoints
+from gateway.http.hosts import allowed_hosts
 from gateway.http.http_connection import ConnectionOptions
 from gateway.http.http_server import HttpServer
 from gateway.http.limits import MAX_VALUES
+from gateway.http.origins import AllowedOrigins
 from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
+from gateway.http.tls import make_tls_context
 from gateway.metrics.collectors import Metrics
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
@@ -79,7 +83,16 @@ class Gateway:
             self._take_keys(self._key_file.read())
         self._clock = MonotonicClock()
         self._app_plugins = [load_app_plugin(spec) for spec in config.app_plugin]
-        self._options = ConnectionOptions(header_timeout_s, body_timeout_s, config.max_body_bytes, self._answered)
+        self._options = ConnectionOptions(
+            header_timeout_s,
+            body_timeout_s,
+            config.max_body_bytes,
+            self._answered,
+            allowed_hosts(config.allowed_hosts, config.host),
+        )
+        self._tls: ssl.SSLContext | None = None
+        if config.tls_cert is not None and config.tls_key is not None:
+            self._tls = make_tls_context(config.tls_cert, config.tls_key)
         self._context: zmq.Context[Any] = zmq.Context()
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
@@ -117,6 +130,7 @@ class Gateway:
         )
         self._checks = RequestChecks(
             self._authenticator,
+            AllowedOrigins(config.allowed_origins),
             max_values=self._max_values,
             on_rejected=lambda error: self._metrics.rejected("", error),
         )
@@ -126,7 +140,7 @@ class Gateway:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._http = HttpServer(app, self._options)
+        self._http = HttpServer(app, self._options, self._tls)
         try:
             await self._http.start(config.host, config.port)
         except OSError as error:
@@ -160,9 +174,9 @@ class Gateway:
 
     @property
     def http_address(self) -> str:
-        """``http://host:port`` as bound."""
+        """``http://host:port`` as bound, or ``https://``."""
         host, port = self._http.address
-        return f"http://{in_url(host)}:{port}"
+        return f"{'http' if self._tls is None else 'https'}://{in_url(host)}:{port}"
 
     @property
     def control_address(self) -> str:

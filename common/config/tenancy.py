@@ -1,4 +1,4 @@
-"""Options of the gateway for tenants: their keys and their limits."""
+"""Options of the gateway for tenants: the header that names them, and their limits."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,12 +26,6 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True)
 class TenantOptions:
-    api_key_file: str | None = option(
-        None,
-        "TOML file with the hashes of API keys, their tenants and limits; `baton apikey` makes its entries. It is read "
-        "again whenever it changes.",
-        metavar="FILE",
-    )
     tenant_header: bool = option(
         False,
         "Take the tenant from the header x-baton-tenant. For gateways behind a proxy that authenticates and sets it.",

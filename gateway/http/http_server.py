@@ -6,6 +6,7 @@ ten times a second while it starts and stops.
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -19,6 +20,10 @@ from gateway.http.http_connection import ConnectionOptions, HttpConnection
 #: Connections may wait for so long at a stop until their clients have read the last answers.
 STOP_S = 1.0
 BACKLOG = 1024
+#: A TLS handshake must be complete after so long.
+HANDSHAKE_S = 10.0
+#: A client that does not confirm the end of a TLS connection is disconnected after so long.
+TLS_END_S = 5.0
 
 
 class HttpServer:
@@ -26,8 +31,9 @@ class HttpServer:
     app: the application that it serves.
     """
 
-    def __init__(self, app: ASGIApp, options: ConnectionOptions) -> None:
+    def __init__(self, app: ASGIApp, options: ConnectionOptions, tls: ssl.SSLContext | None = None) -> None:
         self.app = app
+        self._tls = tls
         self._config = uvicorn.Config(
             app, http=HttpConnection, ws="none", lifespan="on", proxy_headers=False, access_log=False, log_config=None
         )
@@ -47,7 +53,10 @@ class HttpServer:
         if self._lifespan.should_exit:
             raise ConfigError("the HTTP application did not start; the log says why")
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._new_connection, host, port, backlog=BACKLOG)
+        limits = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": TLS_END_S} if self._tls else {}
+        self._server = await loop.create_server(
+            self._new_connection, host, port, backlog=BACKLOG, ssl=self._tls, **limits
+        )
 
     def _new_connection(self) -> HttpConnection:
         return HttpConnection(self._config, self._state, self._lifespan.state, self._options)

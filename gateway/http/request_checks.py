@@ -1,4 +1,4 @@
-"""What every request passes before its handler: the key, the stop of the server, and the limits of its body.
+"""What every request passes before its handler: its origin, its key, and the limits of its body.
 
 FastAPI's path functions use these checks as dependencies, the generating endpoints call ``RequestChecks.admit``.
 """
@@ -13,6 +13,7 @@ from common.errors import ErrorCode, RequestError
 from gateway.http.auth import Authenticator, Caller
 from gateway.http.errors import HttpError
 from gateway.http.limits import LIGHT_BYTES, check_weight
+from gateway.http.origins import SAFE_METHODS, AllowedOrigins
 
 #: Paths that need no key: they reveal nothing about requests or configuration.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
@@ -27,11 +28,13 @@ class RequestChecks:
     def __init__(
         self,
         authenticator: Authenticator,
+        origins: AllowedOrigins,
         *,
         max_values: Callable[[], int],
         on_rejected: Callable[[RequestError], None],
     ) -> None:
         self._authenticator = authenticator
+        self._origins = origins
         self._max_values = max_values
         self._on_rejected = on_rejected
         self._is_stopping = False
@@ -73,9 +76,11 @@ class RequestChecks:
         self._authenticator.check_admin(caller)
 
     def _caller(self, scope: Scope, headers: Mapping[str, str]) -> Caller:
-        path = scope["path"]
+        path, method = scope["path"], scope["method"]
+        if method not in SAFE_METHODS:
+            self._origins.check(headers)
         caller = self._authenticator.caller(headers, is_open=path in OPEN_PATHS)
-        if self._is_stopping and (scope["method"] in ("POST", "PUT") or path == "/ready"):
+        if self._is_stopping and (method in ("POST", "PUT") or path == "/ready"):
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         return caller
 
