@@ -14,6 +14,7 @@ Usage: baton COMMAND [OPTIONS]
   gateway   the gateway; nodes on any machine connect to it
   prefill   one prefill node
   decode    one decode node
+  apikey    an API key for clients, and its entry in the gateway's file of keys
   loadtest  load test of an OpenAI-compatible server
   simulate  a service of many nodes in virtual time, with the production schedulers
   bench     one benchmark by name
@@ -37,6 +38,10 @@ def _run(words: list[str]) -> int:
         from scripts.serving.serve import main as serve
 
         return serve(rest)
+    if command == "apikey":
+        from scripts.apikey import main as apikey
+
+        return apikey(rest)
     if command == "loadtest":
         from scripts.load_tester.main import main as loadtest
 

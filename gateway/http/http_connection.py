@@ -112,7 +112,8 @@ class HttpConnection(HttpToolsProtocol):
     def close(self) -> None:
         """Closes the connection once the client has read everything, or after ``STALL_S``."""
         self._unset_keepalive_if_required()
-        self.transport.close()
+        if not self.transport.is_closing():  # a transport of TLS cannot be closed twice
+            self.transport.close()
         if self.transport.get_write_buffer_size():
             self.timeout_keep_alive_task = self.loop.call_later(STALL_S, self.transport.abort)
 

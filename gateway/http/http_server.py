@@ -15,15 +15,13 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from common.errors import ConfigError
-from gateway.http.http_connection import ConnectionOptions, HttpConnection
+from gateway.http.http_connection import STALL_S, ConnectionOptions, HttpConnection
 
 #: Connections may wait for so long at a stop until their clients have read the last answers.
 STOP_S = 1.0
 BACKLOG = 1024
 #: A TLS handshake must be complete after so long.
 HANDSHAKE_S = 10.0
-#: A client that does not confirm the end of a TLS connection is disconnected after so long.
-TLS_END_S = 5.0
 
 
 class HttpServer:
@@ -53,7 +51,7 @@ class HttpServer:
         if self._lifespan.should_exit:
             raise ConfigError("the HTTP application did not start; the log says why")
         loop = asyncio.get_running_loop()
-        limits = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": TLS_END_S} if self._tls else {}
+        limits = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": STALL_S} if self._tls else {}
         self._server = await loop.create_server(
             self._new_connection, host, port, backlog=BACKLOG, ssl=self._tls, **limits
         )

@@ -7,10 +7,13 @@ request succeeds. Logs go to standard error; standard output gets the one line `
 
 import asyncio
 import dataclasses
+import hashlib
 import os
+import re
 import secrets
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +29,7 @@ from common.config.options import options_of, to_flags
 from common.config.serve import ServeConfig
 from common.errors import BatonError, ConfigError
 from common.wire.address import in_url
+from gateway.http.tls import make_tls_context
 from scripts.serving.cpu_affinity import Share, divide, usable_cores
 from scripts.serving.supervisor import Child, Supervisor, say
 
@@ -127,7 +131,21 @@ def _local(host: str) -> str:
 
 
 def _url(config: ServeConfig) -> str:
-    return f"http://{in_url(_local(config.host))}:{config.port}"
+    scheme = "http" if config.tls_cert is None else "https"
+    return f"{scheme}://{in_url(_local(config.host))}:{config.port}"
+
+
+def _own_certificate(config: ServeConfig) -> aiohttp.Fingerprint | bool:
+    """Accepts the certificate of --tls-cert alone, for any name: it need not be valid for a loopback address."""
+    if config.tls_cert is None:
+        return True
+    found = re.search(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", _text(config.tls_cert), re.DOTALL)
+    assert found is not None, "checked at start"
+    return aiohttp.Fingerprint(hashlib.sha256(ssl.PEM_cert_to_DER_cert(found[0])).digest())
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 # ---- readiness ------------------------------------------------------------------------------------------------------
@@ -140,7 +158,9 @@ async def wait_until_ready(config: ServeConfig) -> None:
     """
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     began = told_at = time.monotonic()
-    async with aiohttp.ClientSession(_url(config), headers=headers, timeout=aiohttp.ClientTimeout(60)) as session:
+    connector = aiohttp.TCPConnector(ssl=_own_certificate(config))
+    timeout = aiohttp.ClientTimeout(60)
+    async with aiohttp.ClientSession(_url(config), headers=headers, timeout=timeout, connector=connector) as session:
         while (missing := await _missing(session, config)) or (missing := await _failed_request(session, config)):
             now = time.monotonic()
             if now - began > config.ready_timeout:
@@ -252,6 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(ServeConfig, argv, command="serve", help=HELP)
     try:
         config = with_ports(with_key(config))
+        if config.tls_cert is not None and config.tls_key is not None:
+            make_tls_context(config.tls_cert, config.tls_key)  # a mistake ends serve before nodes load
     except ConfigError as error:
         say(f"serve: {error}")
         return 2
