@@ -60,6 +60,10 @@ class Authenticator:
         permanent: keys that stay for the life of the process, by their SHA-256 digest.
         is_header_taken: the header ``x-baton-tenant`` names the tenant.
         unix_time: tells which keys have expired.
+
+    Attributes:
+        needs_key: requests to most paths need a key.
+        has_keys: callers may have keys, whether or not these are needed.
     """
 
     def __init__(
@@ -76,11 +80,12 @@ class Authenticator:
         self._load(self._permanent)
         self.needs_key = any(not key.is_admin for key in self._permanent.values())
         self._is_admin_by_key = any(key.is_admin for key in self._permanent.values())
+        self.has_keys = self.needs_key or self._is_admin_by_key
 
     def replace_keys(self, keys: Mapping[bytes, ApiKey]) -> None:
         """Replaces all keys but the permanent ones. From now on requests need a key, even if there is none."""
         self._load({**keys, **self._permanent})
-        self.needs_key = self._is_admin_by_key = True
+        self.needs_key = self.has_keys = self._is_admin_by_key = True
 
     def _load(self, keys: Mapping[bytes, ApiKey]) -> None:
         self._keys = {self._tag(digest): key for digest, key in keys.items()}

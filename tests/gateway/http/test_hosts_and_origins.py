@@ -9,7 +9,6 @@ from support.gateway.fake_nodes import folder, running
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError, RequestError
-from common.wire.messages import Flush, Generate
 from gateway.http.hosts import MAX_KNOWN, AllowedHosts, allowed_hosts
 from gateway.http.origins import AllowedOrigins
 
