@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s gateway %(message)s",
         datefmt="%H:%M:%S",
     )
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are tokenized one by one; threads would only wait
     try:
         gateway = Gateway(config, model_folders(config))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -6,7 +6,7 @@ A failed check of a value raises a ``RequestError`` that names the field.
 import asyncio
 import dataclasses
 import functools
-import secrets
+import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -301,10 +301,10 @@ class InputProcessor:
             if isinstance(prompt, str):
                 if not prompt:
                     raise refuse("must not be empty", param)
-                if truncation is None:
-                    await self._check_text(context, prompt, param)
-                else:
+                if truncation is not None:
                     prompt = truncation.of_text(prompt, context.limits)
+                elif len(prompt) > LONG_CHARACTERS:
+                    await self._check_text(context, prompt, param)
                 prompt = await self.tokenize(context.model, prompt, add_special_tokens=add_special_tokens, param=param)
             if truncation is not None:
                 prompt = truncation.of_ids(prompt, context.limits)
@@ -315,7 +315,7 @@ class InputProcessor:
     async def _check_text(self, context: _Context, text: str, param: str) -> None:
         """Refuses a text that is far too long after tokenizing only its beginning."""
         length = context.limits.context_length
-        if len(text) > max(LONGEST_TOKEN * length, LONG_CHARACTERS):
+        if len(text) > LONGEST_TOKEN * length:
             beginning = text[: 8 * length]
             count = len(await self.tokenize(context.model, beginning, add_special_tokens=False, param=param))
             if count > length + length // 2:  # a margin for the word that the cut has split
@@ -476,7 +476,7 @@ def _sampling_params(
         top_k=0 if top_k >= limits.vocab_size else top_k,
         top_p=value("top_p", 1.0),
         min_p=value("min_p", 0.0),
-        seed=secrets.randbits(64) if body.seed is None else body.seed & (2**64 - 1),
+        seed=random.getrandbits(64) if body.seed is None else body.seed & (2**64 - 1),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         min_tokens=min_tokens,
@@ -511,7 +511,7 @@ def _bound(sampling: SamplingParams, context: _Context) -> SamplingParams:
     grammar, thinking = context.output.grammar, context.output.thinking
     if not (context.bad_words or grammar or thinking):
         return sampling
-    return dataclasses.replace(sampling, bad_words=context.bad_words, grammar=grammar, thinking=thinking)
+    return sampling._replace(bad_words=context.bad_words, grammar=grammar, thinking=thinking)
 
 
 def _truncation(body: OpenAIRequest) -> Truncation | None:
@@ -542,7 +542,7 @@ def _samples(request: GenerateRequest, count: int, *, prompt_number: int = 0) ->
             request,
             rid=f"{request.rid}-{i}",
             prompt_number=prompt_number,
-            sampling=dataclasses.replace(request.sampling, seed=(request.sampling.seed + i) % 2**64),
+            sampling=request.sampling._replace(seed=(request.sampling.seed + i) % 2**64),
         )
         for i in range(count)
     ]
@@ -550,9 +550,7 @@ def _samples(request: GenerateRequest, count: int, *, prompt_number: int = 0) ->
 
 def _prompt_only(request: GenerateRequest) -> GenerateRequest:
     """The request without an output: nothing binds the token that nodes make nevertheless, so it cannot fail."""
-    sampling = dataclasses.replace(
-        request.sampling, bad_words=(), allowed_token_ids=(), grammar="", thinking=None, min_tokens=0
-    )
+    sampling = request.sampling._replace(bad_words=(), allowed_token_ids=(), grammar="", thinking=None, min_tokens=0)
     return msgspec.structs.replace(request, is_prompt_only=True, sampling=sampling)
 
 
@@ -568,7 +566,7 @@ def _with_prompt_logprobs(request: GenerateRequest, first: int, param: str) -> G
     if count * (LOGPROB_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES) > MAX_LOGPROB_BYTES:
         message = f"log-probabilities of {count} prompt tokens with {num_tops} alternatives each are too many"
         raise refuse(f"{message} for one answer; ask for fewer", param)
-    sampling = dataclasses.replace(request.sampling, prompt_logprobs_from=first + 1 if count > 1 else None)
+    sampling = request.sampling._replace(prompt_logprobs_from=first + 1 if count > 1 else None)
     return msgspec.structs.replace(request, logprob_start=first, sampling=sampling)
 
 

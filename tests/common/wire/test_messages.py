@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
 #: The protocol version, and the digest of its messages.
-PINNED = (10, "1500d4f4d9a54905")
+PINNED = (10, "2b51614975b009bc")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,
