@@ -9,6 +9,7 @@ import logging
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -51,10 +52,10 @@ class HttpServer:
         if self._lifespan.should_exit:
             raise ConfigError("the HTTP application did not start; the log says why")
         loop = asyncio.get_running_loop()
-        limits = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": STALL_S} if self._tls else {}
-        self._server = await loop.create_server(
-            self._new_connection, host, port, backlog=BACKLOG, ssl=self._tls, **limits
-        )
+        limits: dict[str, Any] = {"ssl": self._tls}
+        if self._tls is not None:
+            limits |= {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": STALL_S}
+        self._server = await loop.create_server(self._new_connection, host, port, backlog=BACKLOG, **limits)
 
     def _new_connection(self) -> HttpConnection:
         return HttpConnection(self._config, self._state, self._lifespan.state, self._options)
