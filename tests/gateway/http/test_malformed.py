@@ -156,9 +156,10 @@ def test_a_mutation_is_the_same_for_the_same_seed(seed):
 
 
 @pytest.mark.slow
-async def test_mutated_requests_get_an_envelope_or_the_end_of_the_connection(stack, caplog):
-    for first in range(0, 4000, 100):
-        seeds = range(first, first + 100)
+async def test_mutated_requests_get_an_envelope_or_the_end_of_the_connection(stack, caplog, monkeypatch):
+    monkeypatch.setattr("gateway.http.http_connection.LINGER_S", 0.2)
+    for first in range(0, 2000, 200):
+        seeds = range(first, first + 200)
         received = await asyncio.gather(*(exchange(stack, mutated(seed)) for seed in seeds))
         for seed, data in zip(seeds, received, strict=True):
             try:
