@@ -19,6 +19,7 @@ class ErrorCode(StrEnum):
 
     INVALID_REQUEST = "invalid_request", 400
     AUTHENTICATION = "authentication", 401
+    PERMISSION_DENIED = "permission_denied", 403
     MODEL_NOT_FOUND = "model_not_found", 404
     NOT_FOUND = "not_found", 404
     PREVIOUS_RESPONSE_NOT_FOUND = "previous_response_not_found", 400

@@ -9,8 +9,10 @@ import asyncio
 import functools
 import re
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -26,14 +28,18 @@ from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromNode
 from common.wire.process_id import new_incarnation
+from gateway.http.api_keys import ApiKeyFile, KeyFile, permanent_keys
 from gateway.http.app import make_app
-from gateway.http.auth import make_authenticator
+from gateway.http.auth import Authenticator
 from gateway.http.generate import GenerateApp, make_endpoints
+from gateway.http.hosts import allowed_hosts
 from gateway.http.http_connection import ConnectionOptions
 from gateway.http.http_server import HttpServer
 from gateway.http.limits import MAX_VALUES
+from gateway.http.origins import AllowedOrigins
 from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
+from gateway.http.tls import make_tls_context
 from gateway.metrics.collectors import Metrics
 from gateway.metrics.live import INTERVAL_S, LiveHistory
 from gateway.requests.dispatcher import Dispatcher
@@ -75,15 +81,29 @@ class Gateway:
         self._models = models
         self._tokenizer = PromptTokenizer()
         self._inputs = InputProcessor(self._models, self._tokenizer, request_timeout_s=config.request_timeout)
-        self._authenticator = make_authenticator(config)
+        self._authenticator = Authenticator(permanent_keys(config), is_header_taken=config.tenant_header)
         self._priorities = PriorityResolver(config, load_priority_function(config.priority_function))
-        self._quotas = Quotas(parse_quotas(config.tenant_quotas))
+        quotas = parse_quotas(config.tenant_quotas)
+        self._quotas = Quotas(quotas)
+        self._key_file: ApiKeyFile | None = None
+        if config.api_key_file is not None:
+            self._key_file = ApiKeyFile(Path(config.api_key_file), permanent_keys(config), quotas)
+            self._take_keys(self._key_file.read())
         self._clock = MonotonicClock()
         self._exporter = OtlpExporter(config.otlp_endpoint, self._clock) if config.otlp_endpoint else None
         self._tracer = Tracer(self._exporter, config.trace_sample_rate)
         self._app_plugins = [load_app_plugin(spec) for spec in config.app_plugin]
         self._keys = load_keys(config.keys, is_insecure=config.insecure, role="gateway")
-        self._options = ConnectionOptions(header_timeout_s, body_timeout_s, config.max_body_bytes, self._answered)
+        self._options = ConnectionOptions(
+            header_timeout_s,
+            body_timeout_s,
+            config.max_body_bytes,
+            self._answered,
+            allowed_hosts(config.allowed_hosts, config.host),
+        )
+        self._tls: ssl.SSLContext | None = None
+        if config.tls_cert is not None and config.tls_key is not None:
+            self._tls = make_tls_context(config.tls_cert, config.tls_key)
         self._context: zmq.Context[Any] = zmq.Context()
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
@@ -129,6 +149,7 @@ class Gateway:
         )
         self._checks = RequestChecks(
             self._authenticator,
+            AllowedOrigins(config.allowed_origins),
             max_values=self._max_values,
             on_rejected=lambda error: self._metrics.rejected("", error),
         )
@@ -138,7 +159,7 @@ class Gateway:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._http = HttpServer(app, self._options)
+        self._http = HttpServer(app, self._options, self._tls)
         try:
             await self._http.start(config.host, config.port)
         except OSError as error:
@@ -149,11 +170,14 @@ class Gateway:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Nodes can register as long as the application runs."""
         self._control.start()
-        sampling = asyncio.ensure_future(self._sample())
+        tasks = [asyncio.create_task(self._sample())]
+        if self._key_file is not None:
+            tasks.append(asyncio.create_task(self._key_file.follow(self._take_keys)))
         try:
             yield
         finally:
-            sampling.cancel()
+            for task in tasks:
+                task.cancel()
             self._control.close()
             self._inputs.close()
             self._tokenizer.close()
@@ -172,9 +196,9 @@ class Gateway:
 
     @property
     def http_address(self) -> str:
-        """``http://host:port`` as bound."""
+        """``http://host:port`` as bound, or ``https://``."""
         host, port = self._http.address
-        return f"http://{in_url(host)}:{port}"
+        return f"{'http' if self._tls is None else 'https'}://{in_url(host)}:{port}"
 
     @property
     def control_address(self) -> str:
@@ -201,6 +225,10 @@ class Gateway:
             await asyncio.sleep(INTERVAL_S)
 
     # ---- given to the parts ------------------------------------------------------------------------------------------
+
+    def _take_keys(self, content: KeyFile) -> None:
+        self._authenticator.replace_keys(content.keys)
+        self._quotas.replace(content.quotas)
 
     def _max_values(self) -> int:
         """Values that a body may have: all token ids of the longest possible prompt, or ``MAX_VALUES``."""

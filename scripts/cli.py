@@ -14,6 +14,7 @@ Usage: baton COMMAND [OPTIONS]
   gateway   the gateway; nodes on any machine connect to it
   prefill   one prefill node
   decode    one decode node
+  apikey    an API key for clients, and its entry in the gateway's file of keys
   keygen    keys for a gateway and nodes on several machines
   loadtest  load test of an OpenAI-compatible server
   simulate  a service of many nodes in virtual time, with the production schedulers
@@ -38,6 +39,10 @@ def _run(words: list[str]) -> int:
         from scripts.serving.serve import main as serve
 
         return serve(rest)
+    if command == "apikey":
+        from scripts.apikey import main as apikey
+
+        return apikey(rest)
     if command == "keygen":
         from scripts.keygen import main as keygen
 

@@ -16,6 +16,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "max_running_requests": ("--max-num-seqs",),
     "disable_radix_cache": ("--no-enable-prefix-caching/--enable-prefix-caching",),
     "transport": ("--disaggregation-transfer-backend",),
+    "tls_cert": ("--ssl-certfile",),
+    "tls_key": ("--ssl-keyfile",),
 }
 
 #: Switches that are accepted without effect, and what Baton does always.
@@ -39,7 +41,7 @@ _NO_TIERS = "KV pages stay on the device; --memory-fraction and --max-total-toke
 _MEMORY = "it includes the weights; give --memory-fraction, the share that KV pages take of what the weights leave free"
 _GRAMMARS = "llguidance is the only library for structured output; leave it out"
 _SEED = "there is no seed of the server; give `seed` in requests"
-_NO_TLS = "the gateway speaks plain HTTP; let a proxy before it end TLS"
+_NO_CLIENT_CERTS = "clients prove themselves with keys; let a proxy before the gateway ask for their certificates"
 _CRASH_DUMP = "prompts are never logged; --record writes what a node does, prompts included, to a file"
 _DEFAULTS = "requests start from the model's generation_config.json; give other values in requests"
 _TEXT_ONLY = "Baton serves text alone; leave it out"
@@ -99,7 +101,7 @@ NO_EQUAL: dict[str, str] = {
     "--log-requests-level": "--log-requests logs counts and times; prompts and outputs are never logged; leave it out",
     "--crash-dump-folder": _CRASH_DUMP,
     **dict.fromkeys(("--watchdog-timeout",), "give the gateway --heartbeat-timeout: a silent node counts as lost"),
-    **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"), _NO_TLS),
+    **dict.fromkeys(("--ssl-ca-certs", "--ssl-cert-reqs"), _NO_CLIENT_CERTS),
 }
 
 

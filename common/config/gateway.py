@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+from common.config.access import AccessOptions, check_access
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions, check_scheduling, is_user_defined
 from common.config.shared import NEEDS_KEYS, LocalPrefill, ModelOptions, check_keys, check_revision
 from common.config.tenancy import TenantOptions, check_tenancy
 from common.errors import ConfigError
-from common.wire.address import check_brackets, check_reach
+from common.wire.address import check_reach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +40,10 @@ class Routing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpOptions:
+class HttpOptions(AccessOptions):
     host: str = option("127.0.0.1", "Address of the HTTP server.")
     port: int = option(8000, "Port of the HTTP server; 0 takes a free port.", minimum=0, maximum=65535)
     control_host: str = option("127.0.0.1", "Address on which the gateway listens for nodes.")
-    api_key: str | None = option(
-        None,
-        "Key that clients must send as a bearer token. Set it in the environment, to hide it from the process list.",
-        is_secret=True,
-    )
     also_serve: tuple[str, ...] = option(
         (),
         "Another model to serve: its name in the API, and the folder or hub id of its tokenizer (a hub id may end in "
@@ -71,12 +67,6 @@ class HttpOptions:
     )
     strict_fields: bool = option(
         False, "Refuse request fields that have no effect, instead of naming them in a response header."
-    )
-    allowed_origins: tuple[str, ...] = option(
-        (),
-        "An origin whose web pages may call the API from a browser, such as https://example.com; * allows all. May be "
-        "given more than once.",
-        metavar="ORIGIN",
     )
     app_plugin: tuple[str, ...] = option(
         (),
@@ -168,8 +158,6 @@ def check_http(config: Any) -> None:
         raise ConfigError("--heartbeat-timeout must be at least twice --heartbeat-interval")
     if config.port and config.port == config.control_port and config.host == config.control_host:
         raise ConfigError(f"--port and --control-port are both {config.port}; choose different ports")
-    check_brackets("--host", config.host)
-    if not config.api_key and config.tenant_keys is None:
-        check_reach("--host", config.host, config.insecure, "set --api-key, or ")
+    check_access(config)
     check_keys(config)
     check_reach("--control-host", config.control_host, config.insecure or bool(config.keys), NEEDS_KEYS)

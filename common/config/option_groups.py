@@ -36,7 +36,10 @@ SERVING: Groups = {
         "host", "port", "control_host", "control_port", "gateway", "advertise_host", "data_port", "data_interface",
         "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "heartbeat_timeout",
     ),
-    "Security": ("keys", "api_key", "tenant_keys", "tenant_header", "cluster_key", "insecure", "allowed_origins"),
+    "Security": (
+        "keys", "api_key", "api_key_file", "admin_api_key", "tenant_header", "cluster_key", "insecure",
+        "tls_cert", "tls_key", "allowed_hosts", "allowed_origins",
+    ),
     "Observability": (
         "log_level", "log_format", "log_requests", "timeline_requests", "trace_sample_rate", "otlp_endpoint",
         "starvation_bound", "profile_dir", "record",

@@ -1,4 +1,4 @@
-"""Options of the gateway for tenants: their keys and their quotas."""
+"""Options of the gateway for tenants: the header that names them, and their limits."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,12 +26,6 @@ class Quota:
 
 @dataclass(frozen=True, kw_only=True)
 class TenantOptions:
-    tenant_keys: str | None = option(
-        None,
-        "File with the keys of tenants, which clients send as bearer tokens. Each line holds a tenant's name and a "
-        "key, or sha256: and the hash of the key in hexadecimal. A tenant may have several lines.",
-        metavar="FILE",
-    )
     tenant_header: bool = option(
         False,
         "Take the tenant from the header x-baton-tenant. For gateways behind a proxy that authenticates and sets it.",
@@ -47,10 +41,10 @@ class TenantOptions:
 
 def check_tenancy(config: Any) -> None:
     parse_quotas(config.tenant_quotas)
-    if config.tenant_keys is None and not config.tenant_header:
+    if config.api_key_file is None and not config.tenant_header:
         for flag, value in (("--tenant-quotas", config.tenant_quotas), ("--tenant-shares", config.tenant_shares)):
             if value:
-                raise ConfigError(f"{flag} has no effect without tenants; add --tenant-keys FILE or --tenant-header")
+                raise ConfigError(f"{flag} has no effect without tenants; add --api-key-file FILE or --tenant-header")
 
 
 def parse_quotas(texts: Iterable[str]) -> dict[str, Quota]:

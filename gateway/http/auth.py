@@ -1,4 +1,4 @@
-"""Authentication: API keys, the tenants they belong to, and the header that names a tenant.
+"""Authentication: API keys, what each allows, and the header that names a tenant.
 
 Keys are kept as hashes under a secret of this process, so the duration of a look-up reveals nothing about a key.
 """
@@ -7,46 +7,114 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Mapping
-from pathlib import Path
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from common.config.gateway import GatewayConfig
-from common.errors import ConfigError, ErrorCode, RequestError
+from common.errors import ErrorCode, RequestError
 
 HEADER = "x-baton-tenant"
 TENANT = re.compile(r"[A-Za-z0-9._@/+-]{1,128}")
-HASHED = "sha256:"
-MAX_FILE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """What a key allows.
+
+    Attributes:
+        tenant: whose requests these are; empty for none.
+        is_admin: it allows what changes the state of others.
+        expires_at: Unix time from which on it is refused; None for never.
+    """
+
+    tenant: str = ""
+    is_admin: bool = False
+    expires_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request.
+
+    Attributes:
+        tenant: empty for none.
+        is_admin: may change the state of others.
+    """
+
+    tenant: str
+    is_admin: bool
+
+    @property
+    def scope(self) -> str | None:
+        """The tenant whose requests the caller may change; empty for those without a tenant, None for all."""
+        return None if self.is_admin else self.tenant
 
 
 class Authenticator:
-    """Finds the tenant of a request from its headers, whose names are in lower case.
+    """Finds the caller of a request from its headers, whose names are in lower case.
 
-    A key comes as a bearer token, as in OpenAI's API, or in ``x-api-key``, as in Anthropic's.
+    A key comes as a bearer token, as in OpenAI's API, or in ``x-api-key``, as in Anthropic's. With neither an admin key
+    nor a file of keys, callers without a tenant are admins.
 
     Args:
-        api_key: a key that belongs to no tenant, or None.
-        hashes: tenants by the SHA-256 of their keys, in hexadecimal.
+        permanent: keys that stay for the life of the process, by their SHA-256 digest.
         is_header_taken: the header ``x-baton-tenant`` names the tenant.
+        unix_time: tells which keys have expired.
+
+    Attributes:
+        needs_key: requests to most paths need a key.
+        has_keys: callers may have keys, whether or not these are needed.
     """
 
-    def __init__(self, api_key: str | None, hashes: Mapping[str, str], *, is_header_taken: bool) -> None:
+    def __init__(
+        self,
+        permanent: Mapping[bytes, ApiKey],
+        *,
+        is_header_taken: bool = False,
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
         self._secret = secrets.token_bytes(32)
+        self._permanent = dict(permanent)
         self._is_header_taken = is_header_taken
-        self._tenants = {self._tag(bytes.fromhex(known)): tenant for known, tenant in hashes.items()}
-        if api_key:
-            self._tenants[self._tag(hashlib.sha256(api_key.encode()).digest())] = ""
-        self.needs_key = bool(self._tenants)
+        self._unix_time = unix_time
+        self._load(self._permanent)
+        self.needs_key = any(not key.is_admin for key in self._permanent.values())
+        self._is_admin_by_key = any(key.is_admin for key in self._permanent.values())
+        self.has_keys = self.needs_key or self._is_admin_by_key
 
-    def tenant(self, headers: Mapping[str, str], *, is_open: bool = False) -> str:
-        """The tenant of a request; empty for none.
+    def replace_keys(self, keys: Mapping[bytes, ApiKey]) -> None:
+        """Replaces all keys but the permanent ones. From now on requests need a key, even if there is none."""
+        self._load({**keys, **self._permanent})
+        self.needs_key = self.has_keys = self._is_admin_by_key = True
+
+    def _load(self, keys: Mapping[bytes, ApiKey]) -> None:
+        self._keys = {self._tag(digest): key for digest, key in keys.items()}
+
+    def caller(self, headers: Mapping[str, str], *, is_open: bool = False) -> Caller:
+        """The caller of a request.
 
         Args:
             is_open: the path needs no key; a wrong tenant header is refused all the same.
 
         Raises RequestError: no valid key, or a tenant header that is disabled, invalid or of another tenant.
         """
-        by_key = self._by_key(headers) if self.needs_key and not is_open else ""
+        key = self._key(headers) if self._keys and not is_open else None
+        if key is None and self.needs_key and not is_open:
+            message = "no valid API key: send it as Authorization: Bearer KEY, or as x-api-key: KEY"
+            raise RequestError(ErrorCode.AUTHENTICATION, message)
+        tenant = self._named_tenant(headers, "" if key is None else key.tenant)
+        is_admin = key is not None and key.is_admin if self._is_admin_by_key else not tenant
+        return Caller(tenant, is_admin)
+
+    def check_admin(self, caller: Caller) -> None:
+        """Raises RequestError: the caller may not change the state of others."""
+        if caller.is_admin:
+            return
+        if self.needs_key:  # so the caller has sent a valid one
+            raise RequestError(ErrorCode.PERMISSION_DENIED, "this needs an admin key (the gateway's --admin-api-key)")
+        raise RequestError(ErrorCode.AUTHENTICATION, "this needs the admin key: send it as Authorization: Bearer KEY")
+
+    def _named_tenant(self, headers: Mapping[str, str], by_key: str) -> str:
         named = headers.get(HEADER)
         if named is None:
             return by_key
@@ -60,53 +128,14 @@ class Authenticator:
             raise RequestError(ErrorCode.AUTHENTICATION, f"{HEADER}: the API key belongs to another tenant")
         return named
 
-    def _by_key(self, headers: Mapping[str, str]) -> str:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        for given in (key if scheme == "Bearer" else None, headers.get("x-api-key")):
+    def _key(self, headers: Mapping[str, str]) -> ApiKey | None:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        for given in (bearer if scheme == "Bearer" else None, headers.get("x-api-key")):
             if given is not None:
-                tenant = self._tenants.get(self._tag(hashlib.sha256(given.encode(errors="surrogateescape")).digest()))
-                if tenant is not None:
-                    return tenant
-        message = "no valid API key: send it as Authorization: Bearer KEY, or as x-api-key: KEY"
-        raise RequestError(ErrorCode.AUTHENTICATION, message)
+                key = self._keys.get(self._tag(hashlib.sha256(given.encode(errors="surrogateescape")).digest()))
+                if key is not None and (key.expires_at is None or self._unix_time() < key.expires_at):
+                    return key
+        return None
 
     def _tag(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
-
-
-def make_authenticator(config: GatewayConfig) -> Authenticator:
-    """The authenticator as configured. Raises ConfigError: the file of --tenant-keys cannot be used."""
-    hashes = {} if config.tenant_keys is None else read_keys(Path(config.tenant_keys))
-    if config.api_key and hashlib.sha256(config.api_key.encode()).hexdigest() in hashes:
-        raise ConfigError(
-            f"--tenant-keys {config.tenant_keys}: a tenant has the same key as --api-key; give them different keys"
-        )
-    return Authenticator(config.api_key, hashes, is_header_taken=config.tenant_header)
-
-
-def read_keys(path: Path) -> dict[str, str]:
-    """Tenants by the SHA-256 of their keys. Raises ConfigError: names the file and the line, never a key."""
-    where = f"--tenant-keys {path}"
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{where} is larger than {MAX_FILE_BYTES} bytes")
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
-    hashes: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        if len(words) != 2 or not TENANT.fullmatch(words[0]):
-            raise ConfigError(f"{where}: line {number} must be the name of a tenant and a key")
-        tenant, key = words
-        is_hashed = key.startswith(HASHED)
-        known = key.removeprefix(HASHED).lower() if is_hashed else hashlib.sha256(key.encode()).hexdigest()
-        if not re.fullmatch(r"[0-9a-f]{64}", known):
-            raise ConfigError(f"{where}: line {number}: {HASHED} must be followed by 64 hexadecimal digits")
-        if hashes.setdefault(known, tenant) != tenant:
-            raise ConfigError(f"{where}: line {number}: another tenant has the same key")
-    if not hashes:
-        raise ConfigError(f"{where} has no keys; add lines with a tenant and a key")
-    return hashes

@@ -29,6 +29,7 @@ from uvicorn.server import ServerState
 from common.errors import RequestError
 from gateway.http.errors import HttpError, openai_envelope, too_large
 from gateway.http.formatters.common import encode_json
+from gateway.http.hosts import AllowedHosts
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
@@ -63,12 +64,14 @@ class ConnectionOptions:
     body_timeout_s: for the body of a request, from the first attempt to read it on.
     max_body_bytes: larger bodies get 413.
     on_answer: called with the scope of each ended request and its status; 499 if the client left before the end.
+    hosts: requests for other hosts get 421.
     """
 
     header_timeout_s: float
     body_timeout_s: float
     max_body_bytes: int
     on_answer: Callable[[dict[str, Any], int], None]
+    hosts: AllowedHosts
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -89,6 +92,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_unparsed = 0  # bytes since the parser last found something
         self._request_id = b""
         self._content_length: int | None = None
+        self._host: bytes | None = None
         self._refusal: RequestError | None = None
 
     # ---- the connection ----------------------------------------------------------------------------------------------
@@ -110,7 +114,8 @@ class HttpConnection(HttpToolsProtocol):
     def close(self) -> None:
         """Closes the connection once the client has read everything, or after ``STALL_S``."""
         self._unset_keepalive_if_required()
-        self.transport.close()
+        if not self.transport.is_closing():  # a transport of TLS cannot be closed twice
+            self.transport.close()
         if self.transport.get_write_buffer_size():
             self.timeout_keep_alive_task = self.loop.call_later(STALL_S, self.transport.abort)
 
@@ -185,6 +190,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_unparsed = 0
         self._request_id = b""
         self._content_length = None
+        self._host = None
 
     def on_url(self, url: bytes) -> None:
         self._count_header_bytes(len(url))
@@ -202,6 +208,10 @@ class HttpConnection(HttpToolsProtocol):
         elif name == b"traceparent":
             state = self.scope["state"]
             state[TRACEPARENT] = "" if TRACEPARENT in state else value.decode("latin-1")  # two of them are none
+        elif name == b"host":
+            if self._host is not None:
+                raise self._refused(HttpError(400, "a request has one Host header"))
+            self._host = value
         elif name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
         self.headers.append((name, value))
@@ -210,12 +220,18 @@ class HttpConnection(HttpToolsProtocol):
         self._num_unparsed = 0
         self._num_header_bytes += count
         if self._num_header_bytes > MAX_HEADER_BYTES:
-            self._refusal = _headers_too_large()
-            raise self._refusal
+            raise self._refused(_headers_too_large())
+
+    def _refused(self, error: RequestError) -> RequestError:
+        """Keeps the error for the answer: the parser turns every exception into one of its own."""
+        self._refusal = error
+        return error
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
         self._unset_keepalive_if_required()
+        if self._host is not None and not self.options.hosts.allows(self._host):  # every browser sends it
+            raise self._refused(_wrong_host(self._host))
         if len(self.pipeline) >= MAX_PIPELINED:
             raise OverflowError
         if self.parser.should_upgrade():
@@ -531,6 +547,11 @@ def cycle_of(send: Send) -> RequestCycle | None:
 
 def _do_nothing() -> None:
     pass
+
+
+def _wrong_host(host: bytes) -> HttpError:
+    name = host[:200].decode("latin-1")
+    return HttpError(421, f"the host {name!r} is not served here; the gateway's --allowed-hosts can name it")
 
 
 def _headers_too_large() -> HttpError:

@@ -6,19 +6,23 @@ ten times a second while it starts and stops.
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from common.errors import ConfigError
-from gateway.http.http_connection import ConnectionOptions, HttpConnection
+from gateway.http.http_connection import STALL_S, ConnectionOptions, HttpConnection
 
 #: Connections may wait for so long at a stop until their clients have read the last answers.
 STOP_S = 1.0
 BACKLOG = 1024
+#: A TLS handshake must be complete after so long.
+HANDSHAKE_S = 10.0
 
 
 class HttpServer:
@@ -26,8 +30,9 @@ class HttpServer:
     app: the application that it serves.
     """
 
-    def __init__(self, app: ASGIApp, options: ConnectionOptions) -> None:
+    def __init__(self, app: ASGIApp, options: ConnectionOptions, tls: ssl.SSLContext | None = None) -> None:
         self.app = app
+        self._tls = tls
         self._config = uvicorn.Config(
             app, http=HttpConnection, ws="none", lifespan="on", proxy_headers=False, access_log=False, log_config=None
         )
@@ -47,7 +52,10 @@ class HttpServer:
         if self._lifespan.should_exit:
             raise ConfigError("the HTTP application did not start; the log says why")
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._new_connection, host, port, backlog=BACKLOG)
+        limits: dict[str, Any] = {"ssl": self._tls}
+        if self._tls is not None:
+            limits |= {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": STALL_S}
+        self._server = await loop.create_server(self._new_connection, host, port, backlog=BACKLOG, **limits)
 
     def _new_connection(self) -> HttpConnection:
         return HttpConnection(self._config, self._state, self._lifespan.state, self._options)

@@ -1,4 +1,4 @@
-"""What every request passes before its handler: the key, the stop of the server, and the limits of its body.
+"""What every request passes before its handler: its origin, its key, and the limits of its body.
 
 FastAPI's path functions use these checks as dependencies, the generating endpoints call ``RequestChecks.admit``.
 """
@@ -10,14 +10,17 @@ from fastapi import Request
 from starlette.types import Receive, Scope
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.auth import HEADER, Authenticator
+from gateway.http.auth import HEADER, Authenticator, Caller
 from gateway.http.errors import HttpError
 from gateway.http.limits import LIGHT_BYTES, check_weight
+from gateway.http.origins import SAFE_METHODS, AllowedOrigins
 
 #: Paths that need no key: they reveal nothing about requests or configuration.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
 #: Begins the paths of the files of the page at ``/``, which need no key either.
 STATIC = "/static/"
+#: The caller of each request where no key is configured.
+ANYONE = Caller(tenant="", is_admin=True)
 
 
 class RequestChecks:
@@ -29,11 +32,13 @@ class RequestChecks:
     def __init__(
         self,
         authenticator: Authenticator,
+        origins: AllowedOrigins,
         *,
         max_values: Callable[[], int],
         on_rejected: Callable[[RequestError], None],
     ) -> None:
         self._authenticator = authenticator
+        self._origins = origins
         self._max_values = max_values
         self._on_rejected = on_rejected
         self._is_stopping = False
@@ -45,13 +50,24 @@ class RequestChecks:
     async def admit(self, scope: Scope, receive: Receive) -> tuple[str, bytes]:
         """The tenant and the body of a request. Raises RequestError."""
         headers = headers_of(scope)
-        return self._tenant(scope, headers), await self._body(headers, receive)
+        return self._caller(scope, headers).tenant, await self._body(headers, receive)
 
     # ---- dependencies of FastAPI -------------------------------------------------------------------------------------
 
+    async def caller(self, request: Request) -> Caller:
+        """The caller, known by its key or the tenant header. Raises RequestError: no valid key where one is needed."""
+        return self._caller(request.scope, headers_of(request.scope))
+
     async def tenant(self, request: Request) -> str:
-        """The tenant of the key or of the tenant header; empty for none. Raises RequestError."""
-        return self._tenant(request.scope, headers_of(request.scope))
+        """The tenant of the caller; empty for none. Raises RequestError."""
+        return self._caller(request.scope, headers_of(request.scope)).tenant
+
+    async def admin(self, request: Request) -> None:
+        """For endpoints that change the state of others. Raises RequestError: the caller is no admin."""
+        headers = headers_of(request.scope)
+        self._authenticator.check_admin(self._caller(request.scope, headers))
+        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+            _check_content_type(headers)
 
     async def body(self, request: Request) -> bytes:
         """The body, of the type JSON. Raises RequestError."""
@@ -59,18 +75,27 @@ class RequestChecks:
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
-    def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> str:
-        path, tenant = scope["path"], ""
-        if self._authenticator.needs_key or HEADER in headers:
+    def check_admin(self, caller: Caller) -> None:
+        """Raises RequestError: the caller is no admin."""
+        self._authenticator.check_admin(caller)
+
+    def _caller(self, scope: Scope, headers: Mapping[str, str]) -> Caller:
+        path, method = scope["path"], scope["method"]
+        if method not in SAFE_METHODS and ("origin" in headers or "sec-fetch-site" in headers):
+            self._origins.check(headers)
+        caller = ANYONE
+        if self._authenticator.has_keys or HEADER in headers:
             is_open = path in OPEN_PATHS or path.startswith(STATIC)
-            tenant = self._authenticator.tenant(headers, is_open=is_open)
-        if self._is_stopping and (scope["method"] in ("POST", "PUT") or path == "/ready"):
+            caller = self._authenticator.caller(headers, is_open=is_open)
+        if self._is_stopping and (method in ("POST", "PUT") or path == "/ready"):
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
-        return tenant
+        return caller
 
     async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
         try:
-            _check_headers(headers)
+            _check_content_type(headers)
+            if "content-length" not in headers and "transfer-encoding" not in headers:
+                raise HttpError(411, "a body is needed; give its Content-Length")
             body = await _read(receive)
             if len(body) > LIGHT_BYTES:
                 await check_weight(body, self._max_values())
@@ -87,12 +112,11 @@ def headers_of(scope: Scope) -> dict[str, str]:
     }
 
 
-def _check_headers(headers: Mapping[str, str]) -> None:
+def _check_content_type(headers: Mapping[str, str]) -> None:
+    """Raises HttpError: the body is not JSON. A page of another site cannot send JSON without asking the server."""
     kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise HttpError(415, "the Content-Type must be application/json")
-    if "content-length" not in headers and "transfer-encoding" not in headers:
-        raise HttpError(411, "a body is needed; give its Content-Length")
 
 
 async def _read(receive: Receive) -> bytes:

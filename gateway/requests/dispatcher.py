@@ -318,8 +318,14 @@ class Dispatcher:
 
     # ---- changes ----------------------------------------------------------------------------------------------------
 
-    def reprioritize(self, request_id: str, tenant: str, priority: int | None, priority_class: str | None) -> int:
-        """Changes the priority or class, unless None, in the queue and on the nodes. Returns how many outputs."""
+    def reprioritize(
+        self, request_id: str, tenant: str | None, priority: int | None, priority_class: str | None
+    ) -> int:
+        """Changes the priority or class, unless None, in the queue and on the nodes. Returns how many outputs.
+
+        Args:
+            tenant: changes only this tenant's requests; None those of all.
+        """
         flights = self._matching(request_id, tenant)
         now = self._clock.now()
         for flight in flights:
@@ -342,21 +348,21 @@ class Dispatcher:
         """Ends one request on the client's behalf; False if it is not in flight."""
         return self._fail_rid(rid, RequestError(ErrorCode.ABORTED, message))
 
-    def abort_matching(self, request_id: str | None, tenant: str = "") -> int:
+    def abort_matching(self, request_id: str | None, tenant: str | None = None) -> int:
         """Ends a request, or all outputs of a batch, by the id that the client knows. Returns how many.
 
         Args:
             request_id: None matches all.
-            tenant: a tenant's caller ends only that tenant's requests; empty for a caller without a tenant.
+            tenant: ends only this tenant's requests; None those of all.
         """
         return sum(self.abort(flight.stream.request.rid) for flight in self._matching(request_id, tenant))
 
-    def _matching(self, request_id: str | None, tenant: str) -> list[InFlightRequest]:
+    def _matching(self, request_id: str | None, tenant: str | None) -> list[InFlightRequest]:
         return [
             flight
             for rid, flight in self._in_flight.items()
             if (request_id is None or request_id in (rid, flight.stream.request.request_id))
-            and (not tenant or flight.stream.request.tenant == tenant)
+            and (tenant is None or flight.stream.request.tenant == tenant)
         ]
 
     def shut_down(self) -> None:

@@ -29,6 +29,15 @@ class _Account:
         self._balance = self._capacity
         self._counted_at = now
 
+    def change(self, quota: Quota) -> None:
+        """Sets other limits. A tenant that had no limit of tokens begins with a full minute."""
+        if self.quota.tokens_per_minute is None:
+            self._balance = math.inf
+        self.quota = quota
+        self.in_flight.max_queued = quota.requests or 0
+        self._capacity = float(quota.tokens_per_minute or 0)
+        self._balance = min(self._balance, self._capacity)
+
     def balance(self, now: float) -> float:
         grown = self._balance + self._capacity / 60.0 * (now - self._counted_at)
         self._balance, self._counted_at = min(grown, self._capacity), now
@@ -50,18 +59,24 @@ class Quotas:
     """
 
     def __init__(self, quotas: Mapping[str, Quota]) -> None:
-        self._quotas = dict(quotas)
-        self._others = self._quotas.pop(OTHER_TENANTS, None)
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
+        self.replace(quotas)
+
+    def replace(self, quotas: Mapping[str, Quota]) -> None:
+        """Sets all quotas anew. What tenants have in flight and have used stays counted."""
+        self._quotas = dict(quotas)
+        self._others = self._quotas.pop(OTHER_TENANTS, Quota())
+        for tenant, account in self._accounts.items():
+            account.change(self._quotas.get(tenant, self._others))
 
     def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:
         """Counts the outputs of a request and the tokens of its prompts and predicted outputs in, or refuses it.
 
         Raises RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
         """
-        account = self._account(tenant, now)
-        if account is None:
+        if not tenant:
             return
+        account = self._account(tenant, now)
         quota = account.quota
         if quota.requests is not None:
             if count > quota.requests:
@@ -97,14 +112,12 @@ class Quotas:
         tokens = len(request.prompt) + len(stream.ids)
         self.ended(request.tenant, charged=charge(request), tokens=tokens, now=stream.ended_at)
 
-    def _account(self, tenant: str, now: float) -> _Account | None:
-        quota = self._quotas.get(tenant, self._others) if tenant else None
-        if quota is None:
-            return None
+    def _account(self, tenant: str, now: float) -> _Account:
+        """The account of a tenant. Those without limits have one too, since they may get limits at any time."""
         account = self._accounts.get(tenant)
         if account is None:
             self._forget_idle()
-            account = self._accounts[tenant] = _Account(quota, now)
+            account = self._accounts[tenant] = _Account(self._quotas.get(tenant, self._others), now)
         self._accounts.move_to_end(tenant)
         return account
 

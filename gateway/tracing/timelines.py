@@ -170,21 +170,21 @@ class Timelines:
         if timeline is not None and len(timeline.reports) < MAX_REPORTS:
             timeline.reports.append(report)
 
-    def newest(self, tenant: str = "") -> Iterator[Timeline]:
-        """The timelines that a caller may see, newest first: those of its tenant, or all without one."""
+    def newest(self, scope: str | None = None) -> Iterator[Timeline]:
+        """The timelines of one tenant, newest first; empty for those without a tenant, None for all."""
         running = [Timeline.of(stream) for stream in self._running()]
         for timeline in (*reversed(running), *reversed(self._ended.values())):
-            if not tenant or timeline.tenant == tenant:
+            if scope is None or timeline.tenant == scope:
                 yield timeline
 
-    def find(self, request_id: str, tenant: str = "") -> Timeline | None:
+    def find(self, request_id: str, scope: str | None = None) -> Timeline | None:
         """The newest timeline with the id of an output, or of the first output with the id of an HTTP request."""
-        matching = [one for one in self.newest(tenant) if request_id in (one.rid, one.request_id)]
+        matching = [one for one in self.newest(scope) if request_id in (one.rid, one.request_id)]
         return next((one for one in matching if one.rid == request_id), matching[-1] if matching else None)
 
-    def since(self, instant: float, tenant: str = "") -> list[Timeline]:
+    def since(self, instant: float, scope: str | None = None) -> list[Timeline]:
         """The timelines of outputs that were in flight at this instant or later, newest first."""
-        return [one for one in self.newest(tenant) if not one.ended_at or one.ended_at >= instant]
+        return [one for one in self.newest(scope) if not one.ended_at or one.ended_at >= instant]
 
 
 def described(timeline: Timeline, now: float, unix_now: float) -> dict[str, Any]:

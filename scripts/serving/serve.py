@@ -14,6 +14,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from common.model_folder import find_checkpoint
 from common.reminder import Reminder
 from common.wire.address import in_url
 from common.wire.curve import draw_keys
+from gateway.http.tls import make_tls_context
 from scripts.serving.cpu_affinity import Share, divide, usable_cores
 from scripts.serving.output import Output, ServeOutput
 from scripts.serving.supervisor import Child, Supervisor
@@ -73,8 +75,8 @@ def with_ports(config: ServeConfig) -> ServeConfig:
 
 
 def with_key(config: ServeConfig) -> ServeConfig:
-    """Add a random API key where only tenants have keys: serve itself must send a request to see if it is ready."""
-    if config.tenant_keys is None or config.api_key:
+    """Add a random API key where all keys are hashed: serve itself must send a request to see if it is ready."""
+    if config.api_key_file is None or config.api_key:
         return config
     return dataclasses.replace(config, api_key=secrets.token_hex(32))
 
@@ -83,8 +85,10 @@ def children(config: ServeConfig, shares: Sequence[Share]) -> list[Child]:
     """The processes to run: gateway, prefill nodes, decode nodes; one share of the cores for each node."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     gateway_keys, node_keys = _keys_of(config)
-    environment = _environment(config, 1, gateway_keys)
-    found = [Child("gateway", _argv("gateway", to_flags(GatewayConfig, values)), environment)]
+    environ = _environment(config, 1, gateway_keys)
+    if config.admin_api_key:
+        environ["BATON_ADMIN_API_KEY"] = config.admin_api_key
+    found = [Child("gateway", _argv("gateway", to_flags(GatewayConfig, values)), environ)]
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
     for name, share in zip(names, shares, strict=True):
         values |= {
@@ -141,7 +145,8 @@ def _local(host: str) -> str:
 
 
 def _url(config: ServeConfig) -> str:
-    return f"http://{in_url(_local(config.host))}:{config.port}"
+    scheme = "http" if config.tls_cert is None else "https"
+    return f"{scheme}://{in_url(_local(config.host))}:{config.port}"
 
 
 # ---- readiness ------------------------------------------------------------------------------------------------------
@@ -198,11 +203,21 @@ def _call(config: ServeConfig, method: str, path: str, body: bytes = b"") -> tup
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     if body:
         headers["Content-Type"] = "application/json"
-    connection = http.client.HTTPConnection(_local(config.host), config.port, timeout=CALL_TIMEOUT_S)
-    with contextlib.closing(connection):
+    with contextlib.closing(_connection(config)) as connection:
         connection.request(method, path, body or None, headers)
         answer = connection.getresponse()
         return answer.status, answer.read()
+
+
+def _connection(config: ServeConfig) -> http.client.HTTPConnection:
+    """A connection to the gateway, which shows the very certificate of ``--tls-cert`` if there is one."""
+    host = _local(config.host)
+    if config.tls_cert is None:
+        return http.client.HTTPConnection(host, config.port, timeout=CALL_TIMEOUT_S)
+    context = ssl.create_default_context(cafile=config.tls_cert)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return http.client.HTTPSConnection(host, config.port, timeout=CALL_TIMEOUT_S, context=context)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -252,7 +267,7 @@ def tell_ready(url: str, curl_headers: str, output: Output) -> None:
 
 
 def _curl_headers(config: ServeConfig) -> str:
-    if config.tenant_keys is not None:
+    if config.api_key_file is not None:
         return " -H 'Authorization: Bearer KEY'"
     return ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_key else ""
 
@@ -290,7 +305,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = ServeOutput(config.log_format, config.log_level)
     try:
         find_checkpoint(config.model, config.revision)
-        return asyncio.run(serve(with_ports(with_key(config)), output))
+        config = with_ports(with_key(config))
+        if config.tls_cert is not None and config.tls_key is not None:
+            make_tls_context(config.tls_cert, config.tls_key)  # a mistake ends serve before nodes load
+        return asyncio.run(serve(config, output))
     except ConfigError as error:
         output.say(str(error))
         return 2

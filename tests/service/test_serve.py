@@ -165,7 +165,9 @@ def test_a_free_port_is_found():
 def test_every_node_gets_its_name_gateway_threads_and_memory_share(monkeypatch):
     monkeypatch.setenv("BATON_PAGE_SIZE", "99")
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
-    config = ServeConfig(prefill=1, decode=3, port=8000, control_port=8001, page_size=64, api_key="k", insecure=True)
+    config = ServeConfig(
+        prefill=1, decode=3, port=8000, control_port=8001, page_size=64, api_key="k", admin_api_key="a", insecure=True
+    )
     found = children(config, [Share(2, (0, 1)), Share(1, (2,)), Share(1, (3,)), Share(1)])
     assert [child.name for child in found] == ["gateway", "prefill-0", "decode-0", "decode-1", "decode-2"]
     assert found[0].argv[1:] == ["-m", "gateway", "--insecure"]
@@ -175,6 +177,7 @@ def test_every_node_gets_its_name_gateway_threads_and_memory_share(monkeypatch):
     ]
     assert [child.cpus for child in found] == [(), (0, 1), (2,), (3,), ()]
     assert [child.env["OMP_NUM_THREADS"] for child in found] == ["1", "2", "1", "1", "1"]
+    assert [child.env.get("BATON_ADMIN_API_KEY") for child in found] == ["a", None, None, None, None]
     assert all(child.env["BATON_API_KEY"] == "k" and "BATON_PAGE_SIZE" not in child.env for child in found)
 
 
@@ -193,13 +196,13 @@ def test_without_prefill_nodes_the_gateway_prefills_on_decode_nodes():
     assert found[0].argv[1:] == ["-m", "gateway", "--also-serve=b=/x", "--local-prefill=always"]
 
 
-def test_serve_makes_its_own_key_if_only_tenants_have_keys() -> None:
-    config = with_key(ServeConfig(tenant_keys="/etc/keys"))
+def test_serve_makes_its_own_key_if_all_keys_are_hashed() -> None:
+    config = with_key(ServeConfig(api_key_file="/etc/keys"))
     assert config.api_key is not None and len(config.api_key) == 64
     (gateway, *_) = children(config, [Share(1), Share(1)])
     assert gateway.env["BATON_API_KEY"] == config.api_key
     assert config.api_key not in " ".join(gateway.argv)
-    assert with_key(ServeConfig(tenant_keys="/etc/keys", api_key="mine")).api_key == "mine"
+    assert with_key(ServeConfig(api_key_file="/etc/keys", api_key="mine")).api_key == "mine"
     assert with_key(ServeConfig()).api_key is None
 
 

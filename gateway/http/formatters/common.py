@@ -17,8 +17,9 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this value
 encode_json = msgspec.json.Encoder().encode
 
 ERROR_TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 408: "timeout_error",
-    413: "invalid_request_error", 429: "rate_limit_error", 499: "aborted_error", 504: "timeout_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 499: "aborted_error",
+    504: "timeout_error",
 }  # fmt: skip
 
 

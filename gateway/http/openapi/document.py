@@ -11,7 +11,14 @@ from gateway.http.openapi.operations import FURTHER_ERRORS, KINDS, REF
 from gateway.http.request_checks import OPEN_PATHS
 
 #: Why a request to any endpoint fails, by status; those of a body and of generating are below.
-ERRORS = {401: "No valid key", 404: "No such path, model or request", 500: "A failure of the gateway"}
+ERRORS = {
+    400: "The request is malformed", 401: "No valid key", 404: "No such path, model or request",
+    421: "The host is not served", 431: "The headers are too large", 500: "A failure of the gateway",
+}  # fmt: skip
+#: Those of methods that change something.
+CHANGE_ERRORS = {
+    403: "It needs an admin's key, or a web page of another site has sent it", 503: "The server is stopping",
+}  # fmt: skip
 BODY_ERRORS = {
     400: "A field is wrong", 408: "The body came too slowly", 411: "The body has no length",
     413: "The body is too large", 415: "The body is not JSON", 503: "The server is stopping, or no node is ready",
@@ -37,8 +44,8 @@ def complete(document: dict[str, Any], endpoints: Iterable[Endpoint]) -> None:
     for endpoint in endpoints:
         paths[endpoint.path] = {method.lower(): _operation(endpoint, method) for method in endpoint.methods}
     for path, operations in paths.items():
-        for operation in operations.values():
-            _complete_operation(path, operation)
+        for method, operation in operations.items():
+            _complete_operation(path, method, operation)
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):  # the gateway's own envelope comes instead
@@ -70,11 +77,13 @@ def _operation(endpoint: Endpoint, method: str) -> dict[str, Any]:
     }
 
 
-def _complete_operation(path: str, operation: dict[str, Any]) -> None:
+def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
     """Adds errors, keys and headers to an operation."""
     answers: dict[str, Any] = operation.setdefault("responses", {})
     answers.pop("422", None)
     errors = dict(ERRORS)
+    if method not in ("get", "head"):
+        errors |= CHANGE_ERRORS
     if "requestBody" in operation:
         errors |= BODY_ERRORS
     elif "parameters" in operation:

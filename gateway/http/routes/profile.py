@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
@@ -21,7 +21,7 @@ STOP_TIMEOUT_S = 120.0  # a node answers when its file is written
 
 
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
-    router = APIRouter(tags=["workers"])
+    router = APIRouter(tags=["workers"], dependencies=[Depends(checks.admin)])
 
     @router.post(
         "/start_profile",

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
+from gateway.http import auth
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Aborted, CacheFlushed, PriorityChanged
 from gateway.http.openapi.operations import described
@@ -19,29 +20,35 @@ FLUSH_TIMEOUT_S = 10.0
 
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     router = APIRouter(tags=["requests"])
-    Tenant = Annotated[str, Depends(checks.tenant)]
+    Caller = Annotated[auth.Caller, Depends(checks.caller)]
     Body = Annotated[bytes, Depends(checks.body)]
 
     @router.post("/abort_request", **described(Aborted, AbortRequest, summary="End requests in flight"))
-    async def abort_request(tenant: Tenant, data: Body) -> Response:
+    async def abort_request(caller: Caller, data: Body) -> Response:
         body = decode(AbortRequest, data)
         if body.abort_all == (body.rid is not None):
             raise refuse("give either rid or abort_all: true", "rid")
-        return JsonResponse({"aborted": services.dispatcher.abort_matching(body.rid, tenant)})
+        if body.abort_all and not caller.tenant:
+            checks.check_admin(caller)
+        return JsonResponse({"aborted": services.dispatcher.abort_matching(body.rid, caller.scope)})
 
     @router.post(
         "/v1/requests/{rid:path}/priority",
         **described(PriorityChanged, PriorityChange, summary="Change the priority of a request in flight"),
     )
-    async def change_priority(rid: str, tenant: Tenant, data: Body) -> Response:
+    async def change_priority(rid: str, caller: Caller, data: Body) -> Response:
         body = decode(PriorityChange, data)
         change = services.priorities.change(body.priority, body.priority_class)
-        count = services.dispatcher.reprioritize(rid, tenant, *change)
+        count = services.dispatcher.reprioritize(rid, caller.scope, *change)
         if not count:
             raise RequestError(ErrorCode.NOT_FOUND, f"no request with the id {rid[:200]!r} is in flight")
         return JsonResponse({"changed": count})
 
-    @router.post("/flush_cache", **described(CacheFlushed, summary="Drop all unused cached pages", errors=(503, 504)))
+    @router.post(
+        "/flush_cache",
+        dependencies=[Depends(checks.admin)],
+        **described(CacheFlushed, summary="Drop all unused cached pages", errors=(503, 504)),
+    )
     async def flush_cache() -> Response:
         answers = await services.control.flush(FLUSH_TIMEOUT_S)
         late = [node.name for node, num_pages in answers if num_pages is None]

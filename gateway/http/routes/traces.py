@@ -8,6 +8,7 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
+from gateway.http.auth import Caller
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import ChromeTrace, RequestList, RequestTimeline
 from gateway.http.openapi.operations import described as documented
@@ -27,30 +28,30 @@ Seconds = Annotated[float, Query(gt=0, le=MAX_SECONDS)]
 
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     router = APIRouter(tags=["requests"])
-    Tenant = Annotated[str, Depends(checks.tenant)]
+    KnownCaller = Annotated[Caller, Depends(checks.caller)]
     timelines, clock = services.timelines, services.clock
 
     @router.get("/v1/requests", **documented(RequestList, summary="List the last requests, newest first"))
-    async def list_requests(tenant: Tenant, limit: Limit = REQUESTS) -> Response:
+    async def list_requests(caller: KnownCaller, limit: Limit = REQUESTS) -> Response:
         now, unix_now = clock.now(), time.time()
-        newest = sorted(timelines.newest(tenant), key=lambda one: -one.started_at)[:limit]
+        newest = sorted(timelines.newest(caller.scope), key=lambda one: -one.started_at)[:limit]
         return JsonResponse({"requests": [described(one, now, unix_now) for one in newest]})
 
     @router.get(
         "/v1/requests/{rid:path}/timeline",
         **documented(RequestTimeline, summary="Where a request spent its time"),
     )
-    async def show_timeline(rid: str, tenant: Tenant) -> Response:
-        found = timelines.find(rid, tenant)
+    async def show_timeline(rid: str, caller: KnownCaller) -> Response:
+        found = timelines.find(rid, caller.scope)
         if found is None:
             message = f"no running request and none of the last requests (--timeline-requests) has the id {rid[:200]!r}"
             raise RequestError(ErrorCode.NOT_FOUND, message)
         return JsonResponse(waterfall(found, clock.now(), time.time()))
 
     @router.get("/v1/trace", **documented(ChromeTrace, summary="The last seconds, as a trace for ui.perfetto.dev"))
-    async def show_trace(tenant: Tenant, seconds: Seconds = SECONDS) -> Response:
+    async def show_trace(caller: KnownCaller, seconds: Seconds = SECONDS) -> Response:
         now = clock.now()
-        shown = timelines.since(now - seconds, tenant)[:MAX_TRACED]
+        shown = timelines.since(now - seconds, caller.scope)[:MAX_TRACED]
         return await run_in_threadpool(lambda: JsonResponse(chrome_trace(shown, now)))
 
     return router

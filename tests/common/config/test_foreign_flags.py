@@ -63,6 +63,7 @@ def test_every_alias_is_taken_by_some_command_that_has_its_option() -> None:
     for name in ALIASES:
         for flag in aliases_of(name):
             words = [flag] if options_of(ServeConfig)[name].kind is bool else [flag, values.get(name, "64")]
+            words += ["--tls-cert=c", "--tls-key=k"] if name.startswith("tls_") else []
             serve(*words)
 
 

@@ -83,7 +83,7 @@ async def test_a_body_without_a_length_gets_411_where_one_is_needed(stack):
     address = urlsplit(stack.url)
     for path, status in ((COMPLETIONS, 411), ("/tokenize", 411), ("/flush_cache", 200)):
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         assert (await reader.read()).startswith(b"HTTP/1.1 %d " % status)
         writer.close()
         await writer.wait_closed()

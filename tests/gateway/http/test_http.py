@@ -76,7 +76,7 @@ async def raw(stack, data, enough=None):
 async def test_a_body_that_stops_arriving_gets_408(folder):
     async with running(folder, options={"body_timeout_s": 0.2}) as stack:
         await stack.pair()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
         answer = await raw(stack, head, enough=b"body did not arrive")
         assert answer.startswith(b"HTTP/1.1 408 ")
 
@@ -90,8 +90,8 @@ async def test_broken_http_gets_a_client_error(stack):
     for data in (
         b"\x16\x03\x01 hello\r\n\r\n",
         b"GET\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\nzz\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\nzz\r\n",
         b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
     ):
         answer = await raw(stack, data)
@@ -101,7 +101,7 @@ async def test_broken_http_gets_a_client_error(stack):
 async def test_expect_100_continue_is_answered(stack):
     body = b'{"prompt":"a","max_tokens":1}'
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nConnection: close\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nConnection: close\r\n"
         b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
     )
     answer = await raw(stack, head + body)

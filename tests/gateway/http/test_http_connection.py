@@ -9,9 +9,11 @@ import pytest
 
 from common.errors import ConfigError, RequestError
 from gateway.http import http_connection
+from gateway.http.hosts import AllowedHosts
 from gateway.http.http_connection import MAX_HEADER_BYTES, MAX_PIPELINED, ConnectionOptions
 from gateway.http.http_server import HttpServer
 
+ANY_HOST = AllowedHosts(("*",))
 POST = b"POST /p HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -85,7 +87,7 @@ async def wait_for_ever(app, scope, receive, send):
 @contextlib.asynccontextmanager
 async def serving(answer, host="127.0.0.1", **options):
     app = App(answer)
-    values = {"header_timeout_s": 60.0, "body_timeout_s": 60.0, "max_body_bytes": 1 << 20, **options}
+    values = {"header_timeout_s": 60.0, "body_timeout_s": 60.0, "max_body_bytes": 1 << 20, "hosts": ANY_HOST, **options}
     server = HttpServer(
         app, ConnectionOptions(on_answer=lambda scope, status: app.ended.append((scope["path"], status)), **values)
     )
@@ -556,6 +558,6 @@ async def test_an_application_that_cannot_start_is_reported():
     async def broken(scope, receive, send):
         raise LookupError("no start")
 
-    options = ConnectionOptions(1.0, 1.0, 1024, lambda scope, status: None)
+    options = ConnectionOptions(1.0, 1.0, 1024, lambda scope, status: None, ANY_HOST)
     with pytest.raises(ConfigError, match="did not start"):
         await HttpServer(broken, options).start("127.0.0.1", 0)

@@ -131,6 +131,6 @@ async def post_slowly(stack, body):
     reader, writer = await asyncio.open_connection(sock=client, limit=1 << 10)
     data = json.dumps(body).encode()
     writer.write(
-        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(data)) + data
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(data)) + data
     )
     return reader, writer

@@ -5,11 +5,14 @@ import contextlib
 
 import pytest
 from support.gateway.fake_nodes import echo, folder, running, silent
+from support.gateway.key_files import write_key_file
 
 from common.request import LOWEST_PRIORITY
 from common.wire.messages import Decision, Reprioritize
 
 __all__ = ["folder"]
+
+KEYS = {"k1": {"tenant": "alice"}, "k2": {"tenant": "bob"}, "k3": {}, "root": {"admin": True}}
 
 BODY = {"prompt": "a", "max_tokens": 2}
 
@@ -88,12 +91,12 @@ async def test_a_priority_without_priority_scheduling_is_refused_if_configured(f
 
 
 async def test_keys_make_tenants_and_the_user_field_does_not(folder, tmp_path):
-    (tmp_path / "keys").write_text("alice k1\nbob k2\n")
-    async with serving(folder, api_key="main", tenant_keys=str(tmp_path / "keys")) as stack:
-        for key, tenant in (("k1", "alice"), ("k2", "bob"), ("main", "")):
+    keys = write_key_file(tmp_path / "keys", **KEYS)
+    async with serving(folder, api_key="main", api_key_file=keys) as stack:
+        for key, tenant in (("k1", "alice"), ("k2", "bob"), ("k3", ""), ("main", ""), ("root", "")):
             status, _ = await stack.post("/v1/completions", {**BODY, "user": "carol"}, **bearer(key))
             assert (status, said(stack).tenant) == (200, tenant)
-        assert (await stack.post("/v1/completions", BODY, **bearer("k3")))[0] == 401
+        assert (await stack.post("/v1/completions", BODY, **bearer("k4")))[0] == 401
         assert (await stack.get("/v1/models"))[0] == 401
         assert (await stack.get("/health"))[0] == 200
 
@@ -108,8 +111,8 @@ async def test_the_header_names_tenants_only_if_configured(folder):
 
 
 async def test_a_tenant_can_end_and_change_only_its_own_requests(folder, tmp_path):
-    (tmp_path / "keys").write_text("alice k1\nbob k2\n")
-    options = {"api_key": "main", "tenant_keys": str(tmp_path / "keys"), "enable_priority_scheduling": True}
+    keys = write_key_file(tmp_path / "keys", **KEYS)
+    options = {"api_key": "main", "api_key_file": keys, "enable_priority_scheduling": True}
     async with serving(folder, **options) as stack:
         for node in stack.nodes:
             node.on_generate = silent
@@ -118,10 +121,39 @@ async def test_a_tenant_can_end_and_change_only_its_own_requests(folder, tmp_pat
         await stack.nodes[1].until(lambda: stack.nodes[1].generates)
         for target in ({"rid": "mine"}, {"abort_all": True}):
             assert await stack.post("/abort_request", target, **bearer("k2")) == (200, {"aborted": 0})
-        assert (await stack.post("/v1/requests/mine/priority", {"priority": 1}, **bearer("k2")))[0] == 404
+        for key in ("k2", "k3", "main"):
+            assert await stack.post("/abort_request", {"rid": "mine"}, **bearer(key)) == (200, {"aborted": 0})
+            assert (await stack.post("/v1/requests/mine/priority", {"priority": 1}, **bearer(key)))[0] == 404
+        assert (await stack.post("/abort_request", {"abort_all": True}, **bearer("k3")))[0] == 403
         assert (await stack.post("/v1/requests/mine/priority", {"priority": 1}, **bearer("k1")))[0] == 200
         assert await stack.post("/abort_request", {"abort_all": True}, **bearer("k1")) == (200, {"aborted": 1})
         assert (await call)[0] == 499
+
+
+@pytest.mark.parametrize("target", [{"rid": "mine"}, {"abort_all": True}])
+async def test_an_admin_can_end_and_change_the_requests_of_all(folder, tmp_path, target):
+    keys = write_key_file(tmp_path / "keys", **KEYS)
+    options = {"api_key": "main", "api_key_file": keys, "enable_priority_scheduling": True}
+    async with serving(folder, **options) as stack:
+        for node in stack.nodes:
+            node.on_generate = silent
+        call = asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": "mine"}, **bearer("k1")))
+        await stack.nodes[1].until(lambda: stack.nodes[1].generates)
+        assert (await stack.post("/v1/requests/mine/priority", {"priority": 1}, **bearer("root")))[0] == 200
+        assert await stack.post("/abort_request", target, **bearer("root")) == (200, {"aborted": 1})
+        assert (await call)[0] == 499
+
+
+async def test_a_revoked_key_is_refused_and_changed_limits_hold(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("gateway.http.api_keys.POLL_S", 0.002)
+    keys = write_key_file(tmp_path / "keys", **KEYS)
+    async with serving(folder, api_key="main", api_key_file=keys) as stack:
+        assert (await stack.post("/v1/completions", BODY, **bearer("k1")))[0] == 200
+        write_key_file(tmp_path / "keys", k2={"tenant": "bob", "tokens_per_minute": 1})
+        async with asyncio.timeout(60):
+            while (await stack.get("/v1/models", **bearer("k1")))[0] == 200:
+                await asyncio.sleep(0.002)
+        assert [(await stack.post("/v1/completions", BODY, **bearer("k2")))[0] for _ in range(2)] == [200, 429]
 
 
 # ---- quotas ---------------------------------------------------------------------------------------------------------

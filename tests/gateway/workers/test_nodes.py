@@ -129,7 +129,9 @@ async def test_a_client_that_stops_reading_is_disconnected_after_its_deadline(fo
         body = json.dumps(
             {"text": "a", "stream": True, "deadline_ms": 1_000, "sampling_params": {"max_new_tokens": 450_000}}
         )
-        writer.write(f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        writer.write(
+            f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
         await prefill.until(lambda: prefill.generates)
         (rid,) = prefill.generates
         prefill.tokens(rid, 0, (65,))

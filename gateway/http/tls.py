@@ -1,0 +1,46 @@
+"""TLS of the HTTP server."""
+
+import logging
+import os
+import ssl
+
+from common.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+#: Users other than the owner must not read a private key; members of its group may.
+OPEN_BITS = 0o027
+
+
+def make_tls_context(cert: str, key: str) -> ssl.SSLContext:
+    """A context for TLS 1.2 and later.
+
+    Args:
+        cert: file with the certificate, followed by those that link it to a root.
+        key: file with its private key.
+
+    Raises ConfigError: a file cannot be read, is not PEM, is encrypted, or the two do not belong together.
+    """
+    for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
+        try:
+            with open(path, "rb") as file:
+                is_open = os.fstat(file.fileno()).st_mode & OPEN_BITS
+        except OSError as error:
+            raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from None
+        if is_open and flag == "--tls-key":
+            log.warning("%s %s can be read or changed by other users; take that from them with chmod 600", flag, path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(cert, key, password=_refuse_password)
+    except ssl.SSLError as error:
+        reason = (error.reason or str(error)).replace("_", " ").lower()
+        raise ConfigError(
+            f"--tls-cert {cert} and --tls-key {key} cannot be used: {reason}; both must be PEM and belong together"
+        ) from None
+    return context
+
+
+def _refuse_password() -> str:
+    raise ConfigError("--tls-key is encrypted; give a key without a password, in a file that only you can read")
