@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Protocol
 
+from common.node.request_stats import StepStats
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 
@@ -21,7 +22,8 @@ class EngineThread:
     """Runs one plan at a time. Its ``fileno`` becomes readable when the result is available.
 
     Attributes:
-        busy_s: seconds spent in steps so far.
+        steps: the steps so far; read by other threads.
+        begun_at: instant of ``time.monotonic`` at which the step in the engine was handed over; None without one.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -31,7 +33,8 @@ class EngineThread:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.is_busy = False
-        self.busy_s = 0.0
+        self.begun_at: float | None = None
+        self.steps = StepStats()
         self._thread.start()
 
     def fileno(self) -> int:
@@ -44,6 +47,7 @@ class EngineThread:
     def submit(self, plan: StepPlan) -> None:
         assert not self.is_busy
         self.is_busy = True
+        self.begun_at = time.monotonic()
         self._plans.put(plan)
 
     def take(self) -> StepResult | None:
@@ -56,6 +60,7 @@ class EngineThread:
         except queue.Empty:
             return None
         self.is_busy = False
+        self.begun_at = None
         if isinstance(result, BaseException):
             raise result
         return result
@@ -74,6 +79,6 @@ class EngineThread:
                 result: StepResult | BaseException = self._executor.run(plan)
             except BaseException as error:  # raised again in the loop, which ends the process
                 result = error
-            self.busy_s += time.monotonic() - began_at
+            self.steps.add(time.monotonic() - began_at, len(plan.rows), plan.num_tokens)
             self._results.put(result)
             os.eventfd_write(self._wake, 1)

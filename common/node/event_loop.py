@@ -43,6 +43,19 @@ MAX_PAIRS = 1_024  # reported to the gateway
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a node at one instant.
+
+    Attributes:
+        at: the instant, in seconds of the loop's clock.
+    """
+
+    at: float
+    heartbeat: Heartbeat
+    pairs: tuple[PairState, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ControlEndpoint:
     """The control plane's end in this process.
 
@@ -67,7 +80,12 @@ class EventLoop:
         gateway: ``host:port`` of the gateway's control socket.
 
     Attributes:
+        gateway_address: as given.
         refused: the reason for which the gateway has refused this node; None if it has not.
+        is_registered, is_dialling: whether the gateway has accepted this node, and whether it is not even connected.
+        turned_at: the instant at which the loop last began a turn, which it does once a second at least.
+        snapshots: the latest two, the newest last; one is taken whenever a heartbeat is due. Other threads may read
+            these attributes.
     """
 
     def __init__(
@@ -96,7 +114,11 @@ class EventLoop:
         self._num_failed_checks = 0
         self._sent_pairs: tuple[PairState, ...] | None = None  # since the last registration
         self._num_dropped = self._num_bytes_sent = 0  # by mailboxes that are closed
+        self.gateway_address = gateway
         self.is_registered = False
+        self.is_dialling = True
+        self.turned_at = clock.now()
+        self.snapshots: tuple[Snapshot, ...] = ()
         self.refused: str | None = None
         self._poller = zmq.Poller()
         self._watch(self._gateway)
@@ -122,7 +144,7 @@ class EventLoop:
         more = False
         while not self._is_stopping and self.refused is None:
             self._wait(0.0 if more else LONGEST_WAIT_S)
-            now = self._clock.now()
+            now = self.turned_at = self._clock.now()
             self._receive(now)
             result = self._engine.take()
             if result is not None:
@@ -178,8 +200,7 @@ class EventLoop:
             if file not in self._files:
                 self._poller.register(file, zmq.POLLIN)
         self._files = files
-        if self.is_registered:
-            longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
+        longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
         if self._listen is not None and self._listen.is_probing:
             longest_s = min(longest_s, PROBE_EVERY_S)
         self._poller.poll(math.ceil(longest_s * 1_000))
@@ -190,10 +211,11 @@ class EventLoop:
         events = self._gateway.connection_events()
         if events.disconnected:
             log.warning("the gateway is gone; ending its requests and dialling it again")
-            self.is_registered = False
+            self.is_registered, self.is_dialling = False, True
             self._gateway_incarnation = ""
             self._role.gateway_lost(now)
         if events.connected:
+            self.is_dialling = False
             self._gateway.send(self._register())
         for letter in self._gateway.receive():
             self._on_gateway(letter.sender, letter.message, now)
@@ -244,13 +266,16 @@ class EventLoop:
 
     def _send(self, now: float) -> None:
         self._flush()
-        if self.is_registered and now >= self._next_heartbeat_at:
-            self._next_heartbeat_at = now + self._heartbeat_s
-            self._gateway.send(self._heartbeat(), target=self._gateway_incarnation)
-            self._send_pairs()
+        if now < self._next_heartbeat_at:
+            return
+        self._next_heartbeat_at = now + self._heartbeat_s
+        snapshot = Snapshot(now, self._heartbeat(), tuple(self._role.pairs())[:MAX_PAIRS])
+        self.snapshots = (*self.snapshots[-1:], snapshot)
+        if self.is_registered:
+            self._gateway.send(snapshot.heartbeat, target=self._gateway_incarnation)
+            self._send_pairs(snapshot.pairs)
 
-    def _send_pairs(self) -> None:
-        pairs = tuple(self._role.pairs())[:MAX_PAIRS]
+    def _send_pairs(self, pairs: tuple[PairState, ...]) -> None:
         if pairs != self._sent_pairs:
             self._sent_pairs = pairs
             self._gateway.send(Pairs(pairs), target=self._gateway_incarnation)
@@ -302,8 +327,9 @@ class EventLoop:
                     self._num_bytes_sent + sum(mailbox.num_bytes_sent for mailbox in self._mailboxes())
                 ),
                 "failed_checks": float(self._num_failed_checks),
-                "busy_seconds": self._engine.busy_s,
+                "busy_seconds": self._engine.steps.seconds.sum,
             },
+            gauges=self._role.gauges(),
         )
 
     def _mailboxes(self) -> list[Mailbox]:

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,10 @@ from common.config.node import NodeConfig
 from common.errors import BatonError, ConfigError
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
+from common.node.health import HealthCheck
+from common.node.http_server import HttpServer, address_of, listen
 from common.node.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
+from common.node.metrics import Identity, NodeMetrics
 from common.node.recording.format import VERSION as RECORDING_VERSION
 from common.node.recording.format import RecordingHeader
 from common.node.recording.recorder import RecordedRole, RecordedTransport, Recorder, plain_config, read_environ
@@ -85,19 +89,27 @@ def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildR
     load_policy(config.schedule_policy)  # refuse a policy that cannot be imported before the model is loaded
     incarnation = new_incarnation()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    listen = None
-    try:
-        if config.role == "prefill":  # refuse a port that is in use before the model is loaded, too
-            listen = listen_mailbox(context, incarnation, config.advertise_host, config.data_port)
-        return _serve_model(config, open_transport, build_role, ControlEndpoint(context, incarnation, listen))
+    mailbox = http = None
+    try:  # refuse ports that are in use before the model is loaded, too
+        if config.role == "prefill":
+            mailbox = listen_mailbox(context, incarnation, config.advertise_host, config.data_port)
+        if config.http_port is not None:
+            http = listen(config.http_host, config.http_port)
+        return _serve_model(config, open_transport, build_role, ControlEndpoint(context, incarnation, mailbox), http)
     finally:
-        if listen is not None:
-            listen.close()
+        if http is not None:
+            http.close()
+        if mailbox is not None:
+            mailbox.close()
         context.term()
 
 
 def _serve_model(
-    config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole, endpoint: ControlEndpoint
+    config: NodeConfig,
+    open_transport: OpenTransport,
+    build_role: BuildRole,
+    endpoint: ControlEndpoint,
+    http: socket.socket | None,
 ) -> int:
     model, executor, capacity = _load(config)
     worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
@@ -110,7 +122,7 @@ def _serve_model(
     loop = EventLoop(
         role,
         engine,
-        register=lambda: _register(config, model, capacity, role, listen=endpoint.listen),
+        register=lambda: _register(config, model, capacity, role, listen=endpoint.listen, http=http),
         gateway=config.gateway,
         endpoint=endpoint,
         clock=worker.clock,
@@ -120,12 +132,28 @@ def _serve_model(
     gc.collect()
     gc.freeze()  # weights and modules stay; the collector need not visit them again
     log.info("%s node ready: %d pages of %d tokens", config.role, capacity.num_pages, config.page_size)
+    server = None if http is None else _http_server(http, worker, role=role, engine=engine, loop=loop)
     try:
         return _until_stopped(loop)
     finally:
+        if server is not None:
+            server.close()
         engine.close()
         if recorder is not None:
             recorder.close()
+
+
+def _http_server(
+    listener: socket.socket, worker: WorkerContext, *, role: Role, engine: EngineThread, loop: EventLoop
+) -> HttpServer:
+    config = worker.config
+    identity = Identity(
+        config.node_name, config.role, config.served_name, worker.capacity.num_pages, worker.pool.layout.page_size
+    )
+    health = HealthCheck(config, loop, engine, worker.clock)
+    metrics = NodeMetrics(identity, lambda: loop.snapshots, role.stats, engine.steps)
+    log.info("/health and /metrics at http://%s", address_of(listener, config.advertise_host))
+    return HttpServer(listener, {"/health": health.answer, "/metrics": metrics.answer})
 
 
 def _worker_context(
@@ -271,7 +299,13 @@ def pick_device(name: str) -> str:
 
 
 def _register(
-    config: NodeConfig, model: "ModelConfig", capacity: Capacity, role: Role, *, listen: Mailbox | None
+    config: NodeConfig,
+    model: "ModelConfig",
+    capacity: Capacity,
+    role: Role,
+    *,
+    listen: Mailbox | None,
+    http: socket.socket | None,
 ) -> Register:
     layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
     return Register(
@@ -292,5 +326,6 @@ def _register(
         address="" if listen is None else f"{in_url(config.advertise_host)}:{listen.port}",
         pid=os.getpid(),
         device=pick_device(config.device),
+        http_address="" if http is None else address_of(http, config.advertise_host),
         tokenizer_digest=tokenizer_digest(model.folder),
     )

@@ -17,7 +17,7 @@ from common.sampling_params import SamplingParams, TokenLogprobs
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -85,6 +85,7 @@ class Register(Message, frozen=True, tag="register"):
     address: Text  # "host:port" of a prefill node's control socket, to which decode nodes connect; else empty
     pid: Count
     device: Id
+    http_address: Text = ""  # "host:port" of the node's own /health and /metrics; empty: it serves none
     tokenizer_digest: ShortText = ""  # sha256 of tokenizer.json; empty: the node has none and follows no grammar
 
 
@@ -119,6 +120,7 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     num_cached_pages: Count
     num_quarantined_pages: Count
     counters: dict[str, float]  # totals since the process began, by name; they never fall
+    gauges: dict[str, float] = {}  # present values, by name
 
 
 class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

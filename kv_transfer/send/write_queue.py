@@ -16,6 +16,7 @@ from kv_transfer.page_slices import SlicePair
 from kv_transfer.send.connections import DecodeConnections
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import SendState
+from kv_transfer.transfer_stats import WriteTime
 from kv_transfer.transports.base import WriterTransport
 
 Sums = dict[int, int]  # unit -> checksum
@@ -37,6 +38,8 @@ class WriteQueue:
         self._checksums = Checksums(transport.store)
         self._due: dict[RequestKey, SendSession] = {}  # with pages to write, in the order in which they came due
         self._tickets: dict[int, tuple[SendSession, list[int], Sums]] = {}
+        self._transports: dict[int, str] = {}  # ticket -> transport
+        self._write_time = WriteTime()
         self._totals = Counter(pages_sent=0, bytes_sent=0, pages_overlapped=0)
         self._seconds = 0.0
 
@@ -83,6 +86,8 @@ class WriteQueue:
         if self._connections.by_peer[session.peer].has_checksums:
             sums = {unit: self._checksums.of_source(session.pages_of(unit)[0], slices) for unit in units}
         self._tickets[ticket] = (session, units, sums)
+        self._transports[ticket] = self._connections.by_peer[session.peer].transport
+        self._write_time.begin(self._transports[ticket], begun_at)
 
     def finished(self) -> list[tuple[SendSession, list[int], Sums]]:
         """Sessions with units whose writes are over now, and their checksums, if the peer is to have them."""
@@ -90,7 +95,7 @@ class WriteQueue:
         for ticket in self._transport.done():
             if ticket not in self._tickets:
                 continue  # over before its connection was
-            session, units, sums = self._tickets.pop(ticket)
+            session, units, sums = self._pop(ticket)
             session.written(units)
             known = finished.setdefault(session.key, (session, [], {}))
             known[1].extend(units)
@@ -113,10 +118,15 @@ class WriteQueue:
     def lose(self, session: SendSession) -> None:
         """Writes of this session never arrive: the transport has dropped its peer."""
         for ticket in [t for t, (owner, _, _) in self._tickets.items() if owner is session]:
-            del self._tickets[ticket]
+            self._pop(ticket)
+
+    def _pop(self, ticket: int) -> tuple[SendSession, list[int], Sums]:
+        self._write_time.end(self._transports.pop(ticket), self.clock.now())
+        return self._tickets.pop(ticket)
 
     def counters(self) -> dict[str, float]:
-        return {**{name: float(count) for name, count in self._totals.items()}, "write_seconds": self._seconds}
+        totals = {name: float(count) for name, count in self._totals.items()}
+        return {**totals, "write_seconds": self._seconds, **self._write_time.counters()}
 
     def check(self, sessions: Iterable[SendSession]) -> None:
         in_flight: Counter[int] = Counter()

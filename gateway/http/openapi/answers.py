@@ -91,11 +91,12 @@ class CacheFlushed(Answer):
 
 
 class Worker(msgspec.Struct, kw_only=True):
-    """A node, with its registration and its last heartbeat."""
+    """A node, with its registration and its last heartbeat. It serves its own metrics at ``http_address``."""
 
     name: str
     role: str
     model: str
+    http_address: str
     incarnation: str
     starts: int
     is_leaving: bool

@@ -70,6 +70,7 @@ def _fresh_books(num_pages: int) -> PageAllocator:
 
 _NOT_OF_SENDER = ("_transport", "_connections", "_queue", "_totals")
 _NOT_OF_WRITES = ("_transport", "_connections", "_checksums", "clock", "_due", "_tickets", "_totals", "_seconds")
+_NOT_OF_WRITES += ("_transports", "_write_time")
 _NOT_OF_RECEIVER = ("_transport", "_table", "_connections", "_checksums", "_totals")
 
 
