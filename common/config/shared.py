@@ -133,7 +133,7 @@ class NodeHttpOptions:
         10.0,
         "Seconds for which a node may take for one turn of its event loop, or for one step, before its /health answers"
         " 503. Longer than the longest step.",
-        minimum=1,
+        minimum=2,
     )
 
 

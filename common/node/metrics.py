@@ -19,8 +19,9 @@ from common.node.event_loop import Snapshot
 from common.node.http_server import Answer
 from common.node.request_stats import RequestStats, StepStats
 
+Histograms = dict[str, tuple[str, tuple[str, ...]]]
 #: Distributions of ``RequestStats`` by name: what each is, and its names.
-REQUEST_HISTOGRAMS = {
+REQUEST_HISTOGRAMS: Histograms = {
     "time_to_first_token": (
         "Seconds from a request's arrival at the gateway to its first token.",
         ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"),
@@ -56,7 +57,7 @@ REQUEST_HISTOGRAMS = {
     ),
 }
 #: Distributions of ``StepStats``, likewise.
-STEP_HISTOGRAMS = {
+STEP_HISTOGRAMS: Histograms = {
     "seconds": ("Seconds of one step of the engine.", ("baton_node_step_seconds",)),
     "rows": ("Requests in one step of the engine.", ("baton_node_step_rows",)),
     "tokens": ("Tokens that one step of the engine computed.", ("vllm:iteration_tokens_total",)),
@@ -233,9 +234,10 @@ class NodeMetrics:
         labels = (identity.model, identity.name, identity.role)
         yield from node_families([NodeState(labels, identity.num_pages, last.heartbeat, last.pairs)])
         figures = Figures(identity, snapshots, self._stats)
-        for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, TOTALS)):
-            for series in table:
-                yield self._family(kind, series, figures)
+        for gauge in GAUGES:
+            yield self._family(GaugeMetricFamily, gauge, figures)
+        for total in TOTALS:
+            yield self._family(CounterMetricFamily, total, figures)
 
     def _family(
         self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], series: Series, figures: Figures
