@@ -116,6 +116,13 @@ class WorkerList(Answer):
     is_ready: bool
 
 
+class ScrapeTarget(msgspec.Struct):
+    """The address of a node's own ``/metrics``, as Prometheus' HTTP service discovery expects it."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
 class WorkerDecision(Answer):
     """A decision of a scheduler, about one request, or about the node if ``rid`` is empty."""
 
