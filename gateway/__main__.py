@@ -1,7 +1,9 @@
 """``python -m gateway``: resolves the configuration, fetches the tokenizer files, serves until a signal."""
 
 import asyncio
+import gc
 import logging
+import os
 import signal
 import sys
 
@@ -24,6 +26,8 @@ async def serve(gateway: Gateway) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await gateway.start()
+    gc.collect()
+    gc.freeze()  # modules and tokenizers stay; the collector need not visit them again
     log.info("nodes dial %s", gateway.control_address)
     log.info("listening %s", gateway.http_address)
     await stop.wait()
@@ -40,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s gateway %(message)s",
         datefmt="%H:%M:%S",
     )
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are tokenized one by one; threads would only wait
     try:
         gateway = Gateway(config, model_folders(config))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

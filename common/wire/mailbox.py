@@ -34,6 +34,7 @@ MAX_UNREAD = 256  # messages from one peer that ZMQ reads ahead; others wait at 
 MAX_BATCH_BYTES = 64 << 20  # decoded in one call of receive
 SHARED_BYTES = 3_072  # of messages that share a frame, which is then not large
 MAX_MESSAGES = 1_024  # in one frame
+MAX_HEADERS = 4_096  # kept encoded
 NUM_PROBES = 6
 PROBE_EVERY_S = 0.02
 _PING = msgspec.msgpack.encode(Ping())
@@ -72,6 +73,7 @@ class Mailbox:
         self._messages = msgspec.msgpack.Decoder(accepts | Annotated[list[accepts], Meta(max_length=MAX_MESSAGES)])
         self._header = msgspec.msgpack.Decoder(Header)
         self._encoder = msgspec.msgpack.Encoder()
+        self._headers: dict[str, bytes] = {}  # encoded, by target
         self._num_probes_left = 0
         self._probed_at = 0.0
         self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # unsent messages and bytes, by target
@@ -134,7 +136,11 @@ class Mailbox:
 
     def send_encoded(self, messages: Iterable[bytes], target: str) -> bool:
         """As ``send``."""
-        header = self._encoder.encode(Header(PROTOCOL_VERSION, self.incarnation, target))
+        header = self._headers.get(target)
+        if header is None:
+            if len(self._headers) >= MAX_HEADERS:
+                self._headers.clear()
+            header = self._headers[target] = self._encoder.encode(Header(PROTOCOL_VERSION, self.incarnation, target))
         return all(self._send(header, body, target) for body in _bodies(messages))
 
     def _send(self, header: bytes, body: bytes, target: str) -> bool:

@@ -225,7 +225,7 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
         """This request alone, and each other sample as a request of its own."""
         yield msgspec.structs.replace(self, others=()) if self.others else self
         for other in self.others:
-            sampling = dataclasses.replace(self.sampling, seed=other.seed)
+            sampling = self.sampling._replace(seed=other.seed)
             yield msgspec.structs.replace(self, rid=other.rid, attempt=other.attempt, sampling=sampling, others=())
 
 

@@ -1,7 +1,5 @@
 """``POST /v1/messages`` and the count of its tokens."""
 
-import dataclasses
-
 from msgspec.structs import replace
 
 from common.errors import RequestError
@@ -51,6 +49,6 @@ def _chat(body: CountTokensRequest, model: ServedModel) -> ChatCompletionRequest
 
 def _at_most(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
     """The request with an upper bound of its output, which has been set to all that fits behind the prompt."""
-    sampling = dataclasses.replace(request.sampling, max_new_tokens=min(request.sampling.max_new_tokens, max_tokens))
+    sampling = request.sampling._replace(max_new_tokens=min(request.sampling.max_new_tokens, max_tokens))
     expected = min(request.expected_output, sampling.max_new_tokens)
     return replace(request, sampling=sampling, expected_output=expected)

@@ -511,7 +511,7 @@ def _bound(sampling: SamplingParams, context: _Context) -> SamplingParams:
     grammar, thinking = context.output.grammar, context.output.thinking
     if not (context.bad_words or grammar or thinking):
         return sampling
-    return dataclasses.replace(sampling, bad_words=context.bad_words, grammar=grammar, thinking=thinking)
+    return sampling._replace(bad_words=context.bad_words, grammar=grammar, thinking=thinking)
 
 
 def _truncation(body: OpenAIRequest) -> Truncation | None:
@@ -542,7 +542,7 @@ def _samples(request: GenerateRequest, count: int, *, prompt_number: int = 0) ->
             request,
             rid=f"{request.rid}-{i}",
             prompt_number=prompt_number,
-            sampling=dataclasses.replace(request.sampling, seed=(request.sampling.seed + i) % 2**64),
+            sampling=request.sampling._replace(seed=(request.sampling.seed + i) % 2**64),
         )
         for i in range(count)
     ]
@@ -550,9 +550,7 @@ def _samples(request: GenerateRequest, count: int, *, prompt_number: int = 0) ->
 
 def _prompt_only(request: GenerateRequest) -> GenerateRequest:
     """The request without an output: nothing binds the token that nodes make nevertheless, so it cannot fail."""
-    sampling = dataclasses.replace(
-        request.sampling, bad_words=(), allowed_token_ids=(), grammar="", thinking=None, min_tokens=0
-    )
+    sampling = request.sampling._replace(bad_words=(), allowed_token_ids=(), grammar="", thinking=None, min_tokens=0)
     return msgspec.structs.replace(request, is_prompt_only=True, sampling=sampling)
 
 
@@ -568,7 +566,7 @@ def _with_prompt_logprobs(request: GenerateRequest, first: int, param: str) -> G
     if count * (LOGPROB_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES) > MAX_LOGPROB_BYTES:
         message = f"log-probabilities of {count} prompt tokens with {num_tops} alternatives each are too many"
         raise refuse(f"{message} for one answer; ask for fewer", param)
-    sampling = dataclasses.replace(request.sampling, prompt_logprobs_from=first + 1 if count > 1 else None)
+    sampling = request.sampling._replace(prompt_logprobs_from=first + 1 if count > 1 else None)
     return msgspec.structs.replace(request, logprob_start=first, sampling=sampling)
 
 

@@ -60,11 +60,9 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Token ids of a text. Raises RequestError naming ``param`` for text that is not valid Unicode."""
         try:
-            if len(text) > LONG_CHARACTERS:  # unlike ``encode``, the batch call lets other threads run
-                encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-                ids: list[int] = encodings[0].ids
-            else:
-                ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # Half the cost of ``encode``, since it keeps no offsets; and other threads run meanwhile.
+            encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encodings[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"{param}: not valid Unicode text", param=param) from error
         return ids

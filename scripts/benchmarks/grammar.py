@@ -233,7 +233,7 @@ def admit(
     history = (1,) * PROMPT_LEN
     admits, pages = [], []
     for slot, grammar in enumerate(grammars, first_slot):
-        params = replace(sampling, grammar=grammar, seed=1_000 * seed + slot)
+        params = sampling._replace(grammar=grammar, seed=1_000 * seed + slot)
         admits.append(Admit(slot, params, PROMPT_LEN, 1, history if grammar else ()))
         pages.append(PageDelta(slot, 0, tuple(range(slot * per_row, (slot + 1) * per_row))))
         executor.prepare(params)

@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
 #: The protocol version, and the digest of its messages.
-PINNED = (10, "f0a900d456958e6d")
+PINNED = (10, "03ccdeae096b5348")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,

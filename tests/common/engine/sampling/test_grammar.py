@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ def test_outputs_follow_their_grammar_and_end(
 ) -> None:
     grammar, follows = GRAMMARS[kind]
     for seed in range(8):
-        params = replace(SAMPLING[sampling], grammar=grammar, seed=seed)
+        params = SAMPLING[sampling]._replace(grammar=grammar, seed=seed)
         request = run_to_end(executor, params, prompt=range(seed, seed + 20))
         assert request.output[-1] == EOS
         text = tokenizer.decode(request.output)
@@ -117,8 +116,8 @@ def test_outputs_follow_their_grammar_and_end(
 
 def test_rows_with_and_without_grammars_do_not_change_one_another(executor: TorchExecutor) -> None:
     """Eight requests in one batch sample the tokens that each samples alone."""
-    params = [replace(SAMPLING["truncated"], grammar=grammar) for grammar, _ in GRAMMARS.values()]
-    params += [SAMPLING["greedy"], SAMPLING["random"], replace(SAMPLING["greedy"], thinking=Thinking(None, (5, 6), 4))]
+    params = [SAMPLING["truncated"]._replace(grammar=grammar) for grammar, _ in GRAMMARS.values()]
+    params += [SAMPLING["greedy"], SAMPLING["random"], SAMPLING["greedy"]._replace(thinking=Thinking(None, (5, 6), 4))]
     driver = Driver(executor)
     together = [driver.start(slot, range(slot, slot + 20), each) for slot, each in enumerate(params)]
     driver.finish(together, 8)
@@ -135,7 +134,7 @@ def test_a_request_that_is_admitted_again_continues_with_the_same_tokens(
     executor: TorchExecutor, kind: str, thinking: Thinking | None
 ) -> None:
     """As after a transfer, a retraction or a resume, at every position."""
-    params = replace(SAMPLING["truncated"], grammar=GRAMMARS[kind][0], thinking=thinking)
+    params = SAMPLING["truncated"]._replace(grammar=GRAMMARS[kind][0], thinking=thinking)
     expected = run_to_end(executor, params).output
     for count in range(len(expected)):
         driver = Driver(executor)
@@ -168,15 +167,15 @@ def test_masks_are_the_same_after_any_history(compiler: GrammarCompiler, data: s
 
 def test_padding_is_never_sampled_even_if_it_is_likely(executor: TorchExecutor) -> None:
     bias = tuple((token, 100.0) for token in range(325, VOCAB_SIZE))
-    params = replace(SAMPLING["greedy"], grammar="start: /(?s:.*)/", logit_bias=bias)
+    params = SAMPLING["greedy"]._replace(grammar="start: /(?s:.*)/", logit_bias=bias)
     assert max(run_to_end(executor, params, most=20).output) < 325
 
 
 def test_logprobs_are_those_of_the_unchanged_distribution(executor: TorchExecutor) -> None:
-    params = replace(SAMPLING["greedy"], logprobs=3)
+    params = SAMPLING["greedy"]._replace(logprobs=3)
     driver = Driver(executor)
     free = driver.start(0, range(20), params)
-    bound = driver.start(1, range(20), replace(params, grammar=GRAMMARS["choice"][0]))
+    bound = driver.start(1, range(20), params._replace(grammar=GRAMMARS["choice"][0]))
     driver.step((free, 0), (bound, 0))
     assert free.logprobs[0] is not None and bound.logprobs[0] is not None
     assert bound.logprobs[0].top == free.logprobs[0].top
@@ -211,7 +210,7 @@ def test_a_stop_token_is_sampled_only_where_the_grammar_allows_its_text(
         temperature=0.0, grammar='start: "aa" /[bc]/', stop_token_ids=(stop,), logit_bias=((stop, 100.0),)
     )
     assert tokenizer.decode(run_to_end(executor, params).output) == "aab"
-    assert run_to_end(executor, replace(params, min_tokens=30)).output[-1] == EOS
+    assert run_to_end(executor, params._replace(min_tokens=30)).output[-1] == EOS
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -239,8 +238,8 @@ def test_a_grammar_that_cannot_be_followed_fails_its_row_alone(
 ) -> None:
     bias = tuple((tokenizer.token_to_id(token), amount) for token, amount in params.logit_bias)
     driver = Driver(executor)
-    good = driver.start(0, range(20), replace(SAMPLING["greedy"], grammar=GRAMMARS["choice"][0]))
-    bad = driver.start(1, range(20), replace(params, logit_bias=bias))
+    good = driver.start(0, range(20), SAMPLING["greedy"]._replace(grammar=GRAMMARS["choice"][0]))
+    bad = driver.start(1, range(20), params._replace(logit_bias=bias))
     driver.step((good, 0), (bad, 0))
     assert words in driver.errors[1]
     assert driver.errors[0] == ""
@@ -331,7 +330,7 @@ def test_the_grammar_begins_after_the_reasoning(
     end = tokenizer.token_to_id("t")
     grammar, follows = GRAMMARS["schema"]
     bias = () if start_id is None else ((start_id, 100.0),)
-    params = replace(SAMPLING["random"], grammar=grammar, thinking=Thinking(start_id, (end, end), 10), logit_bias=bias)
+    params = SAMPLING["random"]._replace(grammar=grammar, thinking=Thinking(start_id, (end, end), 10), logit_bias=bias)
     output = run_to_end(executor, params).output
     begin = next(i for i in range(2, len(output)) if output[i - 2 : i] == [end, end])
     assert begin <= 13
@@ -340,7 +339,7 @@ def test_the_grammar_begins_after_the_reasoning(
 
 def test_without_reasoning_the_grammar_begins_at_the_first_token(executor: TorchExecutor, tokenizer: Tokenizer) -> None:
     grammar, follows = GRAMMARS["choice"]
-    params = replace(SAMPLING["greedy"], grammar=grammar, thinking=Thinking(324, (5,)), logit_bias=((324, -100.0),))
+    params = SAMPLING["greedy"]._replace(grammar=grammar, thinking=Thinking(324, (5,)), logit_bias=((324, -100.0),))
     assert follows(tokenizer.decode(run_to_end(executor, params).output))
 
 

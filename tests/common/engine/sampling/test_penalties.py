@@ -75,7 +75,7 @@ def test_reported_log_probabilities_exclude_penalties() -> None:
 
 tokens_strategy = st.lists(st.integers(0, 40), max_size=80).map(tuple)
 params_strategy = st.builds(
-    SamplingParams,
+    lambda **fields: SamplingParams(**fields),  # named alone, it would get random values for all other fields
     temperature=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 9),
     repetition_penalty=st.sampled_from([1.0, 1.5, 0.5]),

@@ -89,7 +89,7 @@ def test_reported_log_probabilities_are_those_before_the_masks() -> None:
 
 tokens = st.integers(0, VOCAB - 1)
 params_strategy = st.builds(
-    SamplingParams,
+    lambda **fields: SamplingParams(**fields),  # named alone, it would get random values for all other fields
     allowed_token_ids=st.lists(tokens, max_size=4).map(tuple),
     bad_words=st.lists(st.lists(tokens, min_size=1, max_size=4).map(tuple), max_size=6).map(tuple),
 )
