@@ -1,7 +1,6 @@
 """``python -m gateway``: resolves the configuration, fetches the tokenizer files, serves until a signal."""
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -26,8 +25,6 @@ async def serve(gateway: Gateway) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await gateway.start()
-    gc.collect()
-    gc.freeze()  # modules and tokenizers stay; the collector need not visit them again
     log.info("nodes dial %s", gateway.control_address)
     log.info("listening %s", gateway.http_address)
     await stop.wait()

@@ -465,7 +465,7 @@ class RequestCycle(RequestResponseCycle):
             self.keep_alive = False
         is_empty = self.scope["method"] == "HEAD" or status in (204, 304)
         length: int | None = None
-        content, num_lines = [STATUS_LINE[status]], 1
+        content = [STATUS_LINE[status]]
         for name, value in (*self.default_headers, *headers):
             name = name.lower()
             if name == b"content-length":
@@ -473,10 +473,9 @@ class RequestCycle(RequestResponseCycle):
             elif name == b"connection":
                 self.keep_alive = self.keep_alive and b"close" not in value.lower()
                 continue
-            content += (name, b": ", value, b"\r\n")
-            num_lines += 1
+            content.append(b"%b: %b\r\n" % (name, value))
         lines = b"".join(content)
-        if lines.count(b"\n") != num_lines or lines.count(b"\r") != num_lines or b"\0" in lines:
+        if lines.count(b"\n") != len(content) or lines.count(b"\r") != len(content) or b"\0" in lines:
             raise RuntimeError("a header contains a line break")
         self.chunked_encoding = length is None and not is_empty
         self._num_left = 0 if is_empty else length or 0

@@ -6,7 +6,7 @@ A failed check of a value raises a ``RequestError`` that names the field.
 import asyncio
 import dataclasses
 import functools
-import secrets
+import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -301,10 +301,10 @@ class InputProcessor:
             if isinstance(prompt, str):
                 if not prompt:
                     raise refuse("must not be empty", param)
-                if truncation is None:
-                    await self._check_text(context, prompt, param)
-                else:
+                if truncation is not None:
                     prompt = truncation.of_text(prompt, context.limits)
+                elif len(prompt) > LONG_CHARACTERS:
+                    await self._check_text(context, prompt, param)
                 prompt = await self.tokenize(context.model, prompt, add_special_tokens=add_special_tokens, param=param)
             if truncation is not None:
                 prompt = truncation.of_ids(prompt, context.limits)
@@ -315,7 +315,7 @@ class InputProcessor:
     async def _check_text(self, context: _Context, text: str, param: str) -> None:
         """Refuses a text that is far too long after tokenizing only its beginning."""
         length = context.limits.context_length
-        if len(text) > max(LONGEST_TOKEN * length, LONG_CHARACTERS):
+        if len(text) > LONGEST_TOKEN * length:
             beginning = text[: 8 * length]
             count = len(await self.tokenize(context.model, beginning, add_special_tokens=False, param=param))
             if count > length + length // 2:  # a margin for the word that the cut has split
@@ -476,7 +476,7 @@ def _sampling_params(
         top_k=0 if top_k >= limits.vocab_size else top_k,
         top_p=value("top_p", 1.0),
         min_p=value("min_p", 0.0),
-        seed=secrets.randbits(64) if body.seed is None else body.seed & (2**64 - 1),
+        seed=random.getrandbits(64) if body.seed is None else body.seed & (2**64 - 1),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         min_tokens=min_tokens,

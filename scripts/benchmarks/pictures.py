@@ -21,8 +21,8 @@ from scripts.load_tester.reporting.charts import (
     waterfall_charts,
     write_svgs,
 )
+from scripts.load_tester.reporting.formats import milliseconds, percent
 from scripts.load_tester.reporting.report import Report
-from scripts.load_tester.reporting.text_report import milliseconds, percent
 
 SHORTEST = ("--rates=20", "--seconds=1")
 HEAD = "| | requests/s | TTFT p50 | p99 | inter-token p50 | p99 | end to end p50 | p99 | tokens/s | cores of others |"

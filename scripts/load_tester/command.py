@@ -55,7 +55,8 @@ def _process_age_s() -> float:
 
 
 def _finish(config: LoadtestConfig, report: Report) -> int:
-    from scripts.load_tester.reporting.text_report import describe_outputs, summary_lines
+    from scripts.load_tester.reporting.headline import describe_outputs
+    from scripts.load_tester.reporting.text_report import summary_lines
 
     say(*summary_lines(report))
     has_all = _write_results(config, report)
@@ -74,7 +75,7 @@ def _finish(config: LoadtestConfig, report: Report) -> int:
 
 def _write_results(config: LoadtestConfig, report: Report) -> bool:
     from scripts.load_tester.analysis.output_check import save_outputs
-    from scripts.load_tester.reporting.charts import run_sections, write_svgs
+    from scripts.load_tester.reporting.charts import run_charts, write_svgs
     from scripts.load_tester.reporting.html_report import write_html
     from scripts.load_tester.reporting.parquet import write_parquet
 
@@ -84,7 +85,7 @@ def _write_results(config: LoadtestConfig, report: Report) -> bool:
         (config.parquet, lambda path: write_parquet(report.records, path)),
         (config.save_outputs, lambda path: save_outputs(report.records, path)),
         (config.html, lambda path: write_html([report], path)),
-        (config.svg, lambda path: write_svgs([one for *_, charts in run_sections(report) for one in charts], path)),
+        (config.svg, lambda path: write_svgs(run_charts(report), path)),
     ])  # fmt: skip
 
 

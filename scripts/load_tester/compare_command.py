@@ -4,24 +4,16 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from common.errors import ConfigError
-from scripts.load_tester.analysis.compare import MIN_FREE, MIN_FREE_FOR_P99, Change, add_verdicts, changes_of
+from scripts.load_tester.analysis.compare import Change, add_verdicts, changes_of
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.output_files import FINE, INVALID, REGRESSED, check_file, check_folder
+from scripts.load_tester.reporting.charts import TitledChart, comparison_charts, rate_charts, write_svgs
+from scripts.load_tester.reporting.comparison_report import Pair, comparison_lines, comparison_page
 from scripts.load_tester.reporting.report import read_json, write_json
-
-if TYPE_CHECKING:
-    from scripts.load_tester.reporting.charts import TitledChart
-
-#: Options that do not change the load.
-NOT_LOAD = {
-    "json", "jsonl", "html", "parquet", "url", "save_outputs", "svg", "expect_file", "live", "scrape",
-    "scrape_interval", "clients",
-}  # fmt: skip
 
 
 def compare_command(words: Sequence[str]) -> int:
@@ -61,10 +53,11 @@ def _run(first: str, second: str, *, threshold: float, out: dict[str, str | None
     check_folder(out["folder"], "--svg")
     sides = [(Path(name).stem, read_json(name)) for name in (first, second)]
     try:  # everything that reads the two files
-        pairs = _paired(sides[0][1], sides[1][1])
-        found = add_verdicts([changes_of(before, after) for _, before, after in pairs], threshold)
-        lines = [line for pair, own in zip(pairs, found, strict=True) for line in _titled(pair, own)]
-        reasons = _reasons([name for name, _ in sides], pairs)
+        runs = _paired(sides[0][1], sides[1][1])
+        found = add_verdicts([changes_of(before, after) for _, before, after in runs], threshold)
+        pairs = [Pair(*run, own) for run, own in zip(runs, found, strict=True)]
+        lines = [line for pair in pairs for line in comparison_lines(pair)]
+        reasons = _reasons([name for name, _ in sides], runs)
         names, charts = _charts(sides) if out["page"] or out["folder"] else ([], [])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"--compare: {first} and {second} must be reports of this version: {error!r}") from None
@@ -72,21 +65,20 @@ def _run(first: str, second: str, *, threshold: float, out: dict[str, str | None
     if out["path"]:
         fields = Change.__dataclass_fields__
         flat = [
-            {"rate": title} | {name: getattr(one, name) for name in fields}
-            for (title, *_), own in zip(pairs, found, strict=True)
-            for one in own
+            {"rate": pair.title} | {name: getattr(one, name) for name in fields}
+            for pair in pairs
+            for one in pair.changes
         ]
         write_json({"changes": flat}, out["path"])
-    _draw(names, charts, lines, out)
+    if out["page"]:
+        written = comparison_page(names, pairs, charts, reasons=reasons, threshold=threshold)
+        Path(out["page"]).write_text(written, encoding="utf-8")
+    if out["folder"]:
+        write_svgs(charts, out["folder"])
     print("\n".join(reasons), file=sys.stderr, end="\n" if reasons else "")
     if reasons:
         return INVALID
     return REGRESSED if any(change.verdict == "worse" for own in found for change in own) else FINE
-
-
-def _titled(pair: tuple[str, Figures, Figures], changes: list[Change]) -> list[str]:
-    title, before, after = pair
-    return ([f"\n{title}"] if title else []) + lines_of(changes, before, after)
 
 
 def _reasons(names: Sequence[str], pairs: Sequence[tuple[str, Figures, Figures]]) -> list[str]:
@@ -125,10 +117,8 @@ def _by_rate(runs: Sequence[Figures]) -> dict[str, Figures]:
     return found
 
 
-def _charts(sides: Sequence[tuple[str, Figures]]) -> tuple[list[str], list["TitledChart"]]:
+def _charts(sides: Sequence[tuple[str, Figures]]) -> tuple[list[str], list[TitledChart]]:
     """Distinct names for the two reports, and their charts."""
-    from scripts.load_tester.reporting.charts import comparison_charts, rate_charts
-
     names = [name for name, _ in sides]
     if names[0] == names[1]:
         names = [f"{names[0]} before", f"{names[1]} after"]
@@ -136,50 +126,3 @@ def _charts(sides: Sequence[tuple[str, Figures]]) -> tuple[list[str], list["Titl
     if "runs" in sides[0][1]:
         return names, rate_charts({name: report["runs"] for name, report in reports.items()})
     return names, comparison_charts(reports)
-
-
-def _draw(names: Sequence[str], charts: Sequence["TitledChart"], lines: list[str], out: dict[str, str | None]) -> None:
-    from scripts.load_tester.reporting.charts import write_svgs
-    from scripts.load_tester.reporting.html_report import comparison_page
-
-    if out["page"]:
-        Path(out["page"]).write_text(comparison_page(names, lines, charts), encoding="utf-8")
-    if out["folder"]:
-        write_svgs(charts, out["folder"])
-
-
-def lines_of(changes: list[Change], before: Figures, after: Figures) -> list[str]:
-    """The comparison as text, side by side."""
-    lines = [f"{'':28}{'before':>12}{'after':>12}{'change':>12}   95 % interval"]
-    for one in changes:
-        if one.unit == "s":
-            cells = f"{one.before * 1e3:10.2f}ms{one.after * 1e3:10.2f}ms{one.ratio - 1:>+12.1%}"
-            interval = f"{one.low - 1:+.1%} to {one.high - 1:+.1%}" if one.low is not None and one.high else ""
-        else:
-            cells = f"{one.before:12.2%}{one.after:12.2%}{one.ratio * 100:>+8.1f} pts"
-            interval = f"{(one.low or 0) * 100:+.1f} to {(one.high or 0) * 100:+.1f} points"
-        mark = {"worse": "  REGRESSED", "better": "  better", "same": "", "unknown": "  not judged"}[one.verdict]
-        lines.append(f"{one.name:28}{cells}   {interval}{mark}")
-    for title, name in (("requests/s", "requests_per_s"), ("tokens/s out", "output_tokens_per_s")):
-        a, b = before["throughput"][name], after["throughput"][name]
-        lines.append(f"{title:28}{a:12.4g}{b:12.4g}{(b / a - 1) if a else 0.0:>+12.1%}   not judged")
-    return lines + _differences(before, after) + _too_few(changes)
-
-
-def _too_few(changes: Sequence[Change]) -> list[str]:
-    if not any(change.p is None and change.unit == "s" for change in changes):
-        return []
-    return [
-        "",
-        f"not judged: successive requests were slow together and count for fewer than {MIN_FREE} independent ones "
-        f"({MIN_FREE_FOR_P99} for p99). Make the runs longer.",
-    ]
-
-
-def _differences(before: Figures, after: Figures) -> list[str]:
-    """Options and server facts that differ between the runs."""
-    names = dict.fromkeys([*before["config"], *after["config"]])
-    pairs = [(name, before["config"].get(name), after["config"].get(name)) for name in names if name not in NOT_LOAD]
-    pairs += [(f"server's {name}", before["server"].get(name), after["server"].get(name)) for name in ("model", "kind")]
-    differing = [f"{name}: {one!r} before, {other!r} after" for name, one, other in pairs if one != other]
-    return ["", "the two runs had different options or servers:", *differing] if differing else []

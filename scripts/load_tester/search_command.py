@@ -9,9 +9,10 @@ from scripts.load_tester.client.request_headers import common_headers
 from scripts.load_tester.client.server_info import fetch_server_info
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.output_files import FAILED, FINE, INVALID, say, write_files
+from scripts.load_tester.reporting.formats import limit, milliseconds, percent
+from scripts.load_tester.reporting.headline import LATENCIES
 from scripts.load_tester.reporting.progress import run_with_progress
 from scripts.load_tester.reporting.report import SCHEMA, Report, write_json
-from scripts.load_tester.reporting.text_report import milliseconds, percent
 
 MIN_RESPONSES = 10  # times the duration of a response: the least length of a run
 
@@ -55,12 +56,7 @@ def _sweep_status(shown: list[Report]) -> int:
 
 
 def _search_status(config: LoadtestConfig, found: SearchResult) -> int:
-    say("", describe_result(config, found))
-    unsure = [point.rate for point in found.points if not point.is_sure and point.is_valid]
-    if unsure:
-        say(f"within chance of the limit: {', '.join(f'{rate:.4g}/s' for rate in unsure)}")
-    if found.point and (warning := _too_short(found.point)):
-        say(warning)
+    say("", *search_notes(config, found))
     failed = [point.rate for point in found.points if not point.is_valid]
     if failed:
         print(f"at {min(failed):.4g}/s the client could not keep up: the limit may be higher", file=sys.stderr)
@@ -68,8 +64,19 @@ def _search_status(config: LoadtestConfig, found: SearchResult) -> int:
     return FINE if found.best else FAILED
 
 
+def search_notes(config: LoadtestConfig, found: SearchResult) -> list[str]:
+    """The result of a search in a sentence, and what makes it uncertain."""
+    notes = [describe_result(config, found)]
+    unsure = [point.rate for point in found.points if not point.is_sure and point.is_valid]
+    if unsure:
+        notes.append(f"within chance of the limit: {', '.join(f'{rate:.4g}/s' for rate in unsure)}")
+    if found.point and (warning := _too_short(found.point)):
+        notes.append(warning)
+    return notes
+
+
 def describe_result(config: LoadtestConfig, found: SearchResult) -> str:
-    limits = ", ".join(f"{name} {milliseconds(limit)} ms" for name, limit in config.slos.items())
+    limits = ", ".join(f"{LATENCIES[name][0]} {limit(seconds)}" for name, seconds in config.slos.items())
     good = f"{percent(config.slo_attainment)} of requests within {limits}"
     if not found.best:
         return f"no rate was found with {good}: {found.why}"
@@ -105,14 +112,15 @@ def _row(rate: float, report: Report) -> str:
 
 
 def _write_results(config: LoadtestConfig, reports: list[Report], found: SearchResult | None) -> bool:
-    from scripts.load_tester.reporting.charts import rate_charts, rate_figures, write_svgs
+    from scripts.load_tester.reporting.charts import search_charts, write_svgs
     from scripts.load_tester.reporting.html_report import write_html
 
-    result = describe_result(config, found) if found else ""
+    notes = search_notes(config, found) if found else []
+    best = found.best if found else None
     return write_files([
         (config.json, lambda path: write_json(_to_dict(reports, found), path)),
-        (config.html, lambda path: write_html(reports, path, found=result)),
-        (config.svg, lambda path: write_svgs(rate_charts({"": rate_figures(reports)}), path)),
+        (config.html, lambda path: write_html(reports, path, found=notes, best_rate=best)),
+        (config.svg, lambda path: write_svgs(search_charts(reports), path)),
     ])  # fmt: skip
 
 

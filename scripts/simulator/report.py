@@ -1,5 +1,6 @@
 """The results of a simulation, as a dictionary and as a table."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ from numpy.typing import NDArray
 
 from scripts.load_tester.analysis.metrics import slo_limits
 from scripts.load_tester.analysis.stats import QUANTILES
+from scripts.load_tester.reporting.formats import milliseconds, per_second, percent
 from scripts.load_tester.workload.request_classes import RequestClass
 from scripts.simulator.client import Outcome
 from scripts.simulator.cluster import Cluster
 from scripts.simulator.node import Node
 
 Figures = dict[str, Any]
+WIDTH = 80
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 ROWS = (
     ("time to first token", "ttft"),
@@ -194,30 +197,48 @@ def _role(nodes: Sequence[Node], now: float) -> Figures:
 
 
 def table(found: Figures) -> list[str]:
-    requests, rates = found["requests"], found["throughput"]
-    errors = ", ".join(f"{name} {count:,}" for name, count in requests["errors"].items())
+    """The results as text, the main figures first, in lines of at most 80 columns."""
+    errors = ", ".join(f"{name} {count:,}" for name, count in found["requests"]["errors"].items())
     lines = [] if found["is_whole"] else ["stopped before the end; results so far:"]
-    lines += [
-        f"simulated  {found['virtual_s']:,.1f} s in {found['wall_s']:,.1f} s: {found['row_steps']:,} row-steps, "
-        f"{found['row_steps_per_minute'] / 1e6:.1f} million a minute",
-        f"requests   {requests['sent']:,} sent, {requests['answered']:,} answered"
-        + (f"; failed: {errors}" if errors else ""),
-        f"throughput {rates['requests_per_s']:.3g} requests/s, {rates['output_tokens_per_s']:,.0f} tokens/s out, "
-        f"{rates['input_tokens_per_s']:,.0f} tokens/s in, {found['cached_share']:.1%} of these cached",
-        f"service    {found['service']['share']:.1%} within limits, {found['service']['starved']:,} starved",
-        "",
-        f"{'ms':32}" + "".join(f"{name:>11}" for name in COLUMNS),
-    ]
+    lines += _headline(found)
+    if errors:
+        lines += _wrapped(f"failed      {errors}", 12)
+    lines += ["", f"{'milliseconds':30}" + "".join(f"{name:>8}" for name in COLUMNS)]
     for title, name in ROWS:
         row = found["latency_s"][name]
         if row["count"]:
-            lines.append(f"{title:32}" + "".join(f"{_milliseconds(row[column]):>11}" for column in COLUMNS))
+            lines.append(f"{title:30}" + "".join(f"{milliseconds(row[column]):>8}" for column in COLUMNS))
     for kind in ("classes", "tenants"):
         lines += _group_lines(kind, found[kind])
     lines.append("")
     for role, figures_of in found["nodes"].items():
         lines += _role_lines(role, figures_of)
-    return lines
+    speed = f"{found['row_steps']:,} row-steps, {found['row_steps_per_minute'] / 1e6:.1f} million a minute"
+    return lines + _wrapped(f"simulated   {found['virtual_s']:,.1f} s in {found['wall_s']:,.1f} s: {speed}", 12)
+
+
+def _headline(found: Figures) -> list[str]:
+    """The main figures, one a line."""
+    requests, rates, service = found["requests"], found["throughput"], found["service"]
+    ttft, itl, e2e = (found["latency_s"][name] for name in ("ttft", "itl", "e2e"))
+    goodput = service["good"] / found["virtual_s"] if found["virtual_s"] else 0.0
+    inputs = f"{rates['input_tokens_per_s']:,.0f} tokens/s of prompts, {percent(found['cached_share'])} of these cached"
+    waited = f"{percent(service['share'])} within limits, {service['starved']:,} waited too long"
+    answered = f"{requests['sent']:,} sent, {requests['answered']:,} answered"
+    rows = [
+        ("goodput", per_second(goodput), "requests/s", waited),
+        ("throughput", per_second(rates["requests_per_s"]), "requests/s", answered),
+        ("output", f"{rates['output_tokens_per_s']:,.0f}", "tokens/s", inputs),
+        ("TTFT p50", milliseconds(ttft.get("p50")), "ms", "time to first token, half took at most this"),
+        ("TTFT p99", milliseconds(ttft.get("p99")), "ms", "99 of 100 took at most this"),
+        ("ITL p99", milliseconds(itl.get("p99")), "ms", "inter-token latency: between two messages"),
+        ("E2E p50", milliseconds(e2e.get("p50")), "ms", "end to end"),
+    ]
+    return [line for name, value, unit, words in rows for line in _wrapped(f"{name:11}{value:>9} {unit:11}{words}", 32)]
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _group_lines(kind: str, groups: dict[str, Figures]) -> list[str]:
@@ -226,8 +247,8 @@ def _group_lines(kind: str, groups: dict[str, Figures]) -> list[str]:
     )
     for name, row in groups.items():
         figures_of = (row["ttft"]["p50"], row["ttft"]["p99"], row["itl"].get("p99"), row["e2e"]["p99"])
-        cells = zip(map(_milliseconds, figures_of), (12, 10, 10, 12), strict=True)
-        counted = f"{name or '(none)':20}{row['ttft']['count']:>12,}"
+        cells = zip(map(milliseconds, figures_of), (12, 10, 10, 12), strict=True)
+        counted = f"{(name or '(none)')[:19]:20}{row['ttft']['count']:>12,}"
         lines.append(counted + "".join(f"{cell:>{width}}" for cell, width in cells))
     return lines
 
@@ -238,17 +259,10 @@ def _role_lines(role: str, found: Figures) -> list[str]:
     busy = found["busy"]
     per_step = found["rows"] / found["steps"] if found["steps"] else 0.0
     tokens = found["prompt_tokens"] / found["steps"] if found["steps"] else 0.0
-    what = f"{per_step:.1f} rows and {tokens:.1f} prompt tokens a step"
-    lines = [
-        f"{role:10} {found['count']:,} nodes, busy {busy['mean']:.1%} ({busy['min']:.1%} to {busy['max']:.1%}), "
-        f"pages in use {found['pages_used']:.1%}, {what}"
+    parts = [
+        f"{role:12}{found['count']:,} nodes, busy {percent(busy['mean'])} ({percent(busy['min'])} to "
+        f"{percent(busy['max'])}), pages in use {percent(found['pages_used'])}",
+        f"{per_step:.1f} rows and {tokens:.1f} prompt tokens a step",
     ]
-    named = [f"{name.replace('_', ' ')} {found['totals'][name]:,.0f}" for name in TOTALS if found["totals"].get(name)]
-    return [*lines, " " * 11 + ", ".join(named)] if named else lines
-
-
-def _milliseconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    scaled = value * 1e3
-    return f"{scaled:,.0f}" if scaled >= 1000 else f"{scaled:.1f}" if scaled >= 10 else f"{scaled:.2f}"
+    parts += [f"{name.replace('_', ' ')} {found['totals'][name]:,.0f}" for name in TOTALS if found["totals"].get(name)]
+    return _wrapped(", ".join(parts), 12)

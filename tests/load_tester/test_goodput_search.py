@@ -40,7 +40,7 @@ def test_a_search_without_a_failing_rate_says_so() -> None:
     found = find_goodput(lambda *_: counted(100, 100), 1.0, 0.9, 6)
     assert (found.best, len(found.points)) == (4096, 13) and "4096/s was the last rate" in found.why
     words = describe_result(LoadtestConfig(slo_ttft="1s", find_goodput=True), found)
-    assert words.startswith("at least 4096/s with 90.0% of requests within ttft 1,000 ms")
+    assert words.startswith("at least 4096/s with 90.0% of requests within TTFT 1 s")
 
 
 def test_a_search_ends_where_a_lower_rate_cannot_help() -> None:

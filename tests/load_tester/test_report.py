@@ -25,12 +25,15 @@ from scripts.load_tester.client.server_info import fetch_server_info
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.main import main
 from scripts.load_tester.output_files import DIFFERENT, FAILED, FINE, INVALID, WRONG
-from scripts.load_tester.reporting.html_report import comparison_page, page
+from scripts.load_tester.reporting.comparison_report import Pair, comparison_page
+from scripts.load_tester.reporting.formats import percent
+from scripts.load_tester.reporting.headline import outputs_verdict
+from scripts.load_tester.reporting.html_report import page
 from scripts.load_tester.reporting.parquet import COLUMNS, write_parquet
 from scripts.load_tester.reporting.progress import ProgressView, panel
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.svg import log_ticks, ticks
-from scripts.load_tester.reporting.text_report import outputs_verdict, percent, summary_lines
+from scripts.load_tester.reporting.text_report import summary_lines
 from scripts.load_tester.run import run_load
 from scripts.load_tester.workload.plan import Plan, make_plan
 from scripts.load_tester.workload.planned_request import PlannedRequest
@@ -80,7 +83,9 @@ def test_text_from_a_server_is_escaped_and_printable(tmp_path: Path) -> None:
         f'x_running{{node="{evil}"}}': [[0.0, 1.0], [1.0, 2.0]],
         f"running{evil}": [[0.0, 1.0], [1.0, 2.0]],
     }
-    written = page([report]) + comparison_page([evil, "b"], [evil], [])
+    pair = Pair(evil, report.to_dict(), report.to_dict() | {"config": {evil: evil}}, [])
+    written = page([report]) + page([report, report], found=[evil])
+    written += comparison_page([evil, "b"], [pair, pair], [], reasons=[evil], threshold=0.05)
     assert "<script" not in written and "onload='" not in written
     assert "\x1b" not in written + "".join(summary_lines(report)) and "alert(1)" in written
 
@@ -247,7 +252,7 @@ def test_an_output_check_needs_every_expected_output(tmp_path: Path, capsys: pyt
     assert "24 compared, 0 differ; 6 requests failed or were cut off" in said.err
     assert outputs_verdict(COUNTS | {"expected": 1, "unanswered": 1}) == "NO OUTPUT WAS COMPARED."
     verdict = "NOT ALL EXPECTED OUTPUTS WERE COMPARED"
-    assert verdict in said.out and f'<p class="bad">{verdict}' in (tmp_path / "r.html").read_text()
+    assert verdict in said.out and f'<li class="bad">{verdict}' in (tmp_path / "r.html").read_text()
 
 
 def test_chat_and_trimmed_words_are_different_prompts(tmp_path: Path) -> None:

@@ -161,7 +161,9 @@ def test_impossible_options_are_refused_by_name(words: list[str], sentence: str)
 def test_the_command_prints_a_table_and_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     assert main(["--num-requests=5", "--rate=50", f"--json={file}"]) == 0
-    assert "5 sent, 5 answered" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("goodput") and "5 sent, 5 answered" in lines[1]
+    assert max(map(len, lines)) <= 80
     assert json.loads(file.read_text())["requests"]["answered"] == 5
     assert main(["--num-requests=5", "--json=/nowhere/report.json"]) == 2
     assert "--json /nowhere/report.json: the folder does not exist" in capsys.readouterr().err

@@ -28,21 +28,27 @@ MARK = "\0"
 
 def usage(outputs: Sequence[OutputStream]) -> dict[str, Any]:
     """OpenAI's ``usage`` over all outputs of a request; each prompt counts once, however many samples it has."""
-    prompts: dict[int, tuple[int, int]] = {}
+    cached: dict[int, int] = {}  # by number of the prompt
+    prompt = completion = num_reasoning = 0
+    has_parts = False
     for output in outputs:
-        number, cached = output.request.prompt_number, output.cached_tokens
-        known = prompts.get(number)  # the first sample computed what the others found in the cache
-        prompts[number] = (len(output.request.prompt), cached if known is None else min(known[1], cached))
-    prompt = sum(length for length, _ in prompts.values())
-    completion = sum(len(output.ids) for output in outputs)
+        request = output.request
+        completion += len(output.ids)
+        num_reasoning += output.num_reasoning_tokens
+        has_parts |= request.output_format is not None
+        known = cached.get(request.prompt_number)
+        if known is None:
+            prompt += len(request.prompt)
+            known = output.cached_tokens
+        # The first sample computed what the others found in the cache.
+        cached[request.prompt_number] = min(known, output.cached_tokens)
     counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in prompts.values())},
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
     }
-    if any(output.request.output_format is not None for output in outputs):
-        num_reasoning = sum(output.num_reasoning_tokens for output in outputs)
+    if has_parts:
         counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     return counts
 

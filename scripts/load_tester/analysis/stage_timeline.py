@@ -25,6 +25,22 @@ DECODE_STAGES = {
     "join_s": "first decode token",
 }
 NAMES = PREFILL_STAGES | DECODE_STAGES | {"decode_s": "decode"}
+REST = "decode, all later tokens"
+MEANINGS = {
+    LATE: "the client sent the request after its intended instant",
+    GATEWAY: "HTTP, tokenizer and routing, on the way there and back",
+    UNTIMED: "what the server did not time",
+    WAITING: "from the send to the first token",
+    "queue": "waiting for the engine",
+    "prefill queue": "waiting at the prefill node for compute or memory",
+    "prefill": "computing the prompt's KV cache and the first token",
+    "decode queue": "waiting for KV pages on the decode node, beside the prefill",
+    "decode waits for the prompt": "pages are reserved, the prompt is still being computed, beside the prefill",
+    FIRST_GAP: "what handing the request to the decode node costs the user",
+    "transfer": "last KV pages to the decode node",
+    "first decode token": "joining the decode batch and its first step",
+    REST: "from the second token to the last",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +98,43 @@ def median_spans(records: Sequence[RequestRecord]) -> list[Span]:
         for name, some in by_name.items()
     ]
     return sorted(found, key=lambda span: (span.begin_s, span.end_s))
+
+
+@dataclass(frozen=True, slots=True)
+class StageShare:
+    """One row of the table of stages.
+
+    Attributes:
+        share: its part of the time from the intended instant to the last token, summed over all requests.
+        is_part: whether it lies inside or beside other stages. The shares of the rest add up to 1.
+        p50_s, p99_s: over the requests that have the stage.
+    """
+
+    name: str
+    share: float
+    is_part: bool
+    p50_s: float
+    p99_s: float
+
+
+def stage_shares(records: Sequence[RequestRecord]) -> list[StageShare]:
+    """Where the time of successful requests went, in the order in which a request meets the stages."""
+    lengths: dict[str, list[float]] = {}
+    for record in records:
+        spans = [span for span in spans_of(record) if span.name != STEADY]
+        if len(record.stamps_s) > 2:
+            spans.append(Span(REST, 0.0, record.stamps_s[-1] - record.stamps_s[1]))
+        for span in spans:
+            lengths.setdefault(span.name, []).append(max(0.0, span.length_s))
+    parts = set(DECODE_STAGES.values())
+    total_s = sum(sum(own) for name, own in lengths.items() if name not in parts)
+    return [
+        StageShare(
+            name,
+            sum(lengths[name]) / total_s if total_s else 0.0,
+            name in parts,
+            *(float(np.quantile(lengths[name], share)) for share in (0.5, 0.99)),
+        )
+        for name in MEANINGS
+        if name in lengths
+    ]

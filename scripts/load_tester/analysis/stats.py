@@ -31,12 +31,12 @@ Summary = dict[str, float | int | Interval]
 
 
 def summary(values: Sequence[float] | Floats, rng: np.random.Generator) -> Summary:
-    """Count, mean, deviation, extremes and percentiles of a sample, with 95 % bootstrap intervals (``p50_ci`` ...).
+    """Count, mean, deviation, extremes and percentiles of durations, with 95 % bootstrap intervals (``p50_ci`` ...).
 
     Percentiles interpolate linearly between order statistics. Empty for an empty sample.
 
     Args:
-        values: in order of time; neighbours may be correlated.
+        values: in order of time; neighbours may be correlated. None is negative, so neither is an end of an interval.
 
     Returns:
         An end of an interval is None where the sample is too small to bound it.
@@ -53,7 +53,7 @@ def summary(values: Sequence[float] | Floats, rng: np.random.Generator) -> Summa
         "min": float(sample[0]),
         "max": float(sample[-1]),
     }
-    found["mean_ci"] = mean_interval(sample, rng, num_free)
+    found["mean_ci"] = [end if end is None else max(0.0, end) for end in mean_interval(sample, rng, num_free)]
     for name, share in QUANTILES.items():
         found[name] = float(np.quantile(sample, share))
         found[name + "_ci"] = quantile_interval(sample, share, rng, num_free)
@@ -68,6 +68,8 @@ def correlation_time(series: Floats) -> float:
         return 1.0
     spectrum = np.fft.rfft(away, 1 << (2 * count - 1).bit_length())
     products = np.fft.irfft(spectrum * spectrum.conj())[:count]
+    if products[0] <= 0:  # deviations so small that their squares are 0
+        return 1.0
     times = 1 + 2 * np.cumsum(products[1:] / products[0])
     far = np.nonzero(np.arange(1, count) >= 5 * times)[0]
     return float(min(max(1.0, times[far[0]] if len(far) else count), count))

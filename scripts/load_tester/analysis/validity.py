@@ -134,7 +134,7 @@ def verdict(
     late = arrivals["lateness"]["p99"]
     if late > config.lateness_s:
         limit = config.lateness_s * 1e3
-        reasons.append(f"1 % of requests went out more than {late * 1e3:.1f} ms late (limit {limit:g})")
+        reasons.append(f"1 % of requests went out more than {late * 1e3:.1f} ms late (limit {limit:g} ms)")
     intended, achieved = arrivals["intended_rate"], arrivals["achieved_rate"]
     if intended and achieved and arrivals["count"] >= MIN_FOR_TEST and _is_missed(arrivals, config):
         reasons.append(f"requests went out at {achieved:.4g}/s instead of {intended:.4g}/s")

@@ -6,31 +6,34 @@ use. Other gauges whose names suggest load are shown as they are.
 
 import re
 
-from scripts.load_tester.reporting.svg import Chart, Points
+from scripts.load_tester.reporting.svg import Chart, Points, number
 
 Series = dict[str, list[list[float]]]  # "name{labels}" to [seconds, value], ...
 Lines = list[tuple[str, Points]]  # name of the node, points
 UTILISATION = re.compile(r"running|waiting|usage|in_flight|queue|num_requests|busy|util|processing|deferred", re.I)
 COUNTERS = re.compile(r"_total$|_count$|_seconds$")
 MAX_LINES, MAX_CHARTS = 6, 12
+MAX_LABEL = 32  # letters that fit beside a chart
 STALE_S = 4.0
 
 
 def node_charts(scrape: Series) -> list[tuple[str, Chart]]:
     """Title and chart of busy time, pages, tokens computed, and other gauges of load."""
     found = [
-        ("Busy with steps, share of the time", _rates(scrape, "busy_seconds_total"), (0.0, 1.0)),
-        ("KV pages in use, share of the pool", _pages(scrape), (0.0, 1.0)),
-        ("Prompt tokens computed per second", _rates(scrape, "node_prompt_tokens_computed_total"), None),
-        ("Output tokens per second", _rates(scrape, "node_output_tokens_total"), None),
+        ("Busy with steps, share of the time", "share", _rates(scrape, "busy_seconds_total"), (0.0, 1.0)),
+        ("KV pages in use, share of the pool", "share", _pages(scrape), (0.0, 1.0)),
+        ("Prompt tokens computed per second", "tokens/s", _rates(scrape, "node_prompt_tokens_computed_total"), None),
+        ("Output tokens per second", "tokens/s", _rates(scrape, "node_output_tokens_total"), None),
     ]
-    charts = [(_of(title, lines), _chart(title, lines, bounds)) for title, lines, bounds in found if lines]
+    charts = [(_of(title, lines), _chart(unit, lines, bounds)) for title, unit, lines, bounds in found if lines]
     families: dict[str, Lines] = {}
     for name, series in scrape.items():
         family = name.partition("{")[0]
         if UTILISATION.search(family) and not COUNTERS.search(family):
             families.setdefault(family, []).append((_node(name), [(at, value) for at, value in series]))
-    charts += [(_of(_title(family), lines), _chart(family[:44], lines, None)) for family, lines in families.items()]
+    charts += [
+        (_of(_title(family), lines), _chart(family[:MAX_LABEL], lines, None)) for family, lines in families.items()
+    ]
     return charts[:MAX_CHARTS]
 
 
@@ -45,7 +48,9 @@ def _title(family: str) -> str:
 
 
 def _chart(label: str, lines: Lines, bounds: tuple[float, float] | None) -> Chart:
-    chart = Chart("s", label, y=bounds)
+    node, most = max(((name, max(value for _, value in points)) for name, points in lines), key=lambda pair: pair[1])
+    highest = f"{min(most, bounds[1]):.0%}" if bounds else number(most)
+    chart = Chart("seconds since the start of the run", label, y=bounds, finding=f"at most {highest} ({node})")
     for colour, (name, points) in enumerate(lines[:MAX_LINES]):
         chart.line(points, colour, name)
         if len(points) == 1:  # a line does not show a single point

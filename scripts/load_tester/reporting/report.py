@@ -4,6 +4,7 @@
 All times are seconds; ``schema`` rises when a field changes its meaning.
 """
 
+import shlex
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -98,6 +99,20 @@ def config_figures(config: LoadtestConfig) -> Figures:
     if shown.get("header"):
         shown["header"] = shown["header"].split(":")[0] + ": ..."
     return shown
+
+
+def command_of(figures: Figures) -> str:
+    """The command line of a run, from its configuration without secrets."""
+    words = ["./scripts/loadtest"]
+    for name, found in options_of(LoadtestConfig).items():
+        value = figures.get(name, found.default)
+        if value is None or value == found.default or found.is_secret:
+            continue
+        if found.kind is bool:
+            words.append(found.flag if value else f"--no-{found.flag[2:]}")
+        else:
+            words += [found.flag, shlex.quote(str(value))]
+    return " ".join(words)
 
 
 def write_json(content: Any, path: str) -> None:

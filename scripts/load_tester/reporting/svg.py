@@ -7,33 +7,41 @@ show as a tooltip. ``Chart.svg`` is for a page that has ``STYLE``; ``Chart.file`
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from markupsafe import Markup
 
 from scripts.load_tester.reporting.sanitize import escape
 
-WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
+WIDTH, HEIGHT = 480, 264
+LEFT, RIGHT, TOP, BOTTOM = 80, 14, 14, 44
 MAX_POINTS = 3000
+MAX_LARGE = 30  # dots up to this number are drawn larger
 MIN_TICKS = 4  # of a logarithmic axis
-LETTER = 6.2  # mean width in pixels, for a legend without a browser's layout
+LETTER = 6.6  # mean width in pixels, for text without a browser's layout
+PHONE = 1.4  # a narrow page enlarges letters by this factor, to keep them readable
 COLOURS = {
-    "light": "#2563b8 #d9692a #1f8a5b #8457b8 #b8860b #c2335c #98a2b3".split(),
-    "dark": "#6ea8fe #f2995f #53c495 #b794e6 #e0b84c #f27a9b #667085".split(),
+    "light": "#3454d1 #d9692a #1f8a5b #8457b8 #b8860b #c2335c #98a2b3".split(),
+    "dark": "#8fa5ff #f2995f #53c495 #b794e6 #e0b84c #f27a9b #667085".split(),
 }
 VARIABLES = {  # colours of text and lines, then of the data
     name: f"--ink: {ink}; --soft: {soft}; --line: {line}; "
     + " ".join(f"--c{n}: {colour};" for n, colour in enumerate(COLOURS[name]))
-    for name, ink, soft, line in (("light", "#1c2430", "#667085", "#e3e7ed"), ("dark", "#e6e9ef", "#98a2b3", "#2b323d"))
+    for name, ink, soft, line in (("light", "#181c23", "#5a6372", "#e2e5ea"), ("dark", "#e6e9ee", "#9aa4b2", "#2a313b"))
 }
 STYLE = (
     f":root {{ {VARIABLES['light']} }} @media (prefers-color-scheme: dark) {{ :root {{ {VARIABLES['dark']} }} }} "
-    "svg text { font: 11px system-ui, sans-serif; fill: var(--soft); } svg text.e { text-anchor: end; } "
+    "svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } "
+    "svg text.h { dominant-baseline: hanging; } svg text.e { text-anchor: end; } "
     "svg text.m { text-anchor: middle; } svg text.t { font-weight: 600; fill: var(--ink); } "
     ".g { stroke: var(--line); } "
-    ".l { fill: none; stroke-width: 1.7; } .f { fill-opacity: .75; } "
-    + " ".join(f".l.c{n} {{ stroke: var(--c{n}) }} .f.c{n} {{ fill: var(--c{n}) }}" for n in range(7))
+    ".l { fill: none; stroke-width: 1.7; } .f { fill-opacity: .75; } .w { stroke-width: 5; opacity: .28; } "
+    + " ".join(
+        f".l.c{n} {{ stroke: var(--c{n}) }} .f.c{n} {{ fill: var(--c{n}) }} .w.c{n} {{ stroke: var(--c{n}) }}"
+        for n in range(7)
+    )
 )
+LIMIT = 5  # colour of a limit
 Points = Sequence[tuple[float, float]]
 
 
@@ -60,6 +68,10 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
+    """A tick's value in at most six letters: 12k for 12,000."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(size, 1e4):
+            return f"{value / size:.3g}{letter}"
     if value and abs(value) < 0.001:
         return f"{value:.0e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
@@ -76,6 +88,7 @@ class Chart:
         height, width, left: pixels; ``left`` is the margin for labels of the y axis.
         rows: labels of heights, instead of numbers.
         keys: further names of the legend, with their colours.
+        finding: what the chart shows in this case, in a few words after its title.
     """
 
     x_label: str
@@ -89,8 +102,11 @@ class Chart:
     left: int = LEFT
     rows: dict[float, str] = field(default_factory=dict)
     keys: dict[str, int] = field(default_factory=dict)
+    finding: str = ""
     _marks: list[tuple[str, Points, str, str]] = field(default_factory=list)
     _bars: list[tuple[float, float, float, str, str]] = field(default_factory=list)
+    _intervals: list[tuple[float, float, float, str]] = field(default_factory=list)
+    _limits: list[tuple[str, float]] = field(default_factory=list)
 
     def line(self, points: Points, colour: int, name: str = "", *, is_dashed: bool = False) -> None:
         """Add a line through points in order of x; ``name`` goes into the legend."""
@@ -99,6 +115,15 @@ class Chart:
 
     def dots(self, points: Points, colour: int, name: str = "") -> None:
         self._marks.append(("dots", _thinned(points), f"c{colour}", name))
+
+    def interval(self, x: float, low: float, high: float, colour: int) -> None:
+        """Add a vertical interval; a value below zero is drawn as zero."""
+        self._intervals.append((x, max(0.0, low), max(0.0, high), f"c{colour}"))
+
+    def limit(self, axis: Literal["x", "y"], value: float, name: str) -> None:
+        """Add a dashed line across the chart at a value of one axis, which then covers it."""
+        self._limits.append((axis, value))
+        self.keys[name] = LIMIT
 
     def bar(self, y: float, begin: float, end: float, colour: int, title: str = "") -> None:
         """Add a horizontal bar at height ``y`` (Gantt)."""
@@ -110,9 +135,13 @@ class Chart:
         keys = [(f"c{colour}", name) for name, colour in self.keys.items()]
         return [(colour, name) for _, _, colour, name in self._marks if name] + keys
 
+    def heading(self, title: str) -> str:
+        """The title with the finding."""
+        return f"{title}: {self.finding}" if self.finding else title
+
     def svg(self) -> Markup:
         """The chart for a page that has ``STYLE``, without title and legend."""
-        label = escape(self.y_label)
+        label = escape(f"{self.y_label} over {self.x_label}")
         head = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{label}">'
         return Markup(head + self._drawing() + "</svg>")
 
@@ -130,7 +159,7 @@ class Chart:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height + head}" '
             f'width="{self.width}" role="img"><style>{STYLE}</style>'
-            f'<text class="t" x="{self.left}" y="14">{escape(title)}</text>{keys}'
+            f'<text class="t" x="{self.left}" y="14">{escape(self.heading(title))}</text>{keys}'
             f'<g transform="translate(0,{head})">{self._drawing()}</g></svg>\n'
         )
 
@@ -138,7 +167,7 @@ class Chart:
         x, y = self._bounds()
         to_x = _Scale(x, (self.left, self.width - RIGHT), self.is_log_x)
         to_y = _Scale(y, (self.height - BOTTOM, TOP), self.is_log_y)
-        parts = self._grid(x, y, to_x, to_y)
+        parts = self._grid(x, y, to_x, to_y) + self._extras(x, to_x, to_y)
         parts += [self._mark(mark, to_x, to_y) for mark in self._marks]
         size = max(1.0, min(10.0, (self.height - TOP - BOTTOM) / max(1, len({bar[0] for bar in self._bars})) - 0.6))
         for at, begin, end, colour, title in self._bars:
@@ -152,8 +181,17 @@ class Chart:
 
     def _bounds(self) -> tuple[tuple[float, float], tuple[float, float]]:
         points = [point for _, mark, _, _ in self._marks for point in mark]
-        xs = [px for px, _ in points] + [edge for _, begin, end, _, _ in self._bars for edge in (begin, end)]
-        ys = [py for _, py in points] + [bar[0] + half for bar in self._bars for half in (-0.5, 0.5)]
+        xs = (
+            [px for px, _ in points]
+            + [at for axis, at in self._limits if axis == "x"]
+            + [edge for _, begin, end, _, _ in self._bars for edge in (begin, end)]
+        )
+        ys = (
+            [py for _, py in points]
+            + [at for axis, at in self._limits if axis == "y"]
+            + [bar[0] + half for bar in self._bars for half in (-0.5, 0.5)]
+        )
+        ys += [end for _, low, high, _ in self._intervals for end in (low, high)]
         return self.x or _fit(xs, self.is_log_x), self.y or _fit(ys, self.is_log_y)
 
     def _grid(self, x: tuple[float, float], y: tuple[float, float], to_x: "_Scale", to_y: "_Scale") -> list[str]:
@@ -165,21 +203,50 @@ class Chart:
             at = to_y(value)
             parts.append(f'<line class="g" x1="{self.left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
             parts.append(f'<text class="e" x="{self.left - 6}" y="{at + 3:.1f}">{escape(name)}</text>')
-        for value in log_ticks(*x) if self.is_log_x else ticks(*x, self.width // 80):
-            parts.append(f'<line class="g" x1="{to_x(value):.1f}" x2="{to_x(value):.1f}" y1="{TOP}" y2="{bottom}"/>')
-            parts.append(f'<text class="m" x="{to_x(value):.1f}" y="{bottom + 14}">{number(value)}</text>')
+        parts += self._x_ticks(x, to_x)
         middle = (self.left + right) / 2
-        parts.append(f'<text class="m" x="{middle}" y="{self.height - 6}">{escape(self.x_label)}</text>')
-        turned = f"rotate(-90 12 {self.height / 2})"
+        parts.append(f'<text class="m x" x="{middle}" y="{self.height - 4}">{escape(self.x_label)}</text>')
+        height = (TOP + bottom) / 2
         label = escape(self.y_label)
-        if not self.rows:
-            parts.append(f'<text class="m" x="12" y="{self.height / 2}" transform="{turned}">{label}</text>')
+        if not self._bars:
+            parts.append(f'<text class="m y" x="14" y="{height}" transform="rotate(-90 14 {height})">{label}</text>')
+        return parts
+
+    def _x_ticks(self, x: tuple[float, float], to_x: "_Scale") -> list[str]:
+        """Lines of the grid with their values, except where these would touch on a phone."""
+        parts = []
+        bottom = self.height - BOTTOM
+        letter = LETTER * PHONE * max(1.0, self.width / WIDTH)
+        taken = -math.inf
+        for value in log_ticks(*x) if self.is_log_x else ticks(*x, 6):
+            at, words = to_x(value), number(value)
+            half = letter * len(words) / 2
+            parts.append(f'<line class="g" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"/>')
+            if at - half > taken:
+                taken = at + half + letter / 2
+                at = min(at, self.width - half)  # the last value stays inside
+                parts.append(f'<text class="m h" x="{at:.1f}" y="{bottom + 9}">{words}</text>')
+        return parts
+
+    def _extras(self, x: tuple[float, float], to_x: "_Scale", to_y: "_Scale") -> list[str]:
+        """Intervals, and limits inside the axes."""
+        parts = [
+            f'<line class="w {colour}" x1="{to_x(at):.1f}" x2="{to_x(at):.1f}" '
+            f'y1="{to_y(low):.1f}" y2="{to_y(high):.1f}"/>'
+            for at, low, high, colour in self._intervals
+        ]
+        for axis, value in self._limits:
+            own = (to_x(x[0]), to_x(x[1]), to_y(value), to_y(value))
+            own = (to_x(value), to_x(value), TOP, self.height - BOTTOM) if axis == "x" else own
+            x1, x2, y1, y2 = (f"{place:.1f}" for place in own)
+            parts.append(f'<line class="l c{LIMIT}" stroke-dasharray="7 4" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>')
         return parts
 
     def _mark(self, mark: tuple[str, Points, str, str], to_x: "_Scale", to_y: "_Scale") -> str:
         kind, points, colour, _ = mark
         if kind == "dots":
-            dots = "".join(f'<circle cx="{to_x(px):.1f}" cy="{to_y(py):.1f}" r="1.8"/>' for px, py in points)
+            radius = 1.8 if len(points) > MAX_LARGE else 3
+            dots = "".join(f'<circle cx="{to_x(px):.1f}" cy="{to_y(py):.1f}" r="{radius}"/>' for px, py in points)
             return f'<g class="f {colour}">{dots}</g>'
         path = "M" + " L".join(f"{to_x(px):.1f},{to_y(py):.1f}" for px, py in points) if points else ""
         dashes = ' stroke-dasharray="5 4"' if kind == "dashed" else ""
