@@ -81,12 +81,17 @@ class HttpServer:
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())  # cancels what is left of exchanges
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._exchange, sock=self._listener, limit=MAX_REQUEST_BYTES)
         async with server:
             await self._is_stopping.wait()
+        open_connections = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in open_connections:
+            task.cancel()
+        await asyncio.gather(*open_connections, return_exceptions=True)
+        await asyncio.sleep(0)  # the loop closes the sockets of aborted connections in its next turn
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._num_connections >= MAX_CONNECTIONS:
@@ -103,6 +108,8 @@ class HttpServer:
         finally:
             writer.transport.abort()
             self._num_connections -= 1
+            with suppress(OSError):
+                await writer.wait_closed()
 
     async def _answer(self, reader: asyncio.StreamReader) -> bytes:
         """The bytes that answer one request; none if the client leaves before it has sent one."""

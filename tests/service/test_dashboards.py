@@ -147,6 +147,7 @@ async def test_boards_made_for_others_show_our_nodes(client: Client, board: dict
 
 
 async def test_each_event_is_counted_on_one_node(client: Client) -> None:
+    await client.settled()  # requests of other tests that were aborted have ended
     before = sums_of(*(await scrapes(client)).values())
     for max_new in (1, 5):
         await client.generate(range(200, 233), max_new)
