@@ -87,10 +87,11 @@ class HttpServer:
         server = await asyncio.start_server(self._exchange, sock=self._listener, limit=MAX_REQUEST_BYTES)
         async with server:
             await self._is_stopping.wait()
-        open_connections = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in open_connections:
+        await asyncio.sleep(0)  # so that every exchange has begun
+        exchanges = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in exchanges:
             task.cancel()
-        await asyncio.gather(*open_connections, return_exceptions=True)
+        await asyncio.gather(*exchanges, return_exceptions=True)
         await asyncio.sleep(0)  # the loop closes the sockets of aborted connections in its next turn
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -99,7 +100,7 @@ class HttpServer:
             return
         self._num_connections += 1
         try:
-            with suppress(TimeoutError, OSError):
+            with suppress(TimeoutError, OSError, asyncio.CancelledError):  # cancelled at the stop
                 async with asyncio.timeout(EXCHANGE_S):
                     writer.write(await self._answer(reader))
                     await writer.drain()
