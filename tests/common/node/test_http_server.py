@@ -146,6 +146,7 @@ def test_the_stop_closes_the_port_the_connections_and_every_descriptor():
     listener = listen("127.0.0.1", 0)
     address = listener.getsockname()
     running = HttpServer(listener, {})
+    assert status(exchange(address, REQUEST)) == 404  # it serves by now
     with socket.create_connection(address, timeout=60) as client:
         client.sendall(b"GET /")
         running.close()
