@@ -29,6 +29,8 @@ MAX_REQUEST_BYTES = 8_192
 #: From the connection to the last byte of the answer.
 EXCHANGE_S = 5.0
 CLOSE_S = 2.0
+#: At the stop, connections that wait are accepted for so long, so that they are closed too.
+ACCEPT_S = 0.01
 TEXT = "text/plain; charset=utf-8"
 
 
@@ -87,7 +89,7 @@ class HttpServer:
         server = await asyncio.start_server(self._exchange, sock=self._listener, limit=MAX_REQUEST_BYTES)
         async with server:
             await self._is_stopping.wait()
-        await asyncio.sleep(0)  # so that every exchange has begun
+            await asyncio.sleep(ACCEPT_S)  # not every kernel closes connections that wait to be accepted
         exchanges = asyncio.all_tasks() - {asyncio.current_task()}
         for task in exchanges:
             task.cancel()
