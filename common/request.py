@@ -19,7 +19,7 @@ LOWEST_PRIORITY = -(2**31)
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request on one node. Only the node's scheduler and its ``PrefillAdder`` change it.
+    """A request on one node. Only the node's scheduler, its ``PrefillAdder`` and its ``RequestStats`` change it.
 
     Attributes:
         salt: requests with different salts never share cached pages.
@@ -28,6 +28,7 @@ class Request:
         expected_output: predicted number of output tokens; 0: unknown.
         arrived_at, admitted_at, deadline_at: instants in seconds of the node's clock. ``arrived_at`` is earlier than
             the arrival on this node by ``waited_s``.
+        first_token_at, last_token_at: instants of the first and of the latest output token; 0: none yet.
         waited_s: seconds that the request had waited before it arrived on this node.
         inherited_priority: highest priority of the requests that wait for this one.
         num_passed: number of requests that were admitted before this one because it did not fit.
@@ -59,6 +60,8 @@ class Request:
     arrived_at: float = 0.0
     admitted_at: float = 0.0
     deadline_at: float = float("inf")
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
     waited_s: float = 0.0
     inherited_priority: int = LOWEST_PRIORITY
     num_passed: int = 0

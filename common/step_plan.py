@@ -51,6 +51,11 @@ class StepPlan:
     pages: tuple[PageDelta, ...]
     rows: tuple[Row, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV the step computes."""
+        return len(self.rows) + sum([len(row.tokens) - 1 for row in self.rows if row.tokens is not None])
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

@@ -13,6 +13,7 @@ from common.cache.radix_cache import RadixCache
 from common.errors import ErrorCode, RequestError
 from common.node.outbox import Outbox
 from common.node.planned_chunks import PlannedChunks
+from common.node.request_stats import ABORT, ERROR, RequestStats
 from common.node.role import (
     DEADLINE_GRACE_S,
     Load,
@@ -44,8 +45,9 @@ from decode_node.token_output import TokenOutput
 from kv_transfer.events import Completed, Event, Finished, PairLost
 from kv_transfer.receive.receiver import Receiver
 
-#: Monotonic totals of the role itself.
-COUNTERS = ("requests", "failed_requests", "steps", "transfers", "pages_cached", "output_tokens")
+#: Monotonic totals of the role itself. ``granted_tokens`` counts the tokens of prompts that a prefill node computed,
+#: ``pages_cached`` the pages of them that were in this node's cache and therefore not granted.
+COUNTERS = ("requests", "failed_requests", "steps", "transfers", "granted_tokens", "pages_cached", "output_tokens")
 
 #: A prefill node that has not answered ``Connect`` by then counts as lost.
 CONNECT_TIMEOUT_S = 10.0
@@ -73,6 +75,7 @@ class DecodeRole:
         stream_interval: int = 1,
     ) -> None:
         self.outbox = Outbox()
+        self.stats = RequestStats()
         self._scheduler = scheduler
         self._receiver = receiver
         self._cache = cache
@@ -97,7 +100,7 @@ class DecodeRole:
             request = self._scheduler.requests.get(key)
             if request is not None:
                 self._report_stages(request, now)
-            self._end(key)
+            self._abort(key)
             report_missed_deadline(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)
@@ -119,7 +122,7 @@ class DecodeRole:
 
     def gateway_lost(self, now: float) -> None:
         for key in list(self._scheduler.requests):
-            self._end(key)
+            self._abort(key)
         self._settle(now)
 
     def peer_lost(self, peer: str, now: float) -> None:
@@ -185,11 +188,15 @@ class DecodeRole:
         self.outbox.grammars += self._scheduler.grammars.take_effects()
 
     def _perform(self, effects: Sequence[Effect], now: float) -> None:
+        sampled = [effect.request for effect in effects if isinstance(effect, Sampled)]
+        if sampled:
+            self._totals["output_tokens"] += len(sampled)
+            self.stats.sampled(sampled, now)
         for effect in effects:
             if isinstance(effect, Sampled):
-                self._totals["output_tokens"] += 1
                 self._output.add(effect, now)
                 if effect.finish:
+                    self.stats.finished(effect.request, effect.finish, now)
                     self._forget(effect.request.key)
             elif isinstance(effect, PageGrant):
                 self._begin_transfer(effect, now)
@@ -242,6 +249,7 @@ class DecodeRole:
         request, reservation = granted.request, granted.reservation
         source = self._scheduler.source(request.key)
         assert source is not None, f"{request.key} is computed here"
+        self._totals["granted_tokens"] += request.num_decodable
         self._totals["pages_cached"] += reservation.first
         if request.output:
             self._ask_again(request, source, now)
@@ -295,6 +303,7 @@ class DecodeRole:
         request = self._scheduler.requests[key]
         if event.prefill_done.num_tokens == request.num_decodable:
             self._scheduler.received(key, token=event.prefill_done.token)
+            self.stats.handed_off(request, event.prefill_done_at)
             self._output.received(key, event, now)
             self._totals["transfers"] += 1
             return
@@ -306,6 +315,11 @@ class DecodeRole:
         self._allocator.free(event.pages, Owner.GRANT)
 
     # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _abort(self, key: RequestKey) -> None:
+        if key in self._scheduler.requests:
+            self.stats.ended(ABORT)
+            self._end(key)
 
     def _end(self, key: RequestKey) -> None:
         """End a request that was aborted or failed: give everything back, and call off a transfer in progress."""
@@ -332,6 +346,7 @@ class DecodeRole:
 
     def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
         self._totals["failed_requests"] += 1
+        self.stats.ended(ERROR)
         self.outbox.gateway.append(Failed(*key, code, message))
 
     # ---- state ------------------------------------------------------------------------------------------------------
@@ -357,6 +372,9 @@ class DecodeRole:
             num_cached_pages=self._cache.num_pages,
             num_quarantined_pages=self._allocator.count(Owner.QUARANTINE),
         )
+
+    def gauges(self) -> dict[str, float]:
+        return {"evictable_pages": float(self._cache.num_evictable_pages), **self._receiver.gauges()}
 
     def counters(self) -> dict[str, float]:
         return {

@@ -30,7 +30,7 @@ class TokenOutput:
     """
 
     def __init__(self, outbox: Outbox, stream_interval: int) -> None:
-        self.totals: Counter[str] = Counter(local_prefills=0, prompt_tokens_cached=0)
+        self.totals: Counter[str] = Counter(local_prefills=0, prompt_tokens=0, prompt_tokens_cached=0)
         self._outbox = outbox
         self._stream_interval = stream_interval
         self._unsent: dict[RequestKey, list[Sampled]] = {}  # tokens that wait to fill a message
@@ -90,6 +90,7 @@ class TokenOutput:
         """Send the first token of a prompt that was computed here."""
         request = sampled.request
         self.totals["local_prefills"] += 1
+        self.totals["prompt_tokens"] += len(request.prompt)
         self.totals["prompt_tokens_cached"] += request.num_cached
         self._report(request.key, request.stages.take_prefill(request.received_at, now))
         request.stages.decoding_from = now

@@ -13,6 +13,7 @@ from common.cache.radix_cache import RadixCache
 from common.errors import ErrorCode, RequestError
 from common.node.outbox import Outbox
 from common.node.planned_chunks import PlannedChunks
+from common.node.request_stats import RequestStats
 from common.node.role import (
     DEADLINE_GRACE_S,
     Load,
@@ -46,12 +47,14 @@ from common.wire.messages import (
 from kv_transfer.send.sender import Reason, Sender
 from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted, SamplingFailed
 
-#: Monotonic totals of the role itself. ``overlapped_transfers`` counts the ``chunked_requests`` whose first page was
-#: delivered before their last chunk began.
+#: Monotonic totals of the role itself. ``prompt_tokens`` counts the prompts whose first token was sampled here, and
+#: ``prompt_tokens_cached`` what of them was in the cache. ``overlapped_transfers`` counts those ``chunked_requests`` of
+#: which the first page was delivered before the last chunk began.
 COUNTERS = (
     "requests",
     "failed_requests",
     "steps",
+    "prompt_tokens",
     "prompt_tokens_computed",
     "prompt_tokens_cached",
     "output_tokens",
@@ -78,6 +81,7 @@ class PrefillRole:
         vocab_size: int,
     ) -> None:
         self.outbox = Outbox()
+        self.stats = RequestStats()
         self._scheduler = scheduler
         self._sender = sender
         self._cache = cache
@@ -228,7 +232,11 @@ class PrefillRole:
             return
         if not first.is_repeat and request.key not in self._resumed:
             self._totals["output_tokens"] += 1
+            self._totals["prompt_tokens"] += len(request.prompt)
             self._totals["prompt_tokens_cached"] += request.num_cached
+            self.stats.first_token(request, now)
+            if first.finish:
+                self.stats.finished(request, first.finish, now)
             self.outbox.gateway.append(
                 Spans(*request.key, tuple(request.stages.take_prefill(request.received_at, now)))
             )
@@ -293,6 +301,9 @@ class PrefillRole:
             num_cached_pages=self._cache.num_pages,
             num_quarantined_pages=self._allocator.count(Owner.QUARANTINE),
         )
+
+    def gauges(self) -> dict[str, float]:
+        return {"evictable_pages": float(self._cache.num_evictable_pages), **self._sender.gauges()}
 
     def counters(self) -> dict[str, float]:
         return {**self._totals, **self._scheduler.totals(), **self._sender.counters()}

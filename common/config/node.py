@@ -7,13 +7,21 @@ from dataclasses import dataclass
 from common.config.batching import Batching
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions
-from common.config.shared import NEEDS_KEYS, EngineOptions, ModelOptions, Role, check_engine
+from common.config.shared import (
+    NEEDS_KEYS,
+    EngineOptions,
+    ModelOptions,
+    NodeHttpOptions,
+    Role,
+    check_engine,
+    check_node_http,
+)
 from common.errors import ConfigError
 from common.wire.address import check_reach, host_and_port, is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(Batching, EngineOptions, SchedulingOptions, ModelOptions):
+class NodeConfig(Batching, EngineOptions, NodeHttpOptions, SchedulingOptions, ModelOptions):
     """Configuration of ``prefill`` and ``decode``. ``role`` follows from the command; it has no flag."""
 
     role: Role = "prefill"
@@ -39,6 +47,7 @@ class NodeConfig(Batching, EngineOptions, SchedulingOptions, ModelOptions):
 
     def __post_init__(self) -> None:
         check_engine(self)
+        check_node_http(self)
         gateway_host, _ = host_and_port(self.gateway, "--gateway")
         has_keys = self.insecure or bool(self.keys)
         if not is_loopback(gateway_host) and not has_keys:

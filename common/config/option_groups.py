@@ -34,6 +34,7 @@ SERVING: Groups = {
     ),
     "Network": (
         "host", "port", "control_host", "control_port", "gateway", "advertise_host", "data_port", "data_interface",
+        "http_host", "http_port", "health_timeout",
         "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "heartbeat_timeout",
     ),
     "Security": (

@@ -7,14 +7,22 @@ from common.config.batching import Batching
 from common.config.gateway import HttpOptions, Routing, TracingOptions, check_http
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions
-from common.config.shared import EngineOptions, ModelOptions, check_engine
+from common.config.shared import EngineOptions, ModelOptions, NodeHttpOptions, check_engine, check_node_http
 from common.config.tenancy import TenantOptions
 from common.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(
-    Batching, EngineOptions, Routing, HttpOptions, TracingOptions, TenantOptions, SchedulingOptions, ModelOptions
+    Batching,
+    EngineOptions,
+    NodeHttpOptions,
+    Routing,
+    HttpOptions,
+    TracingOptions,
+    TenantOptions,
+    SchedulingOptions,
+    ModelOptions,
 ):
     prefill: int = option(1, "Number of prefill nodes; 0 with --local-prefill always.", minimum=0, maximum=256)
     decode: int = option(1, "Number of decode nodes.", minimum=1, maximum=256)
@@ -29,8 +37,16 @@ class ServeConfig(
 
     def __post_init__(self) -> None:
         check_engine(self)
+        check_node_http(self)
+        check_node_ports(self)
         check_http(self)
         check_local_prefill(self)
+
+
+def check_node_ports(config: Any) -> None:
+    last = (config.http_port or 0) + config.prefill + config.decode - 1
+    if config.http_port and last > 65535:
+        raise ConfigError(f"--http-port {config.http_port} is too high: the last node would get port {last}")
 
 
 def check_local_prefill(config: Any) -> None:

@@ -9,6 +9,7 @@ from common.config.batching import check_batching
 from common.config.options import option
 from common.config.scheduling import check_scheduling
 from common.errors import ConfigError
+from common.wire.address import check_reach
 
 Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -133,6 +134,31 @@ class EngineOptions:
         " exchanges. Set it in the environment, so that it is not visible in the process list.",
         is_secret=True,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeHttpOptions:
+    """Where each prefill and decode node serves its own ``/health`` and ``/metrics``."""
+
+    http_host: str = option("127.0.0.1", "Address on which each node serves its own /health and /metrics.")
+    http_port: int | None = option(
+        0,
+        "Port on which each node serves its own /health and /metrics: 0 takes a free port, none serves neither. serve"
+        " gives its first node this port, the next node the next one, and so on.",
+        minimum=0,
+        maximum=65535,
+        metavar="INT|none",
+    )
+    health_timeout: float = option(
+        10.0,
+        "Seconds for which a node may take for one turn of its event loop, or for one step, before its /health answers"
+        " 503. Longer than the longest step.",
+        minimum=2,
+    )
+
+
+def check_node_http(config: Any) -> None:
+    check_reach("--http-host", config.http_host, config.insecure)
 
 
 def check_engine(config: Any) -> None:

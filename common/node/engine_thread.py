@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from common.errors import RequestError
 from common.node.profiler import NO_FOLDER, Profiler
+from common.node.request_stats import StepStats
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import ProfileAnswer, StartProfile, StopProfile
 
@@ -43,7 +44,8 @@ class EngineThread:
         profiler: records steps at request; without one, such requests are answered with an error.
 
     Attributes:
-        busy_s: seconds spent in steps so far.
+        steps: the steps so far; read by other threads.
+        begun_at: instant of ``time.monotonic`` at which the step in the engine was handed over; None without one.
     """
 
     def __init__(self, executor: Executor, profiler: Profiler | None = None) -> None:
@@ -58,7 +60,8 @@ class EngineThread:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.is_busy = False
-        self.busy_s = 0.0
+        self.begun_at: float | None = None
+        self.steps = StepStats()
         self._thread.start()
 
     def fileno(self) -> int:
@@ -89,6 +92,7 @@ class EngineThread:
     def submit(self, plan: StepPlan) -> None:
         assert not self.is_busy
         self.is_busy = True
+        self.begun_at = time.monotonic()
         self._plans.put(plan)
 
     def profile(self, message: StartProfile | StopProfile) -> None:
@@ -117,6 +121,7 @@ class EngineThread:
         except queue.Empty:
             return None
         self.is_busy = False
+        self.begun_at = None
         if isinstance(result, BaseException):
             raise result
         return result
@@ -141,7 +146,7 @@ class EngineThread:
                 result: StepResult | BaseException = self._executor.run(plan)
             except BaseException as error:  # raised again in the loop, which ends the process
                 result = error
-            self.busy_s += time.monotonic() - began_at
+            self.steps.add(time.monotonic() - began_at, len(plan.rows), plan.num_tokens)
             self._results.put(result)
             self._notify()
             if self._profiler is not None:

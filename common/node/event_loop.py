@@ -59,6 +59,19 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a node at one instant.
+
+    Attributes:
+        at: the instant, in seconds of the loop's clock.
+    """
+
+    at: float
+    heartbeat: Heartbeat
+    pairs: tuple[PairState, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ControlEndpoint:
     """The control plane's end in this process.
 
@@ -90,7 +103,12 @@ class EventLoop:
         gateway: ``host:port`` of the gateway's control socket.
 
     Attributes:
+        gateway_address: as given.
         refused: the reason for which the gateway has refused this node; None if it has not.
+        is_registered, is_dialling: whether the gateway has accepted this node, and whether it is not even connected.
+        turned_at: the instant at which the loop last began a turn, which it does once a second at least.
+        snapshots: the latest two, the newest last; one is taken whenever a heartbeat is due. Other threads may read
+            these attributes.
     """
 
     def __init__(
@@ -110,7 +128,7 @@ class EventLoop:
         self._listen = endpoint.listen
         self._clock = clock
         self._gateway = endpoint.dial(FromGateway, gateway, b"" if endpoint.keys is None else endpoint.keys.gateway)
-        self._gateway_address = gateway
+        self.gateway_address = gateway
         self._connected_at: float | None = None  # to a gateway that has not answered yet
         self._failures: set[HandshakeFailure] = set()  # logged since the last registration
         self._gateway_incarnation = ""
@@ -125,6 +143,9 @@ class EventLoop:
         self._num_dropped = self._num_bytes_sent = 0  # by mailboxes that are closed
         self._reminder = Reminder(clock.now())
         self.is_registered = False
+        self.is_dialling = True
+        self.turned_at = clock.now()
+        self.snapshots: tuple[Snapshot, ...] = ()
         self.refused: str | None = None
         self._poller = zmq.Poller()
         self._watch(self._gateway)
@@ -150,7 +171,7 @@ class EventLoop:
         more = False
         while not self._is_stopping and self.refused is None:
             self._wait(0.0 if more else LONGEST_WAIT_S)
-            now = self._clock.now()
+            now = self.turned_at = self._clock.now()
             self._receive(now)
             result = self._engine.take()
             if result is not None:
@@ -167,7 +188,7 @@ class EventLoop:
             if not self.is_registered and self._reminder.is_due(now):
                 log.info(
                     "still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT",
-                    self._gateway_address,
+                    self.gateway_address,
                 )
 
     def _compile_grammars(self, now: float) -> None:
@@ -229,8 +250,7 @@ class EventLoop:
             if file not in self._files:
                 self._poller.register(file, zmq.POLLIN)
         self._files = files
-        if self.is_registered:
-            longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
+        longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
         if self._listen is not None and self._listen.is_probing:
             longest_s = min(longest_s, PROBE_EVERY_S)
         self._poller.poll(math.ceil(longest_s * 1_000))
@@ -244,13 +264,14 @@ class EventLoop:
         if events.disconnected:
             if events.failure is None:
                 log.warning("the gateway is gone; ending its requests and dialling it again")
-            self.is_registered = False
+            self.is_registered, self.is_dialling = False, True
             self._reminder = Reminder(now)
             self._gateway_incarnation = ""
             self._role.gateway_lost(now)
             self._connected_at = None
         if events.connected:
             self._connected_at = now
+            self.is_dialling = False
             self._gateway.send(self._register())
         elif self._connected_at is not None and now - self._connected_at > SILENCE_S:
             self._connected_at = None
@@ -266,7 +287,7 @@ class EventLoop:
         """Log why the gateway cannot be reached: each cause once, since anyone on the way can forge it."""
         if failure not in self._failures:
             self._failures.add(failure)
-            log.error("cannot connect to --gateway %s: %s; trying again", self._gateway_address, REMEDIES[failure])
+            log.error("cannot connect to --gateway %s: %s; trying again", self.gateway_address, REMEDIES[failure])
 
     def _on_gateway(self, sender: str, message: Message, now: float) -> None:
         if sender != self._gateway_incarnation and self._gateway_incarnation:
@@ -315,13 +336,16 @@ class EventLoop:
 
     def _send(self, now: float) -> None:
         self._flush()
-        if self.is_registered and now >= self._next_heartbeat_at:
-            self._next_heartbeat_at = now + self._heartbeat_s
-            self._gateway.send(self._heartbeat(), target=self._gateway_incarnation)
-            self._send_pairs()
+        if now < self._next_heartbeat_at:
+            return
+        self._next_heartbeat_at = now + self._heartbeat_s
+        snapshot = Snapshot(now, self._heartbeat(), tuple(self._role.pairs())[:MAX_PAIRS])
+        self.snapshots = (*self.snapshots[-1:], snapshot)
+        if self.is_registered:
+            self._gateway.send(snapshot.heartbeat, target=self._gateway_incarnation)
+            self._send_pairs(snapshot.pairs)
 
-    def _send_pairs(self) -> None:
-        pairs = tuple(self._role.pairs())[:MAX_PAIRS]
+    def _send_pairs(self, pairs: tuple[PairState, ...]) -> None:
         if pairs != self._sent_pairs:
             self._sent_pairs = pairs
             self._gateway.send(Pairs(pairs), target=self._gateway_incarnation)
@@ -374,8 +398,9 @@ class EventLoop:
                     self._num_bytes_sent + sum(mailbox.num_bytes_sent for mailbox in self._mailboxes())
                 ),
                 "failed_checks": float(self._num_failed_checks),
-                "busy_seconds": self._engine.busy_s,
+                "busy_seconds": self._engine.steps.seconds.sum,
             },
+            gauges=self._role.gauges(),
             gateway_sent_at=gateway_sent_at,
             received_at=received_at,
             sent_at=self._clock.now(),

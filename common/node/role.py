@@ -14,6 +14,7 @@ from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish
 from common.node.outbox import Outbox
+from common.node.request_stats import RequestStats
 from common.request import Request
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.scheduling.policies.base import Policy
@@ -143,6 +144,7 @@ class Role(Protocol):
     """A prefill or decode role. Every call is one event; ``outbox`` holds afterwards what is to be sent."""
 
     outbox: Outbox
+    stats: RequestStats
 
     def on_gateway(self, message: Message, now: float) -> None:
         """``Generate``, ``Abort`` or ``Reprioritize`` of a request; ``Flush`` or ``GetDecisions`` of the node."""
@@ -199,6 +201,10 @@ class Role(Protocol):
         ...
 
     def load(self) -> Load: ...
+
+    def gauges(self) -> dict[str, float]:
+        """Present values beside the load. ``gateway.metrics`` and ``common.node.metrics`` show them."""
+        ...
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals since the start of the process."""

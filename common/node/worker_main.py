@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,10 @@ from common.logs import configure_logging
 from common.model_folder import find_checkpoint
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
+from common.node.health import HealthCheck
+from common.node.http_server import HttpServer, address_of, listen
 from common.node.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
+from common.node.metrics import Identity, NodeMetrics
 from common.node.profiler import Profiler
 from common.node.recording.format import VERSION as RECORDING_VERSION
 from common.node.recording.format import RecordingHeader
@@ -89,19 +93,28 @@ def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildR
     keys = load_keys(config.keys, is_insecure=config.insecure, role="node")
     incarnation = new_incarnation("" if keys is None else keys.fingerprint)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    listen = None
-    try:
-        if config.role == "prefill":  # refuse a port that is in use before the model is loaded, too
-            listen = listen_mailbox(context, incarnation, config.advertise_host, config.data_port, keys=keys)
-        return _serve_model(config, open_transport, build_role, ControlEndpoint(context, incarnation, listen, keys))
+    mailbox = http = None
+    try:  # refuse ports that are in use before the model is loaded, too
+        if config.role == "prefill":
+            mailbox = listen_mailbox(context, incarnation, config.advertise_host, config.data_port, keys=keys)
+        if config.http_port is not None:
+            http = listen(config.http_host, config.http_port)
+        endpoint = ControlEndpoint(context, incarnation, mailbox, keys)
+        return _serve_model(config, open_transport, build_role, endpoint, http)
     finally:
-        if listen is not None:
-            listen.close()
+        if http is not None:
+            http.close()
+        if mailbox is not None:
+            mailbox.close()
         context.term()
 
 
 def _serve_model(
-    config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole, endpoint: ControlEndpoint
+    config: NodeConfig,
+    open_transport: OpenTransport,
+    build_role: BuildRole,
+    endpoint: ControlEndpoint,
+    http: socket.socket | None,
 ) -> int:
     profiler = Profiler(Path(config.profile_dir), config.node_name) if config.profile_dir else None
     model, executor, capacity = _load(config)
@@ -115,7 +128,7 @@ def _serve_model(
     loop = EventLoop(
         role,
         engine,
-        register=lambda: _register(config, model, capacity, role, endpoint=endpoint),
+        register=lambda: _register(config, model, capacity, role, endpoint=endpoint, http=http),
         gateway=config.gateway,
         endpoint=endpoint,
         clock=worker.clock,
@@ -131,12 +144,28 @@ def _serve_model(
         config.page_size,
         config.gateway,
     )
+    server = None if http is None else _http_server(http, worker, role=role, engine=engine, loop=loop)
     try:
         return _until_stopped(loop)
     finally:
+        if server is not None:
+            server.close()
         engine.close()
         if recorder is not None:
             recorder.close()
+
+
+def _http_server(
+    listener: socket.socket, worker: WorkerContext, *, role: Role, engine: EngineThread, loop: EventLoop
+) -> HttpServer:
+    config = worker.config
+    identity = Identity(
+        config.node_name, config.role, config.served_name, worker.capacity.num_pages, worker.pool.layout.page_size
+    )
+    health = HealthCheck(config, loop, engine, worker.clock)
+    metrics = NodeMetrics(identity, lambda: loop.snapshots, role.stats, engine.steps)
+    log.info("/health and /metrics at http://%s", address_of(listener, config.advertise_host))
+    return HttpServer(listener, {"/health": health.answer, "/metrics": metrics.answer})
 
 
 def _worker_context(
@@ -284,7 +313,13 @@ def pick_device(name: str) -> str:
 
 
 def _register(
-    config: NodeConfig, model: "ModelConfig", capacity: Capacity, role: Role, *, endpoint: ControlEndpoint
+    config: NodeConfig,
+    model: "ModelConfig",
+    capacity: Capacity,
+    role: Role,
+    *,
+    endpoint: ControlEndpoint,
+    http: socket.socket | None,
 ) -> Register:
     layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
     listen, keys = endpoint.listen, endpoint.keys
@@ -306,6 +341,7 @@ def _register(
         address="" if listen is None else f"{in_url(config.advertise_host)}:{listen.port}",
         pid=os.getpid(),
         device=pick_device(config.device),
+        http_address="" if http is None else address_of(http, config.advertise_host),
         tokenizer_digest=tokenizer_digest(model.folder),
         public_key="" if listen is None or keys is None else keys.public.hex(),
     )

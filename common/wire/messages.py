@@ -91,6 +91,7 @@ class Register(Message, frozen=True, tag="register"):
     address: Text  # "host:port" of a prefill node's control socket, to which decode nodes connect; else empty
     pid: Count
     device: Id
+    http_address: Text = ""  # "host:port" of the node's own /health and /metrics; empty: it serves none
     tokenizer_digest: ShortText = ""  # sha256 of tokenizer.json; empty: the node has none and follows no grammar
     public_key: PublicKey = ""  # with which decode nodes verify that they have reached this prefill node
 
@@ -127,6 +128,7 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     num_cached_pages: Count
     num_quarantined_pages: Count
     counters: dict[str, float]  # totals since the process began, by name; they never fall
+    gauges: dict[str, float] = {}  # present values, by name
     sent_at: float = 0.0  # by the node's clock; 0: unknown
     gateway_sent_at: float = 0.0  # ``sent_at`` of the last ``Registered`` or ``HeartbeatAck``; 0: none since the last
     received_at: float = 0.0  # when the node received that, by its own clock

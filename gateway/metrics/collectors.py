@@ -1,8 +1,7 @@
 """The Prometheus series of the gateway, named ``baton_*``, and those of the nodes, taken from their last heartbeats."""
 
-import re
 from collections import Counter as Totals
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -11,8 +10,9 @@ from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics,
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from common.errors import RequestError
+from common.metrics.node_series import NodeState, node_families
+from common.metrics.series import LabelledCounter, LabelledHistogram
 from gateway.metrics.queue_metrics import SECONDS, QueueMetrics
-from gateway.metrics.series import LabelledCounter, LabelledHistogram
 from gateway.requests.output_processor import TIMINGS, OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
@@ -20,7 +20,6 @@ from gateway.workers.registry import Worker
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 #: Labels ``end`` of outputs that did not fail.
 FINISHED = frozenset({"stop", "length"})
-HEARTBEAT_GAUGES = ("num_waiting", "num_running", "num_free_pages", "num_cached_pages", "num_quarantined_pages")
 #: Stage labels of ``baton_stage_seconds``, by their names in ``OutputStream.timings``.
 STAGES = {name: stage for stage, name in TIMINGS.items()}
 
@@ -187,9 +186,7 @@ class _ExportCollector:
 
 
 class _NodeCollector:
-    """Exports the nodes' series from their last heartbeats."""
-
-    LABELS = ("model", "node", "role")
+    """Shows the nodes' series, from their last heartbeats."""
 
     def __init__(self, pools: Sequence[WorkerPool], mailbox: MailboxCounts) -> None:
         self._pools = pools
@@ -203,28 +200,7 @@ class _NodeCollector:
             for role in ("prefill", "decode"):
                 roles.add_metric([pool.model, role], counts[pool.model, role])
         yield roles
-        pages = GaugeMetricFamily("baton_node_pages", "Pages of a node's pool.", labels=self.LABELS)
-        for node in nodes:
-            pages.add_metric(_labels(node), node.register.num_pages)
-        yield pages
-        for name in HEARTBEAT_GAUGES:
-            gauge = GaugeMetricFamily(f"baton_node_{name[4:]}", f"{name} by node.", labels=self.LABELS)
-            for node in nodes:
-                if node.heartbeat is not None:
-                    gauge.add_metric(_labels(node), getattr(node.heartbeat, name))
-            yield gauge
-        pairs = GaugeMetricFamily(
-            "baton_node_pair",
-            "1 for each pair in which pages can travel, 0 for each in which they should and cannot.",
-            labels=[*self.LABELS, "peer", "transport", "why"],
-        )
-        for node in nodes:
-            for pair in node.pairs:
-                pairs.add_metric(
-                    [*_labels(node), pair.peer, pair.transport, pair.problem or pair.why], not pair.problem
-                )
-        yield pairs
-        yield from self._totals(nodes)
+        yield from node_families(map(_state_of, nodes))
         dropped = CounterMetricFamily("baton_control_messages_dropped", "Control messages dropped.", labels=["reason"])
         for reason, count in self._mailbox.dropped.items():
             dropped.add_metric([reason], count)
@@ -236,18 +212,7 @@ class _NodeCollector:
             refused.add_metric([reason], count)
         yield refused
 
-    def _totals(self, nodes: Iterable[Worker]) -> Iterator[Metric]:
-        families: dict[str, CounterMetricFamily] = {}
-        for node in nodes:
-            counters = node.heartbeat.counters if node.heartbeat is not None else {}
-            for name, value in sorted(counters.items()):
-                plain = name.removeprefix("baton_").removesuffix("_total")
-                clean = "baton_node_" + re.sub(r"[^a-zA-Z0-9_]", "_", plain)
-                if clean not in families:
-                    families[clean] = CounterMetricFamily(clean, f"{name} by node.", labels=self.LABELS)
-                families[clean].add_metric(_labels(node), value)
-        yield from families.values()
 
-
-def _labels(node: Worker) -> list[str]:
-    return [node.register.model, node.name, node.register.role]
+def _state_of(node: Worker) -> NodeState:
+    register = node.register
+    return NodeState((register.model, node.name, register.role), register.num_pages, node.heartbeat, node.pairs)

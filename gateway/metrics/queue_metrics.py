@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from common.metrics.series import LabelledCounter, LabelledHistogram
 from common.scheduling.policies.adaptive import Adaptive
-from gateway.metrics.series import LabelledCounter, LabelledHistogram
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 

@@ -325,6 +325,7 @@ class ControlPlane:
             "name": node.name,
             "role": register.role,
             "model": register.model,
+            "http_address": register.http_address,
             "incarnation": node.incarnation,
             "starts": node.starts,
             "is_leaving": node.is_leaving,

@@ -39,6 +39,7 @@ from kv_transfer.receive.connections import PrefillConnection, PrefillConnection
 from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.receive.table import ReceiveTable
 from kv_transfer.states import MAX_RESENDS, ReceiveEvent, ReceiveState
+from kv_transfer.transfer_stats import stage_gauges
 from kv_transfer.transports.base import ReaderTransport
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,14 @@ COUNTERS = (
     "reconnects",
     "stale_messages",
 )
+#: Stages of transfers, as operators see them.
+STAGES = {
+    ReceiveState.RESERVED: "waiting_for_connection",
+    ReceiveState.GRANTED: "receiving",
+    ReceiveState.PREFILLED: "receiving",
+    ReceiveState.LANDED: "receiving",
+    ReceiveState.QUARANTINED: "quarantined",
+}
 CODES = {"aborted": ErrorCode.ABORTED, "cancelled": ErrorCode.ABORTED}
 
 
@@ -351,6 +360,14 @@ class Receiver:
     def is_connected(self, peer: str) -> bool:
         connection = self._connections.by_peer.get(peer)
         return connection is not None and connection.is_usable
+
+    def gauges(self) -> dict[str, float]:
+        """Transfers by stage and transport."""
+        transports = {peer: connection.transport for peer, connection in self._connections.by_peer.items()}
+        transfers = [
+            (STAGES[session.state], transports.get(session.peer, "")) for session in self._table.sessions.values()
+        ]
+        return stage_gauges(tuple(dict.fromkeys(STAGES.values())), transports.values(), transfers)
 
     def counters(self) -> dict[str, float]:
         totals = {name: float(count) for name, count in self._totals.items()}

@@ -14,6 +14,7 @@ from common.wire.messages import PrefillDone
 from kv_transfer.events import Completed, Event, PairLost, TransferFailed
 from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.states import ReceiveEvent, ReceiveState
+from kv_transfer.transfer_stats import failure_counter, no_failures
 
 #: Seconds in quarantine after which pages are taken back. A reachable writer answers long before, and taking pages back
 #: may break other connections.
@@ -41,7 +42,8 @@ class ReceiveTable:
         self.prefill_dones: dict[RequestKey, tuple[PrefillDone, float]] = {}
         self.events: list[Event] = []
         self._quarantined_since: dict[RequestKey, float | None] = {}  # None: not seen yet
-        self._totals = Counter(pages_quarantined=0, transfers_received=0, transfers_failed=0)
+        self._totals: Counter[str] = Counter(pages_quarantined=0, transfers_received=0)
+        self._totals.update(no_failures())
 
     def of(self, peer: str) -> list[ReceiveSession]:
         return [session for session in self.sessions.values() if session.peer == peer]
@@ -69,7 +71,8 @@ class ReceiveTable:
             self._quarantined_since[session.key] = None
             self._totals["pages_quarantined"] += len(session.pages)
         if event_for_role is not None:
-            self._totals["transfers_failed"] += isinstance(event_for_role, TransferFailed)
+            if isinstance(event_for_role, TransferFailed) and event_for_role.code is not ErrorCode.ABORTED:
+                self._totals[failure_counter(event_for_role.code)] += 1
             self.events.append(event_for_role)
 
     def fail(self, session: ReceiveSession, event: ReceiveEvent, code: ErrorCode, message: str) -> None:

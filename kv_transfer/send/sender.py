@@ -37,12 +37,13 @@ from common.wire.messages import (
 )
 from kv_transfer.events import Released
 from kv_transfer.send.connections import DecodeConnections
-from kv_transfer.send.session import SendSession
+from kv_transfer.send.session import STAGES, SendSession
 from kv_transfer.send.table import SendTable
 from kv_transfer.send.tombstones import Reason as Reason
 from kv_transfer.send.tombstones import TransferEnd
 from kv_transfer.send.write_queue import WriteQueue, written_messages
 from kv_transfer.states import MAX_RESENDS, SendEvent, SendState
+from kv_transfer.transfer_stats import failure_counter, no_failures, stage_gauges
 from kv_transfer.transports.base import WriterTransport
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class Sender:
         self._table = SendTable()
         self._messages: list[tuple[str, Message]] = []
         self._released: list[Released] = []
-        self._totals = Counter(stale_messages=0, refused_grants=0, broken_pairs=0, pages_resent=0)
+        self._totals: Counter[str] = Counter(stale_messages=0, refused_grants=0, broken_pairs=0, pages_resent=0)
+        self._totals.update(no_failures())
         self._now = 0.0
 
     # ---- connections --------------------------------------------------------------------------------------------
@@ -328,6 +330,8 @@ class Sender:
         if connection is not None and connection.epoch == session.epoch:
             connection.granted.difference_update(session.targets.values())
         self._queue.stop(session)
+        if not is_ok and end.reason in ("failed", "unknown"):
+            self._totals[failure_counter(end.code)] += 1
         if self._table.forget(session, end, self._now):
             self._release(key, end, is_ok=is_ok)
 
@@ -378,6 +382,12 @@ class Sender:
         """Whether a page of this open transfer has been written already."""
         session = self._table.sessions.get(key)
         return session is not None and session.has_delivered
+
+    def gauges(self) -> dict[str, float]:
+        """Transfers by stage and transport."""
+        transports = {peer: connection.transport for peer, connection in self._connections.by_peer.items()}
+        transfers = [(session.stage, transports.get(session.peer, "")) for session in self._table.sessions.values()]
+        return stage_gauges(STAGES, transports.values(), transfers)
 
     def counters(self) -> dict[str, float]:
         return {

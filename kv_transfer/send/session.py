@@ -15,6 +15,10 @@ from common.state_machine import advance
 from kv_transfer.page_mapping import Units
 from kv_transfer.states import MAX_RESENDS, SEND_TABLE, SendEvent, SendState
 
+#: What a transfer may wait for: pages of the decode node, the prefill, a turn to write, the end of its writes, and the
+#: decode node's word that everything has arrived.
+STAGES = ("waiting_for_grant", "computing", "waiting_to_write", "writing", "waiting_for_ack")
+
 
 class SendSession:
     """The prefill node's end of a transfer.
@@ -63,6 +67,17 @@ class SendSession:
     @property
     def is_all_written(self) -> bool:
         return not self._is_short and not self._due and not self._early and not self._in_flight
+
+    @property
+    def stage(self) -> str:
+        """One of ``STAGES``."""
+        if self._in_flight:
+            return "writing"
+        if not self.is_granted or self.is_suspended:
+            return "waiting_for_grant"
+        if self._due:
+            return "waiting_to_write"
+        return "computing" if self.state is SendState.OPEN else "waiting_for_ack"
 
     def accepts(self, event: SendEvent) -> bool:
         return (self.state, event) in SEND_TABLE

@@ -6,6 +6,7 @@ the transport carries which units.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from common.clock import Clock
 from common.errors import invariant
@@ -16,9 +17,24 @@ from kv_transfer.page_slices import SlicePair
 from kv_transfer.send.connections import DecodeConnections
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import SendState
+from kv_transfer.transfer_stats import WriteTime
 from kv_transfer.transports.base import WriterTransport
 
 Sums = dict[int, int]  # unit -> checksum
+
+
+class Write(NamedTuple):
+    """A write under way.
+
+    Attributes:
+        sums: checksums, if the peer is to have them.
+        transport: which one carries it.
+    """
+
+    session: SendSession
+    units: list[int]
+    sums: Sums
+    transport: str
 
 
 class WriteQueue:
@@ -36,7 +52,8 @@ class WriteQueue:
         self._connections = connections
         self._checksums = Checksums(transport.store)
         self._due: dict[RequestKey, SendSession] = {}  # with pages to write, in the order in which they came due
-        self._tickets: dict[int, tuple[SendSession, list[int], Sums]] = {}
+        self._tickets: dict[int, Write] = {}
+        self._write_time = WriteTime()
         self._totals = Counter(pages_sent=0, bytes_sent=0, pages_overlapped=0)
         self._seconds = 0.0
 
@@ -80,9 +97,11 @@ class WriteQueue:
         ticket = self._transport.write(session.peer, [session.pages_of(unit) for unit in units], slices)
         self._seconds += self.clock.now() - begun_at
         sums: Sums = {}
-        if self._connections.by_peer[session.peer].has_checksums:
+        connection = self._connections.by_peer[session.peer]
+        if connection.has_checksums:
             sums = {unit: self._checksums.of_source(session.pages_of(unit)[0], slices) for unit in units}
-        self._tickets[ticket] = (session, units, sums)
+        self._tickets[ticket] = Write(session, units, sums, connection.transport)
+        self._write_time.begin(connection.transport, begun_at)
 
     def finished(self) -> list[tuple[SendSession, list[int], Sums]]:
         """Sessions with units whose writes are over now, and their checksums, if the peer is to have them."""
@@ -90,7 +109,7 @@ class WriteQueue:
         for ticket in self._transport.done():
             if ticket not in self._tickets:
                 continue  # over before its connection was
-            session, units, sums = self._tickets.pop(ticket)
+            session, units, sums, _ = self._pop(ticket)
             session.written(units)
             known = finished.setdefault(session.key, (session, [], {}))
             known[1].extend(units)
@@ -112,16 +131,22 @@ class WriteQueue:
 
     def lose(self, session: SendSession) -> None:
         """Writes of this session never arrive: the transport has dropped its peer."""
-        for ticket in [t for t, (owner, _, _) in self._tickets.items() if owner is session]:
-            del self._tickets[ticket]
+        for ticket in [t for t, write in self._tickets.items() if write.session is session]:
+            self._pop(ticket)
+
+    def _pop(self, ticket: int) -> Write:
+        write = self._tickets.pop(ticket)
+        self._write_time.end(write.transport, self.clock.now())
+        return write
 
     def counters(self) -> dict[str, float]:
-        return {**{name: float(count) for name, count in self._totals.items()}, "write_seconds": self._seconds}
+        totals = {name: float(count) for name, count in self._totals.items()}
+        return {**totals, "write_seconds": self._seconds, **self._write_time.counters()}
 
     def check(self, sessions: Iterable[SendSession]) -> None:
         in_flight: Counter[int] = Counter()
-        for session, units, _ in self._tickets.values():
-            in_flight[id(session)] += len(units)
+        for write in self._tickets.values():
+            in_flight[id(write.session)] += len(write.units)
         keys = []
         for session in sessions:
             keys.append(session.key)

@@ -90,8 +90,10 @@ def children(config: ServeConfig, shares: Sequence[Share]) -> list[Child]:
         environ["BATON_ADMIN_API_KEY"] = config.admin_api_key
     found = [Child("gateway", _argv("gateway", to_flags(GatewayConfig, values)), environ)]
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
-    for name, share in zip(names, shares, strict=True):
+    first_port = config.http_port
+    for number, (name, share) in enumerate(zip(names, shares, strict=True)):
         values |= {
+            "http_port": first_port and first_port + number,
             "name": name,
             "gateway": f"{in_url(_local(config.control_host))}:{config.control_port}",
             "threads": share.num_threads,

@@ -97,7 +97,7 @@ async def test_sigterm_under_load_ends_every_process(serve: Serve) -> None:
     assert sum("_node" in name for name in pids) == 2, pids
     resources = ProcessResources.of(list(pids.values()))
     assert serve.port in resources.tcp
-    assert len(resources.tcp) == 4, "HTTP, control, and one port per node"
+    assert len(resources.tcp) == 6, "HTTP, control, one port per node for the other, and one for its metrics"
     assert any(name.startswith("@baton-") for name in resources.unix)
     assert not resources.files, "named files outlive a killed process"
     async with serve.load() as streams:

@@ -181,6 +181,16 @@ def test_every_node_gets_its_name_gateway_threads_and_memory_share(monkeypatch):
     assert all(child.env["BATON_API_KEY"] == "k" and "BATON_PAGE_SIZE" not in child.env for child in found)
 
 
+@pytest.mark.parametrize(
+    ("first", "expected"), [(9100, [9100, 9101, 9102]), (0, ["", "", ""]), (None, ["none", "none", "none"])]
+)
+def test_nodes_get_ports_for_their_metrics_one_after_the_other(first, expected):
+    config = ServeConfig(prefill=1, decode=2, http_port=first)
+    _, *nodes = children(config, [Share(1), Share(1), Share(1)])
+    flags = [[word for word in node.argv if word.startswith("--http-port")] for node in nodes]
+    assert flags == [[f"--http-port={port}"] if port != "" else [] for port in expected]
+
+
 def test_every_node_records_into_its_own_file():
     found = children(ServeConfig(record="/tmp/run"), [Share(1), Share(1)])
     records = [[word for word in child.argv if word.startswith("--record")] for child in found]

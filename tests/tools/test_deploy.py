@@ -214,10 +214,13 @@ def test_ports_are_those_of_the_commands() -> None:
         if container["name"] == "gateway":
             assert numbers["http"] == options_of(GatewayConfig)["port"].default
             assert f"--control-port={numbers['control']}" in words
-        elif numbers:
-            assert f"--data-port={numbers['peers']}" in words
+            http = "http"
+        else:
+            http = f"{container['name']}-http"
+            assert f"--http-port={numbers[http]}" in words
+            assert "peers" not in numbers or f"--data-port={numbers['peers']}" in words
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            assert container.get(probe, {}).get("httpGet", {"port": "http"})["port"] == "http"
+            assert container.get(probe, {}).get("httpGet", {"port": http})["port"] == http
 
 
 def test_probes_use_existing_routes() -> None:
@@ -226,6 +229,10 @@ def test_probes_use_existing_routes() -> None:
     assert asked == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
     routes = "".join(path.read_text() for path in (ROOT / "gateway" / "http").glob("**/*.py"))
     assert all(f'"{path}"' in routes for path in asked.values())
+    for container, _ in containers():
+        if container["name"] != "gateway":
+            asked = {probe: container[probe]["httpGet"]["path"] for probe in container if probe.endswith("Probe")}
+            assert asked == {"startupProbe": "/health", "livenessProbe": "/health"}
 
 
 def test_every_volume_secret_and_map_exists() -> None:

@@ -144,6 +144,7 @@ class RecordedRole:
 
     def __init__(self, role: Role, recorder: Recorder) -> None:
         self.outbox = role.outbox
+        self.stats = role.stats
         self._role = role
         self._recorder = recorder
         self._note = recorder.note

@@ -107,11 +107,12 @@ class Profile(Answer):
 
 
 class Worker(msgspec.Struct, kw_only=True):
-    """A node, with its registration and its last heartbeat."""
+    """A node, with its registration and its last heartbeat. It serves its own metrics at ``http_address``."""
 
     name: str
     role: str
     model: str
+    http_address: str
     incarnation: str
     starts: int
     is_leaving: bool
@@ -129,6 +130,13 @@ class WorkerList(Answer):
     model: str
     models: list[str]
     is_ready: bool
+
+
+class ScrapeTarget(msgspec.Struct):
+    """The address of a node's own ``/metrics``, as Prometheus' HTTP service discovery expects it."""
+
+    targets: list[str]
+    labels: dict[str, str]
 
 
 class WorkerDecision(Answer):

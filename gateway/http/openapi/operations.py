@@ -32,12 +32,19 @@ def described(
     summary: str,
     errors: Sequence[int] = (),
     needs_body: bool = True,
+    is_list: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of a router's decorator that describe a body, an answer, and errors that most endpoints do not have."""
+    """Arguments of a router's decorator that describe a body, an answer, and errors that most endpoints do not have.
+
+    Args:
+        is_list: the answer is a list of these.
+    """
     assert answer in KINDS and (body is None or body in KINDS), "a struct in a description is one of KINDS"
+    shape: dict[str, Any] = {"$ref": REF.format(name=answer.__name__)}
+    shape = {"type": "array", "items": shape} if is_list else shape
     operation: dict[str, Any] = {
         FURTHER_ERRORS: list(errors),
-        "responses": {"200": {"content": {"application/json": {"schema": {"$ref": REF.format(name=answer.__name__)}}}}},
+        "responses": {"200": {"content": {"application/json": {"schema": shape}}}},
     }
     if body is not None:
         schema = {"$ref": REF.format(name=body.__name__)}

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
 from gateway.http.json_response import JsonResponse
-from gateway.http.openapi.answers import DecisionList, WorkerList
+from gateway.http.openapi.answers import DecisionList, ScrapeTarget, WorkerList
 from gateway.http.openapi.operations import described
 from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
@@ -36,6 +36,20 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
                 "models": [model.name for model in models],
                 "is_ready": any(model.pool.registry.is_ready for model in models),
             }
+        )
+
+    @router.get(
+        "/v1/workers/targets",
+        **described(ScrapeTarget, is_list=True, summary="List the nodes' own metrics, for Prometheus' http_sd_configs"),
+    )
+    async def list_targets() -> Response:
+        registers = [node.register for node in services.control.pools.workers()]
+        return JsonResponse(
+            [
+                ScrapeTarget([one.http_address], {"node": one.name, "role": one.role, "model": one.model})
+                for one in registers
+                if one.http_address
+            ]
         )
 
     @router.get(

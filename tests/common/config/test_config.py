@@ -141,6 +141,18 @@ def test_reachable_addresses_need_insecure_or_a_key():
     assert node("--advertise-host", "10.0.0.1", "--insecure").advertise_host == "10.0.0.1"
 
 
+def test_where_a_node_serves_its_metrics_can_be_set():
+    assert (node().http_host, node().http_port) == ("127.0.0.1", 0)
+    assert node("--http-port", "none").http_port is None
+    assert node("--http-host", "10.0.0.1", "--http-port", "9100", "--insecure").http_port == 9100
+    with pytest.raises(ConfigError, match=r"--http-host 10\.0\.0\.1 can be reached from other machines"):
+        node("--http-host", "10.0.0.1")
+    with pytest.raises(ConfigError, match="--http-port must be a whole number"):
+        node("--http-port", "off")
+    with pytest.raises(ConfigError, match="--http-port 65534 is too high: the last node would get port 65536"):
+        ServeConfig(http_port=65534, prefill=1, decode=2)
+
+
 def test_data_port_is_refused_for_decode_nodes():
     assert node("--data-port", "9").data_port == 9
     with pytest.raises(ConfigError, match="--data-port is for prefill nodes"):

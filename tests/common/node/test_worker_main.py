@@ -197,6 +197,14 @@ class Watched:
     def load(self) -> Load:
         return Load(0, 1, 0, 0, 0)
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    gauges = counters
+
+    def pairs(self) -> tuple[()]:
+        return ()
+
     def stop(self, reason: str, now: float) -> None:
         pass
 

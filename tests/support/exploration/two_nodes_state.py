@@ -69,7 +69,10 @@ def _fresh_books(num_pages: int) -> PageAllocator:
 
 
 _NOT_OF_SENDER = ("_transport", "_connections", "_queue", "_totals")
-_NOT_OF_WRITES = ("_transport", "_connections", "_checksums", "clock", "_due", "_tickets", "_totals", "_seconds")
+_NOT_OF_WRITES = (
+    *("_transport", "_connections", "_checksums", "clock", "_due", "_tickets"),
+    *("_totals", "_seconds", "_write_time"),
+)
 _NOT_OF_RECEIVER = ("_transport", "_table", "_connections", "_checksums", "_totals")
 
 
@@ -118,7 +121,7 @@ def state_of(world: "TwoNodes") -> object:
         ),
         (sorted(prefill.pages.items()), sorted(prefill.num_computed.items()), sorted(prefill.finished)),
         (sorted(prefill.released.items()), prefill.store.memory, _of_allocator(prefill.allocator)),
-        [(session.key, units) for session, units, _ in (writes._tickets[ticket] for ticket in tickets)],
+        [(write.session.key, write.units) for write in (writes._tickets[ticket] for ticket in tickets)],
         list(writes._due),
         ([rank.get(t, -1) for t in prefill.writer.finished], prefill.writer._news),
         [(peer, reader.incarnation) for peer, reader in prefill.writer._readers.items()],

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 
-from gateway.metrics.series import Distribution, LabelledCounter, LabelledHistogram
+from common.metrics.distribution import Distribution
+from common.metrics.series import LabelledCounter, LabelledHistogram
 
 BOUNDS = (0.001, 0.5, 1, 2.5)
 LABELS = st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["x", 'y"\n']))

@@ -1,16 +1,17 @@
 """Counters and histograms that cost a fraction of a microsecond per event.
 
 Those of the Prometheus library look up their labels and take a lock each time, which is most of the cost of a short
-request's metrics. All events of a gateway happen on its event loop, so these need no locks.
+request's metrics. All events of a process happen on one thread, so these need no locks.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
+
+from common.metrics.distribution import Distribution
 
 
 class LabelledCounter:
@@ -36,18 +37,10 @@ class LabelledCounter:
         yield family
 
 
-class Distribution:
-    """The observed values of one histogram, counted by bucket."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float, count: int = 1) -> None:
-        """Observes a value ``count`` times."""
-        self.counts[bisect_left(self._bounds, value)] += count
-        self.sum += value * count
+def add_distribution(family: HistogramMetricFamily, labels: Sequence[str], values: Distribution) -> None:
+    """Adds the buckets of a distribution to a family of histograms."""
+    bounds = [*map(floatToGoString, values.bounds), "+Inf"]
+    family.add_metric(labels, list(zip(bounds, accumulate(list(values.counts)), strict=True)), values.sum)
 
 
 class LabelledHistogram:
@@ -78,7 +71,6 @@ class LabelledHistogram:
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for labels, values in self._distributions.items():
-            family.add_metric(labels, list(zip(bounds, accumulate(values.counts), strict=True)), values.sum)
+            add_distribution(family, labels, values)
         yield family

@@ -1,0 +1,24 @@
+"""The observed values of one histogram. Pure: a few integers and a sum."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+
+class Distribution:
+    """Values counted by bucket. One thread adds; another may read ``counts`` and ``sum`` meanwhile.
+
+    Args:
+        bounds: upper bounds of the buckets, without infinity.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Observes a value ``count`` times."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
