@@ -88,6 +88,7 @@ class PrefillRole:
         self._allocator = allocator
         self._vocab_size = vocab_size
         self._resumed: dict[RequestKey, None] = {}  # computed again for a decode node; the gateway hears nothing
+        self._alone: dict[RequestKey, None] = {}  # without a decode node: they end with their first token
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._planned_chunks = PlannedChunks()
         self._rank = scheduler.rank if scheduler.has_priorities else None
@@ -188,7 +189,8 @@ class PrefillRole:
     def _perform(self, effects: Sequence[Effect], now: float) -> None:
         for effect in effects:
             if isinstance(effect, Retracted):
-                self._sender.retract(effect.key)
+                if effect.key not in self._alone:
+                    self._sender.retract(effect.key)
             elif isinstance(effect, SamplingFailed):
                 self._fail(effect.request, ErrorCode.INVALID_REQUEST, effect.message, now)
             else:
@@ -203,8 +205,12 @@ class PrefillRole:
             check_generate(message, self._vocab_size)
             self._scheduler.submit(request)
         except RequestError as error:
-            self._sender.reject(request.key, message.decode.incarnation, error.message, error.code)
+            if message.decode is not None:
+                self._sender.reject(request.key, message.decode.incarnation, error.message, error.code)
             self._answer_failure(request.key, error.code, error.message)
+            return
+        if message.decode is None:
+            self._alone[request.key] = None
         else:
             self._sender.open(request.key, message.decode.incarnation)
 
@@ -242,8 +248,9 @@ class PrefillRole:
             )
             self.outbox.gateway.append(first_token_message(request, first.token, first.logprobs, first.finish))
         if first.finish:
-            self._sender.abort(request.key, "finished")
+            self._close(request.key, "finished")
         else:
+            assert request.key not in self._alone, "a request without a decode node ends with its first token"
             done = PrefillDone(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
             self._sender.finish(request.key, done, request.pages)
 
@@ -259,8 +266,18 @@ class PrefillRole:
         """Stop computing and sending a request. False if it is unknown or has ended already."""
         if not self._scheduler.abort(key):
             return False
-        self._sender.abort(key, reason, message, code)
+        self._close(key, reason, message, code)
         return True
+
+    def _close(
+        self, key: RequestKey, reason: Reason, message: str = "", code: ErrorCode = ErrorCode.TRANSFER_FAILED
+    ) -> None:
+        """End the transfer of a request, which gives its pages back; without a decode node they are free at once."""
+        if key in self._alone:
+            del self._alone[key]
+            self._scheduler.release(key)
+        else:
+            self._sender.abort(key, reason, message, code)
 
     def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
         if self._end(request.key, "failed", message, code) and request.key not in self._resumed:

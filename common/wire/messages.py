@@ -249,12 +249,12 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Generate(RequestMessage, frozen=True, tag="generate"):
-    """gateway -> both nodes of a pair, or a decode node alone: one attempt at a request, and at samples of it."""
+    """gateway -> both nodes of a pair, or one node alone: one attempt at a request, and at samples of it."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     prefill: Peer | None  # None: the decode node computes the prompt
-    decode: Peer
+    decode: Peer | None  # None: the prefill node makes the only token
     timeout_s: Annotated[float, Meta(gt=0)]  # seconds until the request's deadline
     cache_salt: Text = ""
     priority: int = 0  # higher is more urgent

@@ -78,7 +78,7 @@ class InFlightRequest:
         stream = self.stream
         if stream.finish and not isinstance(stream.matched, str):
             is_ended_by_prefill = pair.prefill is not None and len(stream.ids) <= 1
-            return (pair.decode,) if is_ended_by_prefill else ()  # it may still wait for pages
+            return (pair.decode,) if is_ended_by_prefill and pair.decode else ()  # it may still wait for pages
         return [node for node in pair.nodes if node != self.failed_at]
 
 
@@ -274,7 +274,8 @@ class Dispatcher:
         stream.attempt = flight.attempt
         waited_s = max(now - stream.started_at, 0.0)
         nodes = [pool.registry.workers[incarnation] for incarnation in pair.nodes]
-        stream.prefill, stream.decode = nodes[0].name if len(nodes) > 1 else "", nodes[-1].name
+        stream.prefill = "" if pair.prefill is None else nodes[0].name
+        stream.decode = "" if pair.decode is None else nodes[-1].name
         self.decisions.note(now, request.rid, "send", SENT[len(nodes)], waited_s, *nodes)
         return True
 
@@ -283,15 +284,16 @@ class Dispatcher:
         for _, samples in groupby(placed, key=_group):
             flight, *others = samples
             request, pool, nodes = flight.stream.request, flight.pool, flight.nodes
-            peers = [_peer(pool.registry.workers[incarnation]) for incarnation in nodes]
+            peers = {incarnation: _peer(pool.registry.workers[incarnation]) for incarnation in nodes}
+            assert flight.pair is not None
             waited_s = max(now - flight.stream.started_at, 0.0)
             generate = Generate(
                 rid=request.rid,
                 attempt=flight.attempt,
                 prompt=request.prompt,
                 sampling=request.sampling,
-                prefill=None if len(peers) == 1 else peers[0],
-                decode=peers[-1],
+                prefill=peers.get(flight.pair.prefill or ""),
+                decode=peers.get(flight.pair.decode or ""),
                 timeout_s=max(request.timeout_s - waited_s, 0.001),
                 cache_salt=request.salt,
                 priority=request.priority,

@@ -8,7 +8,7 @@ of prompt prefixes are remembered with the nodes that got them, and the least re
 node is a bit, so that the nodes of a prefix are one integer and a long prompt costs a few operations for each piece.
 
 A pair may be a decode node alone, which then computes the prompt too: always, or if it lacks so few tokens of the
-prompt that a transfer would cost more than it saves.
+prompt that a transfer would cost more than it saves. It is a prefill node alone if the output has one token at most.
 """
 
 import zlib
@@ -46,19 +46,25 @@ class WorkerPair(NamedTuple):
 
     Attributes:
         prefill: incarnation of the prefill node; None if the decode node computes the prompt.
+        decode: incarnation of the decode node; None if the prefill node makes the only token.
         num_compute: prompt tokens that the prefill node will probably compute.
         num_hold: tokens of the decode node's pool that the request will hold.
     """
 
     prefill: str | None
-    decode: str
+    decode: str | None
     num_compute: int
     num_hold: int
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """Incarnations, in the order in which the nodes are sent the request."""
-        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+        return tuple([node for node in (self.prefill, self.decode) if node is not None])
+
+    @property
+    def last(self) -> str:
+        """Incarnation of the node that makes the last token."""
+        return self.nodes[-1]
 
 
 class Router:
@@ -85,7 +91,7 @@ class Router:
         self._holders: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> bits of the nodes that got it
         self._bits: dict[str, int] = {}  # of the nodes that got a request
         self._load: dict[str, int] = {}
-        self._num_requests: dict[str, int] = {}  # in flight, by decode node
+        self._num_requests: dict[str, int] = {}  # in flight, by the node that makes the last token
         self._turn: dict[str, int] = {}  # when a node was chosen last; equals take turns
         self._num_chosen = 0
 
@@ -94,7 +100,8 @@ class Router:
         if not decodes or not (prefills or self._local_prefill == "always"):
             return 0
         capacity = self._max_dispatch_ahead * (len(prefills) or len(decodes))
-        return capacity + sum(node.max_running - self.num_requests(node.incarnation) for node in decodes)
+        capacity += sum(node.max_running for node in decodes)
+        return capacity - sum(self._num_requests.get(node.incarnation, 0) for node in (*prefills, *decodes))
 
     def choose(
         self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], prompt: Sequence[int],
@@ -130,6 +137,10 @@ class Router:
             hold = self.load(node.incarnation) + num_hold - cached.get(node.incarnation, 0)
             return is_full, hold / node.capacity_tokens, self._turn.get(node.incarnation, 0)
 
+        if num_new == 1 and not is_always:
+            prefill = _cheapest(prefills, prefill_cost).incarnation
+            pair = WorkerPair(prefill, None, num_prompt - cached.get(prefill, 0), 0)
+            return self._chosen(pair, pieces)
         chosen = _cheapest(decodes, decode_cost)
         decode = chosen.incarnation
         is_short = num_prompt - cached.get(decode, 0) < self._local_threshold
@@ -139,6 +150,9 @@ class Router:
             able = [node for node in prefills if can_pair(node, chosen)]
             prefill = _cheapest(able, prefill_cost).incarnation
             pair = WorkerPair(prefill, decode, num_prompt - cached.get(prefill, 0), num_hold)
+        return self._chosen(pair, pieces)
+
+    def _chosen(self, pair: WorkerPair, pieces: list[int]) -> WorkerPair:
         self._give(pair)
         self._remember(pieces, pair)
         return pair
@@ -155,7 +169,8 @@ class Router:
         nodes = [able[incarnation] for incarnation in pair.nodes if incarnation in able]
         if len(nodes) < len(pair.nodes) or (len(nodes) == 2 and not can_pair(nodes[0], nodes[1])):
             return None
-        sample = WorkerPair(pair.prefill, pair.decode, 0, min(num_expected, num_new) or num_new)
+        num_hold = 0 if pair.decode is None else min(num_expected, num_new) or num_new
+        sample = WorkerPair(pair.prefill, pair.decode, 0, num_hold)
         self._give(sample)
         return sample
 
@@ -164,7 +179,7 @@ class Router:
         return self._load.get(incarnation, 0)
 
     def num_requests(self, incarnation: str) -> int:
-        """Requests in flight on a decode node."""
+        """Requests in flight whose last token this node makes."""
         return self._num_requests.get(incarnation, 0)
 
     def prefill_done(self, pair: WorkerPair) -> None:
@@ -173,9 +188,9 @@ class Router:
             self._subtract(pair.prefill, pair.num_compute)
 
     def decode_done(self, pair: WorkerPair) -> None:
-        self._subtract(pair.decode, pair.num_hold)
-        if pair.decode in self._num_requests:
-            self._num_requests[pair.decode] -= 1
+        self._subtract(pair.last, pair.num_hold)
+        if pair.last in self._num_requests:
+            self._num_requests[pair.last] -= 1
 
     def clear_prefixes(self) -> None:
         """All caches have been emptied."""
@@ -195,8 +210,8 @@ class Router:
         self._num_chosen += 1
         if pair.prefill is not None:
             self._load[pair.prefill] = self.load(pair.prefill) + pair.num_compute
-        self._load[pair.decode] = self.load(pair.decode) + pair.num_hold
-        self._num_requests[pair.decode] = self.num_requests(pair.decode) + 1
+        self._load[pair.last] = self.load(pair.last) + pair.num_hold
+        self._num_requests[pair.last] = self.num_requests(pair.last) + 1
         for incarnation in pair.nodes:
             self._turn[incarnation] = self._num_chosen
 

@@ -135,6 +135,22 @@ def check_cached(before: Totals, after: Totals, cases: list[Case], page_size: in
     assert sent == sum(num_pages(case, page_size) for case in cases) - hits
 
 
+async def test_one_token_comes_from_the_prefill_node_alone(tmp_path: Path) -> None:
+    cases = draw_prompts(load_reference(SMALL_MODEL), [3, 100, 300], 1, seed=6)
+    with running(tmp_path / "logs") as service:
+        async with service.client() as client:
+            await client.generate([WARM_UP], 2)  # connects the pair
+            before = await client.settled()
+            await asyncio.gather(*(generate(client, case) for case in cases))
+            after = await client.settled()
+    for node, name, more in (
+        ("prefill-0", "output_tokens", 3),
+        ("prefill-0", "pages_sent", 0),
+        ("decode-0", "requests", 0),
+    ):
+        assert after[node][name] - before[node][name] == more, name
+
+
 async def test_pages_are_transferred_while_later_chunks_are_computed(tmp_path: Path) -> None:
     cases = draw_prompts(load_reference(SMALL_MODEL), [3, 400, 600], MAX_NEW, seed=5)
     with running(tmp_path / "logs", node_options={"chunked_prefill_size": 32}) as service:

@@ -14,7 +14,7 @@ from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPools, make_pool
 
 PREFILL, DECODE = "p" * 32, "d" * 32
-ONE_TOKEN = SamplingParams(max_new_tokens=1)
+SHORT = SamplingParams(max_new_tokens=2)
 
 
 class Post:
@@ -76,7 +76,7 @@ class Table:
         self.ended = []
         self.requests = Dispatcher(WorkerPools(pools), self.post, self.post, self.clock, on_end=self.ended.append)
 
-    def come(self, *rids, prompts=(0,), sampling=ONE_TOKEN, samplings=None, model="tiny", **fields):
+    def come(self, *rids, prompts=(0,), sampling=SHORT, samplings=None, model="tiny", **fields):
         streams = []
         samplings = samplings or [sampling] * len(rids)
         for rid, number, sampling in zip(rids, prompts, samplings, strict=True):

@@ -31,11 +31,11 @@ def test_equals_take_turns():
 
 def test_a_long_prompt_keeps_a_prefill_node_busy_until_its_first_token():
     chosen = router()
-    long = chosen.choose([P1, P2], [D1], list(range(1000)), num_new=1)
+    long = chosen.choose([P1, P2], [D1], list(range(1000)), num_new=2)
     assert long.prefill == "p1"
-    assert [chosen.choose([P1, P2], [D1], [7] * 3, num_new=1).prefill for _ in range(3)] == ["p2", "p2", "p2"]
+    assert [chosen.choose([P1, P2], [D1], [7] * 3, num_new=2).prefill for _ in range(3)] == ["p2", "p2", "p2"]
     chosen.prefill_done(long)
-    assert chosen.choose([P1, P2], [D1], [7] * 3, num_new=1).prefill == "p1"
+    assert chosen.choose([P1, P2], [D1], [7] * 3, num_new=2).prefill == "p1"
 
 
 def test_an_idle_pair_with_the_prefix_is_chosen():
@@ -80,12 +80,12 @@ def test_decode_nodes_are_filled_in_proportion_to_their_pools():
 def test_a_full_decode_node_comes_after_the_others():
     chosen = router()
     few, many = Candidate("few", 10_000, max_running=2), Candidate("many", 10_000, max_running=4)
-    chosen.choose([P1], [many], [1] * 900, num_new=1)  # a much fuller pool
-    pairs = [chosen.choose([P1], [few, many], [i], num_new=1) for i in range(6)]
+    chosen.choose([P1], [many], [1] * 900, num_new=2)  # a much fuller pool
+    pairs = [chosen.choose([P1], [few, many], [i], num_new=2) for i in range(6)]
     assert [pair.decode for pair in pairs] == ["few", "few", "many", "many", "many", "few"]
     chosen.decode_done(pairs[2])
     assert (chosen.num_requests("few"), chosen.num_requests("many")) == (3, 3)
-    assert chosen.choose([P1], [few, many], [7], num_new=1).decode == "many"
+    assert chosen.choose([P1], [few, many], [7], num_new=2).decode == "many"
     chosen.remove_worker("many")
     chosen.decode_done(pairs[3])
     assert chosen.num_requests("many") == 0
@@ -104,9 +104,9 @@ def test_the_predicted_output_is_counted_and_the_maximum_must_fit():
 def test_a_pool_that_is_too_small_is_never_chosen():
     chosen = router()
     tiny = Candidate("tiny", 10)
-    assert chosen.choose([tiny, P1], [D1], [1] * 11, num_new=1).prefill == "p1"
+    assert chosen.choose([tiny, P1], [D1], [1] * 11, num_new=2).prefill == "p1"
     assert chosen.choose([P1], [tiny], [1] * 5, num_new=6) is None
-    assert chosen.choose([], [D1], [1], num_new=1) is None
+    assert chosen.choose([], [D1], [1], num_new=2) is None
     assert chosen.load("tiny") == 0
 
 
@@ -123,7 +123,7 @@ def test_a_removed_node_has_no_load_and_no_cache():
 def test_the_number_of_remembered_pieces_is_bounded():
     chosen = Router(piece_tokens=4, max_pieces=10)
     for i in range(50):
-        chosen.choose([P1, P2], [D1], [i] * 8, num_new=1)
+        chosen.choose([P1, P2], [D1], [i] * 8, num_new=2)
     assert len(chosen._holders) == 10
 
 
@@ -155,26 +155,26 @@ def test_always_local_uses_no_prefill_node():
     assert pair.nodes == ("d1",)
     assert chosen.choose([P1], [D1], [1, 2, 3], num_new=5).prefill is None
     assert (chosen.load("p1"), chosen.load("d1")) == (0, 16)
-    assert chosen.choose([P1], [], [1], num_new=1) is None
+    assert chosen.choose([P1], [], [1], num_new=2) is None
 
 
 def test_auto_computes_prompts_under_the_threshold_on_the_decode_node():
     chosen = Router(piece_tokens=4, local_prefill="auto", local_threshold=10)
-    assert chosen.choose([P1], [D1], [1] * 9, num_new=1).prefill is None
-    assert chosen.choose([P1], [D1], [2] * 10, num_new=1).prefill == "p1"
-    assert chosen.choose([], [D1], [3] * 9, num_new=1) is None  # auto still needs a registered prefill node
+    assert chosen.choose([P1], [D1], [1] * 9, num_new=2).prefill is None
+    assert chosen.choose([P1], [D1], [2] * 10, num_new=2).prefill == "p1"
+    assert chosen.choose([], [D1], [3] * 9, num_new=2) is None  # auto still needs a registered prefill node
 
 
 def test_auto_counts_only_uncached_tokens():
     chosen = Router(piece_tokens=4, local_prefill="auto", local_threshold=10)
     prefix = list(range(100, 140))
-    assert chosen.choose([P1], [D1, D2], prefix, num_new=1).prefill == "p1"
-    again = chosen.choose([P1], [D1], [*prefix, *[7] * 9], num_new=1)  # 49 tokens, 40 of them cached
+    assert chosen.choose([P1], [D1, D2], prefix, num_new=2).prefill == "p1"
+    again = chosen.choose([P1], [D1], [*prefix, *[7] * 9], num_new=2)  # 49 tokens, 40 of them cached
     assert (again.prefill, again.decode) == (None, "d1")
-    assert chosen.choose([P1], [D1], [*prefix, *[8] * 10], num_new=1).prefill == "p1"
-    assert chosen.choose([P1], [D2], [*prefix, 9], num_new=1).prefill == "p1"  # the other decode node has none of it
+    assert chosen.choose([P1], [D1], [*prefix, *[8] * 10], num_new=2).prefill == "p1"
+    assert chosen.choose([P1], [D2], [*prefix, 9], num_new=2).prefill == "p1"  # the other decode node has none of it
     chosen.clear_prefixes()
-    assert chosen.choose([P1], [D1], [*prefix, 9], num_new=1).prefill == "p1"
+    assert chosen.choose([P1], [D1], [*prefix, 9], num_new=2).prefill == "p1"
 
 
 def test_further_samples_share_the_pair_and_cost_their_output():
@@ -241,8 +241,27 @@ def test_a_node_has_probably_cached_the_longest_prefix_that_it_was_sent(prompts)
     chosen = router()
     prefixes = {"p1": {()}, "p2": {()}}  # whole pieces that each node was sent
     for prompt in prompts:
-        pair = chosen.choose([P1, P2], [D1], prompt, num_new=1)
+        pair = chosen.choose([P1, P2], [D1], prompt, num_new=2)
         pieces = [prompt[:end] for end in range(4, len(prompt) + 1, 4)]
         cached = max(len(prefix) for prefix in prefixes[pair.prefill] if prompt[: len(prefix)] == prefix)
         assert pair.num_compute == len(prompt) - cached
         prefixes[pair.prefill].update(pieces)
+
+
+def test_one_token_needs_no_decode_node() -> None:
+    chosen = router()
+    pairs = [chosen.choose([P1, P2], [D1, D2], [i] * 30, num_new=1) for i in range(2)]
+    assert [(pair.prefill, pair.decode, pair.nodes) for pair in pairs] == [("p1", None, ("p1",)), ("p2", None, ("p2",))]
+    assert (chosen.load("p1"), chosen.load("d1"), chosen.num_requests("p1")) == (30, 0, 1)
+    full = chosen.dispatch_capacity([P1, P2], [D1, D2])
+    for pair in pairs:
+        chosen.prefill_done(pair)
+        chosen.decode_done(pair)
+    assert chosen.dispatch_capacity([P1, P2], [D1, D2]) == full + 2
+    assert (chosen.load("p1"), chosen.num_requests("p1")) == (0, 0)
+
+
+def test_a_decode_node_that_computes_prompts_makes_the_only_token_too() -> None:
+    pair = Router(local_prefill="always").choose([], [D1], [1] * 30, num_new=1)
+    assert pair is not None
+    assert pair.nodes == ("d1",)
