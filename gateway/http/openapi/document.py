@@ -61,8 +61,11 @@ def _operation(endpoint: Endpoint, method: str) -> dict[str, Any]:
     body, answer, event = msgspec.json.schema_components(kinds, ref_template=REF)[0]
     answers: dict[str, Any] = {
         "200": {
-            "description": "The whole answer; with stream: true server-sent events, each with such an object as data.",
-            "content": {"application/json": {"schema": answer}, "text/event-stream": {"schema": event}},
+            "description": "The whole answer, or with stream: true server-sent events.",
+            "content": {
+                "application/json": {"schema": answer},
+                "text/event-stream": {"itemSchema": _server_sent_event(endpoint, event)},
+            },
         }
     }
     for status, description in GENERATE_ERRORS.items():
@@ -75,6 +78,19 @@ def _operation(endpoint: Endpoint, method: str) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": answers,
     }
+
+
+def _server_sent_event(endpoint: Endpoint, event: dict[str, Any]) -> dict[str, Any]:
+    """The schema of each event of a stream; the keyword ``itemSchema`` is OpenAPI 3.2's, and FastAPI's for streams."""
+    if endpoint.has_typed_events:
+        data = _json_text(event)
+        return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["event", "data"]}
+    data = {"anyOf": [_json_text({"anyOf": [event, _ref(Error)]}), {"const": "[DONE]"}]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def _json_text(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
 
 
 def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
@@ -102,5 +118,9 @@ def _error(path: str, description: str) -> dict[str, Any]:
     kind = AnthropicError if path.startswith("/v1/messages") else Error
     return {
         "description": description,
-        "content": {"application/json": {"schema": {"$ref": REF.format(name=kind.__name__)}}},
+        "content": {"application/json": {"schema": _ref(kind)}},
     }
+
+
+def _ref(kind: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": REF.format(name=kind.__name__)}
