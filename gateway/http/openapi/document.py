@@ -7,6 +7,7 @@ import msgspec
 
 from gateway.http.generate import Endpoint
 from gateway.http.openapi.answers import AnthropicError, Error
+from gateway.http.openapi.examples import json_body
 from gateway.http.openapi.operations import FURTHER_ERRORS, KINDS, REF
 from gateway.http.request_checks import OPEN_PATHS
 
@@ -75,7 +76,7 @@ def _operation(endpoint: Endpoint, method: str) -> dict[str, Any]:
         "tags": ["generate"],
         "summary": endpoint.summary,
         "operationId": f"{method.lower()}{endpoint.path.replace('/', '_').replace('.', '_')}",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "requestBody": json_body(endpoint.body, body),
         "responses": answers,
     }
 
