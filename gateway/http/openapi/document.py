@@ -83,11 +83,12 @@ def _operation(endpoint: Endpoint, method: str) -> dict[str, Any]:
 
 def _server_sent_event(endpoint: Endpoint, event: dict[str, Any]) -> dict[str, Any]:
     """The schema of each event of a stream; the keyword ``itemSchema`` is OpenAPI 3.2's, and FastAPI's for streams."""
+    data = _json_text(event)
     if endpoint.has_typed_events:
-        data = _json_text(event)
-        return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["event", "data"]}
-    data = {"anyOf": [_json_text({"anyOf": [event, _ref(Error)]}), {"const": "[DONE]"}]}
-    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        fields = {"event": {"type": "string"}, "data": data}
+    else:
+        fields = {"data": {"anyOf": [_json_text({"anyOf": [event, _ref(Error)]}), {"const": "[DONE]"}]}}
+    return {"type": "object", "properties": fields, "required": list(fields)}
 
 
 def _json_text(schema: dict[str, Any]) -> dict[str, Any]:
