@@ -31,7 +31,7 @@ Priority = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 PriorityClass = Annotated[str, Meta(min_length=1, max_length=200)]
 DeadlineMs = Annotated[float, Meta(gt=0, le=86_400_000)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
-#: The fields of a request decide on it; the description says that it is needed.
+#: Describes a list that the translation of a body refuses when it is empty.
 NotEmpty = Meta(extra_json_schema={"minItems": 1})
 #: An object whose keys are token ids.
 TokenKeys = Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}})
