@@ -65,6 +65,8 @@ class Endpoint:
         envelope: the form of errors.
         repeats_request_id: answers carry ``x-request-id`` as ``request-id`` too, as Anthropic's clients know it.
         answer, event, summary: for the API's description: the types of the answer and of the events of a stream.
+        has_typed_events: an error and the end of a stream are events of this type too. Otherwise an error is an event
+            of its own, and the last event is ``[DONE]``.
     """
 
     path: str
@@ -78,6 +80,7 @@ class Endpoint:
     repeats_request_id: bool = False
     answer: Any
     event: Any
+    has_typed_events: bool = False
     summary: str
 
 
@@ -105,6 +108,7 @@ def make_endpoints(services: Services) -> list[Endpoint]:
             id_prefix="resp_",
             answer=Response,
             event=ResponseEvent,
+            has_typed_events=True,
             summary="Answer a chat, and keep the answer to continue it (OpenAI)",
         ),
         Endpoint(
@@ -117,6 +121,7 @@ def make_endpoints(services: Services) -> list[Endpoint]:
             repeats_request_id=True,
             answer=Message,
             event=MessageEvent,
+            has_typed_events=True,
             summary="Answer a chat (Anthropic)",
         ),
         Endpoint(

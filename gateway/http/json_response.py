@@ -2,13 +2,11 @@
 
 from typing import Any
 
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 
 from gateway.http.formatters.common import encode_json
 
 
-class JsonResponse(Response):
-    media_type = "application/json"
-
+class JsonResponse(JSONResponse):
     def render(self, content: Any) -> bytes:
         return encode_json(content)

@@ -7,6 +7,7 @@ import msgspec
 
 from gateway.http.generate import Endpoint
 from gateway.http.openapi.answers import AnthropicError, Error
+from gateway.http.openapi.examples import json_body
 from gateway.http.openapi.operations import FURTHER_ERRORS, KINDS, REF
 from gateway.http.request_checks import OPEN_PATHS
 
@@ -61,8 +62,11 @@ def _operation(endpoint: Endpoint, method: str) -> dict[str, Any]:
     body, answer, event = msgspec.json.schema_components(kinds, ref_template=REF)[0]
     answers: dict[str, Any] = {
         "200": {
-            "description": "The whole answer; with stream: true server-sent events, each with such an object as data.",
-            "content": {"application/json": {"schema": answer}, "text/event-stream": {"schema": event}},
+            "description": "The whole answer, or with stream: true server-sent events.",
+            "content": {
+                "application/json": {"schema": answer},
+                "text/event-stream": {"itemSchema": _server_sent_event(endpoint, event)},
+            },
         }
     }
     for status, description in GENERATE_ERRORS.items():
@@ -72,9 +76,23 @@ def _operation(endpoint: Endpoint, method: str) -> dict[str, Any]:
         "tags": ["generate"],
         "summary": endpoint.summary,
         "operationId": f"{method.lower()}{endpoint.path.replace('/', '_').replace('.', '_')}",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "requestBody": json_body(endpoint.body, body),
         "responses": answers,
     }
+
+
+def _server_sent_event(endpoint: Endpoint, event: dict[str, Any]) -> dict[str, Any]:
+    """The schema of each event of a stream; the keyword ``itemSchema`` is OpenAPI 3.2's, and FastAPI's for streams."""
+    data = _json_text(event)
+    if endpoint.has_typed_events:
+        fields = {"event": {"type": "string"}, "data": data}
+    else:
+        fields = {"data": {"anyOf": [_json_text({"anyOf": [event, _ref(Error)]}), {"const": "[DONE]"}]}}
+    return {"type": "object", "properties": fields, "required": list(fields)}
+
+
+def _json_text(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
 
 
 def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
@@ -102,5 +120,9 @@ def _error(path: str, description: str) -> dict[str, Any]:
     kind = AnthropicError if path.startswith("/v1/messages") else Error
     return {
         "description": description,
-        "content": {"application/json": {"schema": {"$ref": REF.format(name=kind.__name__)}}},
+        "content": {"application/json": {"schema": _ref(kind)}},
     }
+
+
+def _ref(kind: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": REF.format(name=kind.__name__)}

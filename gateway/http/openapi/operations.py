@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from gateway.http.openapi import answers, generated
+from gateway.http.openapi.examples import json_body
 from gateway.http.protocol import anthropic, native, responses
 
 #: Key of an operation, while the description is put together, with the statuses of its own errors.
@@ -48,5 +49,5 @@ def described(
     }
     if body is not None:
         schema = {"$ref": REF.format(name=body.__name__)}
-        operation["requestBody"] = {"required": needs_body, "content": {"application/json": {"schema": schema}}}
+        operation["requestBody"] = json_body(body, schema, is_required=needs_body)
     return {"summary": summary, "openapi_extra": operation}

@@ -9,11 +9,13 @@ from gateway.http.protocol.fields import (
     MAX_STOPS,
     DeadlineMs,
     Extensible,
+    NotEmpty,
     Positive,
     Priority,
     PriorityClass,
     Salt,
     Strict,
+    supports,
 )
 from gateway.http.protocol.openai import MAX_TOOLS, CallId, FunctionName
 
@@ -24,7 +26,7 @@ CacheControl = dict[str, Any]
 class ContentBlock(Extensible, kw_only=True):
     """A part of a message, of the system prompt or of a tool's result; ``type`` says which fields it has."""
 
-    type: str
+    type: Annotated[str, supports("text", "thinking", "tool_use", "tool_result")]
     text: str | None = None
     thinking: str | None = None
     # tool_use
@@ -83,7 +85,7 @@ class OutputConfig(Extensible, kw_only=True):
 class CountTokensRequest(Strict, kw_only=True):
     """``POST /v1/messages/count_tokens``: the fields of a message request that shape its prompt."""
 
-    messages: list[AnthropicMessage]
+    messages: Annotated[list[AnthropicMessage], NotEmpty]
     model: str | None = None
     system: str | list[ContentBlock] | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None = None

@@ -3,7 +3,7 @@
 Every field that has an effect is declared in this package; ``extras`` lists those that have none.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -31,8 +31,19 @@ Priority = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 PriorityClass = Annotated[str, Meta(min_length=1, max_length=200)]
 DeadlineMs = Annotated[float, Meta(gt=0, le=86_400_000)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+#: Describes a list that the translation of a body refuses when it is empty.
+NotEmpty = Meta(extra_json_schema={"minItems": 1})
+#: An object whose keys are token ids.
+TokenKeys = Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}})
+#: A field that is declared to be refused by name, unless it is null.
+Refused = Annotated[Any, Meta(extra_json_schema={"type": "null"})]
 Texts = str | list[str]
 Prompts = str | list[str | int | list[int]]
+
+
+def supports(*values: str) -> Meta:
+    """Describes the values that a string may have; any other is refused with an error that says why."""
+    return Meta(extra_json_schema={"enum": list(values)})
 
 
 class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -59,7 +70,7 @@ class SamplingFields(Strict, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES), TokenKeys] | None = None
     # vLLM's and SGLang's names for one option: the stop string or token is shown.
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None

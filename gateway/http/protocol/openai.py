@@ -9,14 +9,17 @@ from gateway.http.protocol.fields import (
     Count,
     DeadlineMs,
     Extensible,
+    NotEmpty,
     Positive,
     Priority,
     PriorityClass,
     Prompts,
+    Refused,
     Salt,
     SamplingFields,
     Strict,
     TopLogprobs,
+    supports,
 )
 
 MAX_TOOLS = 128
@@ -115,7 +118,7 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 class Part(Extensible, kw_only=True):
     """A part of a message's content; only text is supported."""
 
-    type: str
+    type: Annotated[str, supports("text", "refusal")]
     text: str | None = None
     refusal: str | None = None
 
@@ -146,9 +149,8 @@ class ChatMessage(Extensible, kw_only=True):
     refusal: str | None = None
     # Tool messages: the call whose result this is.
     tool_call_id: CallId | None = None
-    # Refused unless null.
-    function_call: Any = None
-    audio: Any = None
+    function_call: Refused = None
+    audio: Refused = None
 
 
 class FunctionField(Extensible, kw_only=True):
@@ -196,7 +198,7 @@ ToolChoice = Literal["none", "auto", "required"] | ToolChoiceField
 class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     """``POST /v1/chat/completions``. The other chat endpoints make one of their bodies."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], NotEmpty]
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None

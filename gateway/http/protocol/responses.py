@@ -10,9 +10,11 @@ from gateway.http.protocol.fields import (
     Positive,
     Priority,
     PriorityClass,
+    Refused,
     Salt,
     SamplingFields,
     TopLogprobs,
+    supports,
 )
 from gateway.http.protocol.openai import MAX_TOOLS, CallId, FunctionName, ReasoningEffort
 
@@ -27,7 +29,7 @@ Metadata = Annotated[
 class InputPart(Extensible, omit_defaults=True, kw_only=True):
     """A part of an item's content; only text is supported."""
 
-    type: str
+    type: Annotated[str, supports("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")]
     text: str | None = None
     refusal: str | None = None
     # Parts of an answer have these; they may come back and mean nothing then.
@@ -59,7 +61,7 @@ class InputItem(Extensible, omit_defaults=True, kw_only=True):
 class ResponseTool(Extensible, omit_defaults=True, kw_only=True):
     """A function that the model may call; tools that OpenAI runs are refused by their type."""
 
-    type: str
+    type: Annotated[str, supports("function")]
     name: FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -74,7 +76,7 @@ class NamedResponseTool(Extensible, omit_defaults=True, kw_only=True):
 class ResponseToolChoice(Extensible, omit_defaults=True, kw_only=True):
     """``tool_choice`` of one function, or of some of the tools (``allowed_tools``)."""
 
-    type: str
+    type: Annotated[str, supports("function", "allowed_tools")]
     name: FunctionName | None = None
     mode: Literal["auto", "required"] | None = None
     tools: Annotated[list[NamedResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -133,6 +135,5 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     priority_class: PriorityClass | None = None
     deadline_ms: DeadlineMs | None = None
     cache_salt: Salt | None = None
-    # Refused unless null.
-    prompt: Any = None
-    conversation: Any = None
+    prompt: Refused = None
+    conversation: Refused = None

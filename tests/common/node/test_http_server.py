@@ -6,13 +6,22 @@ import socket
 import threading
 import time
 
+import h11
 import pytest
+from support.wire.mutated_http import mutated
 
 from common.errors import ConfigError
 from common.node import http_server
 from common.node.http_server import Answer, HttpServer, address_of, listen
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+#: Requests that mutations damage.
+SEEDS = (
+    REQUEST, b"GET /health?verbose=1 HTTP/1.0\r\n\r\n", b"HEAD /health HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n",
+    b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}", REQUEST + REQUEST,
+    b"PUT /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -28,6 +37,7 @@ def exchange(address, data):
     with socket.create_connection(address, timeout=60) as client:
         with contextlib.suppress(OSError):
             client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
         answer = b""
         with contextlib.suppress(ConnectionError):
             while more := client.recv(65_536):
@@ -80,6 +90,24 @@ def test_everything_else_is_refused(server, data, expected):
     assert status(answer) == expected
     assert b"Traceback" not in answer
     assert b"ZeroDivision" not in answer
+    assert status(exchange(server, REQUEST)) == 200
+
+
+@pytest.mark.parametrize("first", range(0, 1_000, 250))
+def test_mutated_requests_get_a_whole_answer_or_the_end_of_the_connection(server, first, caplog):
+    for seed in range(first, first + 250):
+        data = mutated(seed, SEEDS)
+        answer = exchange(server, data)
+        if answer:
+            client = h11.Connection(h11.CLIENT)
+            method = data.lstrip().partition(b" ")[0]
+            client.send(h11.Request(method="HEAD" if method == b"HEAD" else "GET", target="/", headers=[("host", "x")]))
+            client.receive_data(answer)
+            response = client.next_event()
+            assert response.status_code in (200, 400, 404, 405, 431, 501), (seed, data, answer)
+            assert type(client.next_event()) in (h11.Data, h11.EndOfMessage), (seed, data, answer)
+            assert (b"connection", b"close") in response.headers
+    assert not caplog.records
     assert status(exchange(server, REQUEST)) == 200
 
 

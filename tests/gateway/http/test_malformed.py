@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import json
-import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gateway.fake_nodes import folder, running
+from support.wire.mutated_http import mutated
 
 __all__ = ["folder"]
 
@@ -22,13 +22,6 @@ SEEDS = (
     b"GET /v1/models/tiny?a=%20 HTTP/1.1\r\n" + HOST + b"Accept: */*\r\n\r\n",
     b"GET /health HTTP/1.0\r\n\r\n", b"POST /flush_cache HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\n\r\n",
     b"DELETE /v1/responses/resp_1 HTTP/1.1\r\n" + HOST + b"X-Request-ID: a\r\n\r\n", WHOLE + CHUNKED,
-)  # fmt: skip
-#: What mutations insert: bytes that mean something to a parser.
-WORDS = (
-    b"\r\n", b"\n", b"\r", b"\0", b" ", b":", b"%", b"%zz", b"%ff", b"\xff", b"\xc3\x28", b"{", b"}", b'"', b"\\ud800",
-    b"Content-Length: 5\r\n", b"Content-Length: -1\r\n", b"Transfer-Encoding: chunked\r\n", b"Host: a\r\n",
-    b"Upgrade: websocket\r\n", b"Expect: 100-continue\r\n", b"HTTP/9.9", b"0\r\n\r\n", b"fffffffffffffffff\r\n",
-    b"Connection: close\r\n", b"1e999", b"NaN",
 )  # fmt: skip
 
 
@@ -132,27 +125,10 @@ async def test_each_kind_of_broken_message_has_its_status_in_the_envelope(stack,
     assert [answer[0] for answer in answers_of(received)][:1] == [status], received
 
 
-def mutated(seed):
-    """A valid request after a few mutations; the same for the same seed."""
-    draw = random.Random(seed)
-    data = bytearray(draw.choice(SEEDS))
-    for _ in range(draw.randint(1, 4)):
-        at, kind = draw.randrange(len(data) + 1), draw.randrange(4)
-        if kind == 0:
-            data[at:at] = draw.choice(WORDS)
-        elif kind == 1:
-            del data[at : at + draw.randint(1, 12)]
-        elif kind == 2 and at < len(data):
-            data[at] = draw.randrange(256)
-        else:
-            data[at:at] = data[at : at + draw.randint(1, 40)]
-    return bytes(data)
-
-
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=20)
 def test_a_mutation_is_the_same_for_the_same_seed(seed):
-    assert mutated(seed) == mutated(seed)
+    assert mutated(seed, SEEDS) == mutated(seed, SEEDS)
 
 
 @pytest.mark.slow
@@ -160,12 +136,12 @@ async def test_mutated_requests_get_an_envelope_or_the_end_of_the_connection(sta
     monkeypatch.setattr("gateway.http.http_connection.LINGER_S", 0.2)
     for first in range(0, 2000, 200):
         seeds = range(first, first + 200)
-        received = await asyncio.gather(*(exchange(stack, mutated(seed)) for seed in seeds))
+        received = await asyncio.gather(*(exchange(stack, mutated(seed, SEEDS)) for seed in seeds))
         for seed, data in zip(seeds, received, strict=True):
             try:
                 check(data)
             except Exception as error:
-                raise AssertionError(f"seed {seed}: {mutated(seed)!r}") from error
+                raise AssertionError(f"seed {seed}: {mutated(seed, SEEDS)!r}") from error
     assert "Traceback" not in caplog.text
     assert (await stack.post("/v1/completions", {"prompt": "ab", "max_tokens": 2}))[0] == 200
     assert (await stack.get("/server_info"))[1]["num_in_flight"] == 0

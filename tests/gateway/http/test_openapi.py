@@ -96,7 +96,9 @@ async def test_every_operation_describes_its_body_its_answers_and_its_errors(sta
         for method, operation in operations.items():
             assert operation["summary"], path
             whole = operation["responses"]["200"]["content"]
-            assert all(content["schema"] for content in whole.values()), path
+            assert all(content.get("schema") or content["itemSchema"] for content in whole.values()), path
+            shape = whole.get("application/json", {}).get("schema", {})
+            assert not {"$ref", "type"} <= set(shape), f"{path}: a reference with another type beside it"
             assert ("requestBody" in operation) == (method in ("post", "put") and path not in WITHOUT_BODY), path
             assert "422" not in operation["responses"]
             for status, answer in operation["responses"].items():
@@ -134,6 +136,46 @@ async def test_answers_and_events_of_generating_endpoints_are_as_described(stack
 async def test_other_answers_are_as_described(stack, method, path, body, kind):
     async with stack.client.request(method, stack.url + path, json=body) as answer:
         msgspec.json.decode(await answer.read(), type=kind)
+
+
+@pytest.mark.parametrize(
+    ("path", "has_own_error"),
+    [("/v1/chat/completions", True), ("/v1/completions", True), ("/generate", True), ("/v1/responses", False),
+     ("/v1/messages", False)],
+)  # fmt: skip
+async def test_the_events_of_a_stream_are_described_as_text_with_json_in_it(stack, path, has_own_error):
+    _, document = await stack.get("/openapi.json")
+    event = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["itemSchema"]
+    data = event["properties"]["data"]
+    if has_own_error:
+        data, done = data["anyOf"]
+        assert done == {"const": "[DONE]"}
+    assert data["contentMediaType"] == "application/json"
+    assert ("#/components/schemas/Error" in refs(data)) == has_own_error
+
+
+async def test_the_example_of_each_body_is_accepted(folder):
+    async with running(folder, enable_priority_scheduling=True) as stack:
+        await stack.pair()
+        _, document = await stack.get("/openapi.json")
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                if "requestBody" in operation:
+                    body = operation["requestBody"]["content"]["application/json"]["example"]
+                    async with stack.client.request(method, stack.url + path, json=body) as answer:
+                        wanted = 404 if "{rid}" in path else 200
+                        assert answer.status == wanted, (path, await answer.text())
+
+
+async def test_a_stored_response_is_read_listed_and_deleted_as_described(stack):
+    _, response = await stack.post("/v1/responses", {"input": "Hi", "max_output_tokens": 16})
+    path = f"{stack.url}/v1/responses/{response['id']}"
+    async with stack.client.get(path) as answer:
+        msgspec.json.decode(await answer.read(), type=generated.Response)
+    async with stack.client.get(path + "/input_items") as answer:
+        msgspec.json.decode(await answer.read(), type=answers.InputItemList)
+    async with stack.client.delete(path) as answer:
+        msgspec.json.decode(await answer.read(), type=answers.ResponseDeleted)
 
 
 async def test_the_page_of_the_description_is_served(stack):
