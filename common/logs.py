@@ -71,8 +71,12 @@ class LogWriter:
             self._has_lines.wait()
             self._is_closing.wait(GATHER_S)
             self._has_lines.clear()
-            while chunk := self._take():
-                self._write_all(chunk)
+            self._write_waiting()
+        self._write_waiting()  # lines that came between the last look at the queue and the close
+
+    def _write_waiting(self) -> None:
+        while chunk := self._take():
+            self._write_all(chunk)
 
     def _take(self) -> bytes:
         """About ``CHUNK_BYTES`` of the queue, and then the note of dropped lines; empty if nothing waits."""
