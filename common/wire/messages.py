@@ -15,7 +15,7 @@ from msgspec import Meta
 from common.cache.page_layout import PageLayout
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
-from common.stage_spans import StageSpan
+from common.stage_spans import Seconds, StageSpan
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
@@ -30,6 +30,9 @@ Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
 Role = Literal["prefill", "decode"]
 PublicKey = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]  # of CURVE; empty without keys
+
+#: Numbers of a heartbeat by name. The limits are far above what a node has.
+Figures = Annotated[dict[Annotated[str, Meta(max_length=128)], float], Meta(max_length=1_024)]
 
 #: Spans of one message; the limits in ``common.stage_spans`` keep it shorter.
 MAX_SPANS = 64
@@ -101,7 +104,7 @@ class Registered(Message, frozen=True, tag="registered"):
 
     starts: Annotated[int, Meta(ge=1)]  # number of starts of a node of this name that the gateway has seen
     heartbeat_s: Annotated[float, Meta(gt=0)]
-    sent_at: float = 0.0  # by the gateway's clock; 0: unknown
+    sent_at: Seconds = 0.0  # by the gateway's clock; 0: unknown
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -127,17 +130,17 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     num_free_pages: Count
     num_cached_pages: Count
     num_quarantined_pages: Count
-    counters: dict[str, float]  # totals since the process began, by name; they never fall
-    gauges: dict[str, float] = {}  # present values, by name
-    sent_at: float = 0.0  # by the node's clock; 0: unknown
-    gateway_sent_at: float = 0.0  # ``sent_at`` of the last ``Registered`` or ``HeartbeatAck``; 0: none since the last
-    received_at: float = 0.0  # when the node received that, by its own clock
+    counters: Figures  # totals since the process began, by name; they never fall
+    gauges: Figures = {}  # present values, by name
+    sent_at: Seconds = 0.0  # by the node's clock; 0: unknown
+    gateway_sent_at: Seconds = 0.0  # ``sent_at`` of the last ``Registered`` or ``HeartbeatAck``; 0: none since the last
+    received_at: Seconds = 0.0  # when the node received that, by its own clock
 
 
 class HeartbeatAck(Message, frozen=True, tag="heartbeat_ack"):
     """gateway -> node: answer to ``Heartbeat``."""
 
-    sent_at: float  # by the gateway's clock
+    sent_at: Seconds  # by the gateway's clock
 
 
 class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -274,6 +277,8 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
 
 class Abort(RequestMessage, frozen=True, tag="abort"):
     """gateway -> both nodes: end this attempt, since the client left, has all it needs, or the other node failed."""
+
+    is_finished: bool = False  # the prefill node has sampled the last token, and counts the request
 
 
 class Reprioritize(RequestMessage, frozen=True, tag="reprioritize"):
