@@ -6,6 +6,7 @@ lines beyond ``MAX_WAITING_BYTES`` are dropped and counted; once there is a read
 
 import logging
 import os
+import select
 import sys
 import threading
 import time
@@ -99,6 +100,8 @@ class LogWriter:
         while view:
             try:
                 view = view[os.write(self._fd, view) :]
+            except BlockingIOError:  # another process that has this terminal or pipe has made it so
+                select.select((), (self._fd,), ())
             except OSError:
                 return
 

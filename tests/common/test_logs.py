@@ -149,3 +149,16 @@ def test_a_line_that_comes_just_before_the_close_is_written():
     os.close(out)
     with os.fdopen(reader, "rb") as stream:
         assert stream.read() == b"first\nlast\n"
+
+
+def test_a_standard_error_that_does_not_block_gets_every_line():
+    reader, out = os.pipe()
+    os.set_blocking(out, False)
+    writer = LogWriter(out, lambda count: b"")
+    lines = [b"%d" % number + b"x" * 1_000 + b"\n" for number in range(200)]  # more than a pipe holds
+    for line in lines:
+        writer.write(line)
+    with os.fdopen(reader, "rb") as stream:
+        assert [stream.readline() for _ in lines] == lines
+    writer.close()
+    os.close(out)
