@@ -4,9 +4,7 @@ Nothing is written while a stage goes on: its span is made when the stage ends. 
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
-
-from msgspec import Meta
+from typing import Literal, NamedTuple
 
 #: In the order in which a request passes through them. ``prefill_chunk`` lies within ``prefill``, or within ``decode``
 #: if a retracted request is computed again; ``retracted`` and ``paused`` interrupt ``prefill`` or ``decode``.
@@ -23,10 +21,6 @@ Stage = Literal[
     "paused",
 ]
 
-#: Seconds by a clock, or between two instants: a finite number, since a sum never forgets another one.
-Seconds = Annotated[float, Meta(ge=0.0, le=1e10)]
-Amount = Annotated[int, Meta(ge=0, le=1 << 53)]
-
 MAX_CHUNKS = 32
 MAX_INTERRUPTIONS = 16
 
@@ -37,9 +31,9 @@ class StageSpan(NamedTuple):
     """
 
     stage: Stage
-    start_s: Seconds
-    duration_s: Seconds
-    amount: Amount = 0
+    start_s: float
+    duration_s: float
+    amount: int = 0
 
 
 def between(stage: Stage, start_at: float, end_at: float, amount: int = 0) -> StageSpan:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from common.cache.page_layout import PageLayout
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
-from common.stage_spans import Seconds, StageSpan
+from common.stage_spans import StageSpan
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
@@ -30,6 +30,11 @@ Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
 Role = Literal["prefill", "decode"]
 PublicKey = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]  # of CURVE; empty without keys
+
+MAX_SECONDS = 1e10
+MAX_AMOUNT = 1 << 53
+#: An instant or a duration. It is finite, since a sum or an estimate never forgets another one.
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 
 #: Numbers of a heartbeat by name. The limits are far above what a node has.
 Figures = Annotated[dict[Annotated[str, Meta(max_length=128)], float], Meta(max_length=1_024)]
@@ -307,6 +312,13 @@ class Spans(RequestMessage, frozen=True, tag="spans"):
     """
 
     spans: Annotated[tuple[StageSpan, ...], Meta(max_length=MAX_SPANS)]  # by the node's clock
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: numbers that no clock and no count can have. ``StageSpan`` cannot say it: it needs no
+        msgspec."""
+        for _, start_s, duration_s, amount in self.spans:
+            if not (abs(start_s) <= MAX_SECONDS and 0.0 <= duration_s <= MAX_SECONDS and 0 <= amount <= MAX_AMOUNT):
+                raise ValueError("a span has a number that no clock and no count can have")
 
 
 class Failed(RequestMessage, frozen=True, tag="failed"):

@@ -91,14 +91,19 @@ def test_random_bytes_are_dropped(boxes: dict[str, Mailbox], name: str, frames: 
     decoded(boxes[name], frames)
 
 
+def spans_with(span: StageSpan) -> dict[str, Any]:
+    """A message of the type ``Spans``, which cannot be made of a wrong span."""
+    return {**msgspec.to_builtins(Spans("r", 0, ())), "spans": [span]}
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -1.0, 1e300])
 def test_instants_and_durations_that_no_clock_has_are_malformed(boxes: dict[str, Mailbox], number: float) -> None:
     """One such number would spoil the sums of histograms and the estimate of a clock for good."""
     heartbeat = Heartbeat(0, 0, 0, 0, 0, {})
     instants = ("sent_at", "gateway_sent_at", "received_at")
     wrong = [
-        Spans("r", 0, (StageSpan("decode", number, 1.0),)),
-        Spans("r", 0, (StageSpan("decode", 1.0, number),)),
+        spans_with(StageSpan("decode", number * 1e11, 1.0)),
+        spans_with(StageSpan("decode", 1.0, number)),
         *(msgspec.structs.replace(heartbeat, **{name: number}) for name in instants),
     ]
     for message in wrong:
@@ -107,7 +112,7 @@ def test_instants_and_durations_that_no_clock_has_are_malformed(boxes: dict[str,
 
 @pytest.mark.parametrize("amount", [-1, 1 << 63])
 def test_an_amount_that_is_no_count_is_malformed(boxes: dict[str, Mailbox], amount: int) -> None:
-    message = Spans("r", 0, (StageSpan("decode", 1.0, 1.0, amount),))
+    message = spans_with(StageSpan("decode", 1.0, 1.0, amount))
     assert decoded(boxes["node"], [RIGHT_HEADER, msgspec.msgpack.encode(message)]) == []
 
 

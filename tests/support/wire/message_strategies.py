@@ -5,6 +5,9 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from common.stage_spans import StageSpan
+from common.wire.messages import MAX_AMOUNT, MAX_SECONDS
+
 MAX_ITEMS = 3
 
 
@@ -24,7 +27,11 @@ def strategy_of(told: inspect.Type) -> st.SearchStrategy[Any]:
     if isinstance(told, inspect.DataclassType):
         return st.fixed_dictionaries({field.encode_name: strategy_of(field.type) for field in told.fields})
     if isinstance(told, inspect.NamedTupleType):
-        return st.tuples(*(strategy_of(field.type) for field in told.fields)).map(list)
+        values = {field.name: strategy_of(field.type) for field in told.fields}
+        if told.cls is StageSpan:
+            seconds = st.floats(0.0, MAX_SECONDS)
+            values |= {"start_s": seconds, "duration_s": seconds, "amount": st.integers(0, MAX_AMOUNT)}
+        return st.tuples(*values.values()).map(list)
     if isinstance(told, inspect.UnionType):
         return st.one_of([strategy_of(one) for one in told.types])
     if isinstance(told, inspect.IntType):
