@@ -39,8 +39,8 @@ def strategy_of(told: inspect.Type) -> st.SearchStrategy[Any]:
         highest = told.le if told.le is not None else (told.lt - 1 if told.lt is not None else (1 << 63) - 1)
         return st.integers(lowest, highest) | st.integers(lowest, min(highest, lowest + 4))
     if isinstance(told, inspect.FloatType):
-        lowest = told.ge if told.ge is not None else told.gt
-        return st.floats(min_value=lowest, max_value=told.le, exclude_min=told.gt is not None)
+        least = told.ge if told.ge is not None else told.gt
+        return st.floats(min_value=least, max_value=told.le, exclude_min=told.gt is not None)
     if isinstance(told, inspect.StrType):
         if told.pattern is not None:
             return st.from_regex(told.pattern).map(lambda text: text.rstrip("\n"))
