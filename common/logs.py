@@ -6,6 +6,7 @@ lines beyond ``MAX_WAITING_BYTES`` are dropped and counted; once there is a read
 
 import logging
 import os
+import select
 import sys
 import threading
 import time
@@ -71,8 +72,12 @@ class LogWriter:
             self._has_lines.wait()
             self._is_closing.wait(GATHER_S)
             self._has_lines.clear()
-            while chunk := self._take():
-                self._write_all(chunk)
+            self._write_waiting()
+        self._write_waiting()  # lines that came between the last look at the queue and the close
+
+    def _write_waiting(self) -> None:
+        while chunk := self._take():
+            self._write_all(chunk)
 
     def _take(self) -> bytes:
         """About ``CHUNK_BYTES`` of the queue, and then the note of dropped lines; empty if nothing waits."""
@@ -95,6 +100,8 @@ class LogWriter:
         while view:
             try:
                 view = view[os.write(self._fd, view) :]
+            except BlockingIOError:  # another process that has this terminal or pipe has made it so
+                select.select((), (self._fd,), ())
             except OSError:
                 return
 

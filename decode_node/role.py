@@ -100,7 +100,10 @@ class DecodeRole:
             request = self._scheduler.requests.get(key)
             if request is not None:
                 self._report_stages(request, now)
-            self._abort(key)
+            if message.is_finished:
+                self._end(key)
+            else:
+                self._abort(key)
             report_missed_deadline(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)

@@ -56,7 +56,11 @@ class Profiler:
     def handle(self, message: StartProfile | StopProfile, answer: Answer) -> None:
         """Start or stop a profile; ``answer`` is called once, perhaps later and on another thread."""
         if isinstance(message, StartProfile):
-            answer(self._start(message))
+            try:
+                outcome = self._start(message)
+            except Exception as error:  # the engine's thread must go on: libraries and the folder fail in many ways
+                outcome = _numbered(_failure(error), message.number)
+            answer(outcome)
         else:
             self._stop(message, answer)
 
@@ -66,11 +70,17 @@ class Profiler:
         return None if self._profile is None else max(self._ends_at - time.monotonic(), 0.0)
 
     def after_step(self) -> None:
-        if self._profile is not None:
-            self._num_steps += 1
+        if self._profile is None:
+            return
+        self._num_steps += 1
+        try:
             self._profile.step()
-            if self._num_steps >= self._max_steps or time.monotonic() >= self._ends_at:
-                self.end()
+        except Exception as error:
+            self._profile = None
+            self._written(_failure(error))
+            return
+        if self._num_steps >= self._max_steps or time.monotonic() >= self._ends_at:
+            self.end()
 
     def end(self) -> None:
         """End the profile and begin to write its file."""
@@ -80,7 +90,7 @@ class Profiler:
         try:
             profile.stop()
         except Exception as error:
-            self._written(ProfileAnswer(error=f"the profiler failed: {error}"[:500]))
+            self._written(_failure(error))
             return
         self._writing = threading.Thread(
             target=self._write, args=(profile, file, num_steps), name="profile", daemon=True
@@ -100,10 +110,9 @@ class Profiler:
             return ProfileAnswer(error="there is no GPU to profile at this node; ask for CPU", number=message.number)
         self._file = self._new_file()
         self._num_steps, self._max_steps = 0, message.num_steps
-        self._profile = profile(
-            activities=activities, with_stack=message.with_stack, record_shapes=message.record_shapes
-        )
-        self._profile.start()
+        started = profile(activities=activities, with_stack=message.with_stack, record_shapes=message.record_shapes)
+        started.start()
+        self._profile = started
         self._ends_at = time.monotonic() + MAX_S
         self._last = None
         log.info("profiling up to %d steps into %s", message.num_steps, self._file)
@@ -146,6 +155,11 @@ class Profiler:
             self._is_written = True
         for number, answer in waiting:
             answer(_numbered(outcome, number))
+
+
+def _failure(error: Exception) -> ProfileAnswer:
+    log.error("the profiler failed", exc_info=error)
+    return ProfileAnswer(error=f"the profiler failed: {error}"[:500])
 
 
 def _numbered(answer: ProfileAnswer, number: int) -> ProfileAnswer:

@@ -31,6 +31,14 @@ Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
 Role = Literal["prefill", "decode"]
 PublicKey = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]  # of CURVE; empty without keys
 
+MAX_SECONDS = 1e10
+MAX_AMOUNT = 1 << 53
+#: An instant or a duration. It is finite, since a sum or an estimate never forgets another one.
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
+
+#: Numbers of a heartbeat by name. The limits are far above what a node has.
+Figures = Annotated[dict[Annotated[str, Meta(max_length=128)], float], Meta(max_length=1_024)]
+
 #: Spans of one message; the limits in ``common.stage_spans`` keep it shorter.
 MAX_SPANS = 64
 
@@ -101,7 +109,7 @@ class Registered(Message, frozen=True, tag="registered"):
 
     starts: Annotated[int, Meta(ge=1)]  # number of starts of a node of this name that the gateway has seen
     heartbeat_s: Annotated[float, Meta(gt=0)]
-    sent_at: float = 0.0  # by the gateway's clock; 0: unknown
+    sent_at: Seconds = 0.0  # by the gateway's clock; 0: unknown
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -127,17 +135,17 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     num_free_pages: Count
     num_cached_pages: Count
     num_quarantined_pages: Count
-    counters: dict[str, float]  # totals since the process began, by name; they never fall
-    gauges: dict[str, float] = {}  # present values, by name
-    sent_at: float = 0.0  # by the node's clock; 0: unknown
-    gateway_sent_at: float = 0.0  # ``sent_at`` of the last ``Registered`` or ``HeartbeatAck``; 0: none since the last
-    received_at: float = 0.0  # when the node received that, by its own clock
+    counters: Figures  # totals since the process began, by name; they never fall
+    gauges: Figures = {}  # present values, by name
+    sent_at: Seconds = 0.0  # by the node's clock; 0: unknown
+    gateway_sent_at: Seconds = 0.0  # ``sent_at`` of the last ``Registered`` or ``HeartbeatAck``; 0: none since the last
+    received_at: Seconds = 0.0  # when the node received that, by its own clock
 
 
 class HeartbeatAck(Message, frozen=True, tag="heartbeat_ack"):
     """gateway -> node: answer to ``Heartbeat``."""
 
-    sent_at: float  # by the gateway's clock
+    sent_at: Seconds  # by the gateway's clock
 
 
 class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -275,6 +283,8 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
 class Abort(RequestMessage, frozen=True, tag="abort"):
     """gateway -> both nodes: end this attempt, since the client left, has all it needs, or the other node failed."""
 
+    is_finished: bool = False  # the prefill node has sampled the last token, and counts the request
+
 
 class Reprioritize(RequestMessage, frozen=True, tag="reprioritize"):
     """gateway -> both nodes: changes the priority, and perhaps the class, of a request."""
@@ -302,6 +312,13 @@ class Spans(RequestMessage, frozen=True, tag="spans"):
     """
 
     spans: Annotated[tuple[StageSpan, ...], Meta(max_length=MAX_SPANS)]  # by the node's clock
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: numbers that no clock and no count can have. ``StageSpan`` cannot say it: it needs no
+        msgspec."""
+        for _, start_s, duration_s, amount in self.spans:
+            if not (abs(start_s) <= MAX_SECONDS and 0.0 <= duration_s <= MAX_SECONDS and 0 <= amount <= MAX_AMOUNT):
+                raise ValueError("a span has a number that no clock and no count can have")
 
 
 class Failed(RequestMessage, frozen=True, tag="failed"):

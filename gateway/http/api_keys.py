@@ -45,8 +45,8 @@ _Count = Annotated[int, Meta(ge=1)]
 class _Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One table of the file."""
 
-    hash: Annotated[str, Meta(pattern=rf"^{HASHED}[0-9a-fA-F]{{64}}$")]
-    tenant: Annotated[str, Meta(pattern=rf"^{TENANT.pattern}$")] = ""
+    hash: Annotated[str, Meta(pattern=rf"^{HASHED}[0-9a-fA-F]{{64}}\Z")]
+    tenant: Annotated[str, Meta(pattern=rf"^{TENANT.pattern}\Z")] = ""
     requests: _Count | None = None
     tokens_per_minute: _Count | None = None
     expires: Annotated[datetime, Meta(tz=True)] | None = None
@@ -106,6 +106,8 @@ class ApiKeyFile:
             raise ConfigError(f"{self._flag} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{self._flag} is not valid TOML: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"{self._flag} is not valid TOML: it is nested too deeply") from None
         if status.st_mode & OPEN_BITS:
             log.warning("%s can be read or changed by other users; take that from them with chmod 600", self._flag)
         return self._checked(_entries(content, self._flag))

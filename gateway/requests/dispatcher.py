@@ -73,10 +73,15 @@ class InFlightRequest:
     is_evicted: bool = False
     failed_at: str = ""
 
+    @property
+    def is_ended_by_node(self) -> bool:
+        """A node has sampled the last token; the gateway itself finds stop strings."""
+        return bool(self.stream.finish) and not isinstance(self.stream.matched, str)
+
     def nodes_to_tell(self, pair: WorkerPair) -> Sequence[str]:
         """Nodes that may not know that the request has ended."""
         stream = self.stream
-        if stream.finish and not isinstance(stream.matched, str):
+        if self.is_ended_by_node:
             is_ended_by_prefill = pair.prefill is not None and len(stream.ids) <= 1
             return (pair.decode,) if is_ended_by_prefill and pair.decode else ()  # it may still wait for pages
         return [node for node in pair.nodes if node != self.failed_at]
@@ -413,7 +418,8 @@ class Dispatcher:
             flight.pool.router.prefill_done(pair)
         flight.pool.router.decode_done(pair)
         if nodes := flight.nodes_to_tell(pair):
-            self._channel.send(Abort(flight.stream.request.rid, flight.attempt), *nodes)
+            is_finished = flight.is_ended_by_node
+            self._channel.send(Abort(flight.stream.request.rid, flight.attempt, is_finished=is_finished), *nodes)
 
     # ---- messages of nodes ------------------------------------------------------------------------------------------
 

@@ -105,6 +105,8 @@ class Quotas:
         if account is not None:
             account.in_flight.release(now, is_evicted=is_refused)
             account.charge(tokens - charged, now)
+            if account.quota == Quota() and not account.in_flight.num_in_flight:
+                del self._accounts[tenant]  # it says nothing, and must not displace an account with limits
 
     def settle(self, stream: OutputStream) -> None:
         """Replaces the expected cost of an ended output by its real one."""

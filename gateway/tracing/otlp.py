@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 2_048
 #: Requests of one message. Its encoding holds the interpreter for some milliseconds, which delay the event loop.
 MAX_BATCH = 32
+#: Resources kept for further requests.
+MAX_RESOURCES = 1_024
 #: A request is exported so long after its end, when the last spans of its nodes have come.
 DELAY_S = 1.0
 #: For one batch, retries included, and for what is left at a stop.
@@ -196,6 +198,8 @@ class _SpanMaker:
         role = GATEWAY if process == GATEWAY else "decode" if process == timeline.decode else "prefill"
         found = self._resources.get((role, process))
         if found is None:
+            if len(self._resources) >= MAX_RESOURCES:  # names of nodes may change with every start
+                self._resources.clear()
             names = {"service.name": f"baton-{role}", "service.instance.id": process}
             found = self._resources[role, process] = self._resource.create(names)
         return found

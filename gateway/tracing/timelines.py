@@ -159,15 +159,19 @@ class Timelines:
             return None
         timeline = Timeline.of(stream)
         if self._capacity:
+            key = (stream.request.rid, stream.attempt)
+            self._ended.pop(key, None)  # outputs that were sent to no node have no attempt that tells them apart
             if len(self._ended) >= self._capacity:
                 del self._ended[next(iter(self._ended))]
-            self._ended[stream.request.rid, stream.attempt] = timeline
+            self._ended[key] = timeline
         return timeline
 
     def reported(self, rid: str, attempt: int, report: StageReport) -> None:
-        """Add spans that came after the end of their output."""
+        """Add spans that came after the end of their output; those of nodes that had no part in it are dropped."""
         timeline = self._ended.get((rid, attempt))
-        if timeline is not None and len(timeline.reports) < MAX_REPORTS:
+        if timeline is None or report.node not in (timeline.prefill, timeline.decode):
+            return
+        if len(timeline.reports) < MAX_REPORTS:
             timeline.reports.append(report)
 
     def newest(self, scope: str | None = None) -> Iterator[Timeline]:

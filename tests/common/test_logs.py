@@ -2,11 +2,13 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
-from common.logs import FIELDS, ConsoleFormatter, JsonFormatter
+from common.logs import FIELDS, ConsoleFormatter, JsonFormatter, LogWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 PREAMBLE = "import logging, warnings, threading, os; from common.logs import configure_logging;"
@@ -122,3 +124,41 @@ def test_a_closed_standard_error_is_no_error():
         process.stderr.close()
         out, _ = process.communicate("\n", timeout=60)
         assert (process.returncode, out) == (0, "on\nstill on\n")
+
+
+def test_a_line_that_comes_just_before_the_close_is_written():
+    """The thread has found its queue empty, and not yet looked whether it is to end."""
+    reader, out = os.pipe()
+    found_empty, is_last_queued = threading.Event(), threading.Event()
+
+    class Paused(LogWriter):
+        def _take(self) -> bytes:
+            chunk = super()._take()
+            if not chunk and not found_empty.is_set():
+                found_empty.set()
+                is_last_queued.wait(10)
+            return chunk
+
+    writer = Paused(out, lambda count: b"")
+    writer.write(b"first\n")
+    assert found_empty.wait(10)
+    writer.write(b"last\n")
+    writer._is_closing.set()
+    is_last_queued.set()
+    writer.close()
+    os.close(out)
+    with os.fdopen(reader, "rb") as stream:
+        assert stream.read() == b"first\nlast\n"
+
+
+def test_a_standard_error_that_does_not_block_gets_every_line():
+    reader, out = os.pipe()
+    os.set_blocking(out, False)
+    writer = LogWriter(out, lambda count: b"")
+    lines = [b"%d" % number + b"x" * 1_000 + b"\n" for number in range(200)]  # more than a pipe holds
+    for line in lines:
+        writer.write(line)
+    with os.fdopen(reader, "rb") as stream:
+        assert [stream.readline() for _ in lines] == lines
+    writer.close()
+    os.close(out)

@@ -11,7 +11,7 @@ from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
 from common.stage_spans import MAX_CHUNKS, StageLog
-from common.wire.messages import Closed, Decisions, Flush, Flushed, GetDecisions, Reprioritize, Resume
+from common.wire.messages import Abort, Closed, Decisions, Flush, Flushed, GetDecisions, Reprioritize, Resume
 from decode_node.request_state import TABLE as DECODE_TABLE
 from decode_node.request_state import Event as DecodeEvent
 from decode_node.request_state import State as DecodeState
@@ -81,6 +81,18 @@ def test_a_request_that_ends_with_its_first_token_needs_no_transfer() -> None:
     assert answer.finish == "length"
     cluster.settle(20)
     assert cluster.counters(cluster.decode[0])["output_tokens"] == 0
+    assert [sum(node.role.stats.ends.values()) for node in cluster.members] == [1, 0]
+    assert_all_pages_are_released(cluster)
+
+
+def test_an_output_that_its_prefill_node_has_ended_is_counted_there_alone() -> None:
+    """The gateway tells the decode node of the end, and may do so before the prefill node does."""
+    cluster = LocalCluster(latency=5)
+    cluster.submit("a", prompt_of(40), sampling(1))
+    cluster.step()
+    cluster.tell(cluster.decode[0], Abort("a", 0, is_finished=True))
+    cluster.settle(20)
+    assert sum(sum(node.role.stats.ends.values()) for node in cluster.decode) == 0
     assert_all_pages_are_released(cluster)
 
 

@@ -1,5 +1,6 @@
 """The last requests, where each spent its time, and a window of time as a trace."""
 
+import asyncio
 import time
 from typing import Annotated
 
@@ -30,6 +31,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     router = APIRouter(tags=["requests"])
     KnownCaller = Annotated[Caller, Depends(checks.caller)]
     timelines, clock = services.timelines, services.clock
+    one_at_a_time = asyncio.Lock()  # a trace takes up to a second of the interpreter's time
 
     @router.get("/v1/requests", **documented(RequestList, summary="List the last requests, newest first"))
     async def list_requests(caller: KnownCaller, limit: Limit = REQUESTS) -> Response:
@@ -50,8 +52,9 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
 
     @router.get("/v1/trace", **documented(ChromeTrace, summary="The last seconds, as a trace for ui.perfetto.dev"))
     async def show_trace(caller: KnownCaller, seconds: Seconds = SECONDS) -> Response:
-        now = clock.now()
-        shown = timelines.since(now - seconds, caller.scope)[:MAX_TRACED]
-        return await run_in_threadpool(lambda: JsonResponse(chrome_trace(shown, now)))
+        async with one_at_a_time:
+            now = clock.now()
+            shown = timelines.since(now - seconds, caller.scope)[:MAX_TRACED]
+            return await run_in_threadpool(lambda: JsonResponse(chrome_trace(shown, now)))
 
     return router

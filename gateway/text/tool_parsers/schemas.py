@@ -43,27 +43,44 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that a schema allows, as far as it says so at its top or in what it refers to.
+
+    Each schema is looked at once, since alternatives may refer to themselves and to each other.
 
     Args:
         root: as in ``resolved``.
     """
-    schema = resolved(schema, root)
-    if not isinstance(schema, dict) or depth > MAX_REFERENCES:
-        return ALL_TYPES
-    types = schema.get("type")
+    types: set[str] = set()
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        one = resolved(waiting.pop(), root)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        alternatives = _alternatives(one)
+        if alternatives is None:
+            types |= _own_types(one)
+        else:
+            waiting += alternatives
+    return frozenset(types)
+
+
+def _alternatives(schema: Any) -> list[Any] | None:
+    """The schemas of which one must hold; None if the schema has types or constants, or no alternatives."""
+    if not isinstance(schema, dict) or isinstance(schema.get("type"), str | list) or constants(schema):
+        return None
+    return next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
+
+
+def _own_types(schema: Any) -> frozenset[str]:
+    """The types that the schema itself names."""
+    types = schema.get("type") if isinstance(schema, dict) else None
     if isinstance(types, str):
         types = [types]
     if isinstance(types, list):
         return frozenset(name for name in types if isinstance(name, str))
-    choices = constants(schema)
-    if choices:
-        return frozenset(type_of(choice) for choice in choices)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            return frozenset().union(*(schema_types(child, root, depth + 1) for child in schema[key]))
-    return ALL_TYPES
+    return frozenset(type_of(choice) for choice in constants(schema)) or ALL_TYPES
 
 
 def constants(schema: Any) -> list[Any]:

@@ -135,3 +135,29 @@ def test_a_folder_that_cannot_be_made_is_refused_at_start(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--profile-dir"):
         Profiler(tmp_path / "file" / "traces", "decode")
+
+
+class Broken:
+    """A profiler of torch that fails in the given method, as it does if another one is active."""
+
+    def __init__(self, method, **options):
+        self._method = method
+
+    def __getattr__(self, name):
+        def call(*args):
+            if name == self._method:
+                raise RuntimeError("the profiler is busy")
+
+        return call
+
+
+@pytest.mark.parametrize("method", ["start", "step"])
+def test_a_profiler_that_fails_ends_its_profile_and_no_step(engine, monkeypatch, method):
+    monkeypatch.setattr(torch.profiler, "profile", lambda **options: Broken(method, **options))
+    started = ask(engine, StartProfile(activities=("CPU",), number=1))
+    assert (started.error, started.number) == ("the profiler failed: the profiler is busy" * (method == "start"), 1)
+    step(engine, 2)
+    stopped = ask(engine, StopProfile(number=2))
+    assert ("no profile has been started" if method == "start" else "the profiler failed") in stopped.error
+    monkeypatch.undo()
+    assert ask(engine, StartProfile(activities=("CPU",), number=3)).error == ""

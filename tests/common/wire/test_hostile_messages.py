@@ -1,5 +1,6 @@
 """Frames of a permitted peer that is broken: valid, changed and random ones. A mailbox never raises."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from support.kv.frame_damage import Change, changes, mangled
 from support.wire.message_strategies import TREES, messages_of
 
+from common.stage_spans import StageSpan
 from common.wire.mailbox import Envelope, Mailbox
 from common.wire.messages import (
     PROTOCOL_VERSION,
@@ -19,7 +21,9 @@ from common.wire.messages import (
     FromNode,
     FromPrefill,
     Header,
+    Heartbeat,
     Message,
+    Spans,
 )
 from common.wire.process_id import new_incarnation
 
@@ -85,3 +89,36 @@ def test_random_messagepack_is_dropped(
 @given(frames=st.lists(st.binary(max_size=200), max_size=4))
 def test_random_bytes_are_dropped(boxes: dict[str, Mailbox], name: str, frames: list[bytes]) -> None:
     decoded(boxes[name], frames)
+
+
+def spans_with(span: StageSpan) -> dict[str, Any]:
+    """A message of the type ``Spans``, which cannot be made of a wrong span."""
+    return {**msgspec.to_builtins(Spans("r", 0, ())), "spans": [span]}
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -1.0, 1e300])
+def test_instants_and_durations_that_no_clock_has_are_malformed(boxes: dict[str, Mailbox], number: float) -> None:
+    """One such number would spoil the sums of histograms and the estimate of a clock for good."""
+    heartbeat = Heartbeat(0, 0, 0, 0, 0, {})
+    instants = ("sent_at", "gateway_sent_at", "received_at")
+    wrong = [
+        spans_with(StageSpan("decode", number * 1e11, 1.0)),
+        spans_with(StageSpan("decode", 1.0, number)),
+        *(msgspec.structs.replace(heartbeat, **{name: number}) for name in instants),
+    ]
+    for message in wrong:
+        assert decoded(boxes["node"], [RIGHT_HEADER, msgspec.msgpack.encode(message)]) == []
+
+
+@pytest.mark.parametrize("amount", [-1, 1 << 63])
+def test_an_amount_that_is_no_count_is_malformed(boxes: dict[str, Mailbox], amount: int) -> None:
+    message = spans_with(StageSpan("decode", 1.0, 1.0, amount))
+    assert decoded(boxes["node"], [RIGHT_HEADER, msgspec.msgpack.encode(message)]) == []
+
+
+@pytest.mark.parametrize("field", ["counters", "gauges"])
+def test_the_figures_of_a_heartbeat_are_bounded(boxes: dict[str, Mailbox], field: str) -> None:
+    heartbeat = Heartbeat(0, 0, 0, 0, 0, {})
+    for figures in ({"a" * 129: 1.0}, {str(number): 1.0 for number in range(1_025)}):
+        message = msgspec.structs.replace(heartbeat, **{field: figures})
+        assert decoded(boxes["node"], [RIGHT_HEADER, msgspec.msgpack.encode(message)]) == []

@@ -64,7 +64,7 @@ def test_messages_go_both_ways_with_their_sender(context, bound):
 def test_messages_sent_together_arrive_in_order_and_share_frames(context, bound):
     node = dial(context, bound)
     small = [Heartbeat(number, 0, 0, 0, 0, {}) for number in range(300)]
-    large = Heartbeat(0, 0, 0, 0, 0, {"x" * 10_000: 1.0})
+    large = Heartbeat(0, 0, 0, 0, 0, {"x" * 100 + str(number): 1.0 for number in range(100)})
     sent = [*small, large, *small]
     assert node.send(*sent)
     heard = []

@@ -62,6 +62,7 @@ def test_a_file_without_keys_lets_nobody_in(path):
     ("text", "sentence"),
     [
         ("[[key]", "is not valid TOML"),
+        ("key = " + "[" * 100_000, "is not valid TOML: it is nested too deeply"),
         ("key = 'secret'", r"must consist of \[\[key\]\] tables; key is none"),
         ("[key]\nhash = 'secret'", r"must consist of \[\[key\]\] tables; key is none"),
         ("keys = []", "keys is none"),
@@ -69,6 +70,7 @@ def test_a_file_without_keys_lets_nobody_in(path):
         ("[[key]]\ntenant = 'a'", r"\[\[key\]\] 1: Object missing required field hash"),
         (f"[[key]]\nhash = '{K1}'\n[[key]]\nhash = 'secret'", r"\[\[key\]\] 2: hash must be sha256: and 64"),
         (f"[[key]]\nhash = '{K1}'\ntenant = 'a b'", r"\[\[key\]\] 1: tenant must have 1 to 128 of"),
+        (f"[[key]]\nhash = '{K1}'\ntenant = \"a\\n\"", r"\[\[key\]\] 1: tenant must have 1 to 128 of"),
         (f"[[key]]\nhash = '{K1}'\nrole = 'admin'", "unknown field role"),
         (f"[[key]]\nhash = '{K1}'\ntenant = 'a'\nrequests = 0", "requests"),
         (f"[[key]]\nhash = '{K1}'\nexpires = 2027-01-01T00:00:00", "timezone"),

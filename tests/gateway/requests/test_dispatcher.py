@@ -129,6 +129,17 @@ def test_requests_that_end_together_are_replaced_in_one_turn():
     assert table.requests.num_in_flight == 1
 
 
+def test_a_decode_node_is_told_whether_the_prefill_node_has_finished_the_output():
+    table = Table()
+    table.come("a")
+    table.end("a")
+    table.come("b")
+    table.requests.abort("b")
+    aborts = [message for message, node in table.post.sent if isinstance(message, Abort) and node == DECODE]
+    told = [(abort.rid, abort.is_finished) for abort in aborts]
+    assert told == [("a", True), ("b", False)]
+
+
 def test_tokens_of_an_earlier_attempt_with_the_same_id_are_refused():
     table = Table()
     table.come("mine")

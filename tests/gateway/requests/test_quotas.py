@@ -125,3 +125,14 @@ def test_a_new_tenant_is_not_forgotten_at_once(monkeypatch):
     for name in ("a", "b", "c"):  # and no request ends
         quotas.admit(name, 1, 0, 0.0)
     assert list(quotas._accounts) == ["a", "b", "c"]
+
+
+def test_tenants_without_limits_displace_no_account():
+    quotas = Quotas({"a": Quota(tokens_per_minute=60)})
+    quotas.admit("a", 1, 600, 0.0)
+    quotas.ended("a", charged=600, tokens=600, now=0.0)
+    for i in range(MAX_IDLE_TENANTS + 1):
+        quotas.admit(f"t{i}", 1, 0, 0.0)
+        quotas.ended(f"t{i}", charged=0, tokens=0, now=0.0)
+    refused(quotas, "a")
+    assert list(quotas._accounts) == ["a"]

@@ -11,8 +11,12 @@ from support.gateway.otlp_collector import ReceivedSpan, collector
 
 from common.clock import MonotonicClock
 from common.errors import ConfigError
+from common.sampling_params import SamplingParams
 from common.stage_spans import StageSpan
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
 from gateway.tracing import otlp
+from gateway.tracing.timelines import Timeline
 
 __all__ = ["folder"]
 
@@ -177,3 +181,13 @@ def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"--otlp-endpoint needs the extra otlp \(pip install 'baton\[otlp\]'\)"):
         otlp.OtlpExporter("http://localhost:4318", MonotonicClock())
+
+
+def test_resources_of_nodes_that_are_gone_are_not_kept_for_ever() -> None:
+    maker = otlp._SpanMaker()
+    request = GenerateRequest("a", "a", (1,), SamplingParams(max_new_tokens=1))
+    stream = OutputStream(request, 0, lambda: None, lambda stream: None, 1.0)  # type: ignore[arg-type, return-value]
+    timeline = Timeline.of(stream)
+    for number in range(otlp.MAX_RESOURCES + 1):
+        maker._resource_of(f"node-{number}", timeline)
+    assert len(maker._resources) <= otlp.MAX_RESOURCES

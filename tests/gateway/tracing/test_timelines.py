@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 import time
 from typing import Any
 
@@ -13,10 +14,11 @@ from common.sampling_params import SamplingParams
 from common.stage_spans import StageSpan
 from common.wire.messages import Generate, Spans
 from gateway.http.openapi import answers
+from gateway.http.routes import traces
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.tracing.chrome_trace import chrome_trace
-from gateway.tracing.timelines import Timeline
+from gateway.tracing.timelines import Timeline, Timelines
 from gateway.workers.clock_offset import MAX_DRIFT
 
 __all__ = ["folder"]
@@ -231,3 +233,44 @@ def test_a_span_that_a_wrong_clock_moves_beyond_its_parent_is_cut() -> None:
     trace = chrome_trace([timeline_of(StageReport("p", 0.0, 1.0, spans))], 200.0)
     check_chrome_trace(trace)
     assert min(event["ts"] for event in trace["traceEvents"] if event["ph"] == "X") == 0
+
+
+def ended_stream(rid: str, *, attempt: int = 0, decode: str = "") -> OutputStream:
+    request = GenerateRequest(rid, rid, (1,), SamplingParams(max_new_tokens=1))
+    stream = OutputStream(request, 0, lambda: None, lambda stream: None, 1.0)  # type: ignore[arg-type, return-value]
+    stream.attempt, stream.decode, stream.is_ended, stream.ended_at = attempt, decode, True, 2.0
+    return stream
+
+
+def test_an_id_that_is_used_again_before_any_node_is_listed_as_the_newest() -> None:
+    timelines = Timelines(3, lambda: ())
+    for rid in ("a", "b", "a"):
+        timelines.ended(ended_stream(rid))
+    assert [one.rid for one in timelines.newest()] == ["a", "b"]
+
+
+def test_late_spans_are_taken_only_from_the_nodes_of_an_output() -> None:
+    timelines = Timelines(1, lambda: ())
+    timelines.ended(ended_stream("a", attempt=5, decode="d"))
+    spans = (StageSpan("decode", 1.0, 1.0),)
+    for node in ("other", "d"):
+        timelines.reported("a", 5, StageReport(node, 0.0, 1.0, spans))
+    assert [report.node for one in timelines.newest() for report in one.reports] == ["d"]
+
+
+async def test_one_trace_is_made_at_a_time(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace takes up to a second of the interpreter's time, and delays every stream meanwhile."""
+    counts, lock = [0], threading.Lock()
+
+    def counted(timelines: Any, now: float) -> dict[str, Any]:
+        assert lock.acquire(blocking=False), "two traces are made at once"
+        time.sleep(0.02)
+        lock.release()
+        counts[0] += 1
+        return {"traceEvents": []}
+
+    monkeypatch.setattr(traces, "chrome_trace", counted)
+    async with running(folder) as stack:
+        answers = await asyncio.gather(*(stack.get("/v1/trace") for _ in range(4)))
+    assert [status for status, _ in answers] == [200] * 4
+    assert counts == [4]

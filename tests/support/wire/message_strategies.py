@@ -5,6 +5,9 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from common.stage_spans import StageSpan
+from common.wire.messages import MAX_AMOUNT, MAX_SECONDS
+
 MAX_ITEMS = 3
 
 
@@ -24,7 +27,11 @@ def strategy_of(told: inspect.Type) -> st.SearchStrategy[Any]:
     if isinstance(told, inspect.DataclassType):
         return st.fixed_dictionaries({field.encode_name: strategy_of(field.type) for field in told.fields})
     if isinstance(told, inspect.NamedTupleType):
-        return st.tuples(*(strategy_of(field.type) for field in told.fields)).map(list)
+        values = {field.name: strategy_of(field.type) for field in told.fields}
+        if told.cls is StageSpan:
+            seconds = st.floats(0.0, MAX_SECONDS)
+            values |= {"start_s": seconds, "duration_s": seconds, "amount": st.integers(0, MAX_AMOUNT)}
+        return st.tuples(*values.values()).map(list)
     if isinstance(told, inspect.UnionType):
         return st.one_of([strategy_of(one) for one in told.types])
     if isinstance(told, inspect.IntType):
@@ -32,14 +39,16 @@ def strategy_of(told: inspect.Type) -> st.SearchStrategy[Any]:
         highest = told.le if told.le is not None else (told.lt - 1 if told.lt is not None else (1 << 63) - 1)
         return st.integers(lowest, highest) | st.integers(lowest, min(highest, lowest + 4))
     if isinstance(told, inspect.FloatType):
-        return st.floats(min_value=told.ge if told.ge is not None else told.gt, exclude_min=told.gt is not None)
+        least = told.ge if told.ge is not None else told.gt
+        return st.floats(min_value=least, max_value=told.le, exclude_min=told.gt is not None)
     if isinstance(told, inspect.StrType):
         if told.pattern is not None:
             return st.from_regex(told.pattern).map(lambda text: text.rstrip("\n"))
         lowest = told.min_length or 0
         return st.text(st.characters(codec="utf-8"), min_size=lowest, max_size=min(told.max_length or 20, lowest + 20))
     if isinstance(told, inspect.VarTupleType):
-        return st.lists(strategy_of(told.item_type), max_size=MAX_ITEMS)
+        highest = min(told.max_length or MAX_ITEMS, MAX_ITEMS)
+        return st.lists(strategy_of(told.item_type), min_size=told.min_length or 0, max_size=highest)
     if isinstance(told, inspect.TupleType):
         return st.tuples(*map(strategy_of, told.item_types)).map(list)
     if isinstance(told, inspect.DictType):

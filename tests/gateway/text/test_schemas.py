@@ -1,0 +1,31 @@
+"""What formats other than JSON read from a JSON schema."""
+
+import pytest
+
+from gateway.text.tool_parsers.schemas import ALL_TYPES, schema_types
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["integer", "null"]}, {"integer", "null"}),
+        ({"enum": [1, "a"]}, {"integer", "string"}),
+        ({"const": None}, {"null"}),
+        ({"anyOf": [{"type": "string"}, {"oneOf": [{"type": "null"}]}]}, {"string", "null"}),
+        ({"anyOf": [{"type": "string"}, {}]}, ALL_TYPES),
+        ({"$ref": "#/$defs/one"}, {"number"}),
+        ({"$ref": "#/$defs/missing"}, ALL_TYPES),
+        ({}, ALL_TYPES),
+        (True, ALL_TYPES),
+    ],
+)
+def test_the_types_of_a_schema(schema, types):
+    assert schema_types(schema, {"$defs": {"one": {"type": "number"}}}) == types
+
+
+def test_alternatives_that_refer_to_themselves_are_looked_at_once():
+    """A search through all paths would take 20 ** 16 steps, on the event loop."""
+    itself = [{"$ref": "#/$defs/tree"}] * 20
+    root = {"$defs": {"tree": {"anyOf": [*itself, {"type": "integer"}, {"oneOf": itself}]}}}
+    assert schema_types({"$ref": "#/$defs/tree"}, root) == {"integer"}
