@@ -76,7 +76,7 @@ async def test_the_description_names_every_endpoint_and_every_reference_leads_so
     assert status == 200
     app = stack.gateway._http.app
     served = set(map(route_path, app.routes))
-    assert {"/v1/completions", "/generate", "/openapi.json", "/docs"} <= served
+    assert {"/v1/completions", "/generate", "/openapi.json"} <= served
     for path in ("/v1/models/{name}", "/v1/requests/{rid}/priority", "/v1/workers/{name}/decisions", "/metrics"):
         assert path in document["paths"]
     assert not set(unsupported.PATHS) & set(document["paths"])
@@ -134,12 +134,6 @@ async def test_answers_and_events_of_generating_endpoints_are_as_described(stack
 async def test_other_answers_are_as_described(stack, method, path, body, kind):
     async with stack.client.request(method, stack.url + path, json=body) as answer:
         msgspec.json.decode(await answer.read(), type=kind)
-
-
-async def test_the_page_of_the_description_is_served(stack):
-    status, page = await stack.get("/docs")
-    assert status == 200
-    assert "/openapi.json" in page
 
 
 def test_types_of_answers_refuse_unknown_fields():
