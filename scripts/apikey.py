@@ -13,8 +13,8 @@ HELP = """Make an API key. The key goes to standard error, once: it is stored no
 Its entry for --api-key-file, which has only the key's hash, goes to standard
 output.
 
-  baton apikey search >> keys.toml      a key of the tenant search
-  baton apikey --admin >> keys.toml     a key for what changes the state of others
+  baton apikey search >> keys.toml   a key of the tenant search
+  baton apikey --admin >> keys.toml  a key for what changes the state of others
   baton gateway --api-key-file keys.toml ...
 
 The gateway reads the file again whenever it changes: add an entry to permit a
