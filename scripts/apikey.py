@@ -9,14 +9,16 @@ from datetime import UTC, datetime, timedelta
 from gateway.http.api_keys import HASHED, digest_of
 from gateway.http.auth import TENANT
 
-HELP = """Make an API key. The key goes to standard error, once: it is stored nowhere. Its entry for --api-key-file,
-which has only the key's hash, goes to standard output.
+HELP = """Make an API key. The key goes to standard error, once: it is stored nowhere.
+Its entry for --api-key-file, which has only the key's hash, goes to standard
+output.
 
-  baton apikey search >> keys.toml      a key of the tenant search
-  baton apikey --admin >> keys.toml     a key for what changes the state of others
+  baton apikey search >> keys.toml   a key of the tenant search
+  baton apikey --admin >> keys.toml  a key for what changes the state of others
   baton gateway --api-key-file keys.toml ...
 
-The gateway reads the file again whenever it changes: add an entry to permit a key, remove it to revoke the key."""
+The gateway reads the file again whenever it changes: add an entry to permit a
+key, remove it to revoke the key. The file is for its user alone: chmod 600."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,7 +52,7 @@ def entry(key: str, options: argparse.Namespace, now: datetime) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="apikey", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="baton apikey", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tenant", nargs="?", default="", metavar="TENANT", help="whose requests these are")
     parser.add_argument("--requests", type=_count, metavar="N", help="requests that the tenant may have in flight")

@@ -8,20 +8,22 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.wire.key_folder import write_folders
 
-HELP = """Make a folder of keys for each host. The first host runs the gateway; its folder serves for nodes there, too.
+HELP = """Make a folder of keys for each host. The first host runs the gateway; its
+folder serves for nodes there, too.
 
   baton keygen keys host-a host-b       makes keys/host-a and keys/host-b
   baton gateway --keys keys/host-a ...  on host-a
   baton decode --keys keys/host-b ...   on host-b
 
-Copy each folder to its host over a secure connection, and no other. Run it again with the same folder to add hosts: the
-folders of the others then permit the new one, once their "nodes" folders are copied again and their gateway and prefill
-nodes are restarted."""
+Copy each folder to its host over a secure connection, and no other. Run it
+again with the same folder to add hosts: the folders of the others then permit
+the new one, once their "nodes" folders are copied again and their gateway and
+prefill nodes are restarted."""
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="keygen", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="baton keygen", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to make a folder for each host")
     parser.add_argument("hosts", nargs="+", metavar="HOST", help="name of the folder of a host")

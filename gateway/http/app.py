@@ -88,8 +88,8 @@ def make_app(
         version=baton_version(),
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's page loads scripts of other servers, which could read the key of the live page
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
         dependencies=[Depends(checks.tenant)],
         default_response_class=JsonResponse,
     )

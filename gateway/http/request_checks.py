@@ -16,8 +16,8 @@ from gateway.http.limits import LIGHT_BYTES, check_weight
 from gateway.http.origins import SAFE_METHODS, AllowedOrigins
 
 #: Paths that need no key: they reveal nothing about requests or configuration.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
-#: Begins the paths of the files of the page at ``/``, which need no key either.
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/metrics"})
+#: Begins the paths of the files of the pages, which need no key either.
 STATIC = "/static/"
 #: The caller of each request where no key is configured.
 ANYONE = Caller(tenant="", is_admin=True)

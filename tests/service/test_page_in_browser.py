@@ -1,4 +1,4 @@
-"""The page at ``/`` in Chromium, which must be installed, over a gateway with fake nodes."""
+"""The pages at ``/`` and ``/docs`` in Chromium, which must be installed, over a gateway with fake nodes."""
 
 import asyncio
 import contextlib
@@ -302,3 +302,24 @@ async def test_a_page_without_nodes_says_what_to_do(browser, folder):
         assert await page.locator("#state-text").inner_text() == "Waiting for nodes"
         await page.locator(".idea").first.click()
         await page.locator(".assistant .problem").wait_for()
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+async def test_the_description_of_the_api_is_drawn_without_other_servers(browser, folder, width):
+    size = {"width": width, "height": 800}
+    async with (
+        running(folder, api_key="secret-key") as stack,
+        opened(browser, stack.url, viewport=size, allowed=("401",)) as page,
+    ):
+        requested: list[str] = []
+        page.on("request", lambda request: requested.append(request.url))
+        await page.goto(f"{stack.url}/docs")
+        await page.fill("#filter", "answer a chat (openai)")
+        operation = page.locator(".operation:visible")
+        assert await operation.count() == 1
+        await operation.locator("summary").first.click()
+        await operation.get_by_text("messages", exact=True).first.wait_for()
+        await operation.locator(".nested > summary").first.click()
+        await operation.locator(".nested .field-name").first.wait_for()
+        assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        assert all(url.startswith(stack.url) for url in requested)

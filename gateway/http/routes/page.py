@@ -1,4 +1,4 @@
-"""The page at ``/`` and its files, which are open: the data that the page shows needs a key where there are keys."""
+"""The pages at ``/`` and ``/docs`` and their files, which are open. The data of ``/`` needs a key if there are any."""
 
 import hashlib
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from gateway.http.request_checks import STATIC, RequestChecks
 from gateway.http.services import Services
 
 FOLDER = Path(__file__).parents[1] / "static"
-INDEX = "index.html"
+INDEX, DOCS = "index.html", "docs.html"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 #: Scripts and styles come from this server alone, none stand in the document, and the page talks to no other server.
 SECURITY_POLICY = (
@@ -34,7 +34,7 @@ class StaticFile:
 
 
 def read_files(folder: Path) -> dict[str, StaticFile]:
-    """All files of the page by name, read once, so that no path of a request ever reaches the file system."""
+    """All files of the pages by name, read once, so that no path of a request ever reaches the file system."""
     return {path.name: _read(path) for path in sorted(folder.iterdir()) if path.suffix in TYPES}
 
 
@@ -58,6 +58,10 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     @router.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
         return files[INDEX].respond(request.headers.get("if-none-match", ""))
+
+    @router.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        return files[DOCS].respond(request.headers.get("if-none-match", ""))
 
     @router.get(STATIC + "{name}", include_in_schema=False)
     async def static_file(name: str, request: Request) -> Response:

@@ -76,7 +76,7 @@ async def test_the_description_names_every_endpoint_and_every_reference_leads_so
     assert status == 200
     app = stack.gateway._http.app
     served = set(map(route_path, app.routes))
-    assert {"/v1/completions", "/generate", "/openapi.json", "/docs"} <= served
+    assert {"/v1/completions", "/generate", "/openapi.json"} <= served
     for path in ("/v1/models/{name}", "/v1/requests/{rid}/priority", "/v1/workers/{name}/decisions", "/metrics"):
         assert path in document["paths"]
     assert not set(unsupported.PATHS) & set(document["paths"])
@@ -176,12 +176,6 @@ async def test_a_stored_response_is_read_listed_and_deleted_as_described(stack):
         msgspec.json.decode(await answer.read(), type=answers.InputItemList)
     async with stack.client.delete(path) as answer:
         msgspec.json.decode(await answer.read(), type=answers.ResponseDeleted)
-
-
-async def test_the_page_of_the_description_is_served(stack):
-    status, page = await stack.get("/docs")
-    assert status == 200
-    assert "/openapi.json" in page
 
 
 def test_types_of_answers_refuse_unknown_fields():

@@ -1,4 +1,4 @@
-"""The files of the page at ``/``: their types, tags and security policy. ``tests/service`` opens it in a browser."""
+"""The files of ``/`` and ``/docs``: types, tags and security policy. ``tests/service`` opens both in a browser."""
 
 import re
 
@@ -30,8 +30,9 @@ async def test_the_page_and_its_files_need_no_key(stack):
             assert await answer.read() == (FOLDER / (path.rpartition("/")[2] or "index.html")).read_bytes()
 
 
-async def test_the_policy_allows_no_inline_script_or_style_and_no_other_server(stack):
-    async with stack.client.get(stack.url + "/") as answer:
+@pytest.mark.parametrize("path", ["/", "/docs"])
+async def test_the_policy_allows_no_inline_script_or_style_and_no_other_server(stack, path):
+    async with stack.client.get(stack.url + path) as answer:
         policy = dict(part.strip().split(" ", 1) for part in answer.headers["Content-Security-Policy"].split(";"))
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
     assert {source for name, source in policy.items() if name.endswith("-src")} == {"'none'", "'self'"}
