@@ -28,18 +28,18 @@ from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromNode
 from common.wire.process_id import new_incarnation
-from gateway.http.api_keys import ApiKeyFile, KeyFile, permanent_keys
+from gateway.http.access.api_keys import ApiKeyFile, KeyFile, permanent_keys
+from gateway.http.access.auth import Authenticator
+from gateway.http.access.hosts import allowed_hosts
+from gateway.http.access.origins import AllowedOrigins
+from gateway.http.access.request_checks import RequestChecks
+from gateway.http.access.tls import make_tls_context
 from gateway.http.app import make_app
-from gateway.http.auth import Authenticator
 from gateway.http.generate import GenerateApp, make_endpoints
-from gateway.http.hosts import allowed_hosts
 from gateway.http.http_connection import ConnectionOptions
 from gateway.http.http_server import HttpServer
 from gateway.http.limits import MAX_VALUES
-from gateway.http.origins import AllowedOrigins
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
-from gateway.http.tls import make_tls_context
 from gateway.metrics.collectors import Metrics
 from gateway.metrics.live import INTERVAL_S, LiveHistory
 from gateway.requests.dispatcher import Dispatcher

@@ -7,12 +7,12 @@ from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
 from common.wire.messages import ProfileAnswer, StartProfile, StopProfile
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Profile
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, refuse
 from gateway.http.protocol.native import ProfileRequest
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
 from gateway.workers.registry import Worker
 

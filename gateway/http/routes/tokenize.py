@@ -5,13 +5,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.formatters.common import ignored_header
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Detokenized, Tokenized
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, decode_with_extras, refuse
 from gateway.http.protocol.native import DetokenizeRequest, TokenizeRequest
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services, context_length
 from gateway.workers.served_models import ServedModel
 

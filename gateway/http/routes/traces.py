@@ -8,11 +8,11 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.auth import Caller
+from gateway.http.access.auth import Caller
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import ChromeTrace, RequestList, RequestTimeline
 from gateway.http.openapi.operations import described as documented
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
 from gateway.tracing.chrome_trace import chrome_trace
 from gateway.tracing.timelines import described, waterfall

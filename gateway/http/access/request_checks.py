@@ -10,10 +10,10 @@ from fastapi import Request
 from starlette.types import Receive, Scope
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.auth import HEADER, Authenticator, Caller
+from gateway.http.access.auth import HEADER, Authenticator, Caller
+from gateway.http.access.origins import SAFE_METHODS, AllowedOrigins
 from gateway.http.errors import HttpError
 from gateway.http.limits import LIGHT_BYTES, check_weight
-from gateway.http.origins import SAFE_METHODS, AllowedOrigins
 
 #: Paths that need no key: they reveal nothing about requests or configuration.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})

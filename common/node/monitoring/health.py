@@ -13,7 +13,7 @@ from common.clock import Clock
 from common.config.node import NodeConfig
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import EventLoop
-from common.node.http_server import Answer
+from common.node.monitoring.http_server import Answer
 
 
 @dataclass(frozen=True, slots=True)

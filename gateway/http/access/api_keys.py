@@ -28,7 +28,7 @@ from msgspec import Meta
 from common.config.gateway import GatewayConfig
 from common.config.tenancy import Quota
 from common.errors import ConfigError
-from gateway.http.auth import TENANT, ApiKey
+from gateway.http.access.auth import TENANT, ApiKey
 
 log = logging.getLogger(__name__)
 
