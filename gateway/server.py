@@ -46,10 +46,10 @@ from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.priority import PriorityResolver
-from gateway.requests.prompts import PromptTokenizer
 from gateway.requests.quotas import Quotas
 from gateway.requests.request_log import log_request
 from gateway.requests.response_store import ResponseStore
+from gateway.text.tokenizer import AsyncTokenizer
 from gateway.tracing.otlp import OtlpExporter
 from gateway.tracing.timelines import Timelines
 from gateway.tracing.tracer import Tracer
@@ -79,7 +79,7 @@ class Gateway:
     ) -> None:
         self._config = config
         self._models = models
-        self._tokenizer = PromptTokenizer()
+        self._tokenizer = AsyncTokenizer()
         self._inputs = InputProcessor(self._models, self._tokenizer, request_timeout_s=config.request_timeout)
         self._authenticator = Authenticator(permanent_keys(config), is_header_taken=config.tenant_header)
         self._priorities = PriorityResolver(config, load_priority_function(config.priority_function))
