@@ -219,7 +219,7 @@ class Gateway:
         self._context.destroy(linger=200)
 
     async def _sample(self) -> None:
-        """Adds to the live history every second, whether or not somebody looks: it takes microseconds."""
+        """Adds to the live history every second, also while no page is open: a sample takes microseconds."""
         while True:
             self._live.add(self._metrics.totals(self._clock.now()))
             await asyncio.sleep(INTERVAL_S)

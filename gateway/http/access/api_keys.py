@@ -36,7 +36,7 @@ HASHED = "sha256:"
 MAX_FILE_BYTES = 4 << 20
 #: Seconds between two looks at whether the file has changed.
 POLL_S = 1.0
-#: Permissions beyond these are warned of: others must not read the file, and nobody else may add a key.
+#: The gateway warns of these permissions: other users must not read the file, and only its owner may add keys.
 OPEN_BITS = 0o027
 
 _Count = Annotated[int, Meta(ge=1)]
