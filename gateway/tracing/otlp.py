@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 2_048
 #: Requests of one message. Its encoding holds the interpreter for some milliseconds, which delay the event loop.
 MAX_BATCH = 32
-#: A request is exported so long after its end, when the last spans of its nodes have come.
+#: Time from the end of a request to its export, in which the last spans of its nodes arrive.
 DELAY_S = 1.0
-#: For one batch, retries included, and for what is left at a stop.
+#: The longest time for one batch, retries included, and for the last export at a stop.
 TIMEOUT_S, STOP_S = 10.0, 2.0
 TRACES_PATH = "/v1/traces"
 NORMAL_ENDS = ("stop", "length")

@@ -1,1 +1,1 @@
-"""What a node says of itself over HTTP: its health, its metrics, and the numbers behind them."""
+"""A node's own HTTP server with its health and its metrics, and the counts behind them."""

@@ -29,6 +29,7 @@ from common.config.gateway import GatewayConfig
 from common.config.tenancy import Quota
 from common.errors import ConfigError
 from gateway.http.access.auth import TENANT, ApiKey
+from gateway.http.access.secret_files import warn_of_open_file
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,6 @@ HASHED = "sha256:"
 MAX_FILE_BYTES = 4 << 20
 #: Seconds between two looks at whether the file has changed.
 POLL_S = 1.0
-#: The gateway warns of these permissions: other users must not read the file, and only its owner may add keys.
-OPEN_BITS = 0o027
 
 _Count = Annotated[int, Meta(ge=1)]
 
@@ -106,8 +105,7 @@ class ApiKeyFile:
             raise ConfigError(f"{self._flag} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{self._flag} is not valid TOML: {error}") from None
-        if status.st_mode & OPEN_BITS:
-            log.warning("%s can be read or changed by other users; take that from them with chmod 600", self._flag)
+        warn_of_open_file(self._flag, status.st_mode)
         return self._checked(_entries(content, self._flag))
 
     def _checked(self, entries: list[_Entry]) -> KeyFile:
