@@ -1,8 +1,9 @@
-"""Finds the folder of a model: a local one, or the one to which files of a hub id are downloaded.
+"""The folder of a model: a local one, or the one to which files of a hub id are downloaded.
 
 ``huggingface_hub`` downloads a hub model once and finds it in its cache later, with or without a network.
 """
 
+import hashlib
 import logging
 import os
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def find_model(
@@ -48,6 +51,12 @@ def find_checkpoint(
             "Hugging Face layout"
         )
     return folder
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Return the sha256 of the tokenizer file of a checkpoint; empty if it has none."""
+    file = folder / TOKENIZER_FILE
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 def _fetch(hub_id: str, revision: str | None, patterns: Sequence[str], flag: str) -> Path:

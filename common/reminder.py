@@ -1,4 +1,4 @@
-"""When to say again that something is still awaited: often at first, then less and less often."""
+"""Decides when to repeat a log line about something that has not happened yet, at growing intervals."""
 
 FIRST_S, LAST_S = 2.0, 60.0
 
@@ -13,7 +13,7 @@ class Reminder:
         self._due_at = now + FIRST_S
 
     def is_due(self, now: float) -> bool:
-        """Whether to say it now. The first pause is ``FIRST_S``; each is twice the one before, up to ``LAST_S``."""
+        """Whether to repeat it now. The first pause is ``FIRST_S``; each is twice the one before, up to ``LAST_S``."""
         if now < self._due_at:
             return False
         self._pause_s = min(2 * self._pause_s, LAST_S)

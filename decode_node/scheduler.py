@@ -17,11 +17,11 @@ from typing import NamedTuple
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import cache_computed, release
-from common.deadlines import Deadlines
 from common.errors import ErrorCode, RequestError
 from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.sampling_params import TokenLogprobs
+from common.scheduling.deadlines import Deadlines
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
 from common.scheduling.new_token_ratio import NewTokenRatio
 from common.scheduling.ordering import RequestOrdering

@@ -28,28 +28,28 @@ from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromNode
 from common.wire.process_id import new_incarnation
-from gateway.http.api_keys import ApiKeyFile, KeyFile, permanent_keys
+from gateway.http.access.api_keys import ApiKeyFile, KeyFile, permanent_keys
+from gateway.http.access.auth import Authenticator
+from gateway.http.access.hosts import allowed_hosts
+from gateway.http.access.origins import AllowedOrigins
+from gateway.http.access.request_checks import RequestChecks
+from gateway.http.access.tls import make_tls_context
 from gateway.http.app import make_app
-from gateway.http.auth import Authenticator
 from gateway.http.generate import GenerateApp, make_endpoints
-from gateway.http.hosts import allowed_hosts
 from gateway.http.http_connection import ConnectionOptions
 from gateway.http.http_server import HttpServer
 from gateway.http.limits import MAX_VALUES
-from gateway.http.origins import AllowedOrigins
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
-from gateway.http.tls import make_tls_context
 from gateway.metrics.collectors import Metrics
 from gateway.metrics.live import INTERVAL_S, LiveHistory
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.priority import PriorityResolver
-from gateway.requests.prompts import PromptTokenizer
 from gateway.requests.quotas import Quotas
 from gateway.requests.request_log import log_request
 from gateway.requests.response_store import ResponseStore
+from gateway.text.tokenizer import AsyncTokenizer
 from gateway.tracing.otlp import OtlpExporter
 from gateway.tracing.timelines import Timelines
 from gateway.tracing.tracer import Tracer
@@ -79,7 +79,7 @@ class Gateway:
     ) -> None:
         self._config = config
         self._models = models
-        self._tokenizer = PromptTokenizer()
+        self._tokenizer = AsyncTokenizer()
         self._inputs = InputProcessor(self._models, self._tokenizer, request_timeout_s=config.request_timeout)
         self._authenticator = Authenticator(permanent_keys(config), is_header_taken=config.tenant_header)
         self._priorities = PriorityResolver(config, load_priority_function(config.priority_function))
@@ -219,7 +219,7 @@ class Gateway:
         self._context.destroy(linger=200)
 
     async def _sample(self) -> None:
-        """Adds to the live history every second, whether or not somebody looks: it takes microseconds."""
+        """Adds to the live history every second, also while no page is open: a sample takes microseconds."""
         while True:
             self._live.add(self._metrics.totals(self._clock.now()))
             await asyncio.sleep(INTERVAL_S)

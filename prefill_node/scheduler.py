@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache, TreeNode
 from common.cache.request_kv import cache_computed, packed_tokens, release
-from common.deadlines import Deadlines
 from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment
+from common.scheduling.deadlines import Deadlines
 from common.scheduling.grammar_queue import GrammarQueue
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
 from common.scheduling.ordering import RequestOrdering

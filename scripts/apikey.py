@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
-from gateway.http.api_keys import HASHED, digest_of
-from gateway.http.auth import TENANT
+from gateway.http.access.api_keys import HASHED, digest_of
+from gateway.http.access.auth import TENANT
 
 HELP = """Make an API key. The key goes to standard error, once: it is stored nowhere.
 Its entry for --api-key-file, which has only the key's hash, goes to standard

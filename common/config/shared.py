@@ -61,8 +61,8 @@ class ModelOptions:
     )
     insecure: bool = option(
         False,
-        "Use no keys: whoever reaches a port can send requests, take the place of a node or of the gateway, and read "
-        "prompts and answers on the way. Addresses that other machines can reach are then allowed.",
+        "Use no keys: every process that reaches a port can send requests, take the place of a node or of the gateway, "
+        "and read prompts and answers on the way. Addresses that other machines can reach are then allowed.",
     )
     log_level: LogLevel = option("info", "Least severe messages to log. Prompts are never logged.")
     log_format: LogFormat = option("console", "Form of log lines: text for people, or one JSON object per line.")

@@ -1,6 +1,6 @@
 """C kernels for the CPU, compiled once per machine. They do in one pass over memory what torch does in several.
 
-``common/compile_native.py`` compiles the C files of this folder into one shared library. It is linked without an OpenMP
+``compile_native.py`` compiles the C files of this folder into one shared library. It is linked without an OpenMP
 runtime, so that it uses the threads that torch has already started: two teams of threads on the same cores are ten
 times slower. If the library cannot be built, ``load_kernels`` logs a warning and returns None, and torch does the work.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.compile_native import BuildError, Library, build_library
+from common.engine.compile_native import BuildError, Library, build_library
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common.compile_native import cache_folder
+from common.engine.compile_native import cache_folder
 from common.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from common.errors import RequestError
+from common.node.monitoring.request_stats import StepStats
 from common.node.profiler import NO_FOLDER, Profiler
-from common.node.request_stats import StepStats
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import ProfileAnswer, StartProfile, StopProfile
 

@@ -88,7 +88,7 @@ class ControlEndpoint:
     keys: CurveKeys | None = None
 
     def dial(self, accepts: Any, address: str, server_key: bytes) -> Mailbox:
-        """A mailbox connected to ``address``, where only the owner of ``server_key`` is believed."""
+        """A mailbox connected to ``address``, which accepts only the owner of ``server_key`` as its server."""
         curve = None if self.keys is None else self.keys.client(server_key)
         return Mailbox(self.context, self.incarnation, accepts, connect=f"tcp://{address}", curve=curve)
 
@@ -284,7 +284,7 @@ class EventLoop:
             self._receive_from_prefill_node(incarnation, now)
 
     def _report_failure(self, failure: HandshakeFailure) -> None:
-        """Log why the gateway cannot be reached: each cause once, since anyone on the way can forge it."""
+        """Log why the gateway cannot be reached: each cause once, since an attacker on the path can forge it."""
         if failure not in self._failures:
             self._failures.add(failure)
             log.error("cannot connect to --gateway %s: %s; trying again", self.gateway_address, REMEDIES[failure])

@@ -13,8 +13,8 @@ from common.cache.radix_cache import RadixCache
 from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish
+from common.node.monitoring.request_stats import RequestStats
 from common.node.outbox import Outbox
-from common.node.request_stats import RequestStats
 from common.request import Request
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.scheduling.policies.base import Policy
@@ -203,7 +203,7 @@ class Role(Protocol):
     def load(self) -> Load: ...
 
     def gauges(self) -> dict[str, float]:
-        """Present values beside the load. ``gateway.metrics`` and ``common.node.metrics`` show them."""
+        """Present values beside the load. ``gateway.metrics`` and ``common.node.monitoring.metrics`` show them."""
         ...
 
     def counters(self) -> dict[str, float]:

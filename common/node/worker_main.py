@@ -23,13 +23,13 @@ from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.errors import BatonError, ConfigError
 from common.logs import configure_logging
-from common.model_folder import find_checkpoint
+from common.model_folder import find_checkpoint, tokenizer_digest
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
-from common.node.health import HealthCheck
-from common.node.http_server import HttpServer, address_of, listen
 from common.node.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
-from common.node.metrics import Identity, NodeMetrics
+from common.node.monitoring.health import HealthCheck
+from common.node.monitoring.http_server import HttpServer, address_of, listen
+from common.node.monitoring.metrics import Identity, NodeMetrics
 from common.node.profiler import Profiler
 from common.node.recording.format import VERSION as RECORDING_VERSION
 from common.node.recording.format import RecordingHeader
@@ -38,7 +38,6 @@ from common.node.role import Role
 from common.node.worker_context import WorkerContext, make_cache
 from common.plugins import load_policy
 from common.scheduling.policies.factory import NEED_CACHE
-from common.tokenizer_file import tokenizer_digest
 from common.wire.address import in_url
 from common.wire.key_folder import load_keys
 from common.wire.messages import LayoutMessage, Register

@@ -18,13 +18,13 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from common.errors import ErrorCode, RequestError
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.errors import Envelope, HttpError, anthropic_envelope, error_headers, openai_envelope
 from gateway.http.formatters.common import as_error
 from gateway.http.generate import GenerateApp
 from gateway.http.http_connection import REQUEST_ID
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.document import complete
-from gateway.http.request_checks import RequestChecks
 from gateway.http.routes import (
     health,
     live,

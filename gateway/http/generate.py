@@ -17,6 +17,7 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from common.errors import RequestError
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.errors import Envelope, anthropic_envelope, error_headers, openai_envelope
 from gateway.http.formatters.anthropic import AnthropicFormatter
 from gateway.http.formatters.common import ResponseFormatter, as_error, ignored_header
@@ -40,7 +41,6 @@ from gateway.http.protocol.decoding import decode_with_extras
 from gateway.http.protocol.native import NativeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
 from gateway.http.protocol.responses import ResponsesRequest
-from gateway.http.request_checks import RequestChecks
 from gateway.http.responses import ResponsesApi
 from gateway.http.services import Services
 from gateway.http.streaming import OutputEvents, TurnEnd, send_stream, send_whole

@@ -27,9 +27,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from common.errors import RequestError
+from gateway.http.access.hosts import AllowedHosts
 from gateway.http.errors import HttpError, openai_envelope, too_large
 from gateway.http.formatters.common import encode_json
-from gateway.http.hosts import AllowedHosts
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent

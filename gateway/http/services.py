@@ -10,9 +10,9 @@ from gateway.metrics.live import LiveHistory
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.priority import PriorityResolver
-from gateway.requests.prompts import PromptTokenizer
 from gateway.requests.quotas import Quotas
 from gateway.requests.response_store import ResponseStore
+from gateway.text.tokenizer import AsyncTokenizer
 from gateway.tracing.timelines import Timelines
 from gateway.tracing.tracer import Tracer
 from gateway.workers.control_plane import ControlPlane
@@ -24,7 +24,7 @@ class Services:
     config: GatewayConfig
     clock: Clock
     models: tuple[ServedModel, ...]  # the first is the default
-    tokenizer: PromptTokenizer
+    tokenizer: AsyncTokenizer
     inputs: InputProcessor
     responses: ResponseStore
     priorities: PriorityResolver

@@ -3,7 +3,11 @@
 import msgspec
 
 from common.sampling_params import SamplingParams
+from gateway.http.protocol.decoding import refuse
 from gateway.text.output_parser import OutputFormat, TextParser
+
+#: A node returns all prompt log-probabilities in one message: bytes per token and per alternative, and bytes in all.
+LOGPROB_TOKEN_BYTES, ALTERNATIVE_BYTES, MAX_LOGPROB_BYTES = 28, 16, 12 << 20
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -61,3 +65,25 @@ def in_pieces(request: GenerateRequest, grammar_param: str) -> GenerateRequest:
         return request
     output_format = request.output_format or OutputFormat(TextParser)
     return msgspec.structs.replace(request, output_format=output_format, grammar_param=grammar_param)
+
+
+def prompt_only(request: GenerateRequest) -> GenerateRequest:
+    """The request without an output: nothing binds the token that nodes make nevertheless, so it cannot fail."""
+    sampling = request.sampling._replace(bad_words=(), allowed_token_ids=(), grammar="", thinking=None, min_tokens=0)
+    return msgspec.structs.replace(request, is_prompt_only=True, sampling=sampling)
+
+
+def with_prompt_logprobs(request: GenerateRequest, first: int, param: str) -> GenerateRequest:
+    """The request with log-probabilities of the prompt tokens after position ``first``.
+
+    Raises RequestError: the prompt is shorter, or the answer would not fit into one message of a node.
+    """
+    count = len(request.prompt) - first
+    if count < 0:
+        raise refuse(f"{first} is beyond the end of the prompt, which has {len(request.prompt)} tokens", param)
+    num_tops = request.sampling.logprobs or 0
+    if count * (LOGPROB_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES) > MAX_LOGPROB_BYTES:
+        message = f"log-probabilities of {count} prompt tokens with {num_tops} alternatives each are too many"
+        raise refuse(f"{message} for one answer; ask for fewer", param)
+    sampling = request.sampling._replace(prompt_logprobs_from=first + 1 if count > 1 else None)
+    return msgspec.structs.replace(request, logprob_start=first, sampling=sampling)

@@ -21,10 +21,10 @@ from gateway.http.protocol.fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFie
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams, TokenizeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, OpenAIRequest, ToolChoiceField
 from gateway.requests.chat_output import PLAIN_TEXT, ChatOutput, chat_output, narrow_tools
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.generate_request import GenerateRequest, prompt_only, with_prompt_logprobs
 from gateway.requests.prompts import (
+    LONGEST_TOKEN,
     Prompt,
-    PromptTokenizer,
     Truncation,
     beyond_context,
     broadcast,
@@ -32,10 +32,12 @@ from gateway.requests.prompts import (
     is_list_of_prompts,
     request_ids,
     split_prompts,
+    too_long,
     truncation_of,
 )
 from gateway.requests.structured_output import GrammarChecker, StructuredOutput, structured_output_of
 from gateway.text.chat_template import num_parts, render_chat, tools_size
+from gateway.text.tokenizer import LONG_CHARACTERS, AsyncTokenizer
 from gateway.workers.registry import ServingLimits
 from gateway.workers.served_models import ServedModel
 
@@ -53,8 +55,6 @@ MANY_PARTS = 1024
 LARGE_TOOLS = 64 << 10
 #: Requests built before the event loop gets a turn.
 REQUESTS_AT_ONCE = 64
-#: A node returns all prompt log-probabilities in one message: bytes per token and per alternative, and bytes in all.
-LOGPROB_TOKEN_BYTES, ALTERNATIVE_BYTES, MAX_LOGPROB_BYTES = 28, 16, 12 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class InputProcessor:
     """
 
     def __init__(
-        self, models: Mapping[str, ServedModel], tokenizer: PromptTokenizer, *, request_timeout_s: float
+        self, models: Mapping[str, ServedModel], tokenizer: AsyncTokenizer, *, request_timeout_s: float
     ) -> None:
         self._models = models
         self._tokenizer = tokenizer
@@ -118,9 +118,8 @@ class InputProcessor:
             raise refuse("must be at least 1, unless echo is true", "max_tokens")
         prompts = split_prompts(body.prompt, "prompt")
         check_num_outputs(len(prompts), body.n or 1, context.max_outputs, "prompt")
-        ids = await self._tokenizer.tokenize_all(
-            model, context.limits, prompts, "prompt", _truncation(body),
-            add_special_tokens=body.add_special_tokens is not False,
+        ids = await self._token_ids(
+            context, prompts, "prompt", _truncation(body), add_special_tokens=body.add_special_tokens is not False,
         )  # fmt: skip
         rids = [request_id] if len(ids) == 1 else [f"{request_id}-{i}" for i in range(len(ids))]
         requests: list[GenerateRequest] = []
@@ -147,9 +146,8 @@ class InputProcessor:
             if output.grammar != context.output.grammar:
                 await self._grammars.check(StructuredOutput("tools", "lark", output.grammar))
             context = dataclasses.replace(context, output=output)
-        (ids,) = await self._tokenizer.tokenize_all(
-            model, context.limits, [text], "messages", _truncation(body),
-            add_special_tokens=bool(body.add_special_tokens),
+        (ids,) = await self._token_ids(
+            context, [text], "messages", _truncation(body), add_special_tokens=bool(body.add_special_tokens),
         )  # fmt: skip
         return _samples(self._openai_request(context, body, request_id, ids, None, logprobs), body.n or 1)
 
@@ -174,7 +172,7 @@ class InputProcessor:
             raise refuse("must be the same for all prompts", "sampling_params.n")
         check_num_outputs(count, num_samples, context.max_outputs, param)
         rids = request_ids(body.rid, request_id, count, is_batch)
-        ids = await self._tokenizer.tokenize_all(model, context.limits, prompts, param)
+        ids = await self._token_ids(context, prompts, param)
         requests: list[GenerateRequest] = []
         for i in range(count):
             prefix = f"sampling_params[{i}]." if isinstance(body.sampling_params, list) else "sampling_params."
@@ -188,7 +186,7 @@ class InputProcessor:
             if start is not None and start >= 0:
                 if not body.return_logprob:
                     raise refuse("needs return_logprob to be true", "logprob_start_len")
-                request = _with_prompt_logprobs(request, start, "logprob_start_len")
+                request = with_prompt_logprobs(request, start, "logprob_start_len")
             requests += _samples(request, num_samples, prompt_number=i)
             await _yield_after(i)
         return requests
@@ -223,7 +221,9 @@ class InputProcessor:
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, f" {word.lstrip()}"):
-                ids = await self._tokenizer.tokenize(context.model, text, add_special_tokens=False, param=param)
+                ids = await self._tokenizer.tokenize(
+                    context.model.tokenizer, text, add_special_tokens=False, param=param
+                )
                 sequences[tuple(ids)] = None
         return dataclasses.replace(context, bad_words=tuple(sequences))
 
@@ -256,7 +256,47 @@ class InputProcessor:
     async def count_tokens(self, model: ServedModel, body: ChatCompletionRequest) -> int:
         """Tokens of the prompt that a chat becomes. Raises RequestError."""
         text = await self.render(model, body)
-        return len(await self._tokenizer.tokenize(model, text, add_special_tokens=False, param="messages"))
+        return len(await self._tokenizer.tokenize(model.tokenizer, text, add_special_tokens=False, param="messages"))
+
+    # ---- token ids --------------------------------------------------------------------------------------------------
+
+    async def _token_ids(
+        self,
+        context: _Context,
+        prompts: Sequence[Prompt],
+        param: str,
+        truncation: Truncation | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[Sequence[int]]:
+        """Token ids of prompts that nodes can take. Raises RequestError for others."""
+        tokenizer, limits = context.model.tokenizer, context.limits
+        ids: list[Sequence[int]] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                if not prompt:
+                    raise refuse("must not be empty", param)
+                if truncation is not None:
+                    prompt = truncation.of_text(prompt, limits)
+                elif len(prompt) > max(LONG_CHARACTERS, LONGEST_TOKEN * limits.context_length):
+                    await self._check_beginning(context, prompt, param)
+                prompt = await self._tokenizer.tokenize(
+                    tokenizer, prompt, add_special_tokens=add_special_tokens, param=param
+                )
+            if truncation is not None:
+                prompt = truncation.of_ids(prompt, limits)
+            _check_prompt(prompt, limits, param)
+            ids.append(prompt)
+        return ids
+
+    async def _check_beginning(self, context: _Context, text: str, param: str) -> None:
+        """Refuses a text that is far too long after tokenizing only its beginning."""
+        length = context.limits.context_length
+        beginning = text[: 8 * length]
+        tokenizer = context.model.tokenizer
+        count = len(await self._tokenizer.tokenize(tokenizer, beginning, add_special_tokens=False, param=param))
+        if count > length + length // 2:  # a margin for the word that the cut has split
+            raise too_long(f"more than {length}", length, param)
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -267,14 +307,15 @@ class InputProcessor:
         if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
             text = prompt
         else:
-            text = (await self._tokenizer.detokenize(context.model, [request.prompt], request.skip_special))[0]
+            tokenizer = context.model.tokenizer
+            text = (await self._tokenizer.detokenize(tokenizer, [request.prompt], request.skip_special))[0]
         request = msgspec.structs.replace(request, text_offset=len(text))
         if not body.echo:
             return request
         request = msgspec.structs.replace(request, echo=text)
         if body.max_tokens == 0:
-            request = _prompt_only(request)
-        return request if request.sampling.logprobs is None else _with_prompt_logprobs(request, 0, "logprobs")
+            request = prompt_only(request)
+        return request if request.sampling.logprobs is None else with_prompt_logprobs(request, 0, "logprobs")
 
     def _openai_request(
         self, context: _Context, body: OpenAIRequest, rid: str, prompt: Sequence[int], default_max: int | None,
@@ -307,7 +348,7 @@ class InputProcessor:
             params, context.limits, max_new_tokens=maximum, min_tokens=minimum or 0, logprobs=logprobs, prefix=prefix
         )
         request = self._request(context, rid, prompt, sampling, params, prefix)
-        return _prompt_only(request) if given == 0 else request
+        return prompt_only(request) if given == 0 else request
 
     @staticmethod
     def _request(
@@ -347,6 +388,24 @@ def _structure_fields(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], 
 
 
 # ---- checks: each completes a part of a request, or raises a RequestError that names the field ----------------------
+
+
+def _check_prompt(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
+    """Refuses a prompt that no node can take."""
+    count = len(prompt)
+    if not count:
+        raise refuse("must not be empty", param)
+    if count >= limits.context_length:
+        raise too_long(str(count), limits.context_length, param)
+    room = min(limits.prompt_tokens, limits.total_tokens - 1)
+    if count > room:
+        which = "prefill node" if limits.prompt_tokens == room else "decode node, with one token of output,"
+        message = f"the prompt has {count} tokens, but the page pool of the largest {which} holds {room}"
+        raise refuse(f"{message}; shorten it, or raise --max-total-tokens of the node", param, ErrorCode.POOL_TOO_SMALL)
+    smallest, largest = min(prompt), max(prompt)
+    if smallest < 0 or largest >= limits.vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise refuse(f"token id {wrong} is not in the vocabulary, which has {limits.vocab_size} ids", param)
 
 
 def _max_output_tokens(given: int | None, num_prompt: int, limits: ServingLimits, default: int, param: str) -> int:
@@ -471,28 +530,6 @@ def _samples(request: GenerateRequest, count: int, *, prompt_number: int = 0) ->
         )
         for i in range(count)
     ]
-
-
-def _prompt_only(request: GenerateRequest) -> GenerateRequest:
-    """The request without an output: nothing binds the token that nodes make nevertheless, so it cannot fail."""
-    sampling = request.sampling._replace(bad_words=(), allowed_token_ids=(), grammar="", thinking=None, min_tokens=0)
-    return msgspec.structs.replace(request, is_prompt_only=True, sampling=sampling)
-
-
-def _with_prompt_logprobs(request: GenerateRequest, first: int, param: str) -> GenerateRequest:
-    """The request with log-probabilities of the prompt tokens after position ``first``.
-
-    Raises RequestError: the prompt is shorter, or the answer would not fit into one message of a node.
-    """
-    count = len(request.prompt) - first
-    if count < 0:
-        raise refuse(f"{first} is beyond the end of the prompt, which has {len(request.prompt)} tokens", param)
-    num_tops = request.sampling.logprobs or 0
-    if count * (LOGPROB_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES) > MAX_LOGPROB_BYTES:
-        message = f"log-probabilities of {count} prompt tokens with {num_tops} alternatives each are too many"
-        raise refuse(f"{message} for one answer; ask for fewer", param)
-    sampling = request.sampling._replace(prompt_logprobs_from=first + 1 if count > 1 else None)
-    return msgspec.structs.replace(request, logprob_start=first, sampling=sampling)
 
 
 def _expected_output(context: _Context, prompt: tuple[int, ...], sampling: SamplingParams) -> int:

@@ -63,7 +63,7 @@ class Quotas:
         self.replace(quotas)
 
     def replace(self, quotas: Mapping[str, Quota]) -> None:
-        """Sets all quotas anew. What tenants have in flight and have used stays counted."""
+        """Replaces all quotas. The requests in flight and the used tokens of each tenant stay counted."""
         self._quotas = dict(quotas)
         self._others = self._quotas.pop(OTHER_TENANTS, Quota())
         for tenant, account in self._accounts.items():

@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def log_request(stream: OutputStream) -> None:
-    """Log one line; ``docs/operations.md`` describes its fields."""
+    """Log one line; ``docs/logs.md`` describes its fields."""
     request, error = stream.request, stream.error
     fields = {
         "rid": request.rid,

@@ -4,8 +4,11 @@ A byte-level tokenizer (Qwen, Llama 3, GPT) is turned into a table of bytes once
 look-up. Other tokenizers are decoded in a sliding window.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import tokenizers
 
@@ -14,10 +17,14 @@ from gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetoken
 
 #: Longer texts are tokenized on a thread.
 LONG_CHARACTERS = 16 << 10
+#: Fixed cost of one tokenizer call, expressed in characters.
+CALL_CHARACTERS = 128
 #: More token ids are decoded on a thread; each list of them counts as ``LIST_IDS`` more.
 LONG_IDS, LIST_IDS = 8_192, 16
 #: Lists that the library decodes in one call; between two calls other threads run.
 LISTS_AT_ONCE = 2_048
+
+Made = TypeVar("Made")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -106,3 +113,34 @@ def _byte_pieces(vocabulary: dict[str, int], size: int) -> list[bytes]:
         except KeyError:
             pieces[i] = token.encode()
     return pieces
+
+
+class AsyncTokenizer:
+    """Tokenizes and detokenizes for all served models, and keeps slow work off the event loop, on one thread."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._num_characters = 0  # tokenized on the event loop since its last turn
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def tokenize(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        """Token ids of a text. A long text is tokenized on the thread; many short ones yield to the event loop."""
+        if len(text) <= LONG_CHARACTERS:
+            self._num_characters += len(text) + CALL_CHARACTERS
+            if self._num_characters > LONG_CHARACTERS:
+                self._num_characters = 0
+                await asyncio.sleep(0)
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
+        return await self.on_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param))
+
+    async def detokenize(self, tokenizer: Tokenizer, lists: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
+        """Texts of lists of token ids; many ids are decoded on the thread."""
+        if sum(map(len, lists)) + LIST_IDS * len(lists) <= LONG_IDS:
+            return [tokenizer.decode(ids, skip_special=skip_special) for ids in lists]
+        return await self.on_thread(lambda: tokenizer.decode_all(lists, skip_special=skip_special))
+
+    async def on_thread(self, make: Callable[[], Made]) -> Made:
+        """Runs slow work with text off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, make)

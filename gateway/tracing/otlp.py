@@ -33,9 +33,9 @@ MAX_WAITING = 2_048
 MAX_BATCH = 32
 #: Resources kept for further requests.
 MAX_RESOURCES = 1_024
-#: A request is exported so long after its end, when the last spans of its nodes have come.
+#: Time from the end of a request to its export, in which the last spans of its nodes arrive.
 DELAY_S = 1.0
-#: For one batch, retries included, and for what is left at a stop.
+#: The longest time for one batch, retries included, and for the last export at a stop.
 TIMEOUT_S, STOP_S = 10.0, 2.0
 TRACES_PATH = "/v1/traces"
 NORMAL_ENDS = ("stop", "length")

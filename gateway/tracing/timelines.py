@@ -191,7 +191,7 @@ class Timelines:
         return [one for one in self.newest(scope) if not one.ended_at or one.ended_at >= instant]
 
 
-def described(timeline: Timeline, now: float, unix_now: float) -> dict[str, Any]:
+def summary_of(timeline: Timeline, now: float, unix_now: float) -> dict[str, Any]:
     """One entry of ``GET /v1/requests``."""
     return {
         "rid": timeline.rid,

@@ -48,6 +48,6 @@ def parse_traceparent(value: str, span_id: str, operation: str = "") -> TraceCon
 
 def trace_id_of(request_id: str) -> str:
     """The trace of a request without a ``traceparent``: the random part of the id of its answer, or a hash of an id
-    that the client has chosen. So a request that nobody traces needs no id of its own."""
+    that the client has chosen. So no further id has to be drawn."""
     found = _OWN_ID.fullmatch(request_id)
     return hashlib.sha256(request_id.encode(errors="replace")).hexdigest()[:32] if found is None else found[1]

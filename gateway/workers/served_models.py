@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config.gateway import GatewayConfig, also_served
-from common.model_folder import find_model
+from common.model_folder import find_model, tokenizer_digest
 from common.scheduling.output_length_predictor import OutputLengthPredictor
-from common.tokenizer_file import tokenizer_digest
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.output_formats import TEXT_ONLY, ModelFormats
 from gateway.text.reasoning_parsers import reasoning_format

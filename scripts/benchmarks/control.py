@@ -23,7 +23,7 @@ from common.config.shared import SMALL_MODEL
 from common.sampling_params import SamplingParams
 from common.wire.curve import CurveKeys, draw_keys
 from common.wire.mailbox import Mailbox
-from common.wire.messages import FromGateway, FromNode, Generate, Heartbeat, Message, Peer, Ping
+from common.wire.messages import Connect, FromDecode, FromGateway, Generate, LayoutMessage, Message, Peer, Ping
 from common.wire.process_id import new_incarnation
 from scripts.benchmarks.gateway import LOADS
 from scripts.benchmarks.gateways.baton import baton
@@ -47,10 +47,15 @@ def messages() -> dict[str, Message]:
     peer = Peer("prefill-0", "p" * 32, "127.0.0.1:9", "0" * 64)
     prompt = tuple(drawn.randrange(VOCABULARY) for _ in range(32_768))
     return {
-        "1 kB": Heartbeat(0, 0, 0, 0, 0, {"x" * 1_024: 0.0}),
-        "64 kB": Heartbeat(0, 0, 0, 0, 0, {"x" * 65_536: 0.0}),
+        "1 kB": _connect(1_024),
+        "64 kB": _connect(65_536),
         "a prompt of 32,768 tokens": Generate("r", 0, prompt, SamplingParams(), peer, peer, 60.0),
     }
+
+
+def _connect(num_bytes: int) -> Connect:
+    """A message whose size is that of one string."""
+    return Connect("n", "d", 0, LayoutMessage(1, 1, 8, 16, "float32"), 1, "tcp", "x" * num_bytes)
 
 
 def receive(pipe: Pipe, accepts: object, keys: Keys) -> None:
@@ -79,7 +84,7 @@ def exchange(message: Message, keys: Keys, seconds: float) -> tuple[float, float
     """Processor seconds per message of the sender and of the receiver."""
     ours, theirs = multiprocessing.Pipe()
     fork = multiprocessing.get_context("fork")
-    accepts = FromGateway if isinstance(message, Generate) else FromNode
+    accepts = FromGateway if isinstance(message, Generate) else FromDecode
     process = fork.Process(target=receive, args=(theirs, accepts, keys))
     process.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -19,7 +19,7 @@ from common.sampling_params import SamplingParams
 from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepPlan, StepResult
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
-from scripts.benchmarks.tree import PREFIX_TOKENS, Figure, Tree, figure, timed
+from scripts.benchmarks.harness.radix_tree import PREFIX_TOKENS, Figure, Tree, figure, timed
 
 PROMPT_TOKENS = 1_024
 CHUNK_TOKENS = 8_192

@@ -25,8 +25,17 @@ from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from scripts.benchmarks.harness.options import comma_separated
+from scripts.benchmarks.harness.radix_tree import (
+    CHAIN_NODES,
+    LEAF_TOKENS,
+    PAGE_SIZE,
+    PROBE_TOKENS,
+    Figure,
+    Tree,
+    figure,
+    timed,
+)
 from scripts.benchmarks.policies import ROWS, bench_plan, print_plans
-from scripts.benchmarks.tree import CHAIN_NODES, LEAF_TOKENS, PAGE_SIZE, PROBE_TOKENS, Figure, Tree, figure, timed
 
 SHORTEST = ("--repeats=3", "--policies=fcfs", "--waiting=1000")
 EVICT_TOKENS = 100_000

@@ -31,7 +31,7 @@ from common.model_folder import find_checkpoint
 from common.reminder import Reminder
 from common.wire.address import in_url
 from common.wire.curve import draw_keys
-from gateway.http.tls import make_tls_context
+from gateway.http.access.tls import make_tls_context
 from scripts.serving.cpu_affinity import Share, divide, usable_cores
 from scripts.serving.output import Output, ServeOutput
 from scripts.serving.supervisor import Child, Supervisor

@@ -3,7 +3,7 @@
 import pytest
 
 from common.config.tenancy import Quota
-from gateway.http.api_keys import ApiKeyFile, digest_of
+from gateway.http.access.api_keys import ApiKeyFile, digest_of
 from scripts.cli import _run
 
 

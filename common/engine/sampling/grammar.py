@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from common.deep_threads import deep_threads
 from common.errors import ErrorCode, RequestError
-from common.tokenizer_file import TOKENIZER_FILE
+from common.model_folder import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
+from gateway.http.access.request_checks import OPEN_PATHS
 from gateway.http.generate import Endpoint
 from gateway.http.openapi.answers import AnthropicError, Error
 from gateway.http.openapi.examples import json_body
 from gateway.http.openapi.operations import FURTHER_ERRORS, KINDS, REF
-from gateway.http.request_checks import OPEN_PATHS
 
 #: Why a request to any endpoint fails, by status; those of a body and of generating are below.
 ERRORS = {

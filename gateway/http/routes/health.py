@@ -7,10 +7,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from common.config.gateway import GatewayConfig
 from common.config.options import options_of
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Health, Ready, ServerInfo
 from gateway.http.openapi.operations import described
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services, baton_version
 
 

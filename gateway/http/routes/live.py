@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Live, LiveModel, LiveQueue
 from gateway.http.openapi.operations import described
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services, baton_version, context_length
 from gateway.metrics.live import INTERVAL_S, WINDOW_S
 from gateway.workers.pool import WorkerPool

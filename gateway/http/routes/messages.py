@@ -5,6 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.formatters.common import ignored_header
 from gateway.http.json_response import JsonResponse
 from gateway.http.messages import MessagesApi
@@ -12,7 +13,6 @@ from gateway.http.openapi.answers import TokenCount
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.anthropic import CountTokensRequest
 from gateway.http.protocol.decoding import decode_with_extras
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
 
 COUNT_TOKENS = "/v1/messages/count_tokens"

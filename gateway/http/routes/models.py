@@ -6,10 +6,10 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Model, ModelInfo, ModelList
 from gateway.http.openapi.operations import described
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services, context_length
 from gateway.workers.served_models import ServedModel
 

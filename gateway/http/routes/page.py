@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.request_checks import STATIC, RequestChecks
+from gateway.http.access.request_checks import STATIC, RequestChecks
 from gateway.http.services import Services
 
 FOLDER = Path(__file__).parents[1] / "static"

@@ -7,12 +7,12 @@ from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
 from common.wire.messages import ProfileAnswer, StartProfile, StopProfile
+from gateway.http.access.request_checks import RequestChecks, has_body
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Profile
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, refuse
 from gateway.http.protocol.native import ProfileRequest
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
 from gateway.workers.registry import Worker
 
@@ -30,7 +30,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         ),
     )
     async def start_profile(request: Request) -> Response:
-        body = decode(ProfileRequest, await checks.body(request) if _has_body(request) else b"{}")
+        body = decode(ProfileRequest, await checks.body(request) if has_body(request.headers) else b"{}")
         if body.output_dir is not None:
             raise refuse("leave it out: traces go to the folder of --profile-dir at each node", "output_dir")
         message = StartProfile(
@@ -48,10 +48,6 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         return _answer(await services.control.profile(StopProfile(), STOP_TIMEOUT_S), STOP_TIMEOUT_S)
 
     return router
-
-
-def _has_body(request: Request) -> bool:
-    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
 
 
 def _answer(answers: Sequence[tuple[Worker, ProfileAnswer | None]], timeout_s: float) -> Response:

@@ -6,13 +6,13 @@ from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
-from gateway.http import auth
+from gateway.http.access import auth
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Aborted, CacheFlushed, PriorityChanged
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, refuse
 from gateway.http.protocol.native import AbortRequest, PriorityChange
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
 
 FLUSH_TIMEOUT_S = 10.0

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Depends, Query
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.formatters.common import ignored_header
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import InputItemList, InputTokenCount, ResponseDeleted
@@ -13,7 +14,6 @@ from gateway.http.openapi.generated import Response as StoredResponse
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode_with_extras
 from gateway.http.protocol.responses import ResponsesRequest
-from gateway.http.request_checks import RequestChecks
 from gateway.http.responses import ResponsesApi
 from gateway.http.services import Services
 

@@ -5,13 +5,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.formatters.common import ignored_header
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Detokenized, Tokenized
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, decode_with_extras, refuse
 from gateway.http.protocol.native import DetokenizeRequest, TokenizeRequest
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services, context_length
 from gateway.workers.served_models import ServedModel
 
@@ -43,7 +43,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         if len(set(map(type, tokens))) > 1:
             raise refuse("token ids and lists of token ids cannot be mixed", "tokens")
         skip = body.skip_special_tokens
-        texts = await services.tokenizer.detokenize(model, tokens if is_batch else [tokens], skip)
+        texts = await services.tokenizer.detokenize(model.tokenizer, tokens if is_batch else [tokens], skip)
         answer = texts if is_batch else texts[0]
         return JsonResponse({"text": answer, "prompt": answer})
 
@@ -61,5 +61,6 @@ async def _encode(services: Services, model: ServedModel, body: TokenizeRequest)
         single = body.prompt if body.prompt is not None else body.text
         texts = single if isinstance(single, list) else [single or ""]
     special = body.add_special_tokens and body.messages is None
-    ids = [await services.tokenizer.tokenize(model, text, add_special_tokens=special, param=given[0]) for text in texts]
-    return ids, isinstance(getattr(body, given[0]), list) and body.messages is None
+    tokenize, param = services.tokenizer.tokenize, given[0]
+    ids = [await tokenize(model.tokenizer, text, add_special_tokens=special, param=param) for text in texts]
+    return ids, isinstance(getattr(body, param), list) and body.messages is None

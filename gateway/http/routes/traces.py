@@ -9,14 +9,14 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.auth import Caller
+from gateway.http.access.auth import Caller
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import ChromeTrace, RequestList, RequestTimeline
-from gateway.http.openapi.operations import described as documented
-from gateway.http.request_checks import RequestChecks
+from gateway.http.openapi.operations import described
 from gateway.http.services import Services
 from gateway.tracing.chrome_trace import chrome_trace
-from gateway.tracing.timelines import described, waterfall
+from gateway.tracing.timelines import summary_of, waterfall
 
 REQUESTS, MAX_REQUESTS = 50, 1_000
 SECONDS, MAX_SECONDS = 10.0, 3_600.0
@@ -33,15 +33,15 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     timelines, clock = services.timelines, services.clock
     one_at_a_time = asyncio.Lock()  # a trace takes up to a second of the interpreter's time
 
-    @router.get("/v1/requests", **documented(RequestList, summary="List the last requests, newest first"))
+    @router.get("/v1/requests", **described(RequestList, summary="List the last requests, newest first"))
     async def list_requests(caller: KnownCaller, limit: Limit = REQUESTS) -> Response:
         now, unix_now = clock.now(), time.time()
         newest = sorted(timelines.newest(caller.scope), key=lambda one: -one.started_at)[:limit]
-        return JsonResponse({"requests": [described(one, now, unix_now) for one in newest]})
+        return JsonResponse({"requests": [summary_of(one, now, unix_now) for one in newest]})
 
     @router.get(
         "/v1/requests/{rid:path}/timeline",
-        **documented(RequestTimeline, summary="Where a request spent its time"),
+        **described(RequestTimeline, summary="Where a request spent its time"),
     )
     async def show_timeline(rid: str, caller: KnownCaller) -> Response:
         found = timelines.find(rid, caller.scope)
@@ -50,7 +50,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             raise RequestError(ErrorCode.NOT_FOUND, message)
         return JsonResponse(waterfall(found, clock.now(), time.time()))
 
-    @router.get("/v1/trace", **documented(ChromeTrace, summary="The last seconds, as a trace for ui.perfetto.dev"))
+    @router.get("/v1/trace", **described(ChromeTrace, summary="The last seconds, as a trace for ui.perfetto.dev"))
     async def show_trace(caller: KnownCaller, seconds: Seconds = SECONDS) -> Response:
         async with one_at_a_time:
             now = clock.now()

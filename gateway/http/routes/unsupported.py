@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.request_checks import RequestChecks
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.services import Services
 
 PATHS = (

@@ -7,10 +7,10 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
+from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import DecisionList, ScrapeTarget, WorkerList
 from gateway.http.openapi.operations import described
-from gateway.http.request_checks import RequestChecks
 from gateway.http.services import Services
 
 ANSWER_TIMEOUT_S = 5.0

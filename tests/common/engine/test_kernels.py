@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.cache.page_layout import PageLayout
-from common.compile_native import build_library
 from common.engine.attention import make_attention
+from common.engine.compile_native import build_library
 from common.engine.kernels import LIBRARY, Kernels, load_kernels
 from common.engine.kv_pool import KVPool
 from common.engine.layers import TorchOperations

@@ -1,4 +1,4 @@
-"""Folders of keys: who may connect with which, how they are made, and what is refused."""
+"""Folders of keys: which connections they permit, how they are made, and what is refused."""
 
 import os
 import stat

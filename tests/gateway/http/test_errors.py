@@ -275,13 +275,13 @@ async def test_half_a_million_outputs_are_refused_before_they_are_built(stack, p
 
 
 async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch):
-    monkeypatch.setattr("gateway.requests.prompts.LONG_CHARACTERS", 1000)
-    tokenizer, model = stack.gateway._tokenizer, stack.gateway._models["tiny"]
+    monkeypatch.setattr("gateway.text.tokenizer.LONG_CHARACTERS", 1000)
+    own, tokenizer = stack.gateway._models["tiny"].tokenizer, stack.gateway._tokenizer
     turns = []
 
     async def tokenize():
         for _ in range(20):
-            await tokenizer.tokenize(model, "a" * 500, add_special_tokens=False, param="text")
+            await tokenizer.tokenize(own, "a" * 500, add_special_tokens=False, param="text")
             turns.append("ours")
 
     async def other():
@@ -360,7 +360,7 @@ async def test_long_outputs_and_many_logprobs_are_formatted_on_a_thread(stack, m
     monkeypatch.setattr("asyncio.BaseEventLoop.run_in_executor", noted)
     short = await answers()
     assert threads == []
-    monkeypatch.setattr("gateway.requests.prompts.LONG_IDS", 10)
+    monkeypatch.setattr("gateway.text.tokenizer.LONG_IDS", 10)
     monkeypatch.setattr("gateway.text.tokenizer.LISTS_AT_ONCE", 2)
     monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 10)
     assert await answers() == short

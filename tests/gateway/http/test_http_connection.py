@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError, RequestError
 from gateway.http import http_connection
-from gateway.http.hosts import AllowedHosts
+from gateway.http.access.hosts import AllowedHosts
 from gateway.http.http_connection import MAX_HEADER_BYTES, MAX_PIPELINED, ConnectionOptions
 from gateway.http.http_server import HttpServer
 

@@ -1,4 +1,4 @@
-"""``GET /v1/live``: the last minute, whether or not anybody has asked before."""
+"""``GET /v1/live``: the last minute, also at the first request."""
 
 import asyncio
 

@@ -145,7 +145,7 @@ async def test_an_admin_can_end_and_change_the_requests_of_all(folder, tmp_path,
 
 
 async def test_a_revoked_key_is_refused_and_changed_limits_hold(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("gateway.http.api_keys.POLL_S", 0.002)
+    monkeypatch.setattr("gateway.http.access.api_keys.POLL_S", 0.002)
     keys = write_key_file(tmp_path / "keys", **KEYS)
     async with serving(folder, api_key="main", api_key_file=keys) as stack:
         assert (await stack.post("/v1/completions", BODY, **bearer("k1")))[0] == 200

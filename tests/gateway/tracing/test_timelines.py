@@ -1,4 +1,4 @@
-"""Timelines over HTTP: what is shown, to whom, and for how long it is kept."""
+"""Timelines over HTTP: what is shown to which caller, and for how long it is kept."""
 
 import asyncio
 import hashlib

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from gateway.http.api_keys import HASHED, digest_of
+from gateway.http.access.api_keys import HASHED, digest_of
 
 
 def write_key_file(path: Path, **keys: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request.
+    """The sender of a request, as its key or the tenant header names it.
 
     Attributes:
         tenant: empty for none.

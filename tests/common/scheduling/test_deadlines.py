@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.deadlines import Deadlines
 from common.request import Request
 from common.sampling_params import SamplingParams
+from common.scheduling.deadlines import Deadlines
 
 SAMPLING = SamplingParams(max_new_tokens=1)
 

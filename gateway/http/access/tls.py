@@ -1,15 +1,10 @@
 """TLS of the HTTP server."""
 
-import logging
 import os
 import ssl
 
 from common.errors import ConfigError
-
-log = logging.getLogger(__name__)
-
-#: Users other than the owner must not read a private key; members of its group may.
-OPEN_BITS = 0o027
+from gateway.http.access.secret_files import warn_of_open_file
 
 
 def make_tls_context(cert: str, key: str) -> ssl.SSLContext:
@@ -24,11 +19,11 @@ def make_tls_context(cert: str, key: str) -> ssl.SSLContext:
     for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
         try:
             with open(path, "rb") as file:
-                is_open = os.fstat(file.fileno()).st_mode & OPEN_BITS
+                mode = os.fstat(file.fileno()).st_mode
         except OSError as error:
             raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from None
-        if is_open and flag == "--tls-key":
-            log.warning("%s %s can be read or changed by other users; take that from them with chmod 600", flag, path)
+        if flag == "--tls-key":
+            warn_of_open_file(f"{flag} {path}", mode)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])

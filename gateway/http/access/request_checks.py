@@ -10,10 +10,10 @@ from fastapi import Request
 from starlette.types import Receive, Scope
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.auth import HEADER, Authenticator, Caller
+from gateway.http.access.auth import HEADER, Authenticator, Caller
+from gateway.http.access.origins import SAFE_METHODS, AllowedOrigins
 from gateway.http.errors import HttpError
 from gateway.http.limits import LIGHT_BYTES, check_weight
-from gateway.http.origins import SAFE_METHODS, AllowedOrigins
 
 #: Paths that need no key: they reveal nothing about requests or configuration.
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/metrics"})
@@ -66,7 +66,7 @@ class RequestChecks:
         """For endpoints that change the state of others. Raises RequestError: the caller is no admin."""
         headers = headers_of(request.scope)
         self._authenticator.check_admin(self._caller(request.scope, headers))
-        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+        if has_body(headers):
             _check_content_type(headers)
 
     async def body(self, request: Request) -> bytes:
@@ -110,6 +110,10 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {
         name.decode("latin-1"): value.decode(errors="surrogateescape") for name, value in reversed(scope["headers"])
     }
+
+
+def has_body(headers: Mapping[str, str]) -> bool:
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
 def _check_content_type(headers: Mapping[str, str]) -> None:

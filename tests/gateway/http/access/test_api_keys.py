@@ -8,9 +8,9 @@ import pytest
 
 from common.config.tenancy import Quota
 from common.errors import ConfigError
-from gateway.http import api_keys
-from gateway.http.api_keys import ApiKeyFile, digest_of
-from gateway.http.auth import ApiKey
+from gateway.http.access import api_keys
+from gateway.http.access.api_keys import ApiKeyFile, digest_of
+from gateway.http.access.auth import ApiKey
 
 K1, K2 = (f"sha256:{digest_of(key).hex()}" for key in ("k1", "k2"))
 

@@ -4,8 +4,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.node.event_loop import Snapshot
-from common.node.metrics import Identity, NodeMetrics
-from common.node.request_stats import RequestStats, StepStats
+from common.node.monitoring.metrics import Identity, NodeMetrics
+from common.node.monitoring.request_stats import RequestStats, StepStats
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.wire.messages import Heartbeat, PairState

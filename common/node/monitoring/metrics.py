@@ -16,8 +16,8 @@ from common.metrics.distribution import Distribution
 from common.metrics.node_series import LABELS, NodeState, node_families
 from common.metrics.series import add_distribution
 from common.node.event_loop import Snapshot
-from common.node.http_server import Answer
-from common.node.request_stats import RequestStats, StepStats
+from common.node.monitoring.http_server import Answer
+from common.node.monitoring.request_stats import RequestStats, StepStats
 
 Histograms = dict[str, tuple[str, tuple[str, ...]]]
 #: Distributions of ``RequestStats`` by name: what each is, and its names.

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.metrics.distribution import Distribution
-from common.node.request_stats import RequestStats, StepStats
+from common.node.monitoring.request_stats import RequestStats, StepStats
 from common.request import Request
 from common.sampling_params import SamplingParams
 

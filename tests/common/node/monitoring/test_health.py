@@ -11,9 +11,9 @@ from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import ControlEndpoint, EventLoop
-from common.node.health import HealthCheck, stall
+from common.node.monitoring.health import HealthCheck, stall
+from common.node.monitoring.request_stats import RequestStats
 from common.node.outbox import Outbox
-from common.node.request_stats import RequestStats
 from common.node.role import Load
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult

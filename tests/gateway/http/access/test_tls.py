@@ -14,7 +14,7 @@ from support.gateway.fake_nodes import folder, running, silent
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
-from gateway.http.tls import make_tls_context
+from gateway.http.access.tls import make_tls_context
 
 __all__ = ["certificate", "folder"]
 

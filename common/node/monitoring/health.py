@@ -1,6 +1,6 @@
-"""``GET /health`` of one node: whether its own event loop and its engine go on. Other nodes play no part in it.
+"""``GET /health`` of one node: whether its event loop turns and its engine finishes steps.
 
-The gateway's absence makes no node unhealthy either, since a restart would not bring it back; the answer names it.
+A node without a gateway is healthy, since a restart would not help; ``waits_for`` names the gateway then.
 """
 
 import time
@@ -13,7 +13,7 @@ from common.clock import Clock
 from common.config.node import NodeConfig
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import EventLoop
-from common.node.http_server import Answer
+from common.node.monitoring.http_server import Answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ import pytest
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError, ErrorCode, RequestError
-from gateway.http.api_keys import digest_of, permanent_keys
-from gateway.http.auth import ApiKey, Authenticator
+from gateway.http.access.api_keys import digest_of, permanent_keys
+from gateway.http.access.auth import ApiKey, Authenticator
 
 OPEN = Authenticator({})
 

@@ -1,4 +1,4 @@
-"""A small HTTP server for what a node says of itself: a few paths, GET only, one request for each connection.
+"""A small HTTP server for the health and metrics of a node: GET of a few paths, one request for each connection.
 
 It runs on a thread and an event loop of its own, so that a request never waits for the node and the node never waits
 for a request. The number of connections, the size of a request, and the time from the connection to the end of the
@@ -29,7 +29,7 @@ MAX_REQUEST_BYTES = 8_192
 #: From the connection to the last byte of the answer.
 EXCHANGE_S = 5.0
 CLOSE_S = 2.0
-#: At the stop, connections that wait are accepted for so long, so that they are closed too.
+#: At a stop, waiting connections are accepted for this long, so that they are closed too.
 ACCEPT_S = 0.01
 TEXT = "text/plain; charset=utf-8"
 

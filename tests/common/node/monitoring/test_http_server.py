@@ -11,8 +11,8 @@ import pytest
 from support.wire.mutated_http import mutated
 
 from common.errors import ConfigError
-from common.node import http_server
-from common.node.http_server import Answer, HttpServer, address_of, listen
+from common.node.monitoring import http_server
+from common.node.monitoring.http_server import Answer, HttpServer, address_of, listen
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 #: Requests that mutations damage.

@@ -9,8 +9,8 @@ from support.gateway.fake_nodes import folder, running
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError, RequestError
-from gateway.http.hosts import MAX_KNOWN, AllowedHosts, allowed_hosts
-from gateway.http.origins import AllowedOrigins
+from gateway.http.access.hosts import MAX_KNOWN, AllowedHosts, allowed_hosts
+from gateway.http.access.origins import AllowedOrigins
 
 __all__ = ["folder"]
 

@@ -28,7 +28,8 @@ from msgspec import Meta
 from common.config.gateway import GatewayConfig
 from common.config.tenancy import Quota
 from common.errors import ConfigError
-from gateway.http.auth import TENANT, ApiKey
+from gateway.http.access.auth import TENANT, ApiKey
+from gateway.http.access.secret_files import warn_of_open_file
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,6 @@ HASHED = "sha256:"
 MAX_FILE_BYTES = 4 << 20
 #: Seconds between two looks at whether the file has changed.
 POLL_S = 1.0
-#: Permissions beyond these are warned of: others must not read the file, and nobody else may add a key.
-OPEN_BITS = 0o027
 
 _Count = Annotated[int, Meta(ge=1)]
 
@@ -108,8 +107,7 @@ class ApiKeyFile:
             raise ConfigError(f"{self._flag} is not valid TOML: {error}") from None
         except RecursionError:
             raise ConfigError(f"{self._flag} is not valid TOML: it is nested too deeply") from None
-        if status.st_mode & OPEN_BITS:
-            log.warning("%s can be read or changed by other users; take that from them with chmod 600", self._flag)
+        warn_of_open_file(self._flag, status.st_mode)
         return self._checked(_entries(content, self._flag))
 
     def _checked(self, entries: list[_Entry]) -> KeyFile:
