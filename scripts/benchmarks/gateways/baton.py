@@ -176,6 +176,7 @@ async def baton(
     words = [
         sys.executable, "-m", "gateway", "--model", model, "--served-model-name", SMALL_MODEL_NAME,
         "--port", "0", "--control-port", "0", "--max-queued-requests", "4096",
+        "--no-log-requests",  # the peers log errors alone
         *options,
     ]  # fmt: skip
     keys = load_keys(None, is_insecure="--insecure" in options, role="node")

@@ -85,7 +85,12 @@ class Connection(asyncio.Protocol):
 def http_post(path: str, body: dict[str, Any]) -> bytes:
     """The bytes of one request."""
     data = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: bench", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + data
 
 
