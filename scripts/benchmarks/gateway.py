@@ -7,8 +7,9 @@ the client, they get their next tokens. So every chunk holds one token.
 
 The processor time of a gateway per event, of all its threads, tells more than the rate: its inverse is the rate that
 the gateway could reach if client and nodes were never slower. The others forward bytes; they neither tokenize nor
-format. ``raw uvloop`` answers with such bytes and does nothing else, which is the limit of
-one process on uvloop.
+format. ``raw uvloop`` answers with such bytes and does nothing else, which is the limit of one process on uvloop.
+
+A completion of one token is the prefill node's alone; one of two tokens takes both nodes.
 """
 
 import argparse
@@ -34,11 +35,12 @@ TURN = {"model": SMALL_MODEL_NAME, "messages": [{"role": "user", "content": "a"}
 LOADS = (
     Load("completions, 1 connection", COMPLETIONS, LINE, 1),
     Load("completions, 16 connections", COMPLETIONS, LINE, 16, with_peers=True),
+    Load("completions of two tokens", COMPLETIONS, {**LINE, "max_tokens": 2}, 16, with_peers=True),
     Load("chats, 16 connections", CHAT, {**TURN, "max_tokens": 1}, 16),
     Load("completion chunks, 1 stream", COMPLETIONS, LETTER, 1, is_streaming=True),
     Load("completion chunks, 64 streams", COMPLETIONS, LETTER, 64, is_streaming=True),
     Load("chat chunks, 64 streams", CHAT, TURN, 64, is_streaming=True, with_peers=True),
-    Load("the same with stop strings", CHAT, {**TURN, "stop": ["THE END", "\n\n"]}, 64, is_streaming=True),
+    Load("chat chunks with stop strings", CHAT, {**TURN, "stop": ["THE END", "\n\n"]}, 64, is_streaming=True),
 )
 
 

@@ -1,4 +1,4 @@
-"""Example bodies in the API's description: what ``/docs`` offers to try."""
+"""Example bodies in the API's description: which tools made from it send first."""
 
 from typing import Any
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import zmq
@@ -129,8 +129,8 @@ class ScriptedPair:
         self._has_spans = has_spans
         self._is_streaming = False
         self._begun: asyncio.Queue[Generate] = asyncio.Queue()
-        self._prefill = ScriptedNode(self._context, control, "prefill", self._on_generate, keys)
-        self._decode = ScriptedNode(self._context, control, "decode", lambda generate: None, keys)
+        self._prefill = ScriptedNode(self._context, control, "prefill", self._on_prompt, keys)
+        self._decode = ScriptedNode(self._context, control, "decode", self._on_decode, keys)
 
     async def ready(self) -> None:
         await self._prefill.registered.wait()
@@ -157,13 +157,22 @@ class ScriptedPair:
         self._decode.close()
         self._context.destroy(linger=0)
 
-    def _on_generate(self, generate: Generate) -> None:
+    def _on_prompt(self, generate: Generate) -> None:
         if self._is_streaming:
             self._begun.put_nowait(generate)
-        else:
-            if self._has_spans:
-                self._prefill.send(Spans(generate.rid, generate.attempt, PREFILL_SPANS))
-            self._prefill.send(Tokens(generate.rid, generate.attempt, 0, generate.prompt[:1], finish="length"))
+            return
+        if self._has_spans:
+            self._prefill.send(Spans(generate.rid, generate.attempt, PREFILL_SPANS))
+        finish: Literal["", "length"] = "length" if generate.decode is None else ""
+        self._prefill.send(Tokens(generate.rid, generate.attempt, 0, generate.prompt[:1], finish=finish))
+
+    def _on_decode(self, generate: Generate) -> None:
+        """Sends the second of two tokens; streams get theirs as they advance."""
+        if self._is_streaming:
+            return
+        if self._has_spans:
+            self._decode.send(Spans(generate.rid, generate.attempt, DECODE_SPANS))
+        self._decode.send(Tokens(generate.rid, generate.attempt, 1, generate.prompt[:1], finish="length"))
 
 
 @contextlib.asynccontextmanager
