@@ -246,7 +246,7 @@ async def test_an_id_in_use_is_refused_until_its_request_has_ended(folder):
     async with running(folder) as stack:
         prefill, decode = await stack.pair()
         prefill.on_generate = decode.on_generate = silent
-        body = {"text": "a", "rid": "mine", "sampling_params": {"max_new_tokens": 1}}
+        body = {"text": "a", "rid": "mine", "sampling_params": {"max_new_tokens": 2}}
         first = asyncio.ensure_future(stack.post("/generate", body))
         await prefill.until(lambda: prefill.generates)
         status, answer = await stack.post("/generate", body)

@@ -108,7 +108,7 @@ async def test_each_model_has_its_own_admission_bound(folder, other):
             await stack.pair(model=model, max_running=1)
         for node in stack.nodes[:2]:
             node.on_generate = silent
-        call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1}))
+        call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "a", "max_tokens": 2}))
         await stack.nodes[1].until(lambda: stack.nodes[1].generates)
         assert (await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 429
         assert (await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": "b"}))[0] == 200
