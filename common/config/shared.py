@@ -9,7 +9,7 @@ from common.config.batching import check_batching
 from common.config.options import option
 from common.config.scheduling import check_scheduling
 from common.errors import ConfigError
-from common.wire.address import check_reach
+from common.wire.address import check_brackets
 
 Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -36,7 +36,7 @@ OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG", *SCHEDULIN
 #: Largest length of ``--weight-version``, which must fit into a control message beside the model's digest.
 MAX_WEIGHT_VERSION = 128
 
-#: What makes an address of the control plane safe; see ``check_reach``.
+#: What makes an address of the control plane safe; see ``common.wire.address.check_reach``.
 NEEDS_KEYS = "give it keys of baton keygen with --keys, or "
 
 #: Why nodes refuse ``--transport inprocess``.
@@ -140,7 +140,10 @@ class EngineOptions:
 class NodeHttpOptions:
     """Where each prefill and decode node serves its own ``/health`` and ``/metrics``."""
 
-    http_host: str = option("127.0.0.1", "Address on which each node serves its own /health and /metrics.")
+    http_host: str = option(
+        "127.0.0.1",
+        "Address on which each node serves its own /health and /metrics. Whatever reaches it reads them without a key.",
+    )
     http_port: int | None = option(
         0,
         "Port on which each node serves its own /health and /metrics: 0 takes a free port, none serves neither. serve"
@@ -158,7 +161,7 @@ class NodeHttpOptions:
 
 
 def check_node_http(config: Any) -> None:
-    check_reach("--http-host", config.http_host, config.insecure)
+    check_brackets("--http-host", config.http_host)
 
 
 def check_engine(config: Any) -> None:

@@ -78,7 +78,8 @@ function partsOf(operation) {
 }
 
 function answerOf([status, answer]) {
-  const kinds = Object.entries(answer.content ?? {}).map(([type, { schema }]) => el("div", {}, el("span", { class: "field-type", text: type }), typed(schema)));
+  const kinds = Object.entries(answer.content ?? {}).map(([type, { schema, itemSchema }]) =>
+    el("div", {}, el("span", { class: "field-type", text: type }), typed(schema ?? itemSchema)));
   const head = el("p", {}, el("span", { class: "field-name", text: status }), ` ${answer.description}`);
   return status.startsWith("2") ? el("div", {}, head, ...kinds) : head;
 }

@@ -229,7 +229,7 @@ class FaultyCluster(LocalCluster):
             and all(until <= self.wire.num_ticks - 3 for until in self._stopped_until.values())
         )
 
-    def finish(self, *, may_wait: bool, max_rounds: int = 1_500) -> None:
+    def finish(self, *, may_wait: bool, max_rounds: int = 4_000) -> None:
         """Step until every response has ended, and some steps more.
 
         Args:

@@ -276,7 +276,8 @@ def test_grammars_in_use_and_those_used_last_stay_compiled(
     for text, work in zip(texts[1:], works[1:], strict=True):
         work.result()
         compiler.drop(text)
-    assert compiler.compiled(texts[0]) is works[0].result()  # in use
+    in_use = works[0].result()
+    assert compiler.compiled(texts[0]) is in_use
     assert [compiler.compile(text) is work for text, work in zip(texts, works, strict=True)] == [
         *(True, False, False),
         *(True, True, True),
