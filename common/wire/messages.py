@@ -19,7 +19,7 @@ from common.stage_spans import StageSpan
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -96,7 +96,7 @@ class Register(Message, frozen=True, tag="register"):
     max_running: Annotated[int, Meta(ge=1)]
     max_queued: Count
     transports: tuple[str, ...]
-    address: Text  # "host:port" of a prefill node's control socket, to which decode nodes connect; else empty
+    address: Text  # "host:port" of the control socket to which nodes connect that receive pages; empty: none
     pid: Count
     device: Id
     http_address: Text = ""  # "host:port" of the node's own /health and /metrics; empty: it serves none
@@ -226,7 +226,35 @@ class ProfileAnswer(Message, frozen=True, tag="profile_answer"):
 
 
 class Deregister(Message, frozen=True, tag="deregister"):
-    """node -> gateway: the node is stopping and takes no more requests."""
+    """node -> gateway: the node drains. It takes no more requests, finishes or moves those it has, and then stops."""
+
+
+class PrefillNodes(Message, frozen=True, tag="prefill_nodes"):
+    """gateway -> decode node, whenever they change: the prefill nodes to connect to before the first request comes."""
+
+    nodes: Annotated[tuple["Peer", ...], Meta(max_length=1_024)]
+
+
+class Drain(Message, frozen=True, tag="drain"):
+    """gateway -> node: drain as after SIGTERM, and stop. The node answers ``Done``, and then sends ``Deregister``."""
+
+    timeout_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)]  # requests that are left then end, and continue elsewhere
+    number: Count = 0
+
+
+class ChangeRole(Message, frozen=True, tag="change_role"):
+    """gateway -> node: drain, keep model and cache, and register again in this role. The node answers ``Done``."""
+
+    role: Role
+    timeout_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+    number: Count = 0
+
+
+class Done(Message, frozen=True, tag="done"):
+    """node -> gateway: the order with this number is accepted, or refused with an error."""
+
+    error: Sentence = ""
+    number: Count = 0
 
 
 # ---- a request, at both nodes ---------------------------------------------------------------------------------------
@@ -270,7 +298,8 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
     tenant: ShortText = ""
     expected_output: Count = 0  # predicted number of output tokens; 0: unknown
     waited_s: Annotated[float, Meta(ge=0)] = 0.0  # seconds since the request reached the gateway
-    others: Annotated[tuple[Sample, ...], Meta(max_length=1_024)] = ()
+    others: Annotated[tuple[Sample, ...], Meta(max_length=1_024)] = ()  # none with ``output``
+    output: tuple[Count, ...] = ()  # of earlier attempts; this one continues after it, and sends no token of it again
 
     def samples(self) -> Iterator["Generate"]:
         """This request alone, and each other sample as a request of its own."""
@@ -291,6 +320,30 @@ class Reprioritize(RequestMessage, frozen=True, tag="reprioritize"):
 
     priority: int
     priority_class: ShortText | None = None  # None: unchanged
+
+
+class SetPaused(RequestMessage, frozen=True, tag="set_paused"):
+    """gateway -> decode node: pause the request while its client is slow to read, or let it go on."""
+
+    is_paused: bool
+
+
+class Move(RequestMessage, frozen=True, tag="move"):
+    """gateway -> decode node: stop this attempt, keep its pages, and send them to another decode node.
+
+    The node sends the tokens that it still has, and then ``Moved``; or ``Failed`` with ``SHUTTING_DOWN`` if it has no
+    pages to send. The pages travel as those of attempt ``new_attempt``, for which the other decode node names this
+    node as its prefill node.
+    """
+
+    new_attempt: Count
+    decode: Peer
+
+
+class Moved(RequestMessage, frozen=True, tag="moved"):
+    """node -> gateway: the attempt has stopped after ``num_output`` tokens, and its pages wait for the other node."""
+
+    num_output: Count
 
 
 class Tokens(RequestMessage, frozen=True, gc=False, tag="tokens"):
@@ -435,16 +488,33 @@ class Closed(RequestMessage, frozen=True, tag="closed"):
 
 
 FromNode = (
-    Register | Heartbeat | Pairs | Deregister | Flushed | Decisions | ProfileAnswer | Tokens | Spans | Failed | Ping
+    Register
+    | Heartbeat
+    | Pairs
+    | Deregister
+    | Flushed
+    | Decisions
+    | ProfileAnswer
+    | Done
+    | Tokens
+    | Spans
+    | Moved
+    | Failed
+    | Ping
 )
 FromGateway = (
     Registered
     | HeartbeatAck
     | Refused
     | Unknown
+    | PrefillNodes
+    | Drain
+    | ChangeRole
     | Generate
     | Abort
     | Reprioritize
+    | SetPaused
+    | Move
     | Flush
     | GetDecisions
     | StartProfile

@@ -16,6 +16,7 @@ from common.wire.messages import (  # fmt: skip
     Decision,
     Decisions,
     Deregister,
+    Done,
     Failed,
     Flush,
     Flushed,
@@ -167,6 +168,7 @@ class ControlPlane:
             Flushed: self._rpc.on_answer,
             Decisions: self._rpc.on_answer,
             ProfileAnswer: self._rpc.on_answer,
+            Done: self._rpc.on_answer,
             Ping: lambda sender, message: None,
         }
 
