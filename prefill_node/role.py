@@ -16,7 +16,6 @@ from common.node.outbox import Outbox
 from common.node.planned_chunks import PlannedChunks
 from common.node.role import (
     DEADLINE_GRACE_S,
-    DISCARDED_SAMPLING,
     Load,
     check_generate,
     check_pages,

@@ -177,8 +177,9 @@ class History:
     def urgency(self) -> None:
         if self.cluster.answers:
             rid, priority = self.random.choice(sorted(self.cluster.answers)), self.random.randint(-9, 20)
-            for node in self.cluster.answers[rid].nodes:
-                self.cluster.tell(node, Reprioritize(rid, 0, priority))
+            answer = self.cluster.answers[rid]
+            for node in answer.nodes:
+                self.cluster.tell(node, Reprioritize(rid, answer.attempt, priority))
 
     def odd(self) -> None:
         message = self.random.choice([Flush(), GetDecisions(100)])
