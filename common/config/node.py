@@ -30,11 +30,9 @@ class NodeConfig(Batching, EngineOptions, NodeHttpOptions, SchedulingOptions, Mo
         None, "Unique name of this node, the same after a restart. Without it: role, host and process id."
     )
     advertise_host: str = option(
-        "127.0.0.1", "Prefill nodes: address to listen on, at which decode nodes reach this node."
+        "127.0.0.1", "Address to listen on, at which decode nodes reach this node for its KV pages."
     )
-    data_port: int = option(
-        0, "Prefill nodes: port to listen on for decode nodes; 0 takes a free port.", minimum=0, maximum=65535
-    )
+    data_port: int = option(0, "Port to listen on for decode nodes; 0 takes a free port.", minimum=0, maximum=65535)
     data_interface: str | None = option(
         None, "Decode nodes: address to receive KV pages on. Without it: --advertise-host.", metavar="ADDRESS"
     )
@@ -54,10 +52,6 @@ class NodeConfig(Batching, EngineOptions, NodeHttpOptions, SchedulingOptions, Mo
             raise ConfigError(
                 f"--gateway {self.gateway} is on another machine: {NEEDS_KEYS}connect without authentication with "
                 "--insecure"
-            )
-        if self.role == "decode" and self.data_port:
-            raise ConfigError(
-                "--data-port is for prefill nodes: decode nodes connect to them and do not listen; leave it out"
             )
         check_reach("--advertise-host", self.advertise_host, has_keys, NEEDS_KEYS)
         if self.data_interface is not None:

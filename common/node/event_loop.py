@@ -78,13 +78,13 @@ class ControlEndpoint:
     Attributes:
         context: of all sockets.
         incarnation: drawn at each start of a process.
-        listen: mailbox on which decode nodes reach a prefill node; None on a decode node.
+        listen: mailbox on which decode nodes reach this node, to receive pages.
         keys: of this process; None: connections are neither encrypted nor authenticated.
     """
 
     context: "zmq.Context[zmq.Socket[bytes]]"
     incarnation: str
-    listen: Mailbox | None
+    listen: Mailbox
     keys: CurveKeys | None = None
 
     def dial(self, accepts: Any, address: str, server_key: bytes) -> Mailbox:
@@ -132,7 +132,7 @@ class EventLoop:
         self._connected_at: float | None = None  # to a gateway that has not answered yet
         self._failures: set[HandshakeFailure] = set()  # logged since the last registration
         self._gateway_incarnation = ""
-        self._prefill_nodes: dict[str, Mailbox] = {}  # dialled by this decode node, by incarnation
+        self._prefill_nodes: dict[str, Mailbox] = {}  # whose pages come here, by incarnation
         self._heartbeat_s = 1.0
         self._next_heartbeat_at = 0.0
         self._heard: tuple[float, float] = (0.0, 0.0)  # when the gateway sent its last instant, and when it came
@@ -149,8 +149,7 @@ class EventLoop:
         self.refused: str | None = None
         self._poller = zmq.Poller()
         self._watch(self._gateway)
-        if self._listen is not None:
-            self._watch(self._listen)
+        self._watch(self._listen)
         self._poller.register(engine.fileno(), zmq.POLLIN)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -251,7 +250,7 @@ class EventLoop:
                 self._poller.register(file, zmq.POLLIN)
         self._files = files
         longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
-        if self._listen is not None and self._listen.is_probing:
+        if self._listen.is_probing:
             longest_s = min(longest_s, PROBE_EVERY_S)
         self._poller.poll(math.ceil(longest_s * 1_000))
 
@@ -278,8 +277,7 @@ class EventLoop:
             self._gateway.redial()
         for letter in self._gateway.receive():
             self._on_gateway(letter.sender, letter.message, now)
-        if self._listen is not None:
-            self._receive_from_decode_nodes(self._listen, now)
+        self._receive_from_decode_nodes(now)
         for incarnation in list(self._prefill_nodes):
             self._receive_from_prefill_node(incarnation, now)
 
@@ -315,11 +313,11 @@ class EventLoop:
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)
 
-    def _receive_from_decode_nodes(self, listen: Mailbox, now: float) -> None:
-        for letter in listen.receive():
+    def _receive_from_decode_nodes(self, now: float) -> None:
+        for letter in self._listen.receive():
             if not isinstance(letter.message, Ping):
                 self._role.on_peer(letter.sender, letter.message, now)
-        for peer in listen.lost_peers(self._role.peers()):
+        for peer in self._listen.lost_peers(self._role.peers()):
             log.warning("decode node %s is gone", peer[:8])
             self._role.peer_lost(peer, now)
 
@@ -329,7 +327,7 @@ class EventLoop:
             if letter.sender == incarnation and not isinstance(letter.message, Ping):
                 self._role.on_peer(incarnation, letter.message, now)
         if mailbox.connection_events().disconnected:
-            log.warning("prefill node %s is gone", incarnation[:8])
+            log.warning("node %s is gone, from which pages came", incarnation[:8])
             self._role.peer_lost(incarnation, now)
 
     # ---- sending ----------------------------------------------------------------------------------------------------
@@ -356,7 +354,8 @@ class EventLoop:
             self._dial(peer)
         outbox.dial.clear()
         for incarnation, message in outbox.peers:
-            mailbox = self._prefill_nodes.get(incarnation) or self._listen
+            is_ours = isinstance(message, FromPrefill)  # pages go from here to there
+            mailbox = self._listen if is_ours else self._prefill_nodes.get(incarnation)
             if mailbox is not None:
                 mailbox.send(message, target=incarnation)
         outbox.peers.clear()
@@ -407,13 +406,13 @@ class EventLoop:
         )
 
     def _mailboxes(self) -> list[Mailbox]:
-        return [self._gateway, *self._prefill_nodes.values(), *([] if self._listen is None else [self._listen])]
+        return [self._gateway, *self._prefill_nodes.values(), self._listen]
 
 
 def listen_mailbox(
     context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, host: str, port: int, *, keys: CurveKeys | None
 ) -> Mailbox:
-    """The socket on which decode nodes reach a prefill node; port 0 takes any free one.
+    """The socket on which decode nodes reach this node, to receive pages; port 0 takes any free one.
 
     Raises:
         ConfigError: the address cannot be bound.

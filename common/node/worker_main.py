@@ -33,7 +33,7 @@ from common.node.monitoring.metrics import Identity, NodeMetrics
 from common.node.profiler import Profiler
 from common.node.recording.format import VERSION as RECORDING_VERSION
 from common.node.recording.format import RecordingHeader
-from common.node.recording.recorder import RecordedRole, RecordedTransport, Recorder, plain_config, read_environ
+from common.node.recording.recorder import RecordedRole, RecordedTransports, Recorder, plain_config, read_environ
 from common.node.role import Role
 from common.node.worker_context import WorkerContext, make_cache
 from common.plugins import load_policy
@@ -58,22 +58,22 @@ SHAPE_CACHE = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "
 #: use. Pages with low numbers are touched first, and are used first and most.
 POPULATE_S = 3.0
 
-OpenTransport = Callable[[WorkerContext], Any]
+OpenTransports = Callable[[WorkerContext], Any]
 BuildRole = Callable[[WorkerContext, Any], Role]
 
 
-def run(config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole) -> int:
+def run(config: NodeConfig, open_transports: OpenTransports, build_role: BuildRole) -> int:
     """Serve until a signal or a refusal.
 
     Args:
-        open_transport: opens the transport of the role over the worker's pool.
-        build_role: builds the role over that transport.
+        open_transports: makes the ends of the transport over the worker's pool (``TransportEnds``).
+        build_role: builds the role over them.
     Returns:
         The exit status: 0 stopped on purpose, 1 failed, 2 refused.
     """
     writer = configure_logging(config.node_name, level=config.log_level, log_format=config.log_format)
     try:
-        return _serve(config, open_transport, build_role)
+        return _serve(config, open_transports, build_role)
     except ConfigError as error:
         log.error("%s", error)
         return 2
@@ -82,7 +82,7 @@ def run(config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole
             writer.close()
 
 
-def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole) -> int:
+def _serve(config: NodeConfig, open_transports: OpenTransports, build_role: BuildRole) -> int:
     if config.disable_radix_cache and config.schedule_policy in NEED_CACHE:
         log.warning(
             "--schedule-policy %s needs the radix cache: serving with fcfs, since --disable-radix-cache is set",
@@ -94,12 +94,11 @@ def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildR
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     mailbox = http = None
     try:  # refuse ports that are in use before the model is loaded, too
-        if config.role == "prefill":
-            mailbox = listen_mailbox(context, incarnation, config.advertise_host, config.data_port, keys=keys)
+        mailbox = listen_mailbox(context, incarnation, config.advertise_host, config.data_port, keys=keys)
         if config.http_port is not None:
             http = listen(config.http_host, config.http_port)
         endpoint = ControlEndpoint(context, incarnation, mailbox, keys)
-        return _serve_model(config, open_transport, build_role, endpoint, http)
+        return _serve_model(config, open_transports, build_role, endpoint, http)
     finally:
         if http is not None:
             http.close()
@@ -110,7 +109,7 @@ def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildR
 
 def _serve_model(
     config: NodeConfig,
-    open_transport: OpenTransport,
+    open_transports: OpenTransports,
     build_role: BuildRole,
     endpoint: ControlEndpoint,
     http: socket.socket | None,
@@ -118,9 +117,9 @@ def _serve_model(
     profiler = Profiler(Path(config.profile_dir), config.node_name) if config.profile_dir else None
     model, executor, capacity = _load(config)
     worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
-    transport = open_transport(worker)
-    recorder = start_recording(worker, transport) if config.record else None
-    role = build_role(worker, transport if recorder is None else RecordedTransport(transport, recorder))
+    ends = open_transports(worker)
+    recorder = start_recording(worker, ends) if config.record else None
+    role = build_role(worker, ends if recorder is None else RecordedTransports(ends, recorder))
     if recorder is not None:
         role = RecordedRole(role, recorder)
     engine = EngineThread(executor, profiler)
@@ -204,7 +203,7 @@ def _until_stopped(loop: EventLoop) -> int:
     return status
 
 
-def start_recording(worker: WorkerContext, transport: Any) -> Recorder:
+def start_recording(worker: WorkerContext, ends: Any) -> Recorder:
     """Open the recording that ``--record`` asks for, and write its header.
 
     Raises:
@@ -217,6 +216,7 @@ def start_recording(worker: WorkerContext, transport: Any) -> Recorder:
     except OSError as error:
         raise ConfigError(f"cannot create --record {config.record}: {error.strerror}") from error
     log.warning("recording into %s, prompts included", recorder.path)
+    transport = ends.writer if config.role == "prefill" else ends.reader
     recorder.note(
         RecordingHeader(
             version=RECORDING_VERSION,
@@ -337,10 +337,10 @@ def _register(
         max_running=capacity.num_slots,
         max_queued=capacity.max_queued,
         transports=tuple(role.transports()),
-        address="" if listen is None else f"{in_url(config.advertise_host)}:{listen.port}",
+        address=f"{in_url(config.advertise_host)}:{listen.port}",
         pid=os.getpid(),
         device=pick_device(config.device),
         http_address="" if http is None else address_of(http, config.advertise_host),
         tokenizer_digest=tokenizer_digest(model.folder),
-        public_key="" if listen is None or keys is None else keys.public.hex(),
+        public_key="" if keys is None else keys.public.hex(),
     )

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import msgspec
@@ -109,6 +110,27 @@ def open_writer(store: PageStore, settings: TransportSettings) -> "NegotiatingWr
         return TcpWriter(store, key=settings.cluster_key)
 
     return NegotiatingWriter(_available(settings, make))
+
+
+class NodeTransports:
+    """The ``TransportEnds`` of a node process. Each end is opened when it is first asked for.
+
+    An end has descriptors and, with some transports, a thread and registered memory of its own.
+    """
+
+    def __init__(self, store: PageStore, settings: TransportSettings) -> None:
+        self._store = store
+        self._settings = settings
+
+    @cached_property
+    def reader(self) -> ReaderTransport:
+        """Raises as ``open_reader``."""
+        return open_reader(self._store, self._settings)
+
+    @cached_property
+    def writer(self) -> WriterTransport:
+        """Raises as ``open_writer``."""
+        return open_writer(self._store, self._settings)
 
 
 def _available(settings: TransportSettings, make: Callable[[str], T]) -> list[T]:

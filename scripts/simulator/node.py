@@ -62,6 +62,14 @@ class MessageBus(Protocol):
     def hang_up(self, sender: str, peer: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class NodeEnds:
+    """Both ends of a node's transport."""
+
+    reader: InProcessReader
+    writer: NetworkWriter
+
+
 class Node:
     """A simulated node.
 
@@ -96,14 +104,12 @@ class Node:
         self._used = (0, 0.0)  # pages in use, since when
         self.allocator = PageAllocator(self.capacity.num_pages)
         self.cache = make_cache(settings.config, self.allocator)
-        self.transport: InProcessReader | NetworkWriter
+        self.transports = NodeEnds(
+            InProcessReader(network, self.engine.pool, incarnation),
+            NetworkWriter(network, self.engine.pool, incarnation, self.turn),
+        )
         parts = self._parts(replace(settings.config, role=role, name=incarnation))
-        if role == "prefill":
-            self.transport = NetworkWriter(network, self.engine.pool, incarnation, self.turn)
-            self.role: Any = build_prefill(parts, self.transport)
-        else:
-            self.transport = InProcessReader(network, self.engine.pool, incarnation)
-            self.role = build_decode(parts, self.transport)
+        self.role: Any = (build_prefill if role == "prefill" else build_decode)(parts, self.transports)
 
     def _parts(self, config: NodeConfig) -> WorkerContext:
         return WorkerContext(
@@ -171,7 +177,8 @@ class Node:
     def die(self) -> None:
         """Stop as ``kill -9`` would."""
         self.is_alive = False
-        self.transport.die()
+        self.transports.reader.die()
+        self.transports.writer.die()
 
     def turn(self) -> None:
         """Do everything that can be done now."""
