@@ -291,6 +291,8 @@ class DecodeRole:
     def _move(self, stopped: Stopped, now: float) -> None:
         """Offer the pages of a request that no step computes any more to the other node, and tell the gateway."""
         request = stopped.request
+        if request.key not in self._scheduler.requests:
+            return  # its last step has ended it
         if not (stopped.has_pages and self._moves.start(request, now)):
             message = "the decode node is stopping, and the request has no pages that could move to another one"
             self._fail(request, ErrorCode.SHUTTING_DOWN, message, now)

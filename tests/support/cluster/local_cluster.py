@@ -304,6 +304,9 @@ class LocalCluster:
             answer.message, attempt=attempt, output=answer.output, prefill=source, decode=target.peer
         )
         self.tell(target, answer.message)
+        if not target.is_alive:
+            answer.error = Failed(answer.message.rid, attempt, ErrorCode.NODE_LOST, f"{target.name} was lost")
+            self.abort(answer.message.rid)
 
     def _send(self, answer: Answer, pair: tuple[int | None, int]) -> None:
         decode = self.decode[pair[1]]
@@ -450,7 +453,8 @@ class LocalCluster:
         if isinstance(message, Moved):
             answer.moved = message
         elif isinstance(message, Failed):
-            answer.error = answer.error or message
+            if not answer.is_over:
+                answer.error = message
         else:
             answer.num_messages += 1
             for offset, token in enumerate(message.tokens):
