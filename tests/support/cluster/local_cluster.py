@@ -269,10 +269,8 @@ class LocalCluster:
         **others: Any,
     ) -> Answer:
         """Send a request to a pair of nodes, decode node first, or to a decode node alone."""
-        message = Generate(
-            rid, 0, tuple(prompt), sampling, None, None,
-            timeout_s=timeout_s, cache_salt=salt, priority=priority, **others
-        )  # fmt: skip
+        where: dict[str, Any] = {"prefill": None, "decode": None, "timeout_s": timeout_s, **others}
+        message = Generate(rid, 0, tuple(prompt), sampling, cache_salt=salt, priority=priority, **where)
         answer = self.answers[rid] = Answer([], message)
         self._send(answer, pair)
         return answer
@@ -405,9 +403,13 @@ class LocalCluster:
     def _take_grammars(self, member: Member) -> None:
         for effect in member.role.outbox.grammars:
             if isinstance(effect, CompileGrammar):
+                if self._folder is not None:
+                    member.executor.compile_grammar(effect.grammar).result()
                 member.grammars[effect.grammar] = self.wire.num_ticks + self._compile_ticks()
             else:
                 del member.grammars[effect.grammar]
+                if self._folder is not None:
+                    member.executor.drop_grammar(effect.grammar)
         member.role.outbox.grammars.clear()
 
     def _compile_ticks(self) -> int:
