@@ -1,23 +1,12 @@
-"""``python -m decode_node``: runs one decode node until it is stopped."""
+"""Builds the decode role from the parts of a node process."""
 
-import signal
-import sys
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
-
-from common.config.cli import resolve
-from common.config.node import NodeConfig
 from common.node.worker_context import WorkerContext
-from common.node.worker_main import run
 from common.scheduling.new_token_ratio import NewTokenRatio
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.transports.base import ReaderTransport
 from kv_transfer.transports.negotiation import TransportSettings, open_reader
-
-HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 
 
 def open_transport(context: WorkerContext) -> ReaderTransport:
@@ -68,12 +57,3 @@ def build(context: WorkerContext, transport: ReaderTransport) -> DecodeRole:
         vocab_size=context.vocab_size,
         stream_interval=config.stream_interval,
     )
-
-
-def main() -> int:
-    config = resolve(NodeConfig, command="decode", help=HELP)
-    return run(config, open_transport, build)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
