@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from common.clock import Clock
+from common.config.shared import Role as RoleName
 from common.errors import ConfigError, InvariantError
 from common.node.engine_thread import EngineThread
 from common.node.role import Role
@@ -23,7 +24,9 @@ from common.wire.address import in_url
 from common.wire.curve import KEY_BYTES, CurveKeys
 from common.wire.mailbox import PROBE_EVERY_S, HandshakeFailure, Mailbox
 from common.wire.messages import (
+    ChangeRole,
     Deregister,
+    Done,
     FromDecode,
     FromGateway,
     FromPrefill,
@@ -47,6 +50,8 @@ log = logging.getLogger(__name__)
 LONGEST_WAIT_S = 1.0
 SILENCE_S = 10.0  # of a gateway after a registration; the node then connects again
 MAX_PAIRS = 1_024  # reported to the gateway
+#: How long a node that leaves its role waits for the proof that no peer writes into its pages any more.
+FENCE_WAIT_S = 10.0
 NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
 REMEDIES = {
     HandshakeFailure.KEY: "it does not permit the key of this node: give both --keys folders of one baton keygen, with "
@@ -77,7 +82,7 @@ class ControlEndpoint:
 
     Attributes:
         context: of all sockets.
-        incarnation: drawn at each start of a process.
+        incarnation: drawn at each start of a process, and again for each other role that it takes.
         listen: mailbox on which decode nodes reach this node, to receive pages.
         keys: of this process; None: connections are neither encrypted nor authenticated.
     """
@@ -87,10 +92,27 @@ class ControlEndpoint:
     listen: Mailbox
     keys: CurveKeys | None = None
 
+    def close(self) -> None:
+        """Close the listening socket and the context; all other sockets must be closed."""
+        self.listen.close()
+        self.context.term()
+
     def dial(self, accepts: Any, address: str, server_key: bytes) -> Mailbox:
         """A mailbox connected to ``address``, which accepts only the owner of ``server_key`` as its server."""
         curve = None if self.keys is None else self.keys.client(server_key)
         return Mailbox(self.context, self.incarnation, accepts, connect=f"tcp://{address}", curve=curve)
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """An order to leave the role: take no new requests, finish those that are here, and come back in another role.
+
+    Attributes:
+        until: the instant at which the requests that are left are ended.
+    """
+
+    role: RoleName
+    until: float
 
 
 class EventLoop:
@@ -105,6 +127,7 @@ class EventLoop:
     Attributes:
         gateway_address: as given.
         refused: the reason for which the gateway has refused this node; None if it has not.
+        next_role: the role in which this node is to go on, once ``run`` has returned; None if it stops.
         is_registered, is_dialling: whether the gateway has accepted this node, and whether it is not even connected.
         turned_at: the instant at which the loop last began a turn, which it does once a second at least.
         snapshots: the latest two, the newest last; one is taken whenever a heartbeat is due. Other threads may read
@@ -147,6 +170,11 @@ class EventLoop:
         self.turned_at = clock.now()
         self.snapshots: tuple[Snapshot, ...] = ()
         self.refused: str | None = None
+        self.next_role: RoleName | None = None
+        self._departure: Departure | None = None
+        self._num_heartbeats = 0  # sent since the last registration
+        self._num_acks = 0
+        self._num_acks_due: int | None = None  # with which all requests that were sent before the departure are here
         self._poller = zmq.Poller()
         self._watch(self._gateway)
         self._watch(self._listen)
@@ -166,9 +194,9 @@ class EventLoop:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until ``stop`` is called or the gateway refuses this node."""
+        """Serve until ``stop`` is called, the gateway refuses this node, or the node leaves its role."""
         more = False
-        while not self._is_stopping and self.refused is None:
+        while not self._is_stopping and self.refused is None and self.next_role is None:
             self._wait(0.0 if more else LONGEST_WAIT_S)
             now = self.turned_at = self._clock.now()
             self._receive(now)
@@ -184,6 +212,7 @@ class EventLoop:
             self._start_step(now)  # the tick may have ended what the role waited for
             self._flush()
             self._check_when_idle()
+            self._depart_when_empty(now)
             if not self.is_registered and self._reminder.is_due(now):
                 log.info(
                     "still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT",
@@ -223,6 +252,51 @@ class EventLoop:
             except InvariantError:
                 self._num_failed_checks += 1
                 log.exception("the state of this node is inconsistent; please report this")
+
+    # ---- leaving a role ---------------------------------------------------------------------------------------------
+
+    def _change_role(self, message: ChangeRole, now: float) -> None:
+        """Begin to leave the role, or say why not."""
+        register = self._register()
+        problem = register.fixed_role
+        if self._departure is not None:
+            problem = f"node {register.name} is changing its role already"
+        elif message.role == register.role:
+            problem = f"node {register.name} is a {message.role} node already"
+        self._gateway.send(Done(problem, message.number), target=self._gateway_incarnation)
+        if not problem:
+            log.info("leaving the %s role to become a %s node", register.role, message.role)
+            self._departure = Departure(message.role, now + message.timeout_s)
+            self._deregister(now)
+
+    def _deregister(self, now: float) -> None:
+        """Ask for no further requests. Those that are under way are here when the next heartbeat is acknowledged."""
+        self._gateway.send(Deregister(), target=self._gateway_incarnation)
+        self._num_acks_due = self._num_heartbeats + 1
+        self._next_heartbeat_at = now
+
+    def _depart_when_empty(self, now: float) -> None:
+        departure = self._departure
+        if departure is None:
+            return
+        load = self._role.load()
+        is_heard = not self.is_registered or self._num_acks >= (self._num_acks_due or 0)
+        is_empty = not (load.num_waiting or load.num_running or self._engine.is_busy or self._role.outbox.grammars)
+        if is_heard and is_empty and not load.num_quarantined_pages:
+            self.next_role = departure.role
+        elif now >= departure.until + FENCE_WAIT_S:
+            log.error(
+                "the role is kept: %d requests and %d pages into which another node may still write are left",
+                load.num_waiting + load.num_running,
+                load.num_quarantined_pages,
+            )
+            self._departure = None
+            self._gateway.send(self._register())
+        elif now >= departure.until:
+            self._role.stop("the node changes its role", now)
+            self._flush()
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Ask the loop to end; safe in a signal handler."""
@@ -300,9 +374,15 @@ class EventLoop:
             self._sent_pairs = None
             self._heartbeat_s = message.heartbeat_s
             self._next_heartbeat_at = now
+            self._num_heartbeats = self._num_acks = 0
+            if self._departure is not None:
+                self._deregister(now)
             self._heard = (message.sent_at, self._clock.now())  # ``now`` may be earlier than it was sent
         elif isinstance(message, HeartbeatAck):
             self._heard = (message.sent_at, self._clock.now())  # likewise
+            self._num_acks += 1
+        elif isinstance(message, ChangeRole):
+            self._change_role(message, now)
         elif isinstance(message, Unknown):
             self._role.gateway_lost(now)
             self._gateway.send(self._register())
@@ -340,6 +420,7 @@ class EventLoop:
         snapshot = Snapshot(now, self._heartbeat(), tuple(self._role.pairs())[:MAX_PAIRS])
         self.snapshots = (*self.snapshots[-1:], snapshot)
         if self.is_registered:
+            self._num_heartbeats += 1
             self._gateway.send(snapshot.heartbeat, target=self._gateway_incarnation)
             self._send_pairs(snapshot.pairs)
 

@@ -132,6 +132,12 @@ class NodeTransports:
         """Raises as ``open_writer``."""
         return open_writer(self._store, self._settings)
 
+    def close(self) -> None:
+        """Close the ends that are open."""
+        for name in ("reader", "writer"):
+            if name in self.__dict__:
+                getattr(self, name).close()
+
 
 def _available(settings: TransportSettings, make: Callable[[str], T]) -> list[T]:
     if settings.name == "inprocess":

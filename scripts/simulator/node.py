@@ -18,8 +18,8 @@ from common.node.worker_context import WorkerContext, make_cache
 from common.scheduling.grammar_queue import CompileGrammar
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import LayoutMessage, Message, Peer, Register
-from decode_node.__main__ import build as build_decode
-from prefill_node.__main__ import build as build_prefill
+from decode_node.factory import build as build_decode
+from prefill_node.factory import build as build_prefill
 from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.inprocess_transport import InProcessReader

@@ -17,9 +17,9 @@ from common.node.recording import format as frames
 from common.node.recording.format import RecordingError, read_frames
 from common.node.recording.recorder import DEFAULT_RESULTS, config_from
 from common.node.worker_context import WorkerContext, make_cache
-from decode_node.__main__ import build as build_decode
+from decode_node.factory import build as build_decode
 from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
-from prefill_node.__main__ import build as build_prefill
+from prefill_node.factory import build as build_prefill
 from scripts.simulator.engine import EmptyPageStore
 from scripts.simulator.event_queue import EventQueue
 

@@ -45,7 +45,9 @@ class HistoryWithMoves(History):
 
     def run(self, num_events: int = 45) -> None:
         super().run(num_events)
-        while any(a.error is not None and a.error.code is ErrorCode.SHUTTING_DOWN for a in self.cluster.answers.values()):
+        while any(
+            a.error is not None and a.error.code is ErrorCode.SHUTTING_DOWN for a in self.cluster.answers.values()
+        ):
             self._continue_refused()
             self.cluster.finish(may_wait=self.is_faulty or bool(self.cluster.wire.faults))
 

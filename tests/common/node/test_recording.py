@@ -37,7 +37,7 @@ from common.scheduling.in_batch_prefix_caching import prefix_limits_from_environ
 from common.scheduling.new_token_ratio import ratio_constants_from_environ
 from common.step_plan import PageDelta, Row, StepPlan
 from common.wire.messages import Abort, Generate, LayoutMessage, Peer
-from decode_node.__main__ import build as build_decode
+from decode_node.factory import build as build_decode
 from kv_transfer.transports.negotiation import NegotiatingReader
 from scripts.simulator.inprocess_transport import InProcessReader, Wire
 from scripts.simulator.main import main

@@ -28,7 +28,7 @@ from common.node.worker_context import WorkerContext, make_cache
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Connect, Generate, Peer, Ping
-from decode_node.__main__ import build
+from decode_node.factory import build
 from scripts.simulator.inprocess_transport import InProcessReader, Wire
 
 TINY = PageLayout(num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")
@@ -62,7 +62,7 @@ def test_a_policy_that_lacks_its_cache_is_warned_of_once(
 ) -> None:
     monkeypatch.setattr(process, "_serve_model", lambda *args: 0)
     config = NodeConfig(role="decode", schedule_policy=policy, disable_radix_cache=is_off)
-    assert process._serve(config, lambda parts: None, lambda parts, transport: None) == 0
+    assert process._serve(config, {}) == 0
     said = f"--schedule-policy {policy} needs the radix cache: serving with fcfs, since --disable-radix-cache is set"
     assert [record.getMessage() for record in caplog.records] == [said] * num_said
 

@@ -1,15 +1,6 @@
-"""``python -m decode_node``: runs one decode node until it is stopped."""
+"""Builds the decode role from the parts of a node process."""
 
-import signal
-import sys
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
-
-from common.config.cli import resolve
-from common.config.node import NodeConfig
 from common.node.worker_context import WorkerContext
-from common.node.worker_main import run
 from common.scheduling.new_token_ratio import NewTokenRatio
 from decode_node.moves import OutgoingMoves
 from decode_node.role import DecodeRole
@@ -18,8 +9,6 @@ from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import TransportEnds
 from kv_transfer.transports.negotiation import NodeTransports, TransportSettings
-
-HELP = "Receive prompts from prefill nodes and decode them, token by token, in one batch."
 
 
 def open_transports(context: WorkerContext) -> NodeTransports:
@@ -74,12 +63,3 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
         vocab_size=context.vocab_size,
         stream_interval=config.stream_interval,
     )
-
-
-def main() -> int:
-    config = resolve(NodeConfig, command="decode", help=HELP)
-    return run(config, open_transports, build)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,22 +1,11 @@
-"""``python -m prefill_node``: runs one prefill node until it is stopped."""
+"""Builds the prefill role from the parts of a node process."""
 
-import signal
-import sys
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
-
-from common.config.cli import resolve
-from common.config.node import NodeConfig
 from common.node.worker_context import WorkerContext
-from common.node.worker_main import run
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import TransportEnds
 from kv_transfer.transports.negotiation import NodeTransports, TransportSettings
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
-
-HELP = "Compute prompts and hand their KV pages to decode nodes."
 
 
 def open_transports(context: WorkerContext) -> NodeTransports:
@@ -50,12 +39,3 @@ def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:
     return PrefillRole(
         scheduler, sender, cache=context.cache, allocator=context.allocator, vocab_size=context.vocab_size
     )
-
-
-def main() -> int:
-    config = resolve(NodeConfig, command="prefill", help=HELP)
-    return run(config, open_transports, build)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
