@@ -13,7 +13,7 @@ from kv_transfer.transports.negotiation import NodeTransports, TransportSettings
 
 def open_transports(context: WorkerContext) -> NodeTransports:
     """The transport that the configuration names, over the pool of the process."""
-    return NodeTransports(context.pool, TransportSettings.of(context.config, context.incarnation))
+    return NodeTransports(context.pool, TransportSettings.of(context.config, context.incarnation), first="reader")
 
 
 def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:

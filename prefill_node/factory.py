@@ -10,7 +10,7 @@ from prefill_node.scheduler import PrefillLimits, PrefillScheduler
 
 def open_transports(context: WorkerContext) -> NodeTransports:
     """The transport that the configuration names, over the pool of the process."""
-    return NodeTransports(context.pool, TransportSettings.of(context.config, context.incarnation))
+    return NodeTransports(context.pool, TransportSettings.of(context.config, context.incarnation), first="writer")
 
 
 def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:

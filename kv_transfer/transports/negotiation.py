@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -113,14 +113,20 @@ def open_writer(store: PageStore, settings: TransportSettings) -> "NegotiatingWr
 
 
 class NodeTransports:
-    """The ``TransportEnds`` of a node process. Each end is opened when it is first asked for.
+    """The ``TransportEnds`` of a node process, opened when they are first asked for.
 
     An end has descriptors and, with some transports, a thread and registered memory of its own.
+
+    Args:
+        first: the end that the role always needs, which is opened at once.
+    Raises:
+        ConfigError: as ``open_reader``.
     """
 
-    def __init__(self, store: PageStore, settings: TransportSettings) -> None:
+    def __init__(self, store: PageStore, settings: TransportSettings, *, first: Literal["reader", "writer"]) -> None:
         self._store = store
         self._settings = settings
+        getattr(self, first)
 
     @cached_property
     def reader(self) -> ReaderTransport:

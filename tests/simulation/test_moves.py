@@ -29,11 +29,14 @@ class HistoryWithMoves(History):
             others = [at for at, node in enumerate(cluster.decode) if node is not cluster.answers[rid].nodes[-1]]
             cluster.move(rid, random.choice(others))
 
-    def _continue_refused(self) -> None:
-        for rid, answer in self.cluster.answers.items():
-            if answer.error is not None and answer.error.code is ErrorCode.SHUTTING_DOWN:
-                answer.error = None
-                self.cluster.continue_request(rid, pair=(self.random.choice([0, 1, None]), self.random.randint(0, 1)))
+    def _continue_refused(self) -> bool:
+        """Continue the requests that could not move; False if there are none."""
+        answers = self.cluster.answers.items()
+        refused = [rid for rid, one in answers if one.error and one.error.code is ErrorCode.SHUTTING_DOWN]
+        for rid in refused:
+            self.cluster.answers[rid].error = None
+            self.cluster.continue_request(rid, pair=(self.random.choice([0, 1, None]), self.random.randint(0, 1)))
+        return bool(refused)
 
     def fault(self) -> None:
         if self.can_break and self.random.random() < 0.3:
@@ -45,10 +48,7 @@ class HistoryWithMoves(History):
 
     def run(self, num_events: int = 45) -> None:
         super().run(num_events)
-        while any(
-            a.error is not None and a.error.code is ErrorCode.SHUTTING_DOWN for a in self.cluster.answers.values()
-        ):
-            self._continue_refused()
+        while self._continue_refused():
             self.cluster.finish(may_wait=self.is_faulty or bool(self.cluster.wire.faults))
 
 
