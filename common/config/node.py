@@ -9,6 +9,7 @@ from common.config.options import option
 from common.config.scheduling import SchedulingOptions
 from common.config.shared import (
     NEEDS_KEYS,
+    DrainOptions,
     EngineOptions,
     ModelOptions,
     NodeHttpOptions,
@@ -21,7 +22,7 @@ from common.wire.address import check_reach, host_and_port, is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(Batching, EngineOptions, NodeHttpOptions, SchedulingOptions, ModelOptions):
+class NodeConfig(Batching, EngineOptions, DrainOptions, NodeHttpOptions, SchedulingOptions, ModelOptions):
     """Configuration of ``prefill`` and ``decode``, which is the same for both, since a node may change its role.
 
     ``role`` follows from the command; it has no flag.

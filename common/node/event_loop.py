@@ -27,6 +27,7 @@ from common.wire.messages import (
     ChangeRole,
     Deregister,
     Done,
+    Drain,
     FromDecode,
     FromGateway,
     FromPrefill,
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 LONGEST_WAIT_S = 1.0
 SILENCE_S = 10.0  # of a gateway after a registration; the node then connects again
 MAX_PAIRS = 1_024  # reported to the gateway
+#: How often a node that leaves its role looks whether it may.
+DEPARTURE_CHECK_S = 0.1
 #: How long a node that leaves its role waits for the proof that no peer writes into its pages any more.
 FENCE_WAIT_S = 10.0
 NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
@@ -108,10 +111,11 @@ class Departure:
     """An order to leave the role: take no new requests, finish those that are here, and come back in another role.
 
     Attributes:
+        role: None: stop for good.
         until: the instant at which the requests that are left are ended.
     """
 
-    role: RoleName
+    role: RoleName | None
     until: float
 
 
@@ -172,6 +176,7 @@ class EventLoop:
         self.refused: str | None = None
         self.next_role: RoleName | None = None
         self._departure: Departure | None = None
+        self._drain_s: float | None = None  # a drain that was asked for and has not begun
         self._num_heartbeats = 0  # sent since the last registration
         self._num_acks = 0
         self._num_acks_due: int | None = None  # with which all requests that were sent before the departure are here
@@ -212,6 +217,8 @@ class EventLoop:
             self._start_step(now)  # the tick may have ended what the role waited for
             self._flush()
             self._check_when_idle()
+            if self._drain_s is not None:
+                self._begin_drain(self._drain_s, now)
             self._depart_when_empty(now)
             if not self.is_registered and self._reminder.is_due(now):
                 log.info(
@@ -269,6 +276,14 @@ class EventLoop:
             self._departure = Departure(message.role, now + message.timeout_s)
             self._deregister(now)
 
+    def _begin_drain(self, timeout_s: float, now: float) -> None:
+        self._drain_s = None
+        load = self._role.load()
+        num_left = load.num_waiting + load.num_running
+        log.info("draining: taking no new requests, and stopping in %g s or when %d have ended", timeout_s, num_left)
+        self._departure = Departure(None, now + timeout_s)
+        self._deregister(now)
+
     def _deregister(self, now: float) -> None:
         """Ask for no further requests. Those that are under way are here when the next heartbeat is acknowledged."""
         self._gateway.send(Deregister(), target=self._gateway_incarnation)
@@ -282,7 +297,10 @@ class EventLoop:
         load = self._role.load()
         is_heard = not self.is_registered or self._num_acks >= (self._num_acks_due or 0)
         is_empty = not (load.num_waiting or load.num_running or self._engine.is_busy or self._role.outbox.grammars)
-        if is_heard and is_empty and not load.num_quarantined_pages:
+        if departure.role is None:
+            # Without a gateway, no answer can be delivered and no request can move.
+            self._is_stopping |= (is_heard and is_empty) or now >= departure.until or not self.is_registered
+        elif is_heard and is_empty and not load.num_quarantined_pages:
             self.next_role = departure.role
         elif now >= departure.until + FENCE_WAIT_S:
             log.error(
@@ -298,9 +316,17 @@ class EventLoop:
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
+    def drain(self, timeout_s: float) -> None:
+        """Ask the loop to end once its requests have, or after ``timeout_s``; safe in a signal handler."""
+        self._drain_s = timeout_s
+        self._wake_up()
+
     def stop(self) -> None:
-        """Ask the loop to end; safe in a signal handler."""
+        """Ask the loop to end now; safe in a signal handler."""
         self._is_stopping = True
+        self._wake_up()
+
+    def _wake_up(self) -> None:
         if self._wake >= 0:  # else it is closed: Ctrl-C comes from the terminal and from the supervisor
             os.eventfd_write(self._wake, 1)
 
@@ -326,6 +352,8 @@ class EventLoop:
         longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
         if self._listen.is_probing:
             longest_s = min(longest_s, PROBE_EVERY_S)
+        if self._departure is not None:
+            longest_s = min(longest_s, DEPARTURE_CHECK_S)
         self._poller.poll(math.ceil(longest_s * 1_000))
 
     # ---- receiving --------------------------------------------------------------------------------------------------
@@ -383,6 +411,9 @@ class EventLoop:
             self._num_acks += 1
         elif isinstance(message, ChangeRole):
             self._change_role(message, now)
+        elif isinstance(message, Drain):
+            self._gateway.send(Done(number=message.number), target=self._gateway_incarnation)
+            self._begin_drain(message.timeout_s, now)
         elif isinstance(message, Unknown):
             self._role.gateway_lost(now)
             self._gateway.send(self._register())

@@ -139,9 +139,9 @@ def _serve_model(
     model, executor, capacity = _load(config)
     worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
     engine = EngineThread(executor, profiler)
-    node = LoadedNode(model, engine, factories, http)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: node.stop())
+    node = LoadedNode(model, engine, factories, http, drain_timeout_s=config.drain_timeout)
+    signal.signal(signal.SIGTERM, lambda *_: node.drain())
+    signal.signal(signal.SIGINT, lambda *_: node.stop())
     gc.collect()
     gc.freeze()  # weights and modules stay; the collector need not visit them again
     try:
@@ -159,6 +159,7 @@ class LoadedNode:
 
     Args:
         http: listening socket of the node's own HTTP server; None without one.
+        drain_timeout_s: how long requests may go on after SIGTERM.
     """
 
     def __init__(
@@ -167,18 +168,29 @@ class LoadedNode:
         engine: EngineThread,
         factories: Mapping[RoleName, RoleFactory],
         http: socket.socket | None,
+        *,
+        drain_timeout_s: float,
     ) -> None:
         self._model = model
+        self._drain_timeout_s = drain_timeout_s
         self._engine = engine
         self._factories = factories
         self._http = http
         self._loop: EventLoop | None = None
-        self._is_stopping = False
+        self._is_stopping = self._is_draining = False
         self._num_changes = 0
         self._previous = ""
 
+    def drain(self) -> None:
+        """Ask the node to end once its requests have, or after ``--drain-timeout``; a second time, to end now."""
+        if self._is_draining:
+            self.stop()
+        self._is_draining = True
+        if self._loop is not None:
+            self._loop.drain(self._drain_timeout_s)
+
     def stop(self) -> None:
-        """Ask the node to end; safe in a signal handler."""
+        """Ask the node to end now; safe in a signal handler."""
         self._is_stopping = True
         if self._loop is not None:
             self._loop.stop()
@@ -241,6 +253,8 @@ class LoadedNode:
             clock=worker.clock,
         )
         self._loop = loop
+        if self._is_draining:
+            loop.drain(self._drain_timeout_s)
         if self._is_stopping:
             loop.stop()
         log.info(
