@@ -17,6 +17,7 @@ from common.wire.messages import (  # fmt: skip
     Decisions,
     Deregister,
     Done,
+    Drain,
     Failed,
     Flush,
     Flushed,
@@ -24,6 +25,7 @@ from common.wire.messages import (  # fmt: skip
     Heartbeat,
     HeartbeatAck,
     Message,
+    Moved,
     Pairs,
     Ping,
     ProfileAnswer,
@@ -160,6 +162,7 @@ class ControlPlane:
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Tokens: dispatcher.on_tokens,
             Spans: self._on_spans,
+            Moved: dispatcher.on_moved,
             Failed: dispatcher.on_failed,
             Heartbeat: self._on_heartbeat,
             Pairs: self._on_pairs,
@@ -277,7 +280,10 @@ class ControlPlane:
     def _on_leave(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)
         if pool is not None:
+            name, num_left = pool.registry.workers[sender].name, self._dispatcher.num_at(sender)
+            log.info("node %s is draining; %d requests are left on it", name, num_left)
             pool.registry.leave(sender)
+            self._dispatcher.pump_soon()
 
     def lose(self, incarnation: str) -> None:
         """Removes a node that is gone or cannot be reached, and ends its requests."""
@@ -312,6 +318,14 @@ class ControlPlane:
         answer = answers.get(node.incarnation)
         return None if answer is None else answer.decisions[-limit:]
 
+    async def drain(self, node: Worker, drain_timeout_s: float, timeout_s: float) -> bool:
+        """Has a node drain and stop; False if it did not answer. Raises RequestError: it refuses."""
+        answers = await self._rpc.call([node.incarnation], Drain(drain_timeout_s), Done, timeout_s)
+        answer = answers.get(node.incarnation)
+        if answer is not None and answer.error:
+            raise RequestError(ErrorCode.INVALID_REQUEST, answer.error)
+        return answer is not None
+
     async def profile(
         self, message: StartProfile | StopProfile, timeout_s: float
     ) -> list[tuple[Worker, ProfileAnswer | None]]:
@@ -330,7 +344,8 @@ class ControlPlane:
             "http_address": register.http_address,
             "incarnation": node.incarnation,
             "starts": node.starts,
-            "is_leaving": node.is_leaving,
+            "is_draining": node.is_leaving,
+            "num_requests": self._dispatcher.num_at(node.incarnation),
             "seen_s_ago": round(self._clock.now() - node.seen_at, 3),
             "load_tokens": self.pools[register.model].router.load(node.incarnation),
             "register": register,

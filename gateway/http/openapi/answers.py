@@ -115,12 +115,22 @@ class Worker(msgspec.Struct, kw_only=True):
     http_address: str
     incarnation: str
     starts: int
-    is_leaving: bool
+    is_draining: bool
+    num_requests: int
     seen_s_ago: float
     load_tokens: float
     register: dict[str, Any]
     heartbeat: dict[str, Any] | None
     pairs: Any
+
+
+class Draining(Answer):
+    """The node takes no new requests, and stops when ``num_requests`` have ended or moved, or after ``timeout_s``."""
+
+    worker: str
+    is_draining: bool
+    num_requests: int
+    timeout_s: float
 
 
 class WorkerList(Answer):
