@@ -468,16 +468,19 @@ class Dispatcher:
             return None
         return flight
 
-    def on_worker_lost(self, incarnation: str, name: str) -> None:
+    def on_worker_lost(self, incarnation: str, name: str, *, is_empty: bool = False) -> None:
         """Ends the requests of a node that is no longer registered.
 
         A prefill node is done with a request once the decode node has sent a token; such a request continues.
+
+        Args:
+            is_empty: the node was done with all requests.
         """
         message = f"node {name} was lost while it worked on the request"
         for flight in list(self._in_flight.values()):
             if flight.pair is None:
                 continue  # it waits for any node
-            is_prefilled = len(flight.stream.ids) > 1
+            is_prefilled = is_empty or len(flight.stream.ids) > 1
             if incarnation == flight.pair.decode or (incarnation == flight.pair.prefill and not is_prefilled):
                 self._fail(flight, RequestError(ErrorCode.NODE_LOST, message))
 

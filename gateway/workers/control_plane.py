@@ -40,6 +40,7 @@ from gateway.requests.output_processor import StageReport
 from gateway.tracing.timelines import Timelines
 from gateway.workers.pool import WorkerPool, WorkerPools
 from gateway.workers.registry import Worker
+from gateway.workers.role_changes import RoleChanges
 from gateway.workers.rpc import NodeRpc
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,9 @@ class ControlPlane:
 
     Args:
         pools: the nodes of each model; registered and removed only here.
+
+    Attributes:
+        role_changes: changes roles of nodes.
     """
 
     def __init__(
@@ -155,6 +159,7 @@ class ControlPlane:
         self._timelines = timelines
         self._loop = asyncio.get_running_loop()
         self._rpc = NodeRpc(channel.send)
+        self.role_changes = RoleChanges(pools, self._rpc)
         self._is_probe_due = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[str, Any], None]] = {
@@ -251,6 +256,10 @@ class ControlPlane:
         namesake = self.pools.namesake(message)
         if namesake is None or namesake.incarnation == sender:
             self._admit(sender, message)
+        elif message.previous == namesake.incarnation:  # the same process in another role, with its cache
+            self.pools[message.model].router.rename_worker(namesake.incarnation, sender)
+            self.lose(namesake.incarnation)
+            self._admit(sender, message)
         elif self._channel.ping(namesake.incarnation):  # the old node may have died a moment ago
             self._loop.call_later(NAMESAKE_WAIT_S, self._admit, sender, message)
         else:
@@ -269,6 +278,7 @@ class ControlPlane:
             if known_pool is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
                 self._dispatcher.on_workers_added(self.pools[message.model])
+            self.role_changes.registered(self.pools[message.model].registry.workers[sender])
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_pool is not None:
@@ -277,7 +287,7 @@ class ControlPlane:
     def _on_leave(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)
         if pool is not None:
-            pool.registry.leave(sender)
+            pool.registry.leave(sender, is_empty=message.is_empty)
 
     def lose(self, incarnation: str) -> None:
         """Removes a node that is gone or cannot be reached, and ends its requests."""
@@ -287,13 +297,13 @@ class ControlPlane:
         node = pool.registry.workers[incarnation]
         pool.registry.remove(incarnation)
         log.info("%s node %s is gone", node.register.role, node.name)
-        self._clear_state(pool, incarnation, node.name)
+        self._clear_state(pool, incarnation, node.name, is_empty=node.is_empty)
 
-    def _clear_state(self, pool: WorkerPool, incarnation: str, name: str) -> None:
+    def _clear_state(self, pool: WorkerPool, incarnation: str, name: str, *, is_empty: bool = False) -> None:
         """Clears the state of a node that is no longer registered, and ends its requests."""
         pool.router.remove_worker(incarnation)
         self._rpc.on_node_gone(incarnation)
-        self._dispatcher.on_worker_lost(incarnation, name)
+        self._dispatcher.on_worker_lost(incarnation, name, is_empty=is_empty)
 
     # ---- for the admin endpoints ------------------------------------------------------------------------------------
 
@@ -330,6 +340,7 @@ class ControlPlane:
             "http_address": register.http_address,
             "incarnation": node.incarnation,
             "starts": node.starts,
+            "num_role_changes": register.num_role_changes,
             "is_leaving": node.is_leaving,
             "seen_s_ago": round(self._clock.now() - node.seen_at, 3),
             "load_tokens": self.pools[register.model].router.load(node.incarnation),

@@ -115,6 +115,7 @@ class Worker(msgspec.Struct, kw_only=True):
     http_address: str
     incarnation: str
     starts: int
+    num_role_changes: int
     is_leaving: bool
     seen_s_ago: float
     load_tokens: float
@@ -130,6 +131,16 @@ class WorkerList(Answer):
     model: str
     models: list[str]
     is_ready: bool
+
+
+class RoleChanged(Answer):
+    """The node in its new role, after ``seconds``. Its name is the same, its incarnation is not."""
+
+    name: str
+    role: str
+    incarnation: str
+    num_role_changes: int
+    seconds: float
 
 
 class ScrapeTarget(msgspec.Struct):
