@@ -179,7 +179,7 @@ class EventLoop:
         self._drain_s: float | None = None  # a drain that was asked for and has not begun
         self._num_heartbeats = 0  # sent since the last registration
         self._num_acks = 0
-        self._num_acks_due: int | None = None  # with which all requests that were sent before the departure are here
+        self._num_acks_due: int | None = None  # for a departure: that of a heartbeat sent while the role was empty
         self._poller = zmq.Poller()
         self._watch(self._gateway)
         self._watch(self._listen)
@@ -274,7 +274,7 @@ class EventLoop:
         if not problem:
             log.info("leaving the %s role to become a %s node", register.role, message.role)
             self._departure = Departure(message.role, now + message.timeout_s)
-            self._deregister(now)
+            self._gateway.send(Deregister(), target=self._gateway_incarnation)
 
     def _begin_drain(self, timeout_s: float, now: float) -> None:
         self._drain_s = None
@@ -282,27 +282,35 @@ class EventLoop:
         num_left = load.num_waiting + load.num_running
         log.info("draining: taking no new requests, and stopping in %g s or when %d have ended", timeout_s, num_left)
         self._departure = Departure(None, now + timeout_s)
-        self._deregister(now)
-
-    def _deregister(self, now: float) -> None:
-        """Ask for no further requests. Those that are under way are here when the next heartbeat is acknowledged."""
         self._gateway.send(Deregister(), target=self._gateway_incarnation)
-        self._num_acks_due = self._num_heartbeats + 1
-        self._next_heartbeat_at = now
 
     def _depart_when_empty(self, now: float) -> None:
+        """Leave the role when nothing is left, here or on its way between the gateway and this node.
+
+        The gateway acknowledges a heartbeat after it has handled all earlier messages of this node, ``Deregister``
+        included; every request that it has sent before arrives before the acknowledgement.
+        """
         departure = self._departure
         if departure is None:
             return
-        load = self._role.load()
-        is_heard = not self.is_registered or self._num_acks >= (self._num_acks_due or 0)
-        is_empty = not (load.num_waiting or load.num_running or self._engine.is_busy or self._role.outbox.grammars)
-        if departure.role is None:
-            # Without a gateway, no answer can be delivered and no request can move.
-            self._is_stopping |= (is_heard and is_empty) or now >= departure.until or not self.is_registered
-        elif is_heard and is_empty and not load.num_quarantined_pages:
-            self.next_role = departure.role
-        elif now >= departure.until + FENCE_WAIT_S:
+        if departure.role is None and (now >= departure.until or not self.is_registered):
+            self._is_stopping = True  # without a gateway, no answer can be delivered and no request can move
+            return
+        load, outbox = self._role.load(), self._role.outbox
+        is_idle = not (load.num_waiting or load.num_running or self._engine.is_busy or outbox.grammars)
+        if is_idle and (departure.role is None or not load.num_quarantined_pages):
+            if self._num_acks_due is None:
+                self._gateway.send(Deregister(is_empty=True), target=self._gateway_incarnation)
+                self._num_acks_due = self._num_heartbeats + 1
+                self._next_heartbeat_at = now
+            if not self.is_registered or self._num_acks >= self._num_acks_due:
+                self.next_role = departure.role
+                self._is_stopping |= departure.role is None
+            return
+        if self._num_acks_due is not None:
+            self._gateway.send(Deregister(), target=self._gateway_incarnation)
+            self._num_acks_due = None
+        if departure.role is not None and now >= departure.until + FENCE_WAIT_S:
             log.error(
                 "the role is kept: %d requests and %d pages into which another node may still write are left",
                 load.num_waiting + load.num_running,
@@ -334,7 +342,7 @@ class EventLoop:
         """Answer every open request, deregister, and close every socket."""
         self._role.stop(reason, self._clock.now())
         self._flush()
-        self._gateway.send(Deregister(), target=self._gateway_incarnation)
+        self._gateway.send(Deregister(is_empty=self.next_role is not None), target=self._gateway_incarnation)
         for mailbox in self._mailboxes():
             mailbox.close()
         wake, self._wake = self._wake, -1
@@ -404,7 +412,8 @@ class EventLoop:
             self._next_heartbeat_at = now
             self._num_heartbeats = self._num_acks = 0
             if self._departure is not None:
-                self._deregister(now)
+                self._num_acks_due = None
+                self._gateway.send(Deregister(), target=self._gateway_incarnation)
             self._heard = (message.sent_at, self._clock.now())  # ``now`` may be earlier than it was sent
         elif isinstance(message, HeartbeatAck):
             self._heard = (message.sent_at, self._clock.now())  # likewise

@@ -231,6 +231,8 @@ class ProfileAnswer(Message, frozen=True, tag="profile_answer"):
 class Deregister(Message, frozen=True, tag="deregister"):
     """node -> gateway: the node drains. It takes no more requests, finishes or moves those it has, and then stops."""
 
+    is_empty: bool = False  # it is done with all requests; the decode nodes have every page that they needed from it
+
 
 class PrefillNodes(Message, frozen=True, tag="prefill_nodes"):
     """gateway -> decode node, whenever they change: the prefill nodes to connect to before the first request comes."""

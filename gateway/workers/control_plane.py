@@ -43,6 +43,7 @@ from gateway.requests.output_processor import StageReport
 from gateway.tracing.timelines import Timelines
 from gateway.workers.pool import WorkerPool, WorkerPools
 from gateway.workers.registry import Worker
+from gateway.workers.role_changes import RoleChanges
 from gateway.workers.rpc import NodeRpc
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,9 @@ class ControlPlane:
 
     Args:
         pools: the nodes of each model; registered and removed only here.
+
+    Attributes:
+        role_changes: changes roles of nodes.
     """
 
     def __init__(
@@ -158,6 +162,7 @@ class ControlPlane:
         self._timelines = timelines
         self._loop = asyncio.get_running_loop()
         self._rpc = NodeRpc(channel.send)
+        self.role_changes = RoleChanges(pools, self._rpc)
         self._is_probe_due = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[str, Any], None]] = {
@@ -255,6 +260,10 @@ class ControlPlane:
         namesake = self.pools.namesake(message)
         if namesake is None or namesake.incarnation == sender:
             self._admit(sender, message)
+        elif message.previous == namesake.incarnation:  # the same process in another role, with its cache
+            self.pools[message.model].router.rename_worker(namesake.incarnation, sender)
+            self.lose(namesake.incarnation)
+            self._admit(sender, message)
         elif self._channel.ping(namesake.incarnation):  # the old node may have died a moment ago
             self._loop.call_later(NAMESAKE_WAIT_S, self._admit, sender, message)
         else:
@@ -274,6 +283,7 @@ class ControlPlane:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
                 self._dispatcher.on_workers_added(self.pools[message.model])
             self._announce_prefill_nodes(self.pools[message.model], sender)
+            self.role_changes.registered(self.pools[message.model].registry.workers[sender])
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_pool is not None:
@@ -297,8 +307,8 @@ class ControlPlane:
         pool = self.pools.of(sender)
         if pool is not None:
             name, num_left = pool.registry.workers[sender].name, self._dispatcher.num_at(sender)
-            log.info("node %s is draining; %d requests are left on it", name, num_left)
-            pool.registry.leave(sender)
+            log.info("node %s takes no new requests; %d are left on it", name, num_left)
+            pool.registry.leave(sender, is_empty=message.is_empty)
             self._dispatcher.pump_soon()
 
     def lose(self, incarnation: str) -> None:
@@ -309,15 +319,15 @@ class ControlPlane:
         node = pool.registry.workers[incarnation]
         pool.registry.remove(incarnation)
         log.info("%s node %s is gone", node.register.role, node.name)
-        self._clear_state(pool, incarnation, node.name)
+        self._clear_state(pool, incarnation, node.name, is_empty=node.is_empty)
         if node.register.role == "prefill":
             self._announce_prefill_nodes(pool, incarnation)
 
-    def _clear_state(self, pool: WorkerPool, incarnation: str, name: str) -> None:
+    def _clear_state(self, pool: WorkerPool, incarnation: str, name: str, *, is_empty: bool = False) -> None:
         """Clears the state of a node that is no longer registered; its requests continue on others."""
         pool.router.remove_worker(incarnation)
         self._rpc.on_node_gone(incarnation)
-        self._dispatcher.on_worker_lost(incarnation, name)
+        self._dispatcher.on_worker_lost(incarnation, name, is_empty=is_empty)
 
     # ---- for the admin endpoints ------------------------------------------------------------------------------------
 
@@ -337,12 +347,9 @@ class ControlPlane:
         return None if answer is None else answer.decisions[-limit:]
 
     async def drain(self, node: Worker, drain_timeout_s: float, timeout_s: float) -> bool:
-        """Has a node drain and stop; False if it did not answer. Raises RequestError: it refuses."""
+        """Has a node drain and stop; False if it did not answer."""
         answers = await self._rpc.call([node.incarnation], Drain(drain_timeout_s), Done, timeout_s)
-        answer = answers.get(node.incarnation)
-        if answer is not None and answer.error:
-            raise RequestError(ErrorCode.INVALID_REQUEST, answer.error)
-        return answer is not None
+        return node.incarnation in answers
 
     async def profile(
         self, message: StartProfile | StopProfile, timeout_s: float
@@ -364,7 +371,8 @@ class ControlPlane:
             "incarnation": node.incarnation,
             "starts": node.starts,
             "revision": node.revision,
-            "is_draining": node.is_draining,
+            "num_role_changes": register.num_role_changes,
+            "is_draining": node.is_leaving,
             "is_reserved": node.is_reserved,
             "num_requests": self._dispatcher.num_at(node.incarnation),
             "seen_s_ago": round(now - node.seen_at, 3),

@@ -75,13 +75,6 @@ class WorkerPools:
     def workers(self) -> list[Worker]:
         return [node for pool in self for node in pool.registry.workers.values()]
 
-    def worker(self, name: str) -> Worker:
-        """The worker with this name or incarnation. Raises RequestError: there is none."""
-        found = [node for node in self.workers() if name in (node.incarnation, node.name)]
-        if not found:
-            raise RequestError(ErrorCode.NOT_FOUND, f"no node has the name or the incarnation {name[:200]!r}")
-        return found[0]
-
     def of(self, incarnation: str) -> WorkerPool | None:
         """The pool of a registered worker."""
         return next((pool for pool in self if incarnation in pool.registry.workers), None)

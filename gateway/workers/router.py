@@ -237,6 +237,12 @@ class Router:
         """All caches have been emptied."""
         self._holders.clear()
 
+    def rename_worker(self, previous: str, incarnation: str) -> None:
+        """A node goes on under another incarnation, with its cache and without requests."""
+        if previous in self._bits:
+            self._bits[incarnation] = self._bits.pop(previous)
+        self.remove_worker(previous)
+
     def remove_worker(self, incarnation: str) -> None:
         """A node is gone, and its cache with it."""
         self._load.pop(incarnation, None)

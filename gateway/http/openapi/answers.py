@@ -125,6 +125,7 @@ class Worker(msgspec.Struct, kw_only=True):
     incarnation: str
     starts: int
     revision: str
+    num_role_changes: int
     is_draining: bool
     is_reserved: bool
     num_requests: int
@@ -152,6 +153,16 @@ class WorkerList(Answer):
     model: str
     models: list[str]
     is_ready: bool
+
+
+class RoleChanged(Answer):
+    """The node in its new role, after ``seconds``. Its name is the same, its incarnation is not."""
+
+    name: str
+    role: str
+    incarnation: str
+    num_role_changes: int
+    seconds: float
 
 
 class ScrapeTarget(msgspec.Struct):

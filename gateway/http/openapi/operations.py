@@ -20,6 +20,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     native.PriorityChange,
     native.ProfileRequest,
     native.DrainRequest,
+    native.RoleChange,
     anthropic.CountTokensRequest,
     responses.ResponsesRequest,
     generated.Response,
