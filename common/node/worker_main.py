@@ -95,10 +95,11 @@ def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildR
     mailbox = http = None
     try:  # refuse ports that are in use before the model is loaded, too
         if config.role == "prefill":
-            mailbox = listen_mailbox(context, incarnation, config.advertise_host, config.data_port, keys=keys)
+            host, port, silence_s = config.advertise_host, config.data_port, config.node_timeout
+            mailbox = listen_mailbox(context, incarnation, host, port, keys=keys, silence_s=silence_s)
         if config.http_port is not None:
             http = listen(config.http_host, config.http_port)
-        endpoint = ControlEndpoint(context, incarnation, mailbox, keys)
+        endpoint = ControlEndpoint(context, incarnation, mailbox, keys, config.node_timeout)
         return _serve_model(config, open_transport, build_role, endpoint, http)
     finally:
         if http is not None:
