@@ -22,12 +22,6 @@ async def expected_ids(client: Client, prompts: Sequence[Sequence[int]], num_tok
     return [tuple(answer["output_ids"]) for answer in answers]
 
 
-async def decode_node_of(client: Client, rid: str) -> str:
-    """The decode node on which a request runs."""
-    timeline = (await client.get(f"/v1/traces/{rid}"))[1]
-    return str(timeline["decode"])
-
-
 async def drain(client: Client, name: str, timeout_s: float = 30.0) -> dict[str, Any]:
     status, answer = await client.post(f"/v1/workers/{name}/drain", {"timeout_s": timeout_s})
     assert status == 200, answer
@@ -45,7 +39,7 @@ async def until_ended(service: Service, name: str) -> int:
 
 async def busiest(client: Client) -> str:
     """The decode node with the most requests."""
-    workers = (await client.get("/v1/workers"))[1]["workers"]
+    workers = (await client.workers()).values()
     return str(max((w for w in workers if w["role"] == "decode"), key=lambda w: w["num_requests"])["name"])
 
 
@@ -107,13 +101,14 @@ async def test_a_rolling_restart_of_every_node_under_load_loses_no_request(tmp_p
 async def test_a_node_that_drains_says_so_and_gets_no_new_requests(tmp_path: Path) -> None:
     with running(tmp_path, decode=1) as service:
         async with service.client() as client:
-            stream = client.begin(prompt_of(30), 400)
+            stream = client.begin(prompt_of(30, 1), 400)
             await stream.has(3)
             answer = await drain(client, "decode-0", 60)
             assert (answer["worker"], answer["is_draining"], answer["num_requests"]) == ("decode-0", True, 1)
-            worker = next(w for w in (await client.get("/v1/workers"))[1]["workers"] if w["name"] == "decode-0")
+            worker = (await client.workers())["decode-0"]
             assert (worker["is_draining"], worker["num_requests"]) == (True, 1)
-            assert (await client.get("/ready"))[0] == 503
+            async with client.session.get("/ready") as ready:
+                assert ready.status == 503
             await stream.end()
             assert len(stream.ids) == 400 and not stream.error, "the last decode node finishes what it has"
             assert await until_ended(service, "decode-0") == 0
@@ -127,8 +122,8 @@ async def test_a_second_sigterm_or_sigint_stops_at_once_and_the_request_goes_on_
 ) -> None:
     with running(tmp_path, decode=1) as service:
         async with service.client() as client:
-            (wanted,) = await expected_ids(client, [prompt_of(30)], 400)
-            stream = client.begin(prompt_of(30), 400)
+            (wanted,) = await expected_ids(client, [prompt_of(30, 1)], 400)
+            stream = client.begin(prompt_of(30, 1), 400)
             await stream.has(3)
             for number in signals:
                 service.processes["decode-0"].send_signal(number)
@@ -143,8 +138,8 @@ async def test_requests_that_outlast_the_drain_timeout_continue_elsewhere(tmp_pa
     only = {"prefill-0": {"drain_timeout": 0.2}, "decode-0": {"drain_timeout": 0.2}}
     with running(tmp_path, decode=1, only=only) as service:
         async with service.client() as client:
-            (wanted,) = await expected_ids(client, [prompt_of(30)], 1000)
-            stream = client.begin(prompt_of(30), 1000)
+            (wanted,) = await expected_ids(client, [prompt_of(30, 1)], 1000)
+            stream = client.begin(prompt_of(30, 1), 1000)
             await stream.has(3)
             service.processes["decode-0"].send_signal(signal.SIGTERM)
             assert await until_ended(service, "decode-0") == 0
