@@ -610,7 +610,8 @@ class Dispatcher:
         elif message.code is ErrorCode.SHUTTING_DOWN:
             registry.leave(sender)  # its own message may come after this one
         decode = None if cause == pair.decode else pair.decode
-        return AttemptEnd(message.code, message.message, frozenset({cause}), decode)
+        retry_after_s = (message.retry_after_s or 1.0) if message.code is ErrorCode.QUEUE_FULL else None
+        return AttemptEnd(message.code, message.message, frozenset({cause}), decode, retry_after_s=retry_after_s)
 
     def _known(self, sender: str, message: Tokens | Spans | Failed) -> InFlightRequest | None:
         """The request that a message is about; None if it has ended or the sender does not work on it."""
