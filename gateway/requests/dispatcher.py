@@ -290,6 +290,8 @@ class Dispatcher:
                 self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
         for flight in list(self._recovering.values()):
             assert flight.recovery is not None
+            if flight.pause is not None:
+                continue  # it is tried once more first
             lacking = self._lacking(flight.pool, flight)
             error = flight.recovery.expired(now, timeout_s=flight.pool.recovery_timeout_s, lacking=lacking)
             if error is not None:
