@@ -231,11 +231,19 @@ class Run:
     async def _inject_all(self) -> None:
         for planned in self._schedule():
             await asyncio.sleep(max(self._began_at + planned.at_s - time.monotonic(), 0.0))
-            node = self._target(planned)
-            if node is not None:
-                task = asyncio.create_task(self._inject(planned, node))
-                self._undoing.add(task)
-                task.add_done_callback(self._undoing.discard)
+            task = asyncio.create_task(self._inject_when_possible(planned))
+            self._undoing.add(task)
+            task.add_done_callback(self._undoing.discard)
+
+    async def _inject_when_possible(self, planned: PlannedFault) -> None:
+        """Inject a fault as soon as a node may be hit by it; never, if it takes until the next one of its sort."""
+        every_s = self._config.kill_every if planned.kind.is_loss else self._config.fault_every
+        gives_up_at = time.monotonic() + every_s
+        while not self._is_stopping and time.monotonic() < gives_up_at:
+            if (node := self._target(planned)) is not None:
+                await self._inject(planned, node)
+                return
+            await asyncio.sleep(0.1)
 
     def _target(self, planned: PlannedFault) -> Node | None:
         if not planned.kind.roles:

@@ -104,22 +104,21 @@ class ChaosService:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
         self._on_event = on_event
-        control_host = "127.0.0.1" if hosts is None else hosts.bridge_address
         config = dataclasses.replace(
             config,
             port=free_port("127.0.0.1", 0, "--port"),
-            control_host=control_host,
-            control_port=free_port(control_host, 0, "--control-port"),
+            control_port=free_port("127.0.0.1", 0, "--control-port"),
         )
         self.nodes = {
             child.name: Node(
                 child.name,
-                child.argv + ([] if child.name == GATEWAY else [*node_flags, *self._address_flags(child.name)]),
+                [*child.argv, *self._address_flags(child.name, config.control_port), *flags],
                 child.env | {"TMPDIR": str(self.temporary)},
                 (logs_of or {}).get(child.name, folder) / f"{child.name}.log",
                 child.name.split("-")[0],
             )
             for child in children(config, [Share(1)] * (config.prefill + config.decode))
+            for flags in [() if child.name == GATEWAY else node_flags]
         }
         self.client = Client("127.0.0.1", config.port)
         self.port = config.port
@@ -129,14 +128,18 @@ class ChaosService:
         self._keeper: asyncio.Task[None] | None = None
         self._is_stopping = False
 
-    def _address_flags(self, name: str) -> list[str]:
-        """A fixed port, so that a node comes back at the same address; and its host's addresses."""
-        flags = [f"--data-port={free_port('127.0.0.1', 0, '--data-port')}"] if name.startswith("prefill") else []
-        if self.hosts is not None:
-            address = self.hosts.address(name)
-            flags += [f"--advertise-host={address}", "--http-host=127.0.0.1"]
-            flags += [] if name.startswith("prefill") else [f"--data-interface={address}"]
-        return flags
+    def _address_flags(self, name: str, control_port: int) -> list[str]:
+        """A fixed port, so that a node comes back at the same address; and the addresses of hosts."""
+        is_prefill = name.startswith("prefill")
+        flags = [f"--data-port={free_port('127.0.0.1', 0, '--data-port')}"] if is_prefill else []
+        if self.hosts is None:
+            return flags
+        gateway = self.hosts.bridge_address
+        if name == GATEWAY:
+            return [f"--control-host={gateway}"]
+        address = self.hosts.address(name)
+        flags += [f"--gateway={gateway}:{control_port}", f"--advertise-host={address}"]
+        return flags if is_prefill else [*flags, f"--data-interface={address}"]
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 
