@@ -79,6 +79,7 @@ SIMULATE: Groups = {
         "wire_latency", "wire_bandwidth", "kv_bytes_per_token", "max_new_tokens", "context_length",
     ),
     **LOAD,
+    "Faults": ("faults", "kill_every", "fault_every", "node_timeout"),
     "Requests": ("request_timeout", "starvation_bound", "stream_interval"),
     **{title: SERVING[title] for title in ("Memory", "Scheduling", "Priorities and tenants")},
     "Reports and replay": ("json", "progress", "replay", "check"),
