@@ -1,12 +1,13 @@
 """``baton COMMAND``: the same commands as ``./scripts/COMMAND``, for an installation with pip.
 
-A role replaces this process image, so that its command line shows the role.
+A gateway or node replaces this process image, so that its command line shows what it is.
 """
 
 import os
 import sys
 
-ROLES = {"gateway": "gateway", "prefill": "prefill_node", "decode": "decode_node"}
+WORKER = "scripts.serving.worker"
+PROCESSES = {"gateway": ("gateway",), "prefill": (WORKER, "prefill"), "decode": (WORKER, "decode")}
 USAGE = """\
 Usage: baton COMMAND [OPTIONS]
 
@@ -33,9 +34,9 @@ def main() -> int:
 
 def _run(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("", [])
-    if command in ROLES:
+    if command in PROCESSES:
         os.environ["PYTHONSAFEPATH"] = "1"
-        os.execv(sys.executable, [sys.executable, "-m", ROLES[command], *rest])
+        os.execv(sys.executable, [sys.executable, "-m", *PROCESSES[command], *rest])
     if command == "serve":
         from scripts.serving.serve import main as serve
 

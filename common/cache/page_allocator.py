@@ -52,7 +52,7 @@ class PageAllocator:
         self._counts[Owner.FREE] = num_pages
         self._lingering: deque[tuple[int, Sequence[int]]] = deque()  # last step begun before the free, and its pages
         self._steps: deque[int] = deque()
-        self._last_ended = -1
+        self._last_ended = 0
         self._mark: Indices = np.zeros(num_pages, np.intp)  # scratch, to find pages named twice
         self._numbers: Indices = np.arange(num_pages + 1, dtype=np.intp)
 
@@ -60,6 +60,11 @@ class PageAllocator:
     def num_free(self) -> int:
         """Pages that ``alloc`` can return now."""
         return len(self._stack)
+
+    @property
+    def last_step(self) -> int:
+        """The highest number of a step so far; steps begin with 1."""
+        return self._steps[-1] if self._steps else self._last_ended
 
     def count(self, owner: Owner) -> int:
         """The number of pages of this owner; lingering pages count as FREE."""
@@ -105,8 +110,7 @@ class PageAllocator:
 
     def begin_step(self, step: int) -> None:
         """Record that a step goes to the engine. Step numbers rise, and steps end in the order in which they began."""
-        last = self._steps[-1] if self._steps else self._last_ended
-        assert step > last, f"step {step} begins after step {last}"
+        assert step > self.last_step, f"step {step} begins after step {self.last_step}"
         self._steps.append(step)
 
     def end_step(self, step: int) -> None:

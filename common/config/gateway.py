@@ -6,7 +6,7 @@ from typing import Any
 from common.config.access import AccessOptions, check_access
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions, check_scheduling, is_user_defined
-from common.config.shared import NEEDS_KEYS, LocalPrefill, ModelOptions, check_keys, check_revision
+from common.config.shared import NEEDS_KEYS, DrainOptions, LocalPrefill, ModelOptions, check_keys, check_revision
 from common.config.tenancy import TenantOptions, check_tenancy
 from common.errors import ConfigError
 from common.wire.address import check_reach
@@ -126,7 +126,7 @@ class TracingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(Routing, HttpOptions, TracingOptions, TenantOptions, SchedulingOptions, ModelOptions):
+class GatewayConfig(DrainOptions, Routing, HttpOptions, TracingOptions, TenantOptions, SchedulingOptions, ModelOptions):
     control_port: int = option(
         8001, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
     )

@@ -9,6 +9,7 @@ from common.config.options import option
 from common.config.scheduling import SchedulingOptions
 from common.config.shared import (
     NEEDS_KEYS,
+    DrainOptions,
     EngineOptions,
     ModelOptions,
     NodeHttpOptions,
@@ -21,8 +22,11 @@ from common.wire.address import check_reach, host_and_port, is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(Batching, EngineOptions, NodeHttpOptions, SchedulingOptions, ModelOptions):
-    """Configuration of ``prefill`` and ``decode``. ``role`` follows from the command; it has no flag."""
+class NodeConfig(Batching, EngineOptions, DrainOptions, NodeHttpOptions, SchedulingOptions, ModelOptions):
+    """Configuration of ``prefill`` and ``decode``, which is the same for both, since a node may change its role.
+
+    ``role`` follows from the command; it has no flag.
+    """
 
     role: Role = "prefill"
     gateway: str = option("127.0.0.1:8001", "Address of the gateway's control port.", metavar="HOST:PORT")
@@ -30,13 +34,13 @@ class NodeConfig(Batching, EngineOptions, NodeHttpOptions, SchedulingOptions, Mo
         None, "Unique name of this node, the same after a restart. Without it: role, host and process id."
     )
     advertise_host: str = option(
-        "127.0.0.1", "Prefill nodes: address to listen on, at which decode nodes reach this node."
+        "127.0.0.1", "Address to listen on, at which decode nodes reach this node for its KV pages."
     )
-    data_port: int = option(
-        0, "Prefill nodes: port to listen on for decode nodes; 0 takes a free port.", minimum=0, maximum=65535
-    )
+    data_port: int = option(0, "Port to listen on for decode nodes; 0 takes a free port.", minimum=0, maximum=65535)
     data_interface: str | None = option(
-        None, "Decode nodes: address to receive KV pages on. Without it: --advertise-host.", metavar="ADDRESS"
+        None,
+        "Address to receive KV pages on while this is a decode node. Without it: --advertise-host.",
+        metavar="ADDRESS",
     )
     max_queued_requests: int | None = option(
         None, "Requests that may wait at this node; further ones are refused.", minimum=0
@@ -55,16 +59,9 @@ class NodeConfig(Batching, EngineOptions, NodeHttpOptions, SchedulingOptions, Mo
                 f"--gateway {self.gateway} is on another machine: {NEEDS_KEYS}connect without authentication with "
                 "--insecure"
             )
-        if self.role == "decode" and self.data_port:
-            raise ConfigError(
-                "--data-port is for prefill nodes: decode nodes connect to them and do not listen; leave it out"
-            )
         check_reach("--advertise-host", self.advertise_host, has_keys, NEEDS_KEYS)
-        if self.data_interface is not None:
-            if self.role == "prefill":
-                raise ConfigError("--data-interface is for decode nodes, which receive KV pages; leave it out")
-            if not self.cluster_key:
-                check_reach("--data-interface", self.data_interface, self.insecure, "set --cluster-key, or ")
+        if self.data_interface is not None and not self.cluster_key:
+            check_reach("--data-interface", self.data_interface, self.insecure, "set --cluster-key, or ")
 
     @property
     def node_name(self) -> str:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 Groups = Mapping[str, tuple[str, ...]]
 
 SERVING: Groups = {
-    "Processes": ("prefill", "decode", "ready_timeout", "name", "device", "threads", "attention_backend"),
+    "Processes": (
+        "prefill", "decode", "ready_timeout", "drain_timeout", "name", "device", "threads", "attention_backend",
+    ),
     "Model": (
         "model", "revision", "served_model_name", "also_serve", "weight_version", "dtype", "context_length",
         "chat_template", "tool_call_parser", "reasoning_parser",

@@ -173,7 +173,9 @@ class Role(Protocol):
         """No answer can be delivered any more: end every request."""
         ...
 
-    def peer_lost(self, peer: str, now: float) -> None: ...
+    def peer_lost(self, peer: str, now: float) -> None:
+        """The process at the other end is out of reach, whichever way pages went."""
+        ...
 
     def grammar_compiled(self, grammar: str, now: float) -> None:
         """A grammar that the outbox asked for is ready."""
@@ -212,7 +214,7 @@ class Role(Protocol):
         ...
 
     def peers(self) -> Sequence[str]:
-        """Incarnations of the nodes that this role works with."""
+        """Incarnations of the nodes that have connected to this one to receive pages."""
         ...
 
     def load(self) -> Load: ...

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.cache.page_allocator import PageAllocator
+from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.clock import Clock
 from common.config.node import NodeConfig
+from common.errors import invariant
 from common.node.memory_plan import Capacity
 from common.plugins import load_policy
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits, prefix_limits_from_environ
@@ -25,7 +26,7 @@ class WorkerContext:
         capacity: slots, pages and chunk size of this node.
         pool: the KV pool, which is also the ``PageStore`` of the transfer plane.
         digest: identifies the model and its weights; nodes that differ in it cannot share KV.
-        incarnation: drawn at each start of a process.
+        incarnation: drawn at each start of a process, and again for each other role that it takes.
         environ: variables that are read beside the configuration.
     """
 
@@ -50,6 +51,19 @@ class WorkerContext:
     def sharing(self) -> InBatchPrefixLimits:
         """Raises ConfigError: a variable is no such number."""
         return prefix_limits_from_environ(self.environ)
+
+    def check_released(self) -> None:
+        """Prove that a role has left nothing behind: every page is free, or cached and not in use.
+
+        Raises:
+            InvariantError: it has not.
+        """
+        self.allocator.check()
+        self.cache.check()
+        num_cached = self.allocator.count(Owner.RADIX)
+        num_kept = self.allocator.num_pages - self.allocator.count(Owner.FREE) - num_cached
+        invariant(not num_kept, f"{num_kept} pages still belong to requests or transfers of the last role")
+        invariant(self.cache.num_evictable_pages == num_cached, "cached pages are still locked by the last role")
 
     def ordering(self) -> RequestOrdering:
         """The ordering of the role's queue. Raises ConfigError if the user's own policy cannot be made."""

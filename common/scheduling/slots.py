@@ -53,7 +53,7 @@ class OutstandingSteps(Generic[E]):
     def __init__(self, allocator: PageAllocator) -> None:
         self._allocator = allocator
         self._steps: deque[tuple[int, E]] = deque()
-        self._last = 0
+        self._last = allocator.last_step  # of the role that the node had before
 
     def __len__(self) -> int:
         return len(self._steps)

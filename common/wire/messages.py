@@ -102,6 +102,9 @@ class Register(Message, frozen=True, tag="register"):
     http_address: Text = ""  # "host:port" of the node's own /health and /metrics; empty: it serves none
     tokenizer_digest: ShortText = ""  # sha256 of tokenizer.json; empty: the node has none and follows no grammar
     public_key: PublicKey = ""  # with which decode nodes verify that they have reached this prefill node
+    num_role_changes: Count = 0  # of this process
+    previous: Annotated[str, Meta(max_length=32)] = ""  # incarnation of this process in its last role, which has ended
+    fixed_role: Sentence = ""  # why the node cannot change its role; empty: it can
 
 
 class Registered(Message, frozen=True, tag="registered"):
@@ -227,6 +230,8 @@ class ProfileAnswer(Message, frozen=True, tag="profile_answer"):
 
 class Deregister(Message, frozen=True, tag="deregister"):
     """node -> gateway: the node drains. It takes no more requests, finishes or moves those it has, and then stops."""
+
+    is_empty: bool = False  # it is done with all requests; the decode nodes have every page that they needed from it
 
 
 class PrefillNodes(Message, frozen=True, tag="prefill_nodes"):

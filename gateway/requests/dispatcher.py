@@ -22,8 +22,11 @@ from common.clock import Clock
 from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError
 from common.request import Request
-from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Sample, Spans, Tokens
+from common.wire.messages import (
+    Abort, Failed, Generate, Message, Move, Moved, Peer, Reprioritize, Sample, Spans, Tokens,
+)  # fmt: skip
 from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.moves import Moves
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.requests.recovery import RECOVERABLE, AttemptEnd, Recovery
 from gateway.workers.pair_health import PairKey
@@ -137,10 +140,15 @@ class Dispatcher:
         self._is_shut = False
         self._is_pump_due = False
         self._attempts = count(first_attempt)
+        self._moves = Moves(self._attempts)
 
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    def num_at(self, incarnation: str) -> int:
+        """Requests in flight that a node works on, or whose pages it still sends."""
+        return sum(incarnation in flight.nodes for flight in self._in_flight.values())
 
     def streams(self) -> Iterator[OutputStream]:
         """All outputs in flight, oldest first."""
@@ -240,6 +248,7 @@ class Dispatcher:
         self._is_pump_due = False
         now = self._clock.now()
         for pool in self._pools.values():
+            self._order_moves(pool, now)
             if pool.queue.is_idle or not (capacity := self._capacity(pool)):
                 continue
             waiting = self._first(pool, capacity, now)
@@ -281,8 +290,10 @@ class Dispatcher:
         self.pump_soon()
 
     def tick(self, now: float) -> None:
-        """Ends requests that have waited too long for nodes to come back, and lets failed pairs be probed."""
+        """Ends requests that have waited too long for nodes to come back, lets failed pairs be probed, and moves
+        requests away from draining nodes."""
         for pool in self._pools.values():
+            self._order_moves(pool, now)
             if pool.registry.tick(now):
                 self.on_workers_added(pool)
             for queued in pool.queue.expired(now, is_routable=pool.registry.is_ready):
@@ -344,28 +355,7 @@ class Dispatcher:
         """Sends requests to their pairs; neighbouring samples of one prompt share a message."""
         for _, samples in groupby(placed, key=_group):
             flight, *others = samples
-            request, pool, nodes = flight.stream.request, flight.pool, flight.nodes
-            peers = {incarnation: peer_of(pool.registry.workers[incarnation]) for incarnation in nodes}
-            assert flight.pair is not None
-            waited_s = max(now - flight.stream.started_at, 0.0)
-            generate = Generate(
-                rid=request.rid,
-                attempt=flight.attempt,
-                prompt=request.prompt,
-                sampling=request.sampling,
-                prefill=peers.get(flight.pair.prefill or ""),
-                decode=peers.get(flight.pair.decode or ""),
-                timeout_s=max(request.timeout_s - waited_s, 0.001),
-                cache_salt=request.salt,
-                priority=request.priority,
-                priority_class=request.priority_class,
-                tenant=request.tenant,
-                expected_output=request.expected_output,
-                waited_s=waited_s,
-                others=tuple([_sample(other) for other in others]),
-                output=tuple(flight.stream.ids),
-            )
-            self._channel.send(generate, *nodes)
+            self._channel.send(_generate(flight, others, now), *flight.nodes)
 
     @staticmethod
     def _choose(pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None) -> WorkerPair | None:
@@ -475,12 +465,18 @@ class Dispatcher:
         self._on_end(stream)
 
     def _release_nodes(self, flight: InFlightRequest, pair: WorkerPair) -> None:
-        if flight.is_prefill_counted:
-            flight.pool.router.prefill_done(pair)
-        flight.pool.router.decode_done(pair)
         if nodes := flight.nodes_to_tell(pair):
             is_finished = flight.is_ended_by_node
             self._channel.send(Abort(flight.stream.request.rid, flight.attempt, is_finished=is_finished), *nodes)
+        if self._moves and self._moves.drop(flight):
+            self.pump_soon()
+        self._end_attempt(flight, pair)
+
+    def _end_attempt(self, flight: InFlightRequest, pair: WorkerPair) -> None:
+        """Counts an attempt out."""
+        if flight.is_prefill_counted:
+            flight.pool.router.prefill_done(pair)
+        flight.pool.router.decode_done(pair)
         if flight.pool.registry.health.breakers:
             self._end_transfer(flight, pair)
         if flight.is_alone:
@@ -548,6 +544,36 @@ class Dispatcher:
             flight.is_probe = False
             self.on_workers_added(flight.pool)
 
+    # ---- moves away from draining nodes -----------------------------------------------------------------------------
+
+    def _order_moves(self, pool: WorkerPool, now: float) -> None:
+        flights = (flight for flight in self._in_flight.values() if flight.pool is pool)
+        for order in self._moves.begin(pool, flights):
+            attempt = self._in_flight[order.rid].attempt
+            self.decisions.note(now, order.rid, "move", "to {}, since its node drains", order.target.name)
+            self._channel.send(Move(order.rid, attempt, order.attempt, peer_of(order.target)), order.source)
+
+    def _go_on_at_target(self, flight: InFlightRequest) -> None:
+        """Continues a request that has stopped to move, once all of its tokens are here."""
+        move = self._moves.take_complete(flight)
+        if move is None:
+            return
+        assert flight.pair is not None
+        now, stream, workers = self._clock.now(), flight.stream, flight.pool.registry.workers
+        self.pump_soon()  # the next request may move
+        self._end_attempt(flight, flight.pair)
+        flight.pair, flight.nodes, flight.attempt = move.pair, move.pair.nodes, move.attempt
+        flight.num_continued, flight.is_prefill_counted = len(stream.ids), True
+        stream.attempt = flight.attempt
+        stream.num_attempts += 1
+        source, target = (workers.get(incarnation) for incarnation in flight.nodes)
+        if source is None or target is None:
+            message = "a decode node was lost while the request moved from one to another"
+            self._recover(flight, AttemptEnd(ErrorCode.NODE_LOST, message, is_seen=True))
+            return
+        stream.prefill, stream.decode = source.name, target.name
+        self._channel.send(_generate(flight, (), now), target.incarnation)
+
     # ---- messages of nodes ------------------------------------------------------------------------------------------
 
     def on_tokens(self, sender: str, message: Tokens) -> None:
@@ -566,6 +592,8 @@ class Dispatcher:
             self._remove(flight)
         elif flight.is_probe or flight.is_alone:
             self._on_progress(flight)
+        if self._moves and not flight.stream.is_ended:
+            self._go_on_at_target(flight)
 
     def _on_progress(self, flight: InFlightRequest) -> None:
         """Gives a pair or nodes back to all requests as soon as one that probes or suspects them has shown enough."""
@@ -582,6 +610,13 @@ class Dispatcher:
             return False
         flight.stream.on_spans(report)
         return True
+
+    def on_moved(self, sender: str, message: Moved) -> None:
+        """A draining node has stopped a request, whose pages wait for the node that it moves to."""
+        flight = self._known(sender, message)
+        if flight is not None:
+            self._moves.stopped(message.rid, message.num_output)
+            self._go_on_at_target(flight)
 
     def on_failed(self, sender: str, message: Failed) -> None:
         flight = self._known(sender, message)
@@ -612,23 +647,26 @@ class Dispatcher:
         decode = None if cause == pair.decode else pair.decode
         return AttemptEnd(message.code, message.message, frozenset({cause}), decode)
 
-    def _known(self, sender: str, message: Tokens | Spans | Failed) -> InFlightRequest | None:
+    def _known(self, sender: str, message: Tokens | Spans | Moved | Failed) -> InFlightRequest | None:
         """The request that a message is about; None if it has ended or the sender does not work on it."""
         flight = self._in_flight.get(message.rid)
         if flight is None or message.attempt != flight.attempt or sender not in flight.nodes:
             return None
         return flight
 
-    def on_worker_lost(self, incarnation: str, name: str) -> None:
+    def on_worker_lost(self, incarnation: str, name: str, *, is_empty: bool = False) -> None:
         """Continues the requests of a node that is no longer registered on others.
 
         A prefill node is done with a request once the decode node has sent a token; nothing happens to such a request.
+
+        Args:
+            is_empty: the node was done with all requests.
         """
         message = f"node {name} was lost while it worked on the request"
         for flight in list(self._in_flight.values()):
             if flight.pair is None:
                 continue  # it waits for any node
-            is_prefill_lost = incarnation == flight.pair.prefill and not flight.is_prefilled
+            is_prefill_lost = incarnation == flight.pair.prefill and not (is_empty or flight.is_prefilled)
             if is_prefill_lost or incarnation == flight.pair.decode:
                 decode = flight.pair.decode if is_prefill_lost else None
                 self._recover(flight, AttemptEnd(ErrorCode.NODE_LOST, message, decode=decode, is_seen=True))
@@ -688,6 +726,30 @@ def _group(flight: InFlightRequest) -> tuple[Any, ...]:
     request = flight.stream.request
     continued = flight.attempt if flight.stream.ids else 0
     return id(flight.siblings), request.prompt_number, flight.nodes, request.priority, request.priority_class, continued
+
+
+def _generate(flight: InFlightRequest, others: Iterable[InFlightRequest], now: float) -> Generate:
+    """The message that begins an attempt at a request, and at other samples of its prompt."""
+    request, workers, pair = flight.stream.request, flight.pool.registry.workers, flight.pair
+    assert pair is not None
+    waited_s = max(now - flight.stream.started_at, 0.0)
+    return Generate(
+        rid=request.rid,
+        attempt=flight.attempt,
+        prompt=request.prompt,
+        sampling=request.sampling,
+        prefill=None if pair.prefill is None else peer_of(workers[pair.prefill]),
+        decode=None if pair.decode is None else peer_of(workers[pair.decode]),
+        timeout_s=max(request.timeout_s - waited_s, 0.001),
+        cache_salt=request.salt,
+        priority=request.priority,
+        priority_class=request.priority_class,
+        tenant=request.tenant,
+        expected_output=request.expected_output,
+        waited_s=waited_s,
+        others=tuple([_sample(other) for other in others]),
+        output=tuple(flight.stream.ids),
+    )
 
 
 def _sample(flight: InFlightRequest) -> Sample:

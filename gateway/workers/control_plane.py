@@ -17,6 +17,7 @@ from common.wire.messages import (  # fmt: skip
     Decisions,
     Deregister,
     Done,
+    Drain,
     Failed,
     Flush,
     Flushed,
@@ -24,6 +25,7 @@ from common.wire.messages import (  # fmt: skip
     Heartbeat,
     HeartbeatAck,
     Message,
+    Moved,
     Pairs,
     Ping,
     PrefillNodes,
@@ -41,6 +43,7 @@ from gateway.requests.output_processor import StageReport
 from gateway.tracing.timelines import Timelines
 from gateway.workers.pool import WorkerPool, WorkerPools
 from gateway.workers.registry import Worker
+from gateway.workers.role_changes import RoleChanges
 from gateway.workers.rpc import NodeRpc
 
 log = logging.getLogger(__name__)
@@ -143,6 +146,9 @@ class ControlPlane:
 
     Args:
         pools: the nodes of each model; registered and removed only here.
+
+    Attributes:
+        role_changes: changes roles of nodes.
     """
 
     def __init__(
@@ -156,11 +162,13 @@ class ControlPlane:
         self._timelines = timelines
         self._loop = asyncio.get_running_loop()
         self._rpc = NodeRpc(channel.send)
+        self.role_changes = RoleChanges(pools, self._rpc)
         self._is_probe_due = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Tokens: dispatcher.on_tokens,
             Spans: self._on_spans,
+            Moved: dispatcher.on_moved,
             Failed: dispatcher.on_failed,
             Heartbeat: self._on_heartbeat,
             Pairs: self._on_pairs,
@@ -252,6 +260,10 @@ class ControlPlane:
         namesake = self.pools.namesake(message)
         if namesake is None or namesake.incarnation == sender:
             self._admit(sender, message)
+        elif message.previous == namesake.incarnation:  # the same process in another role, with its cache
+            self.pools[message.model].router.rename_worker(namesake.incarnation, sender)
+            self.lose(namesake.incarnation)
+            self._admit(sender, message)
         elif self._channel.ping(namesake.incarnation):  # the old node may have died a moment ago
             self._loop.call_later(NAMESAKE_WAIT_S, self._admit, sender, message)
         else:
@@ -271,6 +283,7 @@ class ControlPlane:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
                 self._dispatcher.on_workers_added(self.pools[message.model])
             self._announce_prefill_nodes(self.pools[message.model], sender)
+            self.role_changes.registered(self.pools[message.model].registry.workers[sender])
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_pool is not None:
@@ -293,7 +306,10 @@ class ControlPlane:
     def _on_leave(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)
         if pool is not None:
-            pool.registry.leave(sender)
+            name, num_left = pool.registry.workers[sender].name, self._dispatcher.num_at(sender)
+            log.info("node %s takes no new requests; %d are left on it", name, num_left)
+            pool.registry.leave(sender, is_empty=message.is_empty)
+            self._dispatcher.pump_soon()
 
     def lose(self, incarnation: str) -> None:
         """Removes a node that is gone or cannot be reached; its requests continue on others."""
@@ -303,15 +319,15 @@ class ControlPlane:
         node = pool.registry.workers[incarnation]
         pool.registry.remove(incarnation)
         log.info("%s node %s is gone", node.register.role, node.name)
-        self._clear_state(pool, incarnation, node.name)
+        self._clear_state(pool, incarnation, node.name, is_empty=node.is_empty)
         if node.register.role == "prefill":
             self._announce_prefill_nodes(pool, incarnation)
 
-    def _clear_state(self, pool: WorkerPool, incarnation: str, name: str) -> None:
+    def _clear_state(self, pool: WorkerPool, incarnation: str, name: str, *, is_empty: bool = False) -> None:
         """Clears the state of a node that is no longer registered; its requests continue on others."""
         pool.router.remove_worker(incarnation)
         self._rpc.on_node_gone(incarnation)
-        self._dispatcher.on_worker_lost(incarnation, name)
+        self._dispatcher.on_worker_lost(incarnation, name, is_empty=is_empty)
 
     # ---- for the admin endpoints ------------------------------------------------------------------------------------
 
@@ -329,6 +345,11 @@ class ControlPlane:
         answers = await self._rpc.call([node.incarnation], GetDecisions(limit), Decisions, timeout_s)
         answer = answers.get(node.incarnation)
         return None if answer is None else answer.decisions[-limit:]
+
+    async def drain(self, node: Worker, drain_timeout_s: float, timeout_s: float) -> bool:
+        """Has a node drain and stop; False if it did not answer."""
+        answers = await self._rpc.call([node.incarnation], Drain(drain_timeout_s), Done, timeout_s)
+        return node.incarnation in answers
 
     async def profile(
         self, message: StartProfile | StopProfile, timeout_s: float
@@ -350,8 +371,10 @@ class ControlPlane:
             "incarnation": node.incarnation,
             "starts": node.starts,
             "revision": node.revision,
-            "is_leaving": node.is_leaving,
+            "num_role_changes": register.num_role_changes,
+            "is_draining": node.is_leaving,
             "is_reserved": node.is_reserved,
+            "num_requests": self._dispatcher.num_at(node.incarnation),
             "seen_s_ago": round(now - node.seen_at, 3),
             "load_tokens": pool.router.load(node.incarnation),
             "register": register,

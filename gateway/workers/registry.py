@@ -10,8 +10,10 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from common.cache.page_layout import layout_conflict
-from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered
+from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered, Role
 from gateway.workers.clock_offset import ClockOffset
 from gateway.workers.pair_health import PairHealth, PairKey
 from gateway.workers.router import can_pair
@@ -38,6 +40,7 @@ class Worker:
         is_leaving: it stops on purpose or cannot be reached, and gets no new requests.
         is_reserved: it serves a request that may have killed other nodes, and gets no new ones meanwhile.
         revision: configuration digest and weight version.
+        is_empty: it is leaving, and done with all requests.
     """
 
     incarnation: str
@@ -50,6 +53,7 @@ class Worker:
     failed_peers: frozenset[str] = frozenset()
     is_leaving: bool = False
     is_reserved: bool = False
+    is_empty: bool = False
     clock: ClockOffset = field(default_factory=ClockOffset)
     name: str = field(init=False)
     capacity_tokens: int = field(init=False)
@@ -129,7 +133,7 @@ class Registry:
             return Refused(refusal)
         starts = self._starts.setdefault(register.name, {})
         if incarnation not in starts:
-            starts[incarnation] = max(starts.values(), default=0) + 1
+            starts[incarnation] = starts.get(register.previous) or max(starts.values(), default=0) + 1
             if len(starts) > MAX_STARTS_REMEMBERED:
                 del starts[next(iter(starts))]
         worker = Worker(incarnation, register, starts[incarnation], now)
@@ -222,11 +226,44 @@ class Registry:
 
     # ---- workers that go --------------------------------------------------------------------------------------------
 
-    def leave(self, incarnation: str) -> None:
-        """Sends no new requests to a worker that stops or cannot be reached."""
+    def leave(self, incarnation: str, *, is_empty: bool = False) -> None:
+        """Sends no new requests to a worker that stops or cannot be reached; ``is_empty``: it has none left."""
         if incarnation in self.workers:
             self.workers[incarnation].is_leaving = True
+            self.workers[incarnation].is_empty = is_empty
             self._changed()
+
+    def stay(self, incarnation: str) -> None:
+        """Takes back ``leave``."""
+        if incarnation in self.workers:
+            self.workers[incarnation].is_leaving = False
+            self._changed()
+
+    def role_refusal(self, node: Worker, role: Role, *, is_forced: bool) -> str:
+        """Why a worker may not change to this role, as a sentence; empty if it may.
+
+        Args:
+            is_forced: the last worker of its role may change, too.
+        """
+        register = node.register
+        if register.role == role:
+            return f"node {node.name} is a {role} node already"
+        if node.is_leaving:
+            return f"node {node.name} is leaving"
+        if register.fixed_role:
+            return register.fixed_role
+        others = [other for other in self.workers.values() if other is not node]
+        for other in others:
+            if conflict := _conflict(msgspec.structs.replace(register, role=role), other.register):
+                return conflict
+        is_needed = register.role == "decode" or self._needs_prefill
+        staying = [other for other in others if other.register.role == register.role and not other.is_leaving]
+        if is_needed and not staying and not is_forced:
+            return (
+                f"node {node.name} is the last {register.role} node: start another one, or give force: true, and no"
+                " request is served until one comes"
+            )
+        return ""
 
     def remove(self, incarnation: str) -> Worker | None:
         """Removes a worker; None if it is not registered."""

@@ -183,6 +183,38 @@ class Router:
         self._give(sample)
         return sample
 
+    def choose_target(
+        self, source: Candidate, decodes: Sequence[Candidate], *, num_tokens: int, num_new: int, num_expected: int = 0
+    ) -> WorkerPair | None:
+        """The decode node that a running request moves to from another one, counted as sent there; None if none has
+        room now.
+
+        Args:
+            num_tokens: that the request has by now, prompt and output.
+            num_new: maximum of further tokens.
+            num_expected: predicted further tokens; 0 without a prediction.
+        Returns:
+            A pair whose prefill node is the source, which has computed all pages.
+        """
+        able = [
+            node
+            for node in decodes
+            if node.incarnation != source.incarnation
+            and node.capacity_tokens >= num_tokens + num_new
+            and self.num_requests(node.incarnation) < node.max_running
+            and can_pair(source, node)
+        ]
+        if not able:
+            return None
+
+        def cost(node: Candidate) -> tuple[float, int]:
+            return self.load(node.incarnation) / node.capacity_tokens, self._turn.get(node.incarnation, 0)
+
+        num_hold = num_tokens + (min(num_expected, num_new) or num_new)
+        pair = WorkerPair(source.incarnation, _cheapest(able, cost).incarnation, 0, num_hold)
+        self._give(pair)
+        return pair
+
     def load(self, incarnation: str) -> int:
         """Tokens that a node still has to compute (prefill) or holds (decode)."""
         return self._load.get(incarnation, 0)
@@ -204,6 +236,12 @@ class Router:
     def clear_prefixes(self) -> None:
         """All caches have been emptied."""
         self._holders.clear()
+
+    def rename_worker(self, previous: str, incarnation: str) -> None:
+        """A node goes on under another incarnation, with its cache and without requests."""
+        if previous in self._bits:
+            self._bits[incarnation] = self._bits.pop(previous)
+        self.remove_worker(previous)
 
     def remove_worker(self, incarnation: str) -> None:
         """A node is gone, and its cache with it."""

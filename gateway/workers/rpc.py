@@ -7,7 +7,10 @@ from typing import TypeVar
 import msgspec
 
 from common.wire.messages import (
+    ChangeRole,
     Decisions,
+    Done,
+    Drain,
     Flush,
     Flushed,
     GetDecisions,
@@ -17,8 +20,8 @@ from common.wire.messages import (
     StopProfile,
 )
 
-Question = Flush | GetDecisions | StartProfile | StopProfile
-Answer = TypeVar("Answer", Flushed, Decisions, ProfileAnswer)
+Question = Flush | GetDecisions | StartProfile | StopProfile | ChangeRole | Drain
+Answer = TypeVar("Answer", Flushed, Decisions, ProfileAnswer, Done)
 
 
 class NodeRpc:
@@ -53,7 +56,7 @@ class NodeRpc:
         answers = {incarnation: wait.result() for incarnation, wait in waits.items() if wait.done()}
         return {incarnation: answer for incarnation, answer in answers.items() if isinstance(answer, kind)}
 
-    def on_answer(self, incarnation: str, answer: Flushed | Decisions | ProfileAnswer) -> None:
+    def on_answer(self, incarnation: str, answer: Flushed | Decisions | ProfileAnswer | Done) -> None:
         """Passes on an answer; one that is too late is dropped."""
         self._end(incarnation, answer.number, answer)
 

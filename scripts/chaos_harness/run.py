@@ -30,8 +30,8 @@ REFERENCE_TIMEOUT_S = 300.0
 HANGING_GRACE_S = 15.0
 SETTLE_S = 90.0
 DISK_BYTES = 16 << 20
-#: Counters of the gateway's /metrics that count requests with more than one attempt.
-RECOVERED = re.compile(rb"^baton_requests_recovered_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+#: Counters of the further attempts, in the gateway's /metrics.
+RECOVERED = re.compile(rb"^baton_recoveries_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class NoReference(BatonError):
@@ -81,6 +81,7 @@ class Run:
                 self._serve_config(),
                 self._folder,
                 hosts=hosts,
+                node_flags=[f"--drain-timeout={self._config.drain_timeout:g}"],
                 logs_of={disk_user: disk} if disk else {},
                 on_event=self._tell,
             )
@@ -125,7 +126,7 @@ class Run:
             chunked_prefill_size=64,
             enable_priority_scheduling=True,
             default_priority_value=0,
-            heartbeat_timeout=config.node_timeout,
+            node_timeout=config.node_timeout,
             heartbeat_interval=0.5,
             request_timeout=config.request_timeout,
             log_requests=False,

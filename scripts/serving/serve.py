@@ -1,6 +1,6 @@
 """``serve``: a gateway, prefill nodes and decode nodes on one machine, as one command.
 
-Every part is a process of its own: ``python -m gateway``, ``python -m prefill_node``, ``python -m decode_node``. This
+Every part is a process of its own: ``python -m gateway``, ``python -m scripts.serving.worker prefill|decode``. This
 process divides the machine among them, keeps them running (``scripts/serving/supervisor.py``), and reports when a
 request succeeds. Logs go to standard error; standard output gets the one line ``ready http://...``, for programs.
 """
@@ -100,7 +100,7 @@ def children(config: ServeConfig, shares: Sequence[Share]) -> list[Child]:
             "memory_fraction": config.memory_fraction / len(names),
             "record": config.record and f"{config.record}.{name}",
         }
-        argv = _argv(name.split("-")[0] + "_node", to_flags(NodeConfig, values))
+        argv = _argv("scripts.serving.worker", [name.split("-")[0], *to_flags(NodeConfig, values)])
         found.append(Child(name, argv, _environment(config, share.num_threads, node_keys), share.cpus))
     return found
 
@@ -228,7 +228,7 @@ def _connection(config: ServeConfig) -> http.client.HTTPConnection:
 async def serve(config: ServeConfig, output: Output) -> int:
     """Run until a signal; returns the exit status."""
     shares = shares_of(config)
-    supervisor = Supervisor(children(config, shares), output)
+    supervisor = Supervisor(children(config, shares), output, drain_timeout_s=config.drain_timeout)
     stopping = asyncio.Event()
     _on_signals(supervisor, stopping, output)
     threads = sorted({share.num_threads for share in shares})

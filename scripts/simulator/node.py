@@ -18,8 +18,8 @@ from common.node.worker_context import WorkerContext, make_cache
 from common.scheduling.grammar_queue import CompileGrammar
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import LayoutMessage, Message, Peer, Register
-from decode_node.__main__ import build as build_decode
-from prefill_node.__main__ import build as build_prefill
+from decode_node.factory import build as build_decode
+from prefill_node.factory import build as build_prefill
 from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.event_queue import EventQueue, NodeClock
 from scripts.simulator.inprocess_transport import InProcessReader
@@ -62,6 +62,14 @@ class MessageBus(Protocol):
     def hang_up(self, sender: str, peer: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class NodeEnds:
+    """Both ends of a node's transport."""
+
+    reader: InProcessReader
+    writer: NetworkWriter
+
+
 class Node:
     """A simulated node.
 
@@ -100,14 +108,12 @@ class Node:
         self._used = (0, 0.0)  # pages in use, since when
         self.allocator = PageAllocator(self.capacity.num_pages)
         self.cache = make_cache(settings.config, self.allocator)
-        self.transport: InProcessReader | NetworkWriter
+        self.transports = NodeEnds(
+            InProcessReader(network, self.engine.pool, incarnation),
+            NetworkWriter(network, self.engine.pool, incarnation, self.turn),
+        )
         parts = self._parts(replace(settings.config, role=role, name=incarnation))
-        if role == "prefill":
-            self.transport = NetworkWriter(network, self.engine.pool, incarnation, self.turn)
-            self.role: Any = build_prefill(parts, self.transport)
-        else:
-            self.transport = InProcessReader(network, self.engine.pool, incarnation)
-            self.role = build_decode(parts, self.transport)
+        self.role: Any = (build_prefill if role == "prefill" else build_decode)(parts, self.transports)
 
     def _parts(self, config: NodeConfig) -> WorkerContext:
         return WorkerContext(
@@ -186,7 +192,8 @@ class Node:
         """Stop as ``kill -9`` would."""
         self.is_alive = False
         self.is_hanging = False
-        self.transport.die()
+        self.transports.reader.die()
+        self.transports.writer.die()
 
     def hang(self) -> None:
         """Stop as SIGSTOP would: connections stay open, and nothing is answered until ``wake``."""

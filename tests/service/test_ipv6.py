@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.service.processes import ROOT, flags, spawn
-from support.service.service import SMALL_MODEL
+from support.service.service import SMALL_MODEL, WORKER
 
 from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig
@@ -46,7 +46,7 @@ class Processes:
 
     def node(self, role: str, **options: Any) -> None:
         shared = {"model": SMALL_MODEL, "dtype": "float32", "threads": 1, "max_total_tokens": 2048, "name": role}
-        self.start(role, [sys.executable, "-m", f"{role}_node"], **shared, **options)
+        self.start(role, [sys.executable, "-m", WORKER, role], **shared, **options)
 
     def read_log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text()

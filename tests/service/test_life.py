@@ -95,7 +95,7 @@ def wait_until_released(resources: ProcessResources) -> None:
 async def test_sigterm_under_load_ends_every_process(serve: Serve) -> None:
     pids = serve.pids()
     assert len(pids) == 4, pids
-    assert sum("_node" in name for name in pids) == 2, pids
+    assert sum("serving.worker" in name for name in pids) == 2, pids
     resources = ProcessResources.of(list(pids.values()))
     assert serve.port in resources.tcp
     assert len(resources.tcp) == 6, "HTTP, control, one port per node for the other, and one for its metrics"

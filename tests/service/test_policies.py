@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.service.processes import ROOT, environment
-from support.service.service import running
+from support.service.service import WORKER, running
 
 MODULE = """
 from common.scheduling.policies.base import Policy
@@ -55,11 +55,15 @@ async def test_a_user_defined_policy_orders_requests_on_every_node(tmp_path: Pat
             assert later == sorted(later, key=lambda length: (length > 45, -length))
 
 
-@pytest.mark.parametrize("command", ["gateway", "prefill_node"])
+@pytest.mark.parametrize("command", ["gateway", WORKER])
 def test_a_policy_that_cannot_be_imported_is_refused(command: str) -> None:
     argv = [sys.executable, "-m", command, "--schedule-policy", "own_nothing:Policy", "--port=0", "--control-port=0"]
     result = subprocess.run(
-        argv if command == "gateway" else argv[:5], env=environment(), capture_output=True, text=True, timeout=60
+        argv if command == "gateway" else [*argv[:3], "prefill", *argv[3:5]],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert result.returncode == 2, result.stderr
     assert "--schedule-policy own_nothing:Policy cannot be imported: No module named 'own_nothing'" in result.stderr

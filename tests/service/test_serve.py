@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.service.output import Lines
+from support.service.service import WORKER
 
 from common.config.serve import ServeConfig
 from scripts.serving.cpu_affinity import Share
@@ -50,8 +51,12 @@ class Service:
             time.sleep(0.02)
 
     def nodes(self) -> dict[str, psutil.Process]:
-        """The child processes, by the module that they run."""
-        return {child.cmdline()[2]: child for child in psutil.Process(self.process.pid).children()}
+        """The child processes: the gateway, and the nodes by their role."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            _, _, module, *flags = child.cmdline()
+            found[flags[0] if module == WORKER else module] = child
+        return found
 
     def complete(self, prompt: str) -> tuple[int, str]:
         """HTTP status and text of a greedy completion of 40 tokens."""
@@ -85,19 +90,19 @@ def test_a_service_survives_a_killed_node_and_stops_without_leftovers():
     with serving() as service:
         service.wait_until_ready()
         nodes = service.nodes()
-        assert set(nodes) == {"gateway", "prefill_node", "decode_node"}
+        assert set(nodes) == {"gateway", "prefill", "decode"}
         status, verse = service.complete("ROMEO:\n")
         assert status == 200
         assert re.search(r"[A-Za-z]{3}", verse)
 
-        nodes["decode_node"].kill()
+        nodes["decode"].kill()
         ends = time.monotonic() + 60
         while (answer := service.complete("ROMEO:\n")) != (200, verse):
             assert answer[0] in (502, 503), answer
             assert time.monotonic() < ends, "\n".join(service.lines)
             time.sleep(0.1)
         left = service.nodes()
-        assert left["prefill_node"] == nodes["prefill_node"]
+        assert left["prefill"] == nodes["prefill"]
         assert left["gateway"] == nodes["gateway"]
 
         service.stop(signal.SIGTERM)
@@ -110,7 +115,7 @@ def test_a_second_signal_does_not_wait_for_a_node_that_hangs():
     with serving() as service:
         service.wait_until_ready()
         nodes = service.nodes()
-        nodes["decode_node"].suspend()
+        nodes["decode"].suspend()
         service.process.send_signal(signal.SIGINT)
         while not any("stopping" in line for line in service.lines):
             time.sleep(0.01)
@@ -124,7 +129,7 @@ def test_a_node_that_hangs_does_not_prevent_stopping():
     with serving() as service:
         service.wait_until_ready()
         nodes = service.nodes()
-        nodes["prefill_node"].suspend()
+        nodes["prefill"].suspend()
         service.stop(signal.SIGTERM)
         assert service.process.returncode == 0
         assert not any(process.is_running() for process in nodes.values())
@@ -172,7 +177,7 @@ def test_every_node_gets_its_name_gateway_threads_and_memory_share(monkeypatch):
     assert [child.name for child in found] == ["gateway", "prefill-0", "decode-0", "decode-1", "decode-2"]
     assert found[0].argv[1:] == ["-m", "gateway", "--insecure"]
     assert found[1].argv[1:] == [
-        *("-m", "prefill_node", "--insecure", "--threads=2", "--page-size=64", "--name=prefill-0"),
+        *("-m", WORKER, "prefill", "--insecure", "--threads=2", "--page-size=64", "--name=prefill-0"),
         "--memory-fraction=0.2",
     ]
     assert [child.cpus for child in found] == [(), (0, 1), (2,), (3,), ()]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.service.processes import ROOT, environment, spawn
-from support.service.service import SMALL_MODEL
+from support.service.service import SMALL_MODEL, WORKER
 
 HOSTS = {"host-a": 1, "host-b": 2, "host-c": 3, "host-x": 9}
 STRANGER = """
@@ -123,16 +123,16 @@ def test_three_hosts_serve_with_keys_and_a_stranger_gets_nothing(hosts: Hosts, t
     shared = [f"--model={SMALL_MODEL}", "--served-model-name=m"]
     options = {
         "host-a": ("gateway", [f"--host={gateway}", f"--control-host={gateway}"]),
-        "host-b": ("prefill_node", [*small, f"--advertise-host={prefill}", "--data-port=8002"]),
-        "host-c": ("decode_node", [*small, f"--data-interface={decode}"]),
+        "host-b": (WORKER, ["prefill", *small, f"--advertise-host={prefill}", "--data-port=8002"]),
+        "host-c": (WORKER, ["decode", *small, f"--data-interface={decode}"]),
     }
     running = {
         host: spawn(
-            hosts.command(host, sys.executable, "-m", module, f"--keys={tmp_path}/keys/{host}", *shared, *flags),
+            hosts.command(host, sys.executable, "-m", module, *words, f"--keys={tmp_path}/keys/{host}", *shared),
             tmp_path / f"{host}.log",
             secrets,
         )
-        for host, (module, flags) in options.items()
+        for host, (module, words) in options.items()
     }
 
     def logs() -> str:

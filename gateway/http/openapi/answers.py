@@ -125,14 +125,25 @@ class Worker(msgspec.Struct, kw_only=True):
     incarnation: str
     starts: int
     revision: str
-    is_leaving: bool
+    num_role_changes: int
+    is_draining: bool
     is_reserved: bool
+    num_requests: int
     seen_s_ago: float
     load_tokens: float
     register: dict[str, Any]
     heartbeat: dict[str, Any] | None
     pairs: Any
     failed_pairs: list[FailedPair]
+
+
+class Draining(Answer):
+    """The node takes no new requests, and stops when ``num_requests`` have ended or moved, or after ``timeout_s``."""
+
+    worker: str
+    is_draining: bool
+    num_requests: int
+    timeout_s: float
 
 
 class WorkerList(Answer):
@@ -142,6 +153,16 @@ class WorkerList(Answer):
     model: str
     models: list[str]
     is_ready: bool
+
+
+class RoleChanged(Answer):
+    """The node in its new role, after ``seconds``. Its name is the same, its incarnation is not."""
+
+    name: str
+    role: str
+    incarnation: str
+    num_role_changes: int
+    seconds: float
 
 
 class ScrapeTarget(msgspec.Struct):

@@ -1,17 +1,20 @@
-"""The nodes, and the decisions of their schedulers."""
+"""The nodes, their roles, and the decisions of their schedulers."""
 
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.access.request_checks import RequestChecks
+from gateway.http.access.request_checks import RequestChecks, has_body
 from gateway.http.json_response import JsonResponse
-from gateway.http.openapi.answers import DecisionList, ScrapeTarget, WorkerList
+from gateway.http.openapi.answers import DecisionList, Draining, RoleChanged, ScrapeTarget, WorkerList
 from gateway.http.openapi.operations import described
+from gateway.http.protocol.decoding import decode
+from gateway.http.protocol.native import DrainRequest, RoleChange
 from gateway.http.services import Services
+from gateway.workers.registry import Worker
 
 ANSWER_TIMEOUT_S = 5.0
 #: ``/v1/workers/gateway/decisions`` returns the gateway's own decisions.
@@ -23,6 +26,14 @@ Limit = Annotated[int, Query(ge=1, le=MAX_DECISIONS)]
 
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     router = APIRouter(tags=["workers"])
+    Body = Annotated[bytes, Depends(checks.body)]
+
+    def named(name: str) -> Worker:
+        """The node of this name or incarnation. Raises RequestError: there is none."""
+        for node in services.control.pools.workers():
+            if name in (node.incarnation, node.name):
+                return node
+        raise RequestError(ErrorCode.NOT_FOUND, f"no node has the name or the incarnation {name[:200]!r}")
 
     @router.get("/v1/workers", **described(WorkerList, summary="List the nodes"))
     async def list_workers() -> Response:
@@ -61,13 +72,61 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         if name == OWN_DECISIONS:
             own = services.dispatcher.decisions.last(limit, services.clock.now())
             return JsonResponse({"worker": name, "decisions": list(map(msgspec.structs.asdict, own))})
-        nodes = [node for node in services.control.pools.workers() if name in (node.incarnation, node.name)]
-        if not nodes:
-            raise RequestError(ErrorCode.NOT_FOUND, f"no node has the name or the incarnation {name[:200]!r}")
-        decisions = await services.control.decisions(nodes[0], limit, ANSWER_TIMEOUT_S)
+        node = named(name)
+        decisions = await services.control.decisions(node, limit, ANSWER_TIMEOUT_S)
         if decisions is None:
-            message = f"the node {nodes[0].name} did not answer within {ANSWER_TIMEOUT_S:g} s"
+            message = f"the node {node.name} did not answer within {ANSWER_TIMEOUT_S:g} s"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
-        return JsonResponse({"worker": nodes[0].name, "decisions": decisions})
+        return JsonResponse({"worker": node.name, "decisions": decisions})
+
+    @router.post(
+        "/v1/workers/{name:path}/drain",
+        dependencies=[Depends(checks.admin)],
+        **described(
+            Draining,
+            DrainRequest,
+            summary="Let a node finish or move its requests, and stop it",
+            errors=(503, 504),
+            needs_body=False,
+        ),
+    )
+    async def drain(name: str, request: Request) -> Response:
+        body = decode(DrainRequest, await checks.body(request) if has_body(request.headers) else b"{}")
+        node = named(name)
+        num_requests = services.dispatcher.num_at(node.incarnation)
+        if not await services.control.drain(node, body.timeout_s, ANSWER_TIMEOUT_S):
+            message = f"the node {node.name} did not answer within {ANSWER_TIMEOUT_S:g} s"
+            raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
+        return JsonResponse(
+            {
+                "worker": node.name,
+                "is_draining": True,
+                "num_requests": num_requests,
+                "timeout_s": body.timeout_s,
+            }
+        )
+
+    @router.post(
+        "/v1/workers/{name:path}/role",
+        dependencies=[Depends(checks.admin)],
+        **described(
+            RoleChanged,
+            RoleChange,
+            summary="Make a decode node a prefill node, or the reverse, with its model and its cache",
+            errors=(504,),
+        ),
+    )
+    async def change_role(name: str, data: Body) -> Response:
+        body, begun_at = decode(RoleChange, data), services.clock.now()
+        node = await services.control.role_changes.change(named(name), body.role, body.timeout_s, is_forced=body.force)
+        return JsonResponse(
+            {
+                "name": node.name,
+                "role": node.register.role,
+                "incarnation": node.incarnation,
+                "num_role_changes": node.register.num_role_changes,
+                "seconds": round(services.clock.now() - begun_at, 3),
+            }
+        )
 
     return router

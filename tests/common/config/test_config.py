@@ -127,7 +127,7 @@ def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
             "--transport must be one of auto, shm, tcp, nixl, gloo, nccl, inprocess, not 'smoke'",
         ),
         (["--transport", "inprocess"], "--transport inprocess connects nodes of one process"),
-        (["--data-interface", "10.0.0.1"], "--data-interface is for decode nodes"),
+        (["--data-interface", "10.0.0.1"], "--data-interface 10.0.0.1 can be reached.*--cluster-key"),
         (["--revision", "main", "--model", "/"], "--revision is for hub models"),
     ],
 )
@@ -154,10 +154,10 @@ def test_where_a_node_serves_its_metrics_can_be_set():
         ServeConfig(http_port=65534, prefill=1, decode=2)
 
 
-def test_data_port_is_refused_for_decode_nodes():
-    assert node("--data-port", "9").data_port == 9
-    with pytest.raises(ConfigError, match="--data-port is for prefill nodes"):
-        node("--data-port", "9", role="decode")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_takes_the_options_of_both_roles_since_it_may_change_its_own(role):
+    config = node("--data-port", "9", "--data-interface", "127.0.0.2", role=role)
+    assert (config.data_port, config.data_host) == (9, "127.0.0.2")
 
 
 def test_switches_can_be_turned_off_again(monkeypatch):

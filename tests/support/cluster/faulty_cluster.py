@@ -13,7 +13,18 @@ import msgspec
 from support.cluster.local_cluster import Answer, LocalCluster, Member
 
 from common.errors import ErrorCode
-from common.wire.messages import Abort, Connect, Failed, FromDecode, FromGateway, FromNode, FromPrefill, Message, Tokens
+from common.wire.messages import (
+    Abort,
+    Connect,
+    Failed,
+    FromDecode,
+    FromGateway,
+    FromNode,
+    FromPrefill,
+    Message,
+    Moved,
+    Tokens,
+)
 
 GATEWAY = "gateway"
 
@@ -117,7 +128,8 @@ class FaultyCluster(LocalCluster):
         else:
             if isinstance(message, Connect):
                 self._unnoticed.pop((to, sender), None)
-            member.role.on_peer(sender, DECODERS[sender.split("-")[0]].decode(ENCODE(message)), now)
+            direction = "prefill" if isinstance(message, FromPrefill) else "decode"
+            member.role.on_peer(sender, DECODERS[direction].decode(ENCODE(message)), now)
 
     def _hear_gateway(self, sender: str, message: Message | Lost) -> None:
         """Process tokens in order, as the gateway does."""
@@ -125,7 +137,7 @@ class FaultyCluster(LocalCluster):
             self._gateway_lost(sender)
             return
         message = DECODERS["node"].decode(ENCODE(message))
-        if isinstance(message, Failed):
+        if isinstance(message, Failed | Moved):
             self._hear(self._member(sender), message)
         elif isinstance(message, Tokens):
             early = self._early.setdefault((message.rid, message.attempt), {})
@@ -156,8 +168,7 @@ class FaultyCluster(LocalCluster):
         member.is_alive = False
         member.plans.clear()
         self._dead = (*self._dead, member)
-        if member in self.prefill:
-            member.transport.die()
+        member.writer.die()
         for sender, to in list(self._links):
             if to == member.name:
                 del self._links[sender, to]

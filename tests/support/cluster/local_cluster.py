@@ -25,8 +25,9 @@ from common.scheduling.new_token_ratio import NewTokenRatio, ratio_constants_fro
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.stage_spans import StageSpan
-from common.wire.messages import Abort, Failed, Generate, Message, Peer, Spans, Tokens
+from common.wire.messages import Abort, Failed, Generate, Message, Move, Moved, Peer, Spans, Tokens
 from decode_node import scheduler as decode
+from decode_node.moves import OutgoingMoves
 from decode_node.role import DecodeRole
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
@@ -48,6 +49,7 @@ class Member:
     role: Any
     executor: Any
     transport: Any
+    writer: InProcessWriter
     plans: list[Any] = field(default_factory=list)  # outstanding, oldest first
     grammars: dict[str, int | None] = field(default_factory=dict)
     is_alive: bool = True
@@ -65,10 +67,13 @@ class Answer:
     Attributes:
         nodes: those that serve the present attempt.
         message: with which the present attempt began.
+        target, moved: the node that the request moves to, and the message that it may go on there.
     """
 
     nodes: list[Member]
     message: Generate
+    target: Member | None = None
+    moved: Moved | None = None
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs | None] = field(default_factory=dict)
     finish: str = ""
@@ -204,6 +209,7 @@ class LocalCluster:
             PrefillRole(scheduler, sender, cache=cache, allocator=allocator, vocab_size=VOCAB_SIZE),
             executor,
             transport,
+            transport,
         )
 
     def _decode_node(self, name: str, num_pages: int) -> Member:
@@ -212,6 +218,7 @@ class LocalCluster:
         allocator = PageAllocator(num_pages)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         transport = InProcessReader(self.wire, executor.pool)
+        writer = InProcessWriter(self.wire, executor.pool)
         chosen = transport if self.wire.can_recall else NegotiatingReader([transport])
         receiver = Receiver(chosen, allocator, name=name, digest="model")
         scheduler = decode.DecodeScheduler(
@@ -231,15 +238,17 @@ class LocalCluster:
             eos_token_ids=eos,
             is_connected=receiver.is_connected,
         )
+        chosen_writer = writer if self.wire.can_recall else NegotiatingWriter([writer])
+        sender = Sender(chosen_writer, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
         role = DecodeRole(
             scheduler,
             receiver,
+            OutgoingMoves(lambda: sender, page_size),
             cache=cache,
-            allocator=allocator,
             vocab_size=VOCAB_SIZE,
             stream_interval=self._stream_interval,
         )
-        return Member(name, role, executor, transport)
+        return Member(name, role, executor, transport, writer)
 
     @property
     def members(self) -> list[Member]:
@@ -274,10 +283,34 @@ class LocalCluster:
         self._send(answer, pair)
         return answer
 
+    def move(self, rid: str, to: int) -> None:
+        """Move a request to another decode node, with its pages."""
+        answer = self.answers[rid]
+        answer.target = self.decode[to]
+        self.tell(answer.nodes[-1], Move(rid, answer.attempt, answer.attempt + 1, answer.target.peer))
+
+    def _go_on_at_target(self, answer: Answer) -> None:
+        """Continue a request that has stopped, once all of its tokens are here."""
+        moved, target = answer.moved, answer.target
+        if moved is None or target is None or len(answer.tokens) < moved.num_output:
+            return
+        assert len(answer.tokens) == moved.num_output, "a request decoded on after it had moved"
+        answer.moved = answer.target = None
+        answer.nodes = [answer.nodes[-1], target]
+        source, attempt = answer.nodes[0].peer, answer.attempt + 1
+        answer.message = replace(
+            answer.message, attempt=attempt, output=answer.output, prefill=source, decode=target.peer
+        )
+        self.tell(target, answer.message)
+        if not target.is_alive:
+            answer.error = Failed(answer.message.rid, attempt, ErrorCode.NODE_LOST, f"{target.name} was lost")
+            self.abort(answer.message.rid)
+
     def _send(self, answer: Answer, pair: tuple[int | None, int]) -> None:
         decode = self.decode[pair[1]]
         prefill = None if pair[0] is None else self.prefill[pair[0]]
         answer.nodes = [decode] if prefill is None else [prefill, decode]
+        answer.moved = answer.target = None
         answer.message = replace(answer.message, prefill=prefill and prefill.peer, decode=decode.peer)
         for node in reversed(answer.nodes):
             self.tell(node, answer.message)
@@ -295,8 +328,7 @@ class LocalCluster:
         """End a node as SIGKILL does. The other nodes notice unless ``is_noticed`` is false, and its requests fail."""
         member.is_alive = False
         member.plans.clear()
-        if member in self.prefill:
-            member.transport.die()
+        member.writer.die()
         for rid, answer in self.answers.items():
             if member in answer.nodes and not answer.is_over:
                 answer.error = Failed(rid, answer.attempt, ErrorCode.NODE_LOST, f"{member.name} was killed")
@@ -413,15 +445,18 @@ class LocalCluster:
                 moved |= bool(mail or news)
 
     def _hear(self, sender: Member, message: Message) -> None:
-        assert isinstance(message, Tokens | Spans | Failed)
+        assert isinstance(message, Tokens | Spans | Failed | Moved)
         answer = self.answers[message.rid]
         if message.attempt != answer.attempt:
             return  # of an earlier attempt, as in the gateway
         if isinstance(message, Spans):
             answer.spans += message.spans
             return
-        if isinstance(message, Failed):
-            answer.error = answer.error or message
+        if isinstance(message, Moved):
+            answer.moved = message
+        elif isinstance(message, Failed):
+            if not answer.is_over:
+                answer.error = message
         else:
             answer.num_messages += 1
             for offset, token in enumerate(message.tokens):
@@ -436,6 +471,8 @@ class LocalCluster:
             for node in answer.nodes:
                 if node is not sender:
                     self.tell(node, Abort(message.rid, message.attempt))
+        else:
+            self._go_on_at_target(answer)
 
     def counters(self, member: Member) -> dict[str, float]:
         counters: dict[str, float] = member.role.counters()
@@ -444,6 +481,7 @@ class LocalCluster:
     def close(self) -> None:
         for member in [*self.prefill, *self.decode]:
             member.transport.close()
+            member.writer.close()
             member.executor.close()
 
 

@@ -30,6 +30,7 @@ from common.node.worker_main import SHAPE_CACHE
 
 SMALL_MODEL = ROOT / "scripts" / "models" / "small_model"
 START_TIMEOUT_S = 60.0
+WORKER = "scripts.serving.worker"
 
 
 @cache
@@ -86,11 +87,15 @@ class Service:
             assert name not in self.processes, f"{name} is already running"
             self._num_starts += 1
             log = self.logs / f"{self._num_starts:03d}-{name}.log"
-            module = "gateway" if name == "gateway" else f"{name.split('-')[0]}_node"
-            if self._is_forked and module != "gateway":
-                self.processes[name] = fork_server().run(module, self._argv(name), log, environment() | self._variables)
+            role = name.split("-")[0]
+            if role == "gateway":
+                self.processes[name] = spawn([sys.executable, "-m", role, *self._argv(name)], log, self._variables)
+                continue
+            argv = [role, *self._argv(name)]
+            if self._is_forked:
+                self.processes[name] = fork_server().run(WORKER, argv, log, environment() | self._variables)
             else:
-                self.processes[name] = spawn([sys.executable, "-m", module, *self._argv(name)], log, self._variables)
+                self.processes[name] = spawn([sys.executable, "-m", WORKER, *argv], log, self._variables)
 
     def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until every running node has registered at the gateway, by its current process id."""

@@ -1,30 +1,19 @@
-"""``python -m prefill_node``: runs one prefill node until it is stopped."""
+"""Builds the prefill role from the parts of a node process."""
 
-import signal
-import sys
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
-
-from common.config.cli import resolve
-from common.config.node import NodeConfig
 from common.node.worker_context import WorkerContext
-from common.node.worker_main import run
 from kv_transfer.send.sender import Sender
-from kv_transfer.transports.base import WriterTransport
-from kv_transfer.transports.negotiation import TransportSettings, open_writer
+from kv_transfer.transports.base import TransportEnds
+from kv_transfer.transports.negotiation import NodeTransports, TransportSettings
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
 
-HELP = "Compute prompts and hand their KV pages to decode nodes."
 
-
-def open_transport(context: WorkerContext) -> WriterTransport:
+def open_transports(context: WorkerContext) -> NodeTransports:
     """The transport that the configuration names, over the pool of the process."""
-    return open_writer(context.pool, TransportSettings.of(context.config, context.incarnation))
+    return NodeTransports(context.pool, TransportSettings.of(context.config, context.incarnation), first="writer")
 
 
-def build(context: WorkerContext, transport: WriterTransport) -> PrefillRole:
+def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:
     """Build the role with its scheduler and its end of the transfer plane."""
     config, capacity = context.config, context.capacity
     limits = PrefillLimits(
@@ -38,7 +27,7 @@ def build(context: WorkerContext, transport: WriterTransport) -> PrefillRole:
         sharing=context.sharing,
         max_skip_ahead=config.max_skip_ahead,
     )
-    sender = Sender(transport, digest=context.digest, wants_checksums=config.kv_checksum, clock=context.clock)
+    sender = Sender(ends.writer, digest=context.digest, wants_checksums=config.kv_checksum, clock=context.clock)
     scheduler = PrefillScheduler(
         context.cache,
         context.allocator,
@@ -50,12 +39,3 @@ def build(context: WorkerContext, transport: WriterTransport) -> PrefillRole:
     return PrefillRole(
         scheduler, sender, cache=context.cache, allocator=context.allocator, vocab_size=context.vocab_size
     )
-
-
-def main() -> int:
-    config = resolve(NodeConfig, command="prefill", help=HELP)
-    return run(config, open_transport, build)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

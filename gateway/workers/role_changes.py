@@ -1,0 +1,79 @@
+"""Changes of roles: asks a node to leave its role, and waits until it is back in the other one.
+
+The node keeps its model and its cache. It comes back as another worker, with an incarnation of its own, so that nothing
+that was meant for its last role reaches the next one.
+"""
+
+import asyncio
+
+from common.errors import ErrorCode, RequestError
+from common.wire.messages import ChangeRole, Done, Role
+from gateway.workers.pool import WorkerPools
+from gateway.workers.registry import Worker
+from gateway.workers.rpc import NodeRpc
+
+ANSWER_TIMEOUT_S = 5.0
+#: Beyond the time that requests have: for the proof that no page is written any more, and for the registration.
+RETURN_TIMEOUT_S = 30.0
+
+
+class RoleChanges:
+    """The changes in progress."""
+
+    def __init__(self, pools: WorkerPools, rpc: NodeRpc) -> None:
+        self._pools = pools
+        self._rpc = rpc
+        self._waiting: dict[tuple[str, str], asyncio.Future[Worker]] = {}  # by model and name of the node
+
+    async def change(self, node: Worker, role: Role, timeout_s: float, *, is_forced: bool = False) -> Worker:
+        """Changes the role of a node, and returns it in its new role.
+
+        Args:
+            timeout_s: for the requests that the node has; those that are left then end there.
+            is_forced: the last node of its role may change, too.
+
+        Raises:
+            RequestError: the node may not change its role, has not answered, or has not come back in time.
+        """
+        registry, key = self._pools[node.register.model].registry, (node.register.model, node.name)
+        refusal = registry.role_refusal(node, role, is_forced=is_forced)
+        if key in self._waiting:
+            refusal = f"node {node.name} is changing its role already"
+        if refusal:
+            raise RequestError(ErrorCode.INVALID_REQUEST, refusal)
+        wait = self._waiting[key] = asyncio.get_running_loop().create_future()
+        try:
+            await self._ask(node, ChangeRole(role, timeout_s))
+            back = await asyncio.wait_for(wait, timeout_s + RETURN_TIMEOUT_S)
+        except TimeoutError:
+            message = f"node {node.name} has not come back as a {role} node within {timeout_s + RETURN_TIMEOUT_S:g} s"
+            raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message) from None
+        finally:
+            del self._waiting[key]
+        if back.register.role != role:
+            message = f"node {node.name} is still a {back.register.role} node; its log says why"
+            raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
+        return back
+
+    async def _ask(self, node: Worker, order: ChangeRole) -> None:
+        """Takes the node out of rotation first, so that no request is sent to it after the order."""
+        registry, is_accepted = self._pools[node.register.model].registry, False
+        registry.leave(node.incarnation)
+        try:
+            answers = await self._rpc.call([node.incarnation], order, Done, ANSWER_TIMEOUT_S)
+            answer = answers.get(node.incarnation)
+            if answer is None:
+                message = f"node {node.name} did not answer within {ANSWER_TIMEOUT_S:g} s"
+                raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
+            if answer.error:
+                raise RequestError(ErrorCode.INVALID_REQUEST, answer.error)
+            is_accepted = True
+        finally:
+            if not is_accepted:
+                registry.stay(node.incarnation)
+
+    def registered(self, node: Worker) -> None:
+        """A node has registered, in whichever role."""
+        wait = self._waiting.get((node.register.model, node.name))
+        if wait is not None and not wait.done():
+            wait.set_result(node)

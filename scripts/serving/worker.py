@@ -1,0 +1,41 @@
+"""``python -m scripts.serving.worker prefill|decode``: runs one node until it is stopped.
+
+The roles never import each other. This root knows both, so that a node can change its role.
+"""
+
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
+
+from common.config.cli import resolve
+from common.config.node import NodeConfig
+from common.config.shared import Role
+from common.node.worker_main import RoleFactory, run
+from decode_node import factory as decode
+from prefill_node import factory as prefill
+
+HELP: Mapping[str, str] = {
+    "prefill": "Compute prompts and hand their KV pages to decode nodes.",
+    "decode": "Receive prompts from prefill nodes and decode them, token by token, in one batch.",
+}
+
+FACTORIES: Mapping[Role, RoleFactory] = {
+    "prefill": RoleFactory(prefill.open_transports, prefill.build),
+    "decode": RoleFactory(decode.open_transports, decode.build),
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    command = words[0] if words else ""
+    if command not in HELP:
+        print("usage: python -m scripts.serving.worker prefill|decode [OPTIONS]", file=sys.stderr)
+        return 2
+    return run(resolve(NodeConfig, words[1:], command=command, help=HELP[command]), FACTORIES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
