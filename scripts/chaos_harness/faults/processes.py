@@ -87,7 +87,7 @@ class Drain(Terminate):
     async def inject(self, site: Site, node: Node) -> str:
         self._num_starts = node.num_starts
         site.service.remember_resources(node)
-        await post(site, node, "drain", {})
+        await post(site, node, "drain", {"timeout_s": site.config.drain_timeout})
         return f"drain {node.name}"
 
 
@@ -114,7 +114,7 @@ class ChangeRole(Fault):
             await self._change(site, node, self._role)
 
     async def _change(self, site: Site, node: Node, role: str) -> None:
-        if not await post(site, node, "role", {"role": role}):
+        if not await post(site, node, "role", {"role": role, "timeout_s": site.config.drain_timeout}):
             return
         limit_s = site.config.drain_timeout + DRAIN_GRACE_S
         ends_at = time.monotonic() + limit_s
