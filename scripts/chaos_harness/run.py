@@ -29,6 +29,7 @@ REFERENCE_TIMEOUT_S = 300.0
 #: Beyond --request-timeout, until a request without an end counts as hanging.
 HANGING_GRACE_S = 15.0
 SETTLE_S = 90.0
+RETRY_S = 1.0  # after a refusal
 DISK_BYTES = 16 << 20
 #: Counters of the further attempts, in the gateway's /metrics.
 RECOVERED = re.compile(rb"^baton_recoveries_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -193,12 +194,16 @@ class Run:
                 group.create_task(self._end_progress(shown))
 
     async def _one(self, request: LoadRequest) -> None:
+        """Send a request until it is accepted, and judge the answer."""
         timeout_s = self._config.request_timeout + HANGING_GRACE_S
-        answer = await self._service.client.send(request, timeout_s)
-        verdict = self.tally.add(request, answer, self._reference[request.number])
-        if verdict is not Verdict.EQUAL:
-            self._tell(f"request {request.number} ({request.kind}): {verdict.value} {answer.code}")
-            await asyncio.sleep(0.2)  # a refused client does not ask again at once
+        while True:
+            answer = await self._service.client.send(request, timeout_s)
+            verdict = self.tally.add(request, answer, self._reference[request.number])
+            if verdict is not Verdict.EQUAL:
+                self._tell(f"request {request.number} ({request.kind}): {verdict.value} {answer.code}")
+            if verdict is not Verdict.REFUSED or self._is_stopping:
+                return
+            await asyncio.sleep(RETRY_S)
 
     async def _show_progress(self) -> None:
         while True:
@@ -275,6 +280,7 @@ class Run:
             await fault.undo(self._site, node)
             if is_of_node:
                 node.fault = ""
+                node.may_end = node.may_end and not node.is_running
             mark_s = self._marks().get(fault.name, 0.0)
             self._injected.append(Injected(fault.name, node.name, began_at, time.monotonic(), mark_s))
 

@@ -166,7 +166,10 @@ class ChaosService:
         return [node for node in self.nodes.values() if node.name != GATEWAY]
 
     def states(self) -> list[NodeState]:
-        return [NodeState(node.name, node.role, node.is_registered and not node.fault) for node in self.workers]
+        return [
+            NodeState(node.name, node.role, node.is_registered and node.is_running and not node.fault)
+            for node in self.workers
+        ]
 
     def _spawn(self, node: Node) -> None:
         argv = node.argv if self.hosts is None or node.name == GATEWAY else self.hosts.command(node.name, *node.argv)
@@ -234,11 +237,13 @@ class ChaosService:
             self._resources.append((node.name, dataclasses.replace(found, files=files)))
 
     def kill(self, node: Node) -> None:
-        """End a process as the kernel does, without a warning."""
+        """End a process as the kernel does, without a warning; returns once it has ended."""
         self.remember_resources(node)
         node.may_end = True
-        node.is_registered = False
         node.send_signal(signal.SIGKILL)
+        if node.process is not None:
+            node.process.wait()
+            self._on_ended(node)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

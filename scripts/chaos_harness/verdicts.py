@@ -24,14 +24,15 @@ class Tally:
 
     @property
     def num_sent(self) -> int:
-        return sum(self.verdicts.values())
+        """Requests that were accepted; a refused one is sent again."""
+        return self.verdicts.total() - self.verdicts[Verdict.REFUSED]
 
     def add(self, request: LoadRequest, answer: Answer, reference: Answer) -> Verdict:
         verdict, why = judge(answer, reference)
         self.verdicts[verdict] += 1
         if answer.code:
             self.errors[answer.code] += 1
-        if verdict is not Verdict.EQUAL and len(self.examples) < MAX_EXAMPLES:
+        if verdict not in (Verdict.EQUAL, Verdict.REFUSED) and len(self.examples) < MAX_EXAMPLES:
             self.examples.append(f"request {request.number} ({request.kind}) {verdict.value}: {why}")
         if len(answer.stamps) > 1:
             self.streams.append(Stream(answer.stamps, answer.ended_at))
