@@ -186,12 +186,13 @@ class Run:
             while not self._is_stopping and time.monotonic() < ends_at and next(numbers, None) is not None:
                 await self._one(next(drawn))
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self._config.concurrency):
-                group.create_task(work())
-            if self._config.progress and sys.stderr.isatty():
-                shown = group.create_task(self._show_progress())
-                group.create_task(self._end_progress(shown))
+        shown = asyncio.create_task(self._show_progress())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._config.concurrency):
+                    group.create_task(work())
+        finally:
+            shown.cancel()
 
     async def _one(self, request: LoadRequest) -> None:
         """Send a request until it is accepted, and judge the answer."""
@@ -206,16 +207,15 @@ class Run:
             await asyncio.sleep(RETRY_S)
 
     async def _show_progress(self) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            line = f"{self.tally.num_sent:,} of {self._config.requests:,} requests, {len(self._injected)} faults"
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-
-    async def _end_progress(self, shown: "asyncio.Task[None]") -> None:
-        while self._service.client.num_in_flight or not self.tally.num_sent:
-            await asyncio.sleep(0.2)
-        shown.cancel()
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if not (self._config.progress and sys.stderr.isatty()):
+            return
+        try:
+            while True:
+                await asyncio.sleep(1.0)
+                line = f"{self.tally.num_sent:,} of {self._config.requests:,} requests, {len(self._injected)} faults"
+                print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        finally:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     # ---- the faults --------------------------------------------------------------------------------------------------
 

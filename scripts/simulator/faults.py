@@ -12,7 +12,6 @@ from scripts.simulator.node import Node
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 SLOWNESS = 5.0
-#: A fault that finds no node that it may hit is left out.
 Strike = Callable[["FaultInjector", Node, PlannedFault], None]
 
 
@@ -59,17 +58,24 @@ class FaultInjector:
             fault_every=options.fault_every_s,
             seed=options.seed,
         )
+        self._is_stopped = False
         self._is_hit: Counter[str] = Counter()  # faults under way, by the node's incarnation
         self.injected: Counter[str] = Counter()
         self._next()
 
+    def stop(self) -> None:
+        """Inject no more faults."""
+        self._is_stopped = True
+
     def _next(self) -> None:
-        planned = next(self._schedule, None)
+        planned = None if self._is_stopped else next(self._schedule, None)
         if planned is not None:
             events = self._cluster.events
             events.background_after(max(planned.at_s - events.now(), 0.0), self._strike, planned)
 
     def _strike(self, planned: PlannedFault) -> None:
+        if self._is_stopped:
+            return
         registered = self._cluster.gateway.pool.registry.workers
         states = [
             NodeState(
