@@ -19,6 +19,7 @@ Usage: baton COMMAND [OPTIONS]
   keygen    keys for a gateway and nodes on several machines
   loadtest  load test of an OpenAI-compatible server
   simulate  a service of many nodes in virtual time, with the production schedulers
+  chaos     a service under load and faults, with proof that nothing is lost
   bench     one benchmark by name
 
 baton COMMAND --help shows a command's options."""
@@ -56,6 +57,10 @@ def _run(words: list[str]) -> int:
         from scripts.simulator.main import main as simulate
 
         return simulate(rest)
+    if command == "chaos":
+        from scripts.chaos_harness.main import main as chaos
+
+        return chaos(rest)
     if command == "bench":
         from scripts.benchmarks.main import main as bench
 

@@ -28,7 +28,7 @@ MAX_ROW = 76
 CLASSES: dict[str, type] = {"serve": ServeConfig, "gateway": GatewayConfig, "prefill": NodeConfig, "decode": NodeConfig}
 
 #: Commands with a configuration in their own package, and the prefix of their environment variables.
-OTHER_COMMANDS = {"loadtest": "BATON_LOADTEST_", "simulate": "BATON_SIMULATE_"}
+OTHER_COMMANDS = {"loadtest": "BATON_LOADTEST_", "simulate": "BATON_SIMULATE_", "chaos": "BATON_CHAOS_"}
 
 
 def resolve(cls: type[Config], argv: Sequence[str] | None = None, *, command: str, help: str = "") -> Config:

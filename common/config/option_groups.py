@@ -82,13 +82,24 @@ SIMULATE: Groups = {
         "wire_latency", "wire_bandwidth", "kv_bytes_per_token", "max_new_tokens", "context_length",
     ),
     **LOAD,
+    "Faults": ("faults", "kill_every", "fault_every", "node_timeout"),
     "Requests": ("request_timeout", "starvation_bound", "stream_interval"),
     **{title: SERVING[title] for title in ("Memory", "Scheduling", "Priorities and tenants")},
     "Reports and replay": ("json", "progress", "replay", "check"),
 }  # fmt: skip
 
+CHAOS: Groups = {
+    "Service": ("prefill", "decode", "model", "transport", "max_total_tokens", "namespaces"),
+    "Load": ("requests", "duration", "concurrency", "distinct", "request_timeout", "seed"),
+    "Faults": (
+        "faults", "kill_every", "fault_every", "node_timeout", "drain_timeout", "max_kill_pause", "check_pauses",
+    ),
+    "Reports": ("json", "logs", "progress"),
+}  # fmt: skip
+
 GROUPS: Mapping[str, Groups] = {
     **dict.fromkeys(("serve", "gateway", "prefill", "decode"), SERVING), "loadtest": LOADTEST, "simulate": SIMULATE,
+    "chaos": CHAOS,
 }  # fmt: skip
 
 _NODE = (
@@ -112,6 +123,10 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "simulate": (
         "prefill", "decode", "rate", "duration", "input_len", "output_len", "trace", "schedule_policy",
         "max_total_tokens", "json",
+    ),
+    "chaos": (
+        "requests", "faults", "seed", "prefill", "decode", "concurrency", "kill_every", "fault_every", "namespaces",
+        "json",
     ),
 }  # fmt: skip
 

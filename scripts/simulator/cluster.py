@@ -1,6 +1,7 @@
 """A whole service in virtual time: a gateway, prefill nodes, decode nodes, and the messages between them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from common.config.shared import Role
 from common.wire.messages import Message
@@ -25,10 +26,13 @@ class Cluster:
     ) -> None:
         self.events = EventQueue()
         self._settings = settings
-        self.network = Network(self.events, settings.costs)
+        self.network = Network(self.events, settings.costs, self._passes)
         self.gateway = Gateway(pool, self.events, self._from_gateway, on_end=on_end)
         self.nodes: dict[str, Node] = {}  # by incarnation, including killed nodes
         self._message_s = settings.costs.message_s
+        self._cuts: dict[
+            frozenset[str], list[tuple[Callable[..., None], tuple[Any, ...]]]
+        ] = {}  # what waits for the end
         for _ in range(num_prefill):
             self.start("prefill")
         for _ in range(num_decode):
@@ -48,6 +52,52 @@ class Cluster:
         for other in self.nodes.values():
             if other.is_alive:
                 self.events.after(self._message_s, other.lose, node.incarnation)
+
+    def hang(self, node: Node, seconds: float, *, node_timeout_s: float) -> None:
+        """Stop a node for a while; the gateway counts it as lost after ``node_timeout_s`` of silence."""
+        node.hang()
+        if seconds > node_timeout_s:
+            self.events.after(node_timeout_s, self.gateway.lose, node.incarnation)
+        self.events.after(seconds, self._wake, node)
+
+    def _wake(self, node: Node) -> None:
+        if not node.is_alive or not node.is_hanging:
+            return
+        node.wake()
+        if node.incarnation not in self.gateway.pool.registry.workers:
+            node.lose_gateway()  # its heartbeat is answered with ``Unknown``
+            self.events.after(2 * self._message_s, self._register, node)
+
+    def _register(self, node: Node) -> None:
+        if node.is_alive:
+            self.gateway.register(node.incarnation, node.register())
+
+    def cut(self, node: Node, other: Node, seconds: float, *, node_timeout_s: float) -> None:
+        """Let nothing pass between two nodes; their connection breaks after ``node_timeout_s``."""
+        pair = frozenset((node.incarnation, other.incarnation))
+        if pair in self._cuts:
+            return
+        self._cuts[pair] = []
+        if seconds > node_timeout_s:
+            self.events.after(node_timeout_s, self._break, node, other)
+        self.events.after(seconds, self._heal, pair)
+
+    def _break(self, node: Node, other: Node) -> None:
+        self._cuts[frozenset((node.incarnation, other.incarnation))].clear()
+        node.lose(other.incarnation)
+        other.lose(node.incarnation)
+
+    def _heal(self, pair: frozenset[str]) -> None:
+        for what, arguments in self._cuts.pop(pair):
+            what(*arguments)
+
+    def _passes(self, sender: str, receiver: str, what: Callable[..., None], *arguments: Any) -> None:
+        """Let something arrive that is on its way between two nodes; if they are cut off, when that is over."""
+        waiting = self._cuts.get(frozenset((sender, receiver)))
+        if waiting is None:
+            what(*arguments)
+        else:
+            waiting.append((what, arguments))
 
     def of(self, role: Role) -> list[Node]:
         """The living nodes of a role."""
@@ -70,9 +120,9 @@ class Cluster:
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None:
         node = self.nodes.get(peer)
         if node is not None:
-            self.events.after(self._message_s, node.on_peer_messages, sender, messages)
+            self.events.after(self._message_s, self._passes, sender, peer, node.on_peer_messages, sender, messages)
 
     def hang_up(self, sender: str, peer: str) -> None:
         node = self.nodes.get(peer)
         if node is not None:
-            self.events.after(self._message_s, node.lose, sender)
+            self.events.after(self._message_s, self._passes, sender, peer, node.lose, sender)

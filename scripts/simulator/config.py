@@ -16,9 +16,11 @@ from gateway.workers.pool import WorkerPool, make_pool
 from scripts.load_tester.config import SECONDS, LoadOptions, check_load, parse_seconds
 from scripts.simulator.costs import Costs
 from scripts.simulator.engine import simulated_layout
+from scripts.simulator.faults import STRIKES, FaultOptions
 
 POOL_TOKENS = 400_000
 CONTEXT_LENGTH = 131_072
+FAULT_NAMES = tuple(STRIKES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,18 @@ class _Service:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Faults:
+    """Faults of nodes and of the connections between them."""
+
+    faults: tuple[str, ...] = option(
+        (), f"Faults to inject, with commas between them: {', '.join(FAULT_NAMES)}.", metavar="NAMES"
+    )
+    kill_every: float = option(15.0, "Seconds between two losses of a node (kill, hang).", minimum=0.001)
+    fault_every: float = option(2.0, "Seconds between two other faults.", minimum=0.001)
+    node_timeout: float = option(5.0, "Seconds of silence after which a node counts as lost.", minimum=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Outputs:
     json: str | None = option(None, "Write the report to FILE.", metavar="FILE")
     progress: bool = option(True, "Show progress on standard error, if that is a terminal.")
@@ -68,7 +82,7 @@ class _Outputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing, _Service):
+class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions, Routing, _Service):
     ENV_PREFIX: ClassVar[str] = "BATON_SIMULATE_"
 
     def __post_init__(self) -> None:
@@ -84,6 +98,9 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
         if self.kv_bytes_per_token % 256:
             raise ConfigError(f"--kv-bytes-per-token must be a multiple of 256, not {self.kv_bytes_per_token}")
         check_local_prefill(self)
+        for name in self.faults:
+            if name not in FAULT_NAMES:
+                raise ConfigError(f"--faults {name} is not a fault; choose from {', '.join(FAULT_NAMES)}")
 
     @property
     def costs(self) -> Costs:
@@ -92,6 +109,10 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
             parse_seconds(getattr(self, name), "--" + name.replace("_", "-")) or 0.0 for name in names
         )
         return Costs(step, prompt_token, row, context_token, message, wire, self.wire_bandwidth)
+
+    @property
+    def fault_options(self) -> FaultOptions:
+        return FaultOptions(self.faults, self.kill_every, self.fault_every, self.node_timeout, self.seed)
 
     @property
     def layout(self) -> PageLayout:

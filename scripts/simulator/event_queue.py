@@ -62,3 +62,18 @@ class EventQueue:
     def step(self) -> None:
         self._now, _, do, arguments = heapq.heappop(self._heap)
         do(*arguments)
+
+
+class NodeClock:
+    """The clock of one node: virtual time, ahead of it by the jumps that it has made."""
+
+    def __init__(self, events: EventQueue) -> None:
+        self._events = events
+        self._ahead_s = 0.0
+
+    def now(self) -> float:
+        return self._events.now() + self._ahead_s
+
+    def jump(self, seconds: float) -> None:
+        assert seconds >= 0.0, "a clock never goes back"
+        self._ahead_s += seconds

@@ -22,6 +22,7 @@ from scripts.simulator.client import Client, PlannedTokens
 from scripts.simulator.cluster import Cluster
 from scripts.simulator.config import CONTEXT_LENGTH, SimulateConfig
 from scripts.simulator.engine import END_TOKEN, EmptyPageStore, ScriptedEngine
+from scripts.simulator.faults import FaultInjector
 from scripts.simulator.gateway import Answer
 from scripts.simulator.node import MODEL, NodeSettings
 from scripts.simulator.replay import replay
@@ -49,7 +50,7 @@ PROGRESS_EVERY_S = 2.0
 class Simulation:
     def __init__(self, config: SimulateConfig, plan: Plan) -> None:
         self._config = config
-        script = PlannedTokens(config.seed, VOCAB_SIZE)
+        self._script = script = PlannedTokens(config.seed, VOCAB_SIZE)
         layout, capacity = config.layout, config.capacity
         settings = NodeSettings(
             config.node,
@@ -76,14 +77,23 @@ class Simulation:
             concurrency=config.concurrency or 0,
         )
         self._goals = Objectives(config.slos, plan.classes, config.slo_attainment, config.starvation_bound)
+        self._faults = FaultInjector(self.cluster, config.fault_options) if config.faults else None
+        self._num_wrong = 0
         self.is_stopped = False
 
     def _on_end(self, answer: Answer) -> None:
+        if self._faults is not None:
+            self._num_wrong += answer.ids != self._script.answer(answer.request.sampling.seed)[: len(answer.ids)]
         self.client.ended(answer)
 
     def stop(self) -> None:
         """Make ``run`` return soon, with partial results."""
         self.is_stopped = True
+
+    def stop_faults(self) -> None:
+        """Inject no more faults; those under way end as planned."""
+        if self._faults is not None:
+            self._faults.stop()
 
     def run(self, on_look: Callable[["Simulation"], None] = lambda simulation: None) -> Figures:
         """Run to the end, or until ``stop``; returns the results."""
@@ -100,7 +110,7 @@ class Simulation:
                     break
             on_look(self)
         last = client.outcomes[-1].due_at if client.outcomes else 0.0
-        return figures(
+        found = figures(
             self.cluster,
             client.outcomes,
             goals=self._goals,
@@ -108,6 +118,9 @@ class Simulation:
             measured=(self._config.warmup_s, last - self._config.cooldown_s),
             is_whole=not self.is_stopped,
         )
+        if self._faults is not None:
+            found["faults"] = {"injected": dict(self._faults.injected), "wrong_answers": self._num_wrong}
+        return found
 
 
 class Progress:

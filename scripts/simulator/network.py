@@ -10,13 +10,18 @@ from scripts.simulator.inprocess_transport import InProcessWriter, Wire
 
 
 class Network(Wire):
-    """A write waits until both links are idle, then takes its transmission time and the latency."""
+    """A write waits until both links are idle, then takes its transmission time and the latency.
 
-    def __init__(self, events: EventQueue, costs: Costs) -> None:
+    Args:
+        passes: lets something arrive from one node at another, called with both and the call to make.
+    """
+
+    def __init__(self, events: EventQueue, costs: Costs, passes: Callable[..., None]) -> None:
         super().__init__()
         self.busy_s = 0.0
         self._events = events
         self._costs = costs
+        self._passes = passes
         self._free_at: dict[tuple[str, str], float] = {}  # (direction, node) -> when the link is idle
         self._in_flight: dict[tuple[InProcessWriter, str], dict[int, int]] = {}  # ticket -> number of pages
 
@@ -28,7 +33,8 @@ class Network(Wire):
         self._free_at.update(dict.fromkeys(links, over_at))
         self.busy_s += takes_s
         self._in_flight.setdefault((writer, peer), {})[ticket] = num_pages
-        self._events.at(over_at + self._costs.wire_s, self._arrive, writer, peer, ticket, land)
+        arrival = (writer.incarnation, peer, self._arrive, writer, peer, ticket, land)
+        self._events.at(over_at + self._costs.wire_s, self._passes, *arrival)
 
     def _arrive(self, writer: "NetworkWriter", peer: str, ticket: int, land: Callable[[], None]) -> None:
         if self._in_flight.get((writer, peer), {}).pop(ticket, 0):

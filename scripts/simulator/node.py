@@ -21,7 +21,7 @@ from common.wire.messages import LayoutMessage, Message, Peer, Register
 from decode_node.factory import build as build_decode
 from prefill_node.factory import build as build_prefill
 from scripts.simulator.costs import Costs, StepWork
-from scripts.simulator.event_queue import EventQueue
+from scripts.simulator.event_queue import EventQueue, NodeClock
 from scripts.simulator.inprocess_transport import InProcessReader
 from scripts.simulator.network import Network, NetworkWriter
 
@@ -91,7 +91,10 @@ class Node:
         self.incarnation = incarnation
         self.capacity = settings.capacities[role]
         self.engine = settings.engine(self.capacity)
+        self.clock = NodeClock(events)
+        self._slowness = 1.0  # factor of the duration of steps
         self.is_alive = True
+        self.is_hanging = False
         self.is_busy = False
         self.busy_s = 0.0
         self.work: Counter[str] = Counter()
@@ -101,6 +104,7 @@ class Node:
         self._events = events
         self._bus = bus
         self._has_timer = False
+        self._missed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # events while the node hangs
         self._used = (0, 0.0)  # pages in use, since when
         self.allocator = PageAllocator(self.capacity.num_pages)
         self.cache = make_cache(settings.config, self.allocator)
@@ -118,7 +122,7 @@ class Node:
             pool=self.engine.pool,
             allocator=self.allocator,
             cache=self.cache,
-            clock=self._events,
+            clock=self.clock,
             digest=DIGEST,
             incarnation=self.incarnation,
             vocab_size=self._settings.vocab_size,
@@ -154,37 +158,63 @@ class Node:
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
-    def on_gateway_messages(self, messages: Sequence[Message]) -> None:
-        if self.is_alive:
-            now = self._events.now()
-            for message in messages:
-                self.role.on_gateway(message, now)
+    def _happens(self, what: Callable[..., None], *arguments: Any) -> None:
+        """Let something happen to the node, at its present instant: now, after it has hung, or never if it is dead."""
+        if self.is_hanging:
+            self._missed.append((what, arguments))
+        elif self.is_alive:
+            what(*arguments, self.clock.now())
             self.turn()
 
+    def on_gateway_messages(self, messages: Sequence[Message]) -> None:
+        self._happens(self._take_gateway_messages, messages)
+
+    def _take_gateway_messages(self, messages: Sequence[Message], now: float) -> None:
+        for message in messages:
+            self.role.on_gateway(message, now)
+
     def on_peer_messages(self, sender: str, messages: Sequence[Message]) -> None:
-        if self.is_alive:
-            now = self._events.now()
-            for message in messages:
-                self.role.on_peer(sender, message, now)
-            self.turn()
+        self._happens(self._take_peer_messages, sender, messages)
+
+    def _take_peer_messages(self, sender: str, messages: Sequence[Message], now: float) -> None:
+        for message in messages:
+            self.role.on_peer(sender, message, now)
 
     def lose(self, peer: str) -> None:
         """Handle the loss of the connection to another node."""
-        if self.is_alive:
-            self.role.peer_lost(peer, self._events.now())
-            self.turn()
+        self._happens(self.role.peer_lost, peer)
+
+    def lose_gateway(self) -> None:
+        """Handle that the gateway no longer knows this node."""
+        self._happens(self.role.gateway_lost)
 
     def die(self) -> None:
         """Stop as ``kill -9`` would."""
         self.is_alive = False
+        self.is_hanging = False
         self.transports.reader.die()
         self.transports.writer.die()
 
+    def hang(self) -> None:
+        """Stop as SIGSTOP would: connections stay open, and nothing is answered until ``wake``."""
+        self.is_hanging = True
+
+    def wake(self) -> None:
+        """Go on, first with everything that has happened meanwhile."""
+        self.is_hanging = False
+        missed, self._missed = self._missed, []
+        for what, arguments in missed:
+            self._happens(what, *arguments)
+
+    def slow_down(self, factor: float) -> None:
+        """Let steps take so many times as long from here on."""
+        self._slowness = factor
+
     def turn(self) -> None:
         """Do everything that can be done now."""
-        if not self.is_alive:
+        if not self.is_alive or self.is_hanging:
             return
-        now = self._events.now()
+        now = self.clock.now()
         more = self.role.tick(now)
         if not self.is_busy:
             plan = self.role.plan(now)
@@ -192,7 +222,7 @@ class Node:
                 self._begin(plan)
         self._send_messages()
         if more:
-            self._events.at(now, self.turn)
+            self._events.after(0.0, self.turn)
         elif not self._has_timer and self._has_work():
             self._has_timer = True
             self._events.background_after(LONGEST_WAIT_S, self._on_timer)
@@ -208,7 +238,7 @@ class Node:
     def _begin(self, plan: StepPlan) -> None:
         self.is_busy = True
         work = StepWork.of(plan)
-        seconds = self._costs.seconds(work)
+        seconds = self._costs.seconds(work) * self._slowness
         counts = self.work
         counts["steps"] += 1
         counts["rows"] += work.num_rows
@@ -218,16 +248,14 @@ class Node:
         self._events.after(seconds, self._end, plan)
 
     def _end(self, plan: StepPlan) -> None:
-        if not self.is_alive:
-            return
+        self._happens(self._commit, plan)
+
+    def _commit(self, plan: StepPlan, now: float) -> None:
         self.is_busy = False
-        self.role.commit(self.engine.run(plan), self._events.now())
-        self.turn()
+        self.role.commit(self.engine.run(plan), now)
 
     def _on_compiled(self, grammar: str) -> None:
-        if self.is_alive:
-            self.role.grammar_compiled(grammar, self._events.now())
-            self.turn()
+        self._happens(self.role.grammar_compiled, grammar)
 
     def _note_pages(self) -> None:
         now = self._events.now()

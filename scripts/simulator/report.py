@@ -203,6 +203,9 @@ def table(found: Figures) -> list[str]:
     lines += _headline(found)
     if errors:
         lines += _wrapped(f"failed      {errors}", 12)
+    if "faults" in found:
+        counts = ", ".join(f"{name} {count:,}" for name, count in found["faults"]["injected"].items())
+        lines += _wrapped(f"faults      {counts or 'none'}; wrong answers: {found['faults']['wrong_answers']:,}", 12)
     lines += ["", f"{'milliseconds':30}" + "".join(f"{name:>8}" for name in COLUMNS)]
     for title, name in ROWS:
         row = found["latency_s"][name]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.service.processes import ProcessResources
 
+from scripts.chaos_harness.process_resources import ProcessResources
 from scripts.load_tester.main import main
 from scripts.load_tester.output_files import WRONG
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 from support.service.client import Client, prompt_of
-from support.service.processes import ROOT, ProcessResources, descendants, flags, free_port, spawn
+from support.service.processes import ROOT, descendants, flags, free_port, spawn
 from support.service.service import Service
 
-TIMEOUT_S = 60.0
+from scripts.chaos_harness.process_resources import ProcessResources
 
+TIMEOUT_S = 60.0
 
 # ---- one command ----------------------------------------------------------------------------------------------------
 

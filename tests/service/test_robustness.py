@@ -13,12 +13,13 @@ import pytest
 import zmq
 import zmq.asyncio
 from support.service.client import Client, prompt_of
-from support.service.processes import num_descriptors, resident_bytes
+from support.service.processes import resident_bytes
 from support.service.service import Service, running
 from support.wire.raw_peers import raw_peer
 
 from common.wire.messages import PROTOCOL_VERSION, Abort, Grant, Header, Heartbeat, Message, Ping, Tokens
 from common.wire.process_id import new_incarnation
+from scripts.chaos_harness.process_resources import num_descriptors
 
 OPTIONS = {"chunked_prefill_size": 64, "max_total_tokens": 3000}
 OK = {"model": "m", "prompt": "To be", "max_tokens": 2}

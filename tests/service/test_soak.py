@@ -15,8 +15,10 @@ import pytest
 import torch
 from support.engine.reference_models import draw_prompts, generate, load_reference, make_model
 from support.service.client import Client, prompt_of
-from support.service.processes import num_descriptors, resident_bytes
+from support.service.processes import resident_bytes
 from support.service.service import SMALL_MODEL, Service, running
+
+from scripts.chaos_harness.process_resources import num_descriptors
 
 MAX_NEW = 24
 Case = tuple[tuple[int, ...], tuple[int, ...]]

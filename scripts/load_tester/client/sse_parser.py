@@ -120,7 +120,7 @@ def parse_response(done: RequestDone) -> ParsedResponse:
     if response.status == 200 and b"event-stream" in headers.get(b"content-type", b""):
         _read_events(response, done, split_events(done.raw, head_end + 4, is_chunked))
         return response
-    body = b"".join(body for _, body in _parts(done.raw, head_end + 4, is_chunked))
+    body = b"".join(body for _, body in body_parts(done.raw, head_end + 4, is_chunked))
     if response.status == 200:
         _read_whole(response, body, done.ended_at)
     else:
@@ -128,7 +128,7 @@ def parse_response(done: RequestDone) -> ParsedResponse:
     return response
 
 
-def _parts(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
+def body_parts(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, bytes]]:
     """Offset in ``raw`` and content of each chunk, the last one perhaps incomplete; or of an unchunked body."""
     if not is_chunked:
         yield at, raw[at:]
@@ -158,7 +158,7 @@ def split_events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, b
         at += len(chunk) + 4
         yield at - 2, data  # the fast path: a chunk that is one event of one line
     rest = b""
-    for begin, body in _parts(raw, at, is_chunked):
+    for begin, body in body_parts(raw, at, is_chunked):
         whole = rest + body
         origin = begin - len(rest)
         at = 0

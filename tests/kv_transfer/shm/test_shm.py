@@ -26,7 +26,6 @@ from support.kv.shm_ends import (
     wait_for_news,
     writer,
 )
-from support.service.processes import ProcessResources
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.errors import ErrorCode
@@ -36,9 +35,9 @@ from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import Attached, Fenced
 from kv_transfer.transports.shm import ShmReader, ShmWriter
+from scripts.chaos_harness.process_resources import ProcessResources
 
 __all__ = ["child", "reader", "store", "writer"]
-
 
 # ---- pages arrive -----------------------------------------------------------------------------------------------
 

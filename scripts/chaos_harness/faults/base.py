@@ -1,0 +1,69 @@
+"""What every fault is: something to inject, and to undo some seconds later."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.chaos_harness.config import ChaosConfig
+from scripts.chaos_harness.schedule import FaultKind
+from scripts.chaos_harness.service import ChaosService, Node
+from scripts.chaos_harness.workload import LoadRequest
+
+NODES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where faults are injected.
+
+    Attributes:
+        disk: a small disk, on which ``disk_user`` keeps its log and recording; None without one.
+        problems: what a fault has found wrong; each of them fails the run.
+    """
+
+    config: ChaosConfig
+    service: ChaosService
+    requests: Sequence[LoadRequest]
+    disk: Path | None = None
+    disk_user: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+class Fault(ABC):
+    """A kind of fault. An object is made for each injection.
+
+    Attributes:
+        name: by which ``--faults`` chooses it.
+        is_loss: the service loses a node by it.
+        roles: nodes that it may hit; empty if it hits the gateway.
+        is_silent: nothing but silence tells the service of it, until ``--node-timeout``.
+        may_end: the process that it hits may end.
+    """
+
+    name: str
+    is_loss = False
+    roles: tuple[str, ...] = NODES
+    is_silent = False
+    may_end = False
+
+    @classmethod
+    def lasts_s(cls, config: ChaosConfig) -> tuple[float, float]:
+        """Shortest and longest time until ``undo``."""
+        return (0.5, 2.0)
+
+    @classmethod
+    def kind(cls, config: ChaosConfig) -> FaultKind:
+        return FaultKind(cls.name, cls.is_loss, cls.roles, cls.lasts_s(config))
+
+    @classmethod
+    def why_not(cls, site: Site) -> str:
+        """Why this fault cannot be injected here; empty if it can."""
+        return ""
+
+    @abstractmethod
+    async def inject(self, site: Site, node: Node) -> str:
+        """Inject the fault; returns what was done, in a few words."""
+
+    async def undo(self, site: Site, node: Node) -> None:  # noqa: B027 (most faults end by themselves)
+        """End the fault. Called once after ``inject``, also if that has failed."""

@@ -1,0 +1,105 @@
+"""``chaos``: the command.
+
+Exit status: 0 every invariant holds, 1 one does not or the service failed, 2 wrong options, 130 stopped.
+"""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config.cli import resolve
+from common.config.options import to_flags
+from common.errors import BatonError, ConfigError
+from scripts.chaos_harness.config import ChaosConfig
+from scripts.chaos_harness.report import Figures, figures, table
+from scripts.chaos_harness.run import Run
+from scripts.chaos_harness.verdicts import broken_invariants, long_pauses
+
+HELP = """Load a real service while faults happen to it, and prove that no request is lost, wrong or hanging and that
+nothing leaks.
+
+\b
+Examples:
+  chaos --requests 10000
+  chaos --faults kill,hang --kill-every 5 --seed 3
+  chaos --namespaces --prefill 3 --decode 3   with faults of the network; needs root
+
+Every distinct request is asked once without faults; every later answer must equal that one. Prints each fault as it is
+injected, and at the end a table. Exit status: 0 if every invariant holds, 1 if not, with the command that repeats the
+run; 2 wrong options, 130 stopped."""
+
+
+async def chaos(config: ChaosConfig, folder: Path) -> Figures:
+    """Run once; returns the report. Raises asyncio.CancelledError after Ctrl-C, when everything has been stopped."""
+    run = Run(config, folder, lambda line: print(line, flush=True))
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(run.run())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    began_at = loop.time()
+    found = await task
+    broken = broken_invariants(run.tally, found)
+    if config.check_pauses:
+        broken += long_pauses(found)
+    took_s = loop.time() - began_at
+    return figures(run.tally, found, broken=broken, injected=run.injected, took_s=took_s)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config = resolve(ChaosConfig, argv, command="chaos", help=HELP)
+    folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
+    shown: Figures = {}
+    try:
+        if config.json and not Path(config.json).resolve().parent.is_dir():
+            raise ConfigError(f"--json {config.json}: the folder does not exist")
+        shown = asyncio.run(chaos(config, folder))
+    except ConfigError as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return 2
+    except BatonError as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return 1
+    except BaseExceptionGroup as group:
+        print(f"chaos: {group.exceptions[0]}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130
+    finally:
+        _keep_logs(config, folder, is_kept=bool(shown.get("broken", True)))
+    print("\n".join(table(shown, _repeat(config))), flush=True)
+    if config.json:
+        try:
+            Path(config.json).write_text(json.dumps(shown, indent=2) + "\n")
+        except OSError as error:
+            print(f"chaos: cannot write --json {config.json}: {error.strerror}", file=sys.stderr)
+            return 1
+    return 1 if shown["broken"] else 0
+
+
+def _repeat(config: ChaosConfig) -> str:
+    values = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    words = [word for word in to_flags(ChaosConfig, values) if not word.startswith(("--json", "--logs", "--seed"))]
+    return " ".join(["./scripts/chaos", f"--seed={config.seed}", *words])
+
+
+def _keep_logs(config: ChaosConfig, folder: Path, *, is_kept: bool) -> None:
+    if config.logs is not None:
+        target = Path(config.logs)
+        target.mkdir(parents=True, exist_ok=True)
+        for log in folder.rglob("*.log"):
+            with contextlib.suppress(OSError):
+                shutil.copy(log, target)
+    elif is_kept:
+        print(f"logs: {folder}", file=sys.stderr)
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

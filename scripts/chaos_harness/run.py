@@ -1,0 +1,339 @@
+"""One run: the service, the reference, the load and the faults beside it, and what is left at the end."""
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common.config.serve import ServeConfig
+from common.errors import BatonError
+from scripts.chaos_harness.answers import Answer, Verdict
+from scripts.chaos_harness.config import ChaosConfig
+from scripts.chaos_harness.faults.base import Fault, Site
+from scripts.chaos_harness.faults.table import FAULTS
+from scripts.chaos_harness.hosts import Hosts
+from scripts.chaos_harness.pauses import Injected, pauses_by_kind
+from scripts.chaos_harness.process_resources import num_descriptors
+from scripts.chaos_harness.schedule import PlannedFault, choose_target, fault_schedule
+from scripts.chaos_harness.service import GATEWAY, ChaosService, Node
+from scripts.chaos_harness.verdicts import Findings, Tally, held
+from scripts.chaos_harness.workload import LoadRequest, distinct_requests, draws
+
+MODEL = "m"
+#: A request of the reference may take longer than one under faults: all nodes compile their grammars first.
+REFERENCE_TIMEOUT_S = 300.0
+#: Beyond --request-timeout, until a request without an end counts as hanging.
+HANGING_GRACE_S = 15.0
+SETTLE_S = 90.0
+RETRY_S = 1.0  # after a refusal
+DISK_BYTES = 16 << 20
+#: Counters of the further attempts, in the gateway's /metrics.
+RECOVERED = re.compile(rb"^baton_recoveries_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+class NoReference(BatonError):
+    """A request has no proper answer before the first fault."""
+
+
+class Run:
+    """One run of the harness.
+
+    Args:
+        say: called with each line of the timeline.
+    """
+
+    def __init__(self, config: ChaosConfig, folder: Path, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._folder = folder
+        self._say = say
+        self._requests = distinct_requests(config.distinct, config.seed, MODEL)
+        self._reference: dict[int, Answer] = {}
+        self._service: ChaosService
+        self._site: Site
+        self._began_at = 0.0
+        self._is_stopping = False
+        self._undoing: set[asyncio.Task[None]] = set()
+        self._injected: list[Injected] = []
+        self._descriptors: dict[str, int] = {}
+        self.tally = Tally()
+
+    @property
+    def injected(self) -> list[str]:
+        """Names of the faults that were injected, in order."""
+        return [fault.name for fault in self._injected]
+
+    def stop(self) -> None:
+        """Send no more requests; the run ends as usual."""
+        self._is_stopping = True
+
+    async def run(self) -> Findings:
+        """Run to the end; returns what was found. Everything is undone and stopped when this returns or raises.
+
+        Raises BatonError: the service does not start, or does not answer before the first fault.
+        """
+        with contextlib.ExitStack() as stack:
+            hosts = self._hosts(stack)
+            disk, disk_user = self._disk(stack)
+            self._service = ChaosService(
+                self._serve_config(),
+                self._folder,
+                hosts=hosts,
+                node_flags=[f"--drain-timeout={self._config.drain_timeout:g}"],
+                logs_of={disk_user: disk} if disk else {},
+                on_event=self._tell,
+            )
+            stack.callback(self._service.kill_all)
+            if disk is not None:
+                self._service.nodes[disk_user].argv.append(f"--record={disk / 'recording'}")
+            self._site = Site(self._config, self._service, self._requests, disk, disk_user)
+            await self._service.start()
+            return await self._observe()
+
+    async def _observe(self) -> Findings:
+        await self._make_reference()
+        self._descriptors = self._open_descriptors()
+        self._began_at = time.monotonic()
+        faults = asyncio.create_task(self._inject_all())
+        try:
+            await self._load()
+        finally:
+            self._is_stopping = True
+            faults.cancel()
+            await asyncio.gather(faults, return_exceptions=True)
+            await asyncio.gather(*self._undoing, return_exceptions=True)
+        if faults.done() and not faults.cancelled() and (error := faults.exception()):
+            raise error
+        return await self._findings()
+
+    # ---- what the run needs ------------------------------------------------------------------------------------------
+
+    def _serve_config(self) -> ServeConfig:
+        config = self._config
+        return ServeConfig(
+            model=config.model,
+            served_model_name=MODEL,
+            prefill=config.prefill,
+            decode=config.decode,
+            dtype="float32",
+            device="cpu",
+            threads=1,
+            transport="tcp" if config.namespaces else config.transport,
+            cluster_key="c" * 32 if config.namespaces else None,
+            max_total_tokens=config.max_total_tokens,
+            chunked_prefill_size=64,
+            enable_priority_scheduling=True,
+            default_priority_value=0,
+            node_timeout=config.node_timeout,
+            heartbeat_interval=0.5,
+            request_timeout=config.request_timeout,
+            log_requests=False,
+        )
+
+    def _hosts(self, stack: contextlib.ExitStack) -> Hosts | None:
+        if not self._config.namespaces:
+            return None
+        names = [f"prefill-{i}" for i in range(self._config.prefill)]
+        names += [f"decode-{i}" for i in range(self._config.decode)]
+        hosts = Hosts(names)
+        stack.callback(hosts.close)
+        return hosts
+
+    def _disk(self, stack: contextlib.ExitStack) -> tuple[Path | None, str]:
+        """A small disk, and the node that writes to it; None where it cannot be mounted."""
+        disk = self._folder / "small-disk"
+        disk.mkdir()
+        try:
+            words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
+            subprocess.run(words, check=True, capture_output=True)
+        except (subprocess.CalledProcessError, FileNotFoundError):
+            disk.rmdir()
+            return None, ""
+        stack.callback(subprocess.run, ["umount", "-l", str(disk)], check=False, capture_output=True)
+        return disk, f"decode-{self._config.decode - 1}"
+
+    # ---- the load ----------------------------------------------------------------------------------------------------
+
+    async def _make_reference(self) -> None:
+        """Ask every distinct request once, undisturbed, a few at a time. Raises NoReference."""
+        left = iter(self._requests)
+
+        async def work() -> None:
+            for request in left:
+                answer = await self._service.client.send(request, REFERENCE_TIMEOUT_S)
+                if not answer.is_complete:
+                    raise NoReference(
+                        f"request {request.number} ({request.kind}) has no answer without faults: status "
+                        f"{answer.status} {answer.code} {answer.message}\n{self._service.log_tail()}"
+                    )
+                self._reference[request.number] = answer
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(4):
+                group.create_task(work())
+        self._say(f"reference: {len(self._reference)} distinct requests, answered without faults")
+
+    async def _load(self) -> None:
+        drawn = draws(self._requests, self._config.seed)
+        numbers = iter(range(self._config.requests))
+        duration = self._config.duration
+        ends_at = float("inf") if duration is None else self._began_at + duration
+
+        async def work() -> None:
+            while not self._is_stopping and time.monotonic() < ends_at and next(numbers, None) is not None:
+                await self._one(next(drawn))
+
+        shown = asyncio.create_task(self._show_progress())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._config.concurrency):
+                    group.create_task(work())
+        finally:
+            shown.cancel()
+
+    async def _one(self, request: LoadRequest) -> None:
+        """Send a request until it is accepted, and judge the answer."""
+        timeout_s = self._config.request_timeout + HANGING_GRACE_S
+        while True:
+            answer = await self._service.client.send(request, timeout_s)
+            verdict = self.tally.add(request, answer, self._reference[request.number])
+            if verdict is not Verdict.EQUAL:
+                self._tell(f"request {request.number} ({request.kind}): {verdict.value} {answer.code}")
+            if verdict is not Verdict.REFUSED or self._is_stopping:
+                return
+            await asyncio.sleep(RETRY_S)
+
+    async def _show_progress(self) -> None:
+        if not (self._config.progress and sys.stderr.isatty()):
+            return
+        try:
+            while True:
+                await asyncio.sleep(1.0)
+                line = f"{self.tally.num_sent:,} of {self._config.requests:,} requests, {len(self._injected)} faults"
+                print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        finally:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    # ---- the faults --------------------------------------------------------------------------------------------------
+
+    def _chosen(self) -> list[type[Fault]]:
+        """The faults of this run; says which cannot be injected here and why."""
+        chosen = []
+        for name in self._config.faults or FAULTS:
+            if why := FAULTS[name].why_not(self._site):
+                self._say(f"skipped: {name} {why}")
+            else:
+                chosen.append(FAULTS[name])
+        return chosen
+
+    def _schedule(self) -> Iterator[PlannedFault]:
+        config = self._config
+        kinds = [fault.kind(config) for fault in self._chosen()]
+        return fault_schedule(kinds, kill_every=config.kill_every, fault_every=config.fault_every, seed=config.seed)
+
+    async def _inject_all(self) -> None:
+        for planned in self._schedule():
+            await asyncio.sleep(max(self._began_at + planned.at_s - time.monotonic(), 0.0))
+            task = asyncio.create_task(self._inject_when_possible(planned))
+            self._undoing.add(task)
+            task.add_done_callback(self._undoing.discard)
+
+    async def _inject_when_possible(self, planned: PlannedFault) -> None:
+        """Inject a fault as soon as a node may be hit by it; never, if it takes until the next one of its sort."""
+        every_s = self._config.kill_every if planned.kind.is_loss else self._config.fault_every
+        gives_up_at = time.monotonic() + every_s
+        while not self._is_stopping and time.monotonic() < gives_up_at:
+            if (node := self._target(planned)) is not None:
+                await self._inject(planned, node)
+                return
+            await asyncio.sleep(0.1)
+
+    def _target(self, planned: PlannedFault) -> Node | None:
+        if not planned.kind.roles:
+            return self._service.nodes[GATEWAY]
+        if planned.kind.name == "disk":
+            return self._service.nodes[self._site.disk_user]
+        counts = {"prefill": self._config.prefill, "decode": self._config.decode}
+        lone = [role for role, count in counts.items() if count == 1]
+        name = choose_target(planned, self._service.states(), lone)
+        return self._service.nodes[name] if name else None
+
+    async def _inject(self, planned: PlannedFault, node: Node) -> None:
+        """Inject one fault, and undo it when its time is over or the run ends."""
+        fault = FAULTS[planned.kind.name]()
+        is_of_node = bool(planned.kind.roles)
+        if is_of_node:
+            node.fault = fault.name
+            node.may_end = node.may_end or fault.may_end
+        began_at = time.monotonic()
+        try:
+            self._tell(await fault.inject(self._site, node))
+            ends_at = began_at + planned.lasts_s
+            while time.monotonic() < ends_at and not self._is_stopping:
+                await asyncio.sleep(0.05)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self._tell(f"{fault.name} at {node.name}: {error}")  # the node has ended meanwhile
+        finally:
+            await fault.undo(self._site, node)
+            if is_of_node:
+                node.fault = ""
+                node.may_end = node.may_end and not node.is_running
+            mark_s = self._marks().get(fault.name, 0.0)
+            self._injected.append(Injected(fault.name, node.name, began_at, time.monotonic(), mark_s))
+
+    def _marks(self) -> dict[str, float]:
+        """Longest pause, p99, of the faults that have a mark."""
+        config = self._config
+        return {
+            name: config.node_timeout + 3.0 if fault.is_silent else config.max_kill_pause
+            for name, fault in FAULTS.items()
+            if fault.is_loss or fault.is_silent
+        }
+
+    def _tell(self, text: str) -> None:
+        self._say(f"{time.monotonic() - self._began_at:8.1f} s  {text}" if self._began_at else text)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    async def _findings(self) -> Findings:
+        service = self._service
+        await service.until_registered()
+        pages = await self._unreleased()
+        service.client.close()
+        _, metrics = await service.client.call("GET", "/metrics")
+        recovered = RECOVERED.findall(metrics)
+        service.client.close()
+        await asyncio.sleep(0.5)  # until the gateway has seen the connections close
+        after = self._open_descriptors()
+        problems = list(self._site.problems)
+        problems += [f"the log of {name} has a traceback" for name in service.tracebacks()]
+        return Findings(
+            pages=pages,
+            failed_checks=service.failed_checks,
+            crashes=service.crashes,
+            left=await service.stop(),
+            descriptors={name: (before, after.get(name, 0)) for name, before in self._descriptors.items()},
+            problems=problems,
+            pauses=pauses_by_kind(self._injected, self.tally.streams),
+            marks=self._marks(),
+            num_recovered=int(sum(map(float, recovered))) if recovered else None,
+        )
+
+    async def _unreleased(self) -> dict[str, str]:
+        """What nodes still hold after some time without requests; shorter than any lease that could hide a leak."""
+        ends_at = time.monotonic() + SETTLE_S
+        while True:
+            rows = await self._service.rows()
+            left = {row["name"]: what for row in rows if (what := held(row))}
+            if not left or time.monotonic() > ends_at:
+                return left
+            await asyncio.sleep(0.5)
+
+    def _open_descriptors(self) -> dict[str, int]:
+        """Of the gateway, and the most that a node has: after a change of roles, nodes have each other's."""
+        found = {name: num_descriptors(node.pid) for name, node in self._service.nodes.items() if node.is_running}
+        gateway = found.pop(GATEWAY, 0)
+        return {GATEWAY: gateway, "a node": max(found.values(), default=0)}

@@ -1,0 +1,313 @@
+"""The service under test: a gateway and nodes as real processes, which are killed, stopped and started again.
+
+The processes are those of ``serve``, with the same command lines and keys. A node that has ended is started again at
+its address, as a supervisor would do. A process that ends although no fault explains it counts as a crash.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.config.serve import ServeConfig
+from common.errors import BatonError
+from scripts.chaos_harness.client import Client
+from scripts.chaos_harness.hosts import Hosts
+from scripts.chaos_harness.process_resources import ProcessResources
+from scripts.chaos_harness.schedule import NodeState
+from scripts.serving.cpu_affinity import Share
+from scripts.serving.serve import ROOT, children, free_port
+from scripts.serving.supervisor import bind_to
+
+POLL_S = 0.25
+RESTART_S = 0.5
+START_TIMEOUT_S = 180.0
+STOP_S = 30.0
+GATEWAY = "gateway"
+
+Worker = dict[str, Any]  # a row of /v1/workers
+
+
+class ServiceFailed(BatonError):
+    """The service did not start; the message ends with the log."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One process of the service.
+
+    Attributes:
+        fault: the fault that it is hit by now; empty without one.
+        may_end: a fault explains its end, and whatever it has open then.
+        is_registered: the gateway has it in rotation, by its present process.
+    """
+
+    name: str
+    argv: list[str]
+    env: dict[str, str]
+    log: Path
+    role: str
+    process: "subprocess.Popen[bytes] | None" = None
+    fault: str = ""
+    may_end: bool = False
+    is_registered: bool = False
+    num_starts: int = 0
+    ended_at: float = 0.0
+    worker: Worker = field(default_factory=dict)
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.is_running and self.process is not None:
+            self.process.send_signal(number)
+
+
+class ChaosService:
+    """Starts and watches the processes.
+
+    Args:
+        folder: of logs and temporary files.
+        hosts: the network namespaces of the nodes, by name; None to run all on this host.
+        node_flags: further flags of every node.
+        logs_of: folders of the logs of single processes, by name.
+        on_event: called with what happens to processes, for the timeline.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        folder: Path,
+        *,
+        hosts: Hosts | None = None,
+        node_flags: Sequence[str] = (),
+        logs_of: dict[str, Path] | None = None,
+        on_event: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.hosts = hosts
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        self._on_event = on_event
+        config = dataclasses.replace(
+            config,
+            port=free_port("127.0.0.1", 0, "--port"),
+            control_port=free_port("127.0.0.1", 0, "--control-port"),
+        )
+        self.nodes = {
+            child.name: Node(
+                child.name,
+                [*child.argv, *self._address_flags(child.name, config.control_port), *flags],
+                child.env | {"TMPDIR": str(self.temporary)},
+                (logs_of or {}).get(child.name, folder) / f"{child.name}.log",
+                child.name.split("-")[0],
+            )
+            for child in children(config, [Share(1)] * (config.prefill + config.decode))
+            for flags in [() if child.name == GATEWAY else node_flags]
+        }
+        self.client = Client("127.0.0.1", config.port)
+        self.port = config.port
+        self.crashes: list[str] = []
+        self.failed_checks: dict[str, int] = {}  # by name and process
+        self._resources: list[tuple[str, ProcessResources]] = []  # of processes that have been ended, by name
+        self._keeper: asyncio.Task[None] | None = None
+        self._is_stopping = False
+
+    def _address_flags(self, name: str, control_port: int) -> list[str]:
+        """A fixed port, so that a node comes back at the same address; and the addresses of hosts."""
+        is_prefill = name.startswith("prefill")
+        flags = [f"--data-port={free_port('127.0.0.1', 0, '--data-port')}"] if is_prefill else []
+        if self.hosts is None:
+            return flags
+        gateway = self.hosts.bridge_address
+        if name == GATEWAY:
+            return [f"--control-host={gateway}"]
+        address = self.hosts.address(name)
+        flags += [f"--gateway={gateway}:{control_port}", f"--advertise-host={address}"]
+        return flags if is_prefill else [*flags, f"--data-interface={address}"]
+
+    # ---- processes ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start everything; returns once every node is in rotation. Raises ServiceFailed."""
+        for node in self.nodes.values():
+            self._spawn(node)
+        await self.until_registered()
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def until_registered(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return once every node is in rotation. Raises ServiceFailed."""
+        ends_at = time.monotonic() + timeout_s
+        while not all(node.is_registered for node in self.workers):
+            await self._look()
+            dead = [node.name for node in self.nodes.values() if not node.is_running and self._keeper is None]
+            if dead or time.monotonic() > ends_at:
+                missing = [node.name for node in self.workers if not node.is_registered]
+                raise ServiceFailed(f"not in rotation after {timeout_s:g} s: {', '.join(missing)}\n{self.log_tail()}")
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def workers(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.name != GATEWAY]
+
+    def states(self) -> list[NodeState]:
+        return [
+            NodeState(node.name, node.role, node.is_registered and node.is_running and not node.fault)
+            for node in self.workers
+        ]
+
+    def _spawn(self, node: Node) -> None:
+        argv = node.argv if self.hosts is None or node.name == GATEWAY else self.hosts.command(node.name, *node.argv)
+        node.num_starts += 1
+        with contextlib.ExitStack() as stack:
+            try:
+                output: Any = stack.enter_context(node.log.open("ab"))
+            except OSError:  # its disk is full
+                output = subprocess.DEVNULL
+            node.process = subprocess.Popen(
+                argv,
+                env=node.env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=functools.partial(bind_to, os.getpid(), signal.SIGKILL),
+            )
+
+    async def _keep(self) -> None:
+        """Start nodes again that have ended, and keep what the gateway says about them."""
+        while not self._is_stopping:
+            for node in self.nodes.values():
+                if not node.is_running:
+                    self._on_ended(node)
+            await self._look()
+            await asyncio.sleep(POLL_S)
+
+    def _on_ended(self, node: Node) -> None:
+        assert node.process is not None
+        now = time.monotonic()
+        if not node.ended_at:
+            node.ended_at = now
+            node.is_registered = False
+            status = node.process.returncode
+            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            if not node.may_end:
+                self.crashes.append(f"{node.name} {how}")
+                self._on_event(f"{node.name} {how}, and no fault explains it")
+        elif now - node.ended_at > RESTART_S:
+            node.ended_at, node.may_end = 0.0, False
+            self._spawn(node)
+
+    async def _look(self) -> None:
+        rows = {row["name"]: row for row in await self.rows()}
+        for node in self.workers:
+            row = rows.get(node.name)
+            node.is_registered = row is not None and node.is_running and row["register"]["pid"] == node.pid
+            if row is not None and node.is_registered:
+                node.role, node.worker = row["role"], row
+                counters = (row["heartbeat"] or {}).get("counters", {})
+                self.failed_checks[f"{node.name} {node.pid}"] = int(counters.get("failed_checks", 0))
+
+    async def rows(self) -> list[Worker]:
+        """Rows of ``/v1/workers``; none if the gateway does not answer."""
+        status, body = await self.client.call("GET", "/v1/workers", timeout_s=10.0)
+        found: list[Worker] = json.loads(body)["workers"] if status == 200 else []
+        return found
+
+    def remember_resources(self, node: Node) -> None:
+        """Record what a process has open, before a fault ends it."""
+        with contextlib.suppress(OSError):
+            found = ProcessResources.of([node.pid])
+            ours = (str(ROOT), str(self.folder))  # libraries; logs and recordings
+            files = frozenset(path for path in found.files if not path.startswith(ours))
+            self._resources.append((node.name, dataclasses.replace(found, files=files)))
+
+    def kill(self, node: Node) -> None:
+        """End a process as the kernel does, without a warning; returns once it has ended."""
+        self.remember_resources(node)
+        node.may_end = True
+        node.send_signal(signal.SIGKILL)
+        if node.process is not None:
+            node.process.wait()
+            self._on_ended(node)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> list[str]:
+        """Stop every process with SIGTERM; returns what is not as it should be after that."""
+        self._is_stopping = True
+        if self._keeper is not None:
+            await self._keeper
+        self.client.close()
+        running = [node for node in self.nodes.values() if node.is_running]
+        for node in running:
+            self.remember_resources(node)
+        problems: list[str] = []
+        for group in ([n for n in running if n.name != GATEWAY], [n for n in running if n.name == GATEWAY]):
+            problems += await asyncio.to_thread(_terminate, group)
+        for name, resources in self._resources:
+            if left := resources.left():
+                problems.append(f"{name} left {left}")
+        if files := sorted(path.name for path in self.temporary.iterdir()):
+            problems.append(f"temporary files are left: {', '.join(files[:10])}")
+        return problems
+
+    def kill_all(self) -> None:
+        """End every process at once."""
+        self._is_stopping = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+        for node in self.nodes.values():
+            node.send_signal(signal.SIGKILL)
+            if node.process is not None:
+                node.process.wait()
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        parts = []
+        for node in self.nodes.values():
+            with contextlib.suppress(OSError):
+                lines = node.log.read_text(errors="replace").splitlines()[-num_lines:]
+                parts.append("\n".join([f"---- {node.log.name}", *lines]))
+        return "\n".join(parts)
+
+    def tracebacks(self) -> list[str]:
+        """Names of processes whose logs have a traceback."""
+        found = []
+        for node in self.nodes.values():
+            with contextlib.suppress(OSError):
+                if "Traceback (most recent call last)" in node.log.read_text(errors="replace"):
+                    found.append(node.name)
+        return found
+
+
+def _terminate(nodes: Sequence[Node]) -> list[str]:
+    for node in nodes:
+        node.send_signal(signal.SIGTERM)
+    ends_at = time.monotonic() + STOP_S
+    problems = []
+    for node in nodes:
+        assert node.process is not None
+        try:
+            status = node.process.wait(max(ends_at - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            problems.append(f"{node.name} did not stop within {STOP_S:g} s of SIGTERM")
+            node.process.kill()
+            node.process.wait()
+            continue
+        if status:
+            problems.append(f"{node.name} stopped with status {status}")
+    return problems
