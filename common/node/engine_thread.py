@@ -51,7 +51,8 @@ class EngineThread:
     def __init__(self, executor: Executor, profiler: Profiler | None = None) -> None:
         self._executor = executor
         self._profiler = profiler
-        self._plans: queue.SimpleQueue[StepPlan | StartProfile | StopProfile | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: before Python 3.13, its ``get`` may block for good if its timeout has passed too early.
+        self._plans: queue.Queue[StepPlan | StartProfile | StopProfile | None] = queue.Queue()
         self._answers: queue.SimpleQueue[ProfileAnswer] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._grammars: queue.SimpleQueue[CompiledGrammar] = queue.SimpleQueue()

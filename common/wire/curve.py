@@ -128,6 +128,9 @@ class Authenticator:
 
     Args:
         on_refused: called with a description of each client that is refused.
+
+    Raises:
+        zmq.ZMQError: the context has one already.
     """
 
     def __init__(
@@ -137,7 +140,11 @@ class Authenticator:
         self._on_refused = on_refused
         self.socket = context.socket(zmq.REP)
         self.socket.set(zmq.LINGER, 0)
-        self.socket.bind(ZAP_ADDRESS)
+        try:
+            self.socket.bind(ZAP_ADDRESS)
+        except zmq.ZMQError:
+            self.socket.close()
+            raise
 
     def answer_all(self) -> None:
         """Answer all waiting questions; never blocks."""

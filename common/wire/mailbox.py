@@ -127,11 +127,6 @@ class Mailbox:
         self._configure(self._socket, incarnation, is_bound=self._is_bound, silence_s=silence_s)
         self._endpoint = connect
         self._lost_at: float | None = None  # since when a connecting mailbox lacks the connection that it had
-        self._authenticator: Authenticator | None = None
-        if isinstance(curve, CurveServer):
-            self._authenticator = Authenticator(context, curve.permitted, self._on_refused_key)
-        if curve is not None:
-            set_keys(self._socket, curve)
         self._num_pending = 0  # connections to a bound mailbox whose handshake is not finished
         self._num_key_refusals = 0  # of those; they are counted already
         self._is_connected = False  # of a connecting mailbox
@@ -139,7 +134,12 @@ class Mailbox:
         self._monitor = self._socket.get_monitor_socket(
             _CONNECTED | _DISCONNECTED | (_ACCEPTED if bind else _REFUSED | _CLOSED)
         )
+        self._authenticator: Authenticator | None = None
         try:
+            if isinstance(curve, CurveServer):
+                self._authenticator = Authenticator(context, curve.permitted, self._on_refused_key)
+            if curve is not None:
+                set_keys(self._socket, curve)
             if bind:
                 self._socket.bind(bind)
             else:

@@ -62,7 +62,8 @@ class NixlWriter(WriterTransport):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._peers: dict[str, PeerState] = {}
         self._leaving: dict[str, PeerState] = {}  # detached peers with writes under way
-        self._jobs: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: before Python 3.13, its ``get`` may block for good if its timeout has passed too early.
+        self._jobs: queue.Queue[tuple[Any, ...] | None] = queue.Queue()
         self._news: deque[Attached] = deque()
         self._done: deque[int] = deque()
         self._spent: deque[Any] = deque()  # handles of writes that are over, to be released
