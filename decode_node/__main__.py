@@ -49,7 +49,7 @@ def build(context: WorkerContext, transport: ReaderTransport) -> DecodeRole:
         context.allocator,
         name=config.node_name,
         digest=context.digest,
-        wants_checksums=config.kv_checksum,
+        checksums=context.checksums,
     )
     scheduler = DecodeScheduler(
         context.cache,

@@ -38,7 +38,7 @@ def build(context: WorkerContext, transport: WriterTransport) -> PrefillRole:
         sharing=context.sharing,
         max_skip_ahead=config.max_skip_ahead,
     )
-    sender = Sender(transport, digest=context.digest, wants_checksums=config.kv_checksum, clock=context.clock)
+    sender = Sender(transport, digest=context.digest, checksums=context.checksums, clock=context.clock)
     scheduler = PrefillScheduler(
         context.cache,
         context.allocator,

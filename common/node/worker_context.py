@@ -15,6 +15,7 @@ from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits, prefi
 from common.scheduling.new_token_ratio import RatioConstants, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_ordering
+from common.wire.messages import Coverage
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,16 @@ class WorkerContext:
     def sharing(self) -> InBatchPrefixLimits:
         """Raises ConfigError: a variable is no such number."""
         return prefix_limits_from_environ(self.environ)
+
+    @property
+    def checksums(self) -> Coverage:
+        """Which pages travel with a checksum, as ``--kv-checksum`` describes."""
+        wanted = self.config.kv_checksum
+        if wanted != "auto":
+            return wanted
+        if self.config.record:
+            return "off"
+        return "all" if self.pool.is_mapped else "sampled"
 
     def ordering(self) -> RequestOrdering:
         """The ordering of the role's queue. Raises ConfigError if the user's own policy cannot be made."""
