@@ -40,7 +40,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
         context.allocator,
         name=config.node_name,
         digest=context.digest,
-        wants_checksums=config.kv_checksum,
+        checksums=context.checksums,
     )
     scheduler = DecodeScheduler(
         context.cache,
@@ -53,7 +53,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
     )
 
     def open_sender() -> Sender:
-        return Sender(ends.writer, digest=context.digest, wants_checksums=config.kv_checksum, clock=context.clock)
+        return Sender(ends.writer, digest=context.digest, checksums=context.checksums, clock=context.clock)
 
     return DecodeRole(
         scheduler,

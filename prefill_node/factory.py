@@ -27,7 +27,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:
         sharing=context.sharing,
         max_skip_ahead=config.max_skip_ahead,
     )
-    sender = Sender(ends.writer, digest=context.digest, wants_checksums=config.kv_checksum, clock=context.clock)
+    sender = Sender(ends.writer, digest=context.digest, checksums=context.checksums, clock=context.clock)
     scheduler = PrefillScheduler(
         context.cache,
         context.allocator,

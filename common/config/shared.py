@@ -118,10 +118,11 @@ class EngineOptions:
         "Without it, they are refused.",
         metavar="DIR",
     )
-    kv_checksum: bool = option(
-        False,
-        "Send a checksum with every KV page and verify it on arrival; damaged pages are sent again. It is enough to set"
-        " this on one node of a pair.",
+    kv_checksum: Literal["auto", "all", "sampled", "off"] = option(
+        "auto",
+        "Which KV pages are sent with a checksum, which is verified on arrival; damaged pages are sent again. The node"
+        " of a pair that wants more decides. auto: all pages of a pool in host memory, one in 16 of a pool on a device,"
+        " none with --record.",
     )
     gpu_direct: bool = option(
         False,
@@ -191,7 +192,7 @@ def check_engine(config: Any) -> None:
     check_keys(config)
     check_scheduling(config)
     check_batching(config)
-    if config.record and config.kv_checksum:
+    if config.record and config.kv_checksum not in ("auto", "off"):
         raise ConfigError(
             "--record and --kv-checksum exclude each other: a recording holds no pages to verify; leave one out"
         )

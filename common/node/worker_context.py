@@ -16,6 +16,7 @@ from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits, prefi
 from common.scheduling.new_token_ratio import RatioConstants, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_ordering
+from common.wire.messages import Coverage
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,16 @@ class WorkerContext:
         num_kept = self.allocator.num_pages - self.allocator.count(Owner.FREE) - num_cached
         invariant(not num_kept, f"{num_kept} pages still belong to requests or transfers of the last role")
         invariant(self.cache.num_evictable_pages == num_cached, "cached pages are still locked by the last role")
+
+    @property
+    def checksums(self) -> Coverage:
+        """Which pages travel with a checksum, as ``--kv-checksum`` describes."""
+        wanted = self.config.kv_checksum
+        if wanted != "auto":
+            return wanted
+        if self.config.record:
+            return "off"
+        return "all" if self.pool.is_mapped else "sampled"
 
     def ordering(self) -> RequestOrdering:
         """The ordering of the role's queue. Raises ConfigError if the user's own policy cannot be made."""

@@ -29,6 +29,7 @@ ShortText = Annotated[str, Meta(max_length=256)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
 Role = Literal["prefill", "decode"]
+Coverage = Literal["off", "sampled", "all"]  # which pages travel with a checksum
 PublicKey = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]  # of CURVE; empty without keys
 
 MAX_SECONDS = 1e10
@@ -405,7 +406,7 @@ class Connect(Message, frozen=True, tag="connect"):
     num_pages: Annotated[int, Meta(ge=1)]
     transport: Id
     endpoint: Annotated[str, Meta(max_length=65536)]  # of the transport, which alone can parse it
-    wants_checksums: bool = False
+    checksums: Coverage = "off"  # which pages come with one, at least
     resumes: bool = False  # the last connection broke, and its transfers go on under this epoch
 
 
@@ -445,7 +446,7 @@ class PagesWritten(RequestMessage, frozen=True, tag="pages_written"):
     epoch: Count
     indices: tuple[Count, ...]  # of the pages in the prompt
     part: Count = 0  # number of the part of each page
-    checksums: tuple[Checksum, ...] = ()  # CRC-32 of each part at the prefill node; all or none
+    checksums: tuple[Checksum, ...] = ()  # of each part at the prefill node; all or none
     num_resends: Count = 0  # number of times that these parts were written again
 
 

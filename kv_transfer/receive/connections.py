@@ -8,7 +8,7 @@ again.
 
 from dataclasses import dataclass
 
-from common.wire.messages import Connect, LayoutMessage, PairState
+from common.wire.messages import Connect, Coverage, LayoutMessage, PairState
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import ReaderTransport
 
@@ -109,18 +109,18 @@ class PrefillConnections:
     Args:
         transport: makes the offers.
         name, digest: of this node and its model.
-        wants_checksums: a checksum must come with every page.
+        checksums: which pages come with one, at least.
 
     Attributes:
         by_peer: the connection to each.
         epoch: of the last offer; rises with every offer to any prefill node.
     """
 
-    def __init__(self, transport: ReaderTransport, *, name: str, digest: str, wants_checksums: bool) -> None:
+    def __init__(self, transport: ReaderTransport, *, name: str, digest: str, checksums: Coverage) -> None:
         self._transport = transport
         self._name = name
         self._digest = digest
-        self._wants_checksums = wants_checksums
+        self._checksums = checksums
         self.by_peer: dict[str, PrefillConnection] = {}
         self.epoch = 0
 
@@ -184,6 +184,6 @@ class PrefillConnections:
             num_pages=store.num_pages,
             transport=self._transport.name,
             endpoint=self._transport.offer(peer, self.epoch),
-            wants_checksums=self._wants_checksums,
+            checksums=self._checksums,
             resumes=resumes,
         )

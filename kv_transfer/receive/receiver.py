@@ -24,6 +24,7 @@ from common.wire.messages import (
     Closed,
     Connect,
     Connected,
+    Coverage,
     Grant,
     Message,
     PagesWritten,
@@ -73,7 +74,7 @@ class Receiver:
         transport: offers our pool, and proves that writers can write no more.
         allocator: of the pool. Pages come in as ``GRANT``; only the receiver moves any to ``QUARANTINE``.
         name, digest: of this node and its model, for ``Connect``.
-        wants_checksums: one must come with every page. Checksums that come are always verified.
+        checksums: which pages come with one, at least. Checksums that come are always verified.
     """
 
     def __init__(
@@ -83,15 +84,15 @@ class Receiver:
         *,
         name: str = "decode",
         digest: str = "-",
-        wants_checksums: bool = False,
+        checksums: Coverage = "off",
     ) -> None:
         self._transport = transport
         self._table = ReceiveTable(allocator, transport.forbid)
         self._name = name
         self._page_size = transport.store.layout.page_size
-        self._wants_checksums = wants_checksums
+        self._are_checksums_due = checksums == "all"
         self._checksums = Checksums(transport.store)
-        self._connections = PrefillConnections(transport, name=name, digest=digest, wants_checksums=wants_checksums)
+        self._connections = PrefillConnections(transport, name=name, digest=digest, checksums=checksums)
         self._messages: list[tuple[str, Message]] = []
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
@@ -278,7 +279,7 @@ class Receiver:
         is_now = message.epoch == session.epoch and session.accepts(ReceiveEvent.DELIVER)
         if not is_now or not session.is_expected(message.indices, message.part, message.num_resends):
             return False
-        damaged = self._damaged(session, message) if self._wants_checksums or message.checksums else []
+        damaged = self._damaged(session, message) if self._are_checksums_due or message.checksums else []
         if damaged and not self._ask_again(session, damaged, message.part, message.num_resends + 1):
             return True
         self._connections.by_peer[session.peer].page_came()

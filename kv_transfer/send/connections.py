@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from common.cache.page_layout import layout_conflict
 from common.errors import ErrorCode, invariant
-from common.wire.messages import AttachFailed, Connect, Connected, Grant, Message, PairState, Refused
+from common.wire.messages import AttachFailed, Connect, Connected, Coverage, Grant, Message, PairState, Refused
+from kv_transfer.checksums import wider
 from kv_transfer.page_mapping import PageMapping
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import SendState
@@ -26,7 +27,7 @@ class DecodeConnection:
     """The connection to one decode node, usable once attached.
 
     Attributes:
-        has_checksums: a checksum is sent with every page.
+        checksums: which pages are sent with a checksum.
         transport, why: the transport that carries pages, and why that one; set once attached.
         granted: pages of the decode node that some transfer may write.
     """
@@ -35,7 +36,7 @@ class DecodeConnection:
     epoch: int
     num_pages: int
     mapping: PageMapping
-    has_checksums: bool
+    checksums: Coverage
     is_attached: bool = False
     transport: str = ""
     why: str = ""
@@ -67,13 +68,13 @@ class DecodeConnections:
 
     Args:
         digest: of our model; empty: models are not compared.
-        wants_checksums: send checksums on every connection; otherwise only where the decode node wants them.
+        checksums: which pages get a checksum on every connection; more of them where a decode node wants more.
     """
 
-    def __init__(self, transport: WriterTransport, digest: str, *, wants_checksums: bool = False) -> None:
+    def __init__(self, transport: WriterTransport, digest: str, *, checksums: Coverage = "off") -> None:
         self._transport = transport
         self._digest = digest
-        self._wants_checksums = wants_checksums
+        self._checksums = checksums
         self.by_peer: dict[str, DecodeConnection] = {}
         self.num_attached: Counter[str] = Counter()  # attachments so far, by transport
 
@@ -102,8 +103,8 @@ class DecodeConnections:
         except AttachError as error:
             return self._attach_failed(connect.name, connect.epoch, str(error))
         mapping = PageMapping(self._transport.store.layout, connect.layout.layout())
-        has_checksums = self._wants_checksums or connect.wants_checksums
-        self.by_peer[peer] = DecodeConnection(connect.name, connect.epoch, connect.num_pages, mapping, has_checksums)
+        checksums = wider(self._checksums, connect.checksums)
+        self.by_peer[peer] = DecodeConnection(connect.name, connect.epoch, connect.num_pages, mapping, checksums)
         return None
 
     def _mismatch(self, connect: Connect) -> str:

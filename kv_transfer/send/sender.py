@@ -27,6 +27,7 @@ from common.wire.messages import (
     AbortTransfer,
     Closed,
     Connect,
+    Coverage,
     Grant,
     Message,
     PairState,
@@ -55,15 +56,15 @@ class Sender:
     Args:
         transport: writes pages; also knows our own pool.
         digest: of our model; a decode node with another is refused. Empty: not compared.
-        wants_checksums: send one with every page, even if the decode node did not ask for it.
+        checksums: which pages get one; more of them if the decode node wants more.
         clock: measures how long writes take.
     """
 
     def __init__(
-        self, transport: WriterTransport, *, digest: str = "", wants_checksums: bool = False, clock: Clock | None = None
+        self, transport: WriterTransport, *, digest: str = "", checksums: Coverage = "off", clock: Clock | None = None
     ) -> None:
         self._transport = transport
-        self._connections = DecodeConnections(transport, digest, wants_checksums=wants_checksums)
+        self._connections = DecodeConnections(transport, digest, checksums=checksums)
         self._queue = WriteQueue(transport, clock or MonotonicClock(), self._connections)
         self._table = SendTable()
         self._messages: list[tuple[str, Message]] = []

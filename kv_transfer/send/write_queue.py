@@ -12,7 +12,7 @@ from common.clock import Clock
 from common.errors import invariant
 from common.request import RequestKey
 from common.wire.messages import PagesWritten
-from kv_transfer.checksums import Checksums
+from kv_transfer.checksums import Checksums, is_covered
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.send.connections import DecodeConnections
 from kv_transfer.send.session import SendSession
@@ -27,7 +27,7 @@ class Write(NamedTuple):
     """A write under way.
 
     Attributes:
-        sums: checksums, if the peer is to have them.
+        sums: checksums of the units that travel with one.
         transport: which one carries it.
     """
 
@@ -43,7 +43,7 @@ class WriteQueue:
     Args:
         transport: writes pages.
         clock: measures how long its calls take.
-        connections: the peers, what a write to each of them moves, and whether with checksums.
+        connections: the peers, what a write to each of them moves, and which pages get checksums.
     """
 
     def __init__(self, transport: WriterTransport, clock: Clock, connections: DecodeConnections) -> None:
@@ -96,15 +96,17 @@ class WriteQueue:
         begun_at = self.clock.now()
         ticket = self._transport.write(session.peer, [session.pages_of(unit) for unit in units], slices)
         self._seconds += self.clock.now() - begun_at
-        sums: Sums = {}
         connection = self._connections.by_peer[session.peer]
-        if connection.has_checksums:
-            sums = {unit: self._checksums.of_source(session.pages_of(unit)[0], slices) for unit in units}
+        sums = {
+            unit: self._checksums.of_source(session.pages_of(unit)[0], slices)
+            for unit in units
+            if is_covered(connection.checksums, session.key[1], unit)
+        }
         self._tickets[ticket] = Write(session, units, sums, connection.transport)
         self._write_time.begin(connection.transport, begun_at)
 
     def finished(self) -> list[tuple[SendSession, list[int], Sums]]:
-        """Sessions with units whose writes are over now, and their checksums, if the peer is to have them."""
+        """Sessions with units whose writes are over now, and the checksums of those that have one."""
         finished: dict[RequestKey, tuple[SendSession, list[int], Sums]] = {}
         for ticket in self._transport.done():
             if ticket not in self._tickets:
@@ -159,15 +161,17 @@ class WriteQueue:
 
 
 def written_messages(session: SendSession, units: Sequence[int], sums: Sums) -> list[PagesWritten]:
-    """The messages that report these units: one for each part of a page, and for each number of resends."""
+    """The messages that report these units: one for each part of a page, with and without checksums, and for each
+    number of resends.
+    """
     assert session.epoch is not None
     per_page = session.units.per_target
-    alike: dict[tuple[int, int], list[int]] = {}
+    alike: dict[tuple[int, int, bool], list[int]] = {}
     for unit in units:
-        alike.setdefault((unit % per_page, session.num_resends(unit)), []).append(unit)
+        alike.setdefault((unit % per_page, session.num_resends(unit), unit in sums), []).append(unit)
     messages = []
-    for (part, number), some in sorted(alike.items()):
+    for (part, number, is_summed), some in sorted(alike.items()):
         indices = tuple(unit // per_page for unit in some)
-        checksums = tuple(sums[unit] for unit in some if sums)
+        checksums = tuple(sums[unit] for unit in some) if is_summed else ()
         messages.append(PagesWritten(*session.key, session.epoch, indices, part, checksums, number))
     return messages

@@ -1,13 +1,13 @@
 """Page checksums: damage is detected, counted and repaired by a resend, or ends the transfer in an error."""
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore, TransferPair, content
@@ -16,8 +16,8 @@ from support.kv.unequal_nodes import SIZES, Nodes
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
 from common.errors import ErrorCode
-from common.wire.messages import Closed, PagesWritten, PrefillDone, Resend
-from kv_transfer.checksums import Checksums
+from common.wire.messages import Closed, Coverage, PagesWritten, PrefillDone, Resend
+from kv_transfer.checksums import SAMPLED_EVERY, Checksums, is_covered
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.page_mapping import PageMapping, parts_of
 from kv_transfer.page_slices import copy
@@ -28,7 +28,8 @@ from kv_transfer.transports.negotiation import TransportSettings, open_reader, o
 from scripts.simulator.inprocess_transport import Fault, Wire
 
 KEY = ("r", 0)
-ASKS = [(True, False), (False, True), (True, True)]
+Asks = tuple[Coverage, Coverage]  # of the prefill node and of the decode node
+ASKS: list[Asks] = [("all", "off"), ("off", "all"), ("all", "all"), ("sampled", "all")]
 
 
 class DeviceStore(MemfdStore):
@@ -54,11 +55,16 @@ class DeviceStore(MemfdStore):
 # ---- the checksums --------------------------------------------------------------------------------------------------
 
 
-def test_a_page_has_the_crc_32_of_its_bytes() -> None:
+def half_of_the_hash(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data) >> 32
+
+
+def test_a_page_has_half_of_the_hash_of_its_bytes() -> None:
     store = MemfdStore(3)
     store.memory[64:128] = bytes(range(64))
     whole = parts_of(LAYOUT, 1)[0].runs(LAYOUT)
-    assert Checksums(store).of_source(1, None) == Checksums(store).of_target(1, whole) == zlib.crc32(bytes(range(64)))
+    expected = half_of_the_hash(bytes(range(64)))
+    assert Checksums(store).of_source(1, None) == Checksums(store).of_target(1, whole) == expected
 
 
 def test_the_checksum_of_a_device_page_follows_the_place_of_its_bytes() -> None:
@@ -67,10 +73,10 @@ def test_the_checksum_of_a_device_page_follows_the_place_of_its_bytes() -> None:
     store.memory[64:128] = b"\6" * 64
     sums = Checksums(store)
     whole = parts_of(LAYOUT, 1)[0].runs(LAYOUT)
-    assert sums.of_source(1, None) == zlib.crc32(b"\5" * 64)
-    assert sums.of_target(1, whole) == zlib.crc32(b"\6" * 64)
+    assert sums.of_source(1, None) == half_of_the_hash(b"\5" * 64)
+    assert sums.of_target(1, whole) == half_of_the_hash(b"\6" * 64)
     store.is_in_place = True  # as for a transport that writes on the device
-    assert sums.of_target(1, whole) == zlib.crc32(b"\5" * 64)
+    assert sums.of_target(1, whole) == half_of_the_hash(b"\5" * 64)
 
 
 @pytest.mark.parametrize(("source_size", "target_size"), [(2, 4), (4, 2), (4, 4)])
@@ -100,8 +106,8 @@ def ship(pair: TransferPair, num_pages: int = 3) -> None:
 
 
 @pytest.mark.parametrize("asks", ASKS)
-def test_a_damaged_page_is_resent_and_everything_arrives(asks: tuple[bool, bool]) -> None:
-    pair = TransferPair(Wire(faults={1: Fault("corrupt")}), wants_checksums=asks)
+def test_a_damaged_page_is_resent_and_everything_arrives(asks: Asks) -> None:
+    pair = TransferPair(Wire(faults={1: Fault("corrupt")}), checksums=asks)
     ship(pair)
     assert isinstance(pair.events[KEY], Completed)  # TransferPair has compared every byte
     assert pair.released[KEY].ok
@@ -121,10 +127,10 @@ def test_damage_goes_unnoticed_without_checksums() -> None:
 
 @pytest.mark.parametrize("asks", ASKS)
 def test_a_page_that_is_always_damaged_ends_the_transfer_with_pair_and_transport_named(
-    asks: tuple[bool, bool],
+    asks: Asks,
 ) -> None:
     faults = {1: Fault("corrupt")} | {3 + n: Fault("corrupt") for n in range(MAX_RESENDS)}
-    pair = TransferPair(Wire(faults=faults), wants_checksums=asks)
+    pair = TransferPair(Wire(faults=faults), checksums=asks)
     pair.connect("prefill-7")
     pair.open(KEY, 3)
     pair.begin(KEY, 3)
@@ -139,16 +145,14 @@ def test_a_page_that_is_always_damaged_ends_the_transfer_with_pair_and_transport
 
 
 def test_temporary_damage_is_repaired_for_any_number_of_pages() -> None:
-    pair = TransferPair(
-        Wire(faults={n: Fault("corrupt") for n in range(5 * MAX_RESENDS)}), wants_checksums=(True, False)
-    )
+    pair = TransferPair(Wire(faults={n: Fault("corrupt") for n in range(5 * MAX_RESENDS)}), checksums=("all", "off"))
     ship(pair, 5)
     assert isinstance(pair.events[KEY], Completed)
     assert pair.sender.counters()["pages_resent"] == 5 * MAX_RESENDS
 
 
 def test_a_source_page_that_changes_during_its_write_is_detected() -> None:
-    pair = TransferPair(Wire(latency=2), wants_checksums=(False, True))
+    pair = TransferPair(Wire(latency=2), checksums=("off", "all"))
     pair.connect()
     pair.open(KEY, 2)
     pair.begin(KEY, 2)
@@ -167,7 +171,7 @@ def test_a_source_page_that_changes_during_its_write_is_detected() -> None:
 
 def test_a_page_without_the_requested_checksum_counts_as_damaged() -> None:
     """A transfer does not hang if the prefill node sends no checksums."""
-    pair = TransferPair(wants_checksums=(False, True))
+    pair = TransferPair(checksums=("off", "all"))
     pair.connect()
     pair.open(KEY, 1)
     pair.begin(KEY, 1)
@@ -197,7 +201,7 @@ def test_a_page_without_the_requested_checksum_counts_as_damaged() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_invalid_resend_is_counted_and_ignored(change: dict[str, Any], why: str) -> None:
-    pair = TransferPair(Wire(latency=1), wants_checksums=(True, True))
+    pair = TransferPair(Wire(latency=1), checksums=("all", "all"))
     pair.connect()
     pair.open(KEY, 3)
     pair.begin(KEY, 3)
@@ -216,7 +220,7 @@ def test_an_invalid_resend_is_counted_and_ignored(change: dict[str, Any], why: s
 
 
 def test_a_decode_node_that_requests_too_many_resends_is_refused() -> None:
-    pair = TransferPair(wants_checksums=(True, True))
+    pair = TransferPair(checksums=("all", "all"))
     pair.connect()
     pair.open(KEY, 2)
     pair.begin(KEY, 2)
@@ -240,7 +244,7 @@ def test_a_decode_node_that_requests_too_many_resends_is_refused() -> None:
 def test_damage_to_any_parts_of_pages_of_any_size_is_repaired(
     sizes: tuple[int, int], prompts: list[int], damaged: set[int]
 ) -> None:
-    nodes = Nodes(*sizes, wants_checksums=True, faults={number: Fault("corrupt") for number in damaged})
+    nodes = Nodes(*sizes, checksums="all", faults={number: Fault("corrupt") for number in damaged})
     for num_tokens in prompts:
         key = nodes.open(num_tokens)
         nodes.begin(key, 0, nodes.target.layout.num_pages(num_tokens))
@@ -268,7 +272,7 @@ class Ends:
         self.reader = open_reader(target, TransportSettings(transport, DECODE))
         self.writer = open_writer(source, TransportSettings(transport, PREFILL))
         self.sender = Sender(self.writer, digest="model")
-        self.receiver = Receiver(self.reader, self.allocator, name="decode-0", digest="model", wants_checksums=True)
+        self.receiver = Receiver(self.reader, self.allocator, name="decode-0", digest="model", checksums="all")
         self.events: list[Any] = []
         self.released: list[Any] = []
         self.damage: Callable[[PagesWritten], None] = lambda delivered: None
@@ -351,7 +355,7 @@ def tokens_of(store: MemfdStore, pages: Sequence[int], num_tokens: int) -> bytes
 
 def test_a_resend_of_a_part_that_the_pair_does_not_have_is_ignored() -> None:
     """If page sizes are equal, part 1 of page 0 would be page 1."""
-    pair = TransferPair(wants_checksums=(True, True))
+    pair = TransferPair(checksums=("all", "all"))
     pair.connect()
     pair.open(KEY, 3)
     pair.begin(KEY, 3)
@@ -361,3 +365,21 @@ def test_a_resend_of_a_part_that_the_pair_does_not_have_is_ignored() -> None:
     pair.settle()
     assert pair.sender.counters()["stale_messages"] == 1
     assert pair.sender.counters()["pages_resent"] == 0
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_covers_each_page_in_one_of_sixteen_attempts() -> None:
+    for unit in range(40):
+        covered = [attempt for attempt in range(SAMPLED_EVERY) if is_covered("sampled", attempt, unit)]
+        assert len(covered) == 1
+    assert all(is_covered("all", 0, unit) and not is_covered("off", 0, unit) for unit in range(40))
+
+
+def test_a_damaged_page_of_the_sample_is_sent_again_and_others_are_not_verified() -> None:
+    pair = TransferPair(Wire(faults={0: Fault("corrupt")}), checksums=("sampled", "off"))
+    ship(pair)  # of attempt 0, whose sample begins at page 0
+    assert pair.receiver.counters()["pages_verified"] == 2  # the page, and again
+    assert pair.receiver.counters()["checksum_mismatches"] == 1
+    assert pair.receiver.counters()["pages_received"] > 1

@@ -133,7 +133,7 @@ def test_a_recorded_configuration_lacks_only_secrets() -> None:
 
 def test_recording_with_page_checksums_is_refused() -> None:
     with pytest.raises(ConfigError, match="--record and --kv-checksum exclude each other"):
-        NodeConfig(role="decode", record="x", kv_checksum=True)
+        NodeConfig(role="decode", record="x", kv_checksum="all")
 
 
 def test_a_recording_is_private_and_overwrites_no_file(tmp_path: Path) -> None:

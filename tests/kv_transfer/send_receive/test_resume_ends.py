@@ -127,7 +127,7 @@ def test_a_fence_of_an_offer_that_was_never_used_counts_as_a_break(pair: Transfe
 
 def test_a_break_before_a_resend_resets_the_resend_count_at_both_ends() -> None:
     """Otherwise the decode node waits for a resend of a page that the prefill node is to write for the first time."""
-    pair = TransferPair(Wire(faults={0: Fault("corrupt")}), wants_checksums=(True, True))
+    pair = TransferPair(Wire(faults={0: Fault("corrupt")}), checksums=("all", "all"))
     pair.connect()
     written_unreported(pair, 2)
     pair.drain_to_decode()

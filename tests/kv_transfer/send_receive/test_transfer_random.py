@@ -33,7 +33,7 @@ class Nodes:
 
     def __init__(self, latency: int, bytes_per_tick: int | None, faults: Faults) -> None:
         wire = Wire(latency=latency, bytes_per_tick=bytes_per_tick, faults=faults)
-        self.pair = TransferPair(wire, num_pages=12, wants_checksums=(bool(faults), False))
+        self.pair = TransferPair(wire, num_pages=12, checksums=("all" if faults else "off", "off"))
         self.sizes: dict[RequestKey, int] = {}
         self.begun: dict[RequestKey, None] = {}
         self.finished: dict[RequestKey, None] = {}

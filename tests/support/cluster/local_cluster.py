@@ -195,7 +195,7 @@ class LocalCluster:
         limits = prefill.PrefillLimits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
         transport = InProcessWriter(self.wire, executor.pool)
         chosen = transport if self.wire.can_recall else NegotiatingWriter([transport])
-        sender = Sender(chosen, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
+        sender = Sender(chosen, digest="model", clock=self.clock, checksums="all" if self._wants_checksums else "off")
         scheduler = prefill.PrefillScheduler(
             cache,
             allocator,

@@ -63,7 +63,7 @@ class TwoNodes:
             allocator,
             reader,
             transport,
-            Receiver(transport, allocator, wants_checksums=self.scope.has_checksums),
+            Receiver(transport, allocator, checksums="all" if self.scope.has_checksums else "off"),
         )
 
     def content(self, key: RequestKey, index: int) -> int:

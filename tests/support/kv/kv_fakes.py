@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
 from common.request import RequestKey
-from common.wire.messages import Message, PrefillDone
+from common.wire.messages import Coverage, Message, PrefillDone
 from kv_transfer.events import Completed, Event, PairLost, Released
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.receive.receiver import Receiver
@@ -108,7 +108,7 @@ class TransferPair:
 
     wire: Wire = field(default_factory=Wire)
     num_pages: int = 16
-    wants_checksums: tuple[bool, bool] = (False, False)  # the prefill node, the decode node
+    checksums: tuple[Coverage, Coverage] = ("off", "off")  # the prefill node, the decode node
 
     def __post_init__(self) -> None:
         self.source = MemfdStore(self.num_pages)
@@ -117,9 +117,9 @@ class TransferPair:
         self.allocator = PageAllocator(self.num_pages)
         self.writer = WatchedWriter(self.wire, self.source, self.source_allocator, self.allocator)
         self.reader = InProcessReader(self.wire, self.target)
-        self.sender = Sender(self.writer, digest="model", wants_checksums=self.wants_checksums[0])
+        self.sender = Sender(self.writer, digest="model", checksums=self.checksums[0])
         self.receiver = Receiver(
-            self.reader, self.allocator, name="decode-0", digest="model", wants_checksums=self.wants_checksums[1]
+            self.reader, self.allocator, name="decode-0", digest="model", checksums=self.checksums[1]
         )
         self.to_decode: deque[Message] = deque()
         self.to_prefill: deque[Message] = deque()

@@ -10,7 +10,7 @@ from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
 from common.request import RequestKey
-from common.wire.messages import Message, PrefillDone
+from common.wire.messages import Coverage, Message, PrefillDone
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
@@ -37,7 +37,7 @@ class Nodes:
         target_size: int,
         latency: int = 0,
         *,
-        wants_checksums: bool = False,
+        checksums: Coverage = "off",
         faults: Mapping[int, Fault] | None = None,
     ) -> None:
         self.source = MemfdStore(POOL_TOKENS // source_size, replace(LAYOUT, page_size=source_size))
@@ -47,7 +47,7 @@ class Nodes:
         self.wire = Wire(latency=latency, faults=faults or {})
         self.sender = Sender(InProcessWriter(self.wire, self.source))
         reader = InProcessReader(self.wire, self.target)
-        self.receiver = Receiver(reader, self.allocator, wants_checksums=wants_checksums)
+        self.receiver = Receiver(reader, self.allocator, checksums=checksums)
         self.to_prefill: deque[Message] = deque([self.receiver.connect(PREFILL)])
         self.to_decode: deque[Message] = deque()
         self.sizes: dict[RequestKey, int] = {}
