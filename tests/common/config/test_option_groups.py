@@ -7,10 +7,11 @@ import pytest
 from common.config.cli import CLASSES, resolve
 from common.config.option_groups import GROUPS, USUAL, sections
 from common.config.options import options_of
+from scripts.chaos_harness.config import ChaosConfig
 from scripts.load_tester.config import LoadtestConfig
 from scripts.simulator.config import SimulateConfig
 
-COMMANDS = {**CLASSES, "loadtest": LoadtestConfig, "simulate": SimulateConfig}
+COMMANDS = {**CLASSES, "loadtest": LoadtestConfig, "simulate": SimulateConfig, "chaos": ChaosConfig}
 
 
 def test_every_option_is_in_exactly_one_group_and_every_command_has_ten_usual_ones():
