@@ -23,7 +23,17 @@ from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError
 from common.request import Request
 from common.wire.messages import (
-    Abort, Failed, Generate, Message, Move, Moved, Peer, Reprioritize, Sample, Spans, Tokens,
+    Abort,
+    Failed,
+    Generate,
+    Message,
+    Move,
+    Moved,
+    Peer,
+    Reprioritize,
+    Sample,
+    Spans,
+    Tokens,
 )  # fmt: skip
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.moves import Moves
