@@ -80,13 +80,13 @@ def simulation(*words: str) -> Simulation:
 
 def test_a_hundred_nodes_lose_nothing_under_all_faults() -> None:
     faults = [EVERYTHING, "--kill-every=0.5", "--fault-every=0.08"]
-    simulated = simulation("--prefill=50", "--decode=50", "--num-requests=500", *faults)
+    simulated = simulation("--prefill=50", "--decode=50", "--num-requests=300", *faults)
     found = simulated.run()
-    assert sum(found["faults"]["injected"].values()) > 100
+    assert sum(found["faults"]["injected"].values()) > 60
     assert set(found["faults"]["injected"]) == {"kill", "hang", "pause", "cut", "slow", "jump"}
     assert found["faults"]["wrong_answers"] == 0
     assert found["requests"]["errors"] == {}
-    assert found["requests"]["answered"] == found["requests"]["sent"] == 500
+    assert found["requests"]["answered"] == found["requests"]["sent"] == 300
     assert simulated.cluster.gateway.dispatcher.recoveries.total() > 0
     assert_idle(simulated)
 

@@ -48,7 +48,7 @@ def test_help_has_every_option_once_and_fits_into_80_columns(command, capsys, mo
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     assert max(map(len, shown.splitlines())) <= 80
-    assert shown.index("Usual options:") < shown.index("Scheduling:" if command != "loadtest" else "Load:")
+    assert shown.index("Usual options:") < shown.index("Load:" if command in ("loadtest", "chaos") else "Scheduling:")
     for found in options_of(COMMANDS[command]).values():
         flag = f"--[no-]{found.flag[2:]}" if found.kind is bool else found.flag
         assert len(re.findall(rf"^  {re.escape(flag)}(?=[ ,\n])", shown, re.M)) == 1, flag
