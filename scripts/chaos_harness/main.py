@@ -17,6 +17,7 @@ from common.config.cli import resolve
 from common.config.options import to_flags
 from common.errors import BatonError, ConfigError
 from scripts.chaos_harness.config import ChaosConfig
+from scripts.chaos_harness.faults.table import FAULTS
 from scripts.chaos_harness.report import Figures, figures, table
 from scripts.chaos_harness.run import Run
 from scripts.chaos_harness.verdicts import broken_invariants, long_pauses
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
     shown: Figures = {}
     try:
+        _check_faults(config)
         if config.json and not Path(config.json).resolve().parent.is_dir():
             raise ConfigError(f"--json {config.json}: the folder does not exist")
         shown = asyncio.run(chaos(config, folder))
@@ -80,6 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"chaos: cannot write --json {config.json}: {error.strerror}", file=sys.stderr)
             return 1
     return 1 if shown["broken"] else 0
+
+
+def _check_faults(config: ChaosConfig) -> None:
+    """Raises ConfigError: a fault is unknown."""
+    for name in config.faults:
+        if name not in FAULTS:
+            raise ConfigError(f"--faults {name} is not a fault; choose from {', '.join(FAULTS)}")
 
 
 def _repeat(config: ChaosConfig) -> str:

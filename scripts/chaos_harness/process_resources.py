@@ -13,13 +13,14 @@ class ProcessResources:
     """Named resources of processes, recorded while they run and looked up after they have ended.
 
     Attributes:
-        tcp: ports on which they listen.
+        pids: process ids, each with the time at which its process began: ids and ports are used again.
+        tcp: ports on which they listen, each with the inode of the socket.
         unix: names of their Unix sockets; abstract names begin with ``@``.
         files: paths of named shared memory, locks and temporary files.
     """
 
-    pids: frozenset[int]
-    tcp: frozenset[int]
+    pids: frozenset[tuple[int, str]]
+    tcp: frozenset[tuple[int, str]]
     unix: frozenset[str]
     files: frozenset[str]
 
@@ -37,12 +38,17 @@ class ProcessResources:
                     pass  # libraries of the Python environment
                 elif target.startswith(("/dev/shm/", "/tmp/", "/run/")) and not target.endswith(".log"):
                     files.add(target)
-        return cls(frozenset(pids), frozenset(_tcp(inodes)), frozenset(_unix(inodes)), frozenset(files))
+        begun = frozenset((pid, _begun_at(pid)) for pid in pids)
+        return cls(begun, frozenset(_tcp(inodes)), frozenset(_unix(inodes)), frozenset(files))
+
+    @property
+    def ports(self) -> frozenset[int]:
+        return frozenset(port for port, _ in self.tcp)
 
     def left(self) -> str:
         """Describes the resources that still exist; empty if none."""
-        alive = [pid for pid in self.pids if _is_alive(pid)]
-        tcp = sorted(self.tcp & _tcp(None))
+        alive = sorted(pid for pid, begun_at in self.pids if begun_at and _begun_at(pid) == begun_at)
+        tcp = sorted(port for port, _ in self.tcp & _tcp(None))
         unix = sorted(self.unix & _unix(None))
         files = [path for path in sorted(self.files) if os.path.exists(path)]
         found = {"processes": alive, "ports": tcp, "sockets": unix, "files": files}
@@ -56,18 +62,22 @@ def _readlink(path: Path) -> str:
         return ""
 
 
-def _is_alive(pid: int) -> bool:
+def _begun_at(pid: int) -> str:
+    """When a process began, in ticks since boot; empty if it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
 
 
-def _tcp(inodes: set[str] | None) -> set[int]:
-    """Returns the ports that are listened on, by these sockets or by any."""
+def _tcp(inodes: set[str] | None) -> set[tuple[int, str]]:
+    """Returns the ports that are listened on, by these sockets or by any, each with the socket's inode."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {
-        int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and (inodes is None or row[9] in inodes)
+        (int(row[1].rpartition(":")[2], 16), row[9])
+        for row in rows
+        if row[3] == "0A" and (inodes is None or row[9] in inodes)
     }
 
 

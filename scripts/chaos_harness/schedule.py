@@ -6,6 +6,7 @@ has no other node of that role: then requests wait until it is back.
 """
 
 import random
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -79,9 +80,10 @@ def choose_target(fault: PlannedFault, nodes: Sequence[NodeState], lone_roles: C
     Args:
         lone_roles: roles of which the service has one node.
     """
-    candidates = []
-    for node in nodes:
-        spares = [other for other in nodes if other.role == node.role and other.is_up and other.name != node.name]
-        if node.is_up and node.role in fault.kind.roles and (spares or node.role in lone_roles):
-            candidates.append(node.name)
+    num_up = Counter(node.role for node in nodes if node.is_up)
+    candidates = [
+        node.name
+        for node in nodes
+        if node.is_up and node.role in fault.kind.roles and (num_up[node.role] > 1 or node.role in lone_roles)
+    ]
     return candidates[int(fault.draw * len(candidates))] if candidates else ""

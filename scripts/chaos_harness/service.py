@@ -32,6 +32,7 @@ POLL_S = 0.25
 RESTART_S = 0.5
 START_TIMEOUT_S = 180.0
 STOP_S = 30.0
+RELEASE_S = 10.0  # after the last process has ended
 GATEWAY = "gateway"
 
 Worker = dict[str, Any]  # a row of /v1/workers
@@ -259,9 +260,11 @@ class ChaosService:
         problems: list[str] = []
         for group in ([n for n in running if n.name != GATEWAY], [n for n in running if n.name == GATEWAY]):
             problems += await asyncio.to_thread(_terminate, group)
+        ends_at = time.monotonic() + RELEASE_S
         for name, resources in self._resources:
-            if left := resources.left():
-                problems.append(f"{name} left {left}")
+            while (left := resources.left()) and time.monotonic() < ends_at:
+                await asyncio.sleep(POLL_S)
+            problems += [f"{name} left {left}"] if left else []
         if files := sorted(path.name for path in self.temporary.iterdir()):
             problems.append(f"temporary files are left: {', '.join(files[:10])}")
         return problems

@@ -97,7 +97,10 @@ class FaultInjector:
 
     def kill(self, node: Node, planned: PlannedFault) -> None:
         self._cluster.kill(node)
-        self._cluster.events.after(planned.lasts_s, self._cluster.start, node.kind)
+        self._cluster.events.after(planned.lasts_s, self._replace, node.kind)
+
+    def _replace(self, role: Role) -> None:
+        self._cluster.start(role)
 
     def hang(self, node: Node, planned: PlannedFault) -> None:
         self._cluster.hang(node, planned.lasts_s, node_timeout_s=self._timeout_s)

@@ -1,12 +1,9 @@
 """Three hosts in network namespaces, with keys of ``baton keygen``, and a stranger.
 
-host-a 10.213.N.1 (gateway)   host-b 10.213.N.2 (prefill)   host-c 10.213.N.3 (decode)   host-x 10.213.N.9 (stranger)
+host-a 10.213.N.1 (gateway)   host-b 10.213.N.2 (prefill)   host-c 10.213.N.3 (decode)   host-x 10.213.N.4 (stranger)
 """
 
-import contextlib
 import json
-import os
-import random
 import re
 import subprocess
 import sys
@@ -18,7 +15,9 @@ import pytest
 from support.service.processes import ROOT, environment, spawn
 from support.service.service import SMALL_MODEL, WORKER
 
-HOSTS = {"host-a": 1, "host-b": 2, "host-c": 3, "host-x": 9}
+from scripts.chaos_harness.hosts import Hosts, NoNamespaces
+
+HOSTS = ("host-a", "host-b", "host-c", "host-x")
 STRANGER = """
 import socket, sys, time, zmq
 from common.wire.curve import draw_keys
@@ -50,61 +49,23 @@ print(sorted(failures), heard)
 """
 
 
-def ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
-
-
-class Hosts:
-    """Network namespaces on one bridge, each with an address; ``close`` removes them."""
-
-    def __init__(self) -> None:
-        self._tag = f"{os.getpid() % 10_000}"
-        self._subnet = f"10.213.{random.SystemRandom().randrange(256)}"
-        self._bridge = f"bt{self._tag}"
-        try:
-            ip("link", "add", self._bridge, "type", "bridge")
-            ip("link", "set", self._bridge, "up")
-            for host, number in HOSTS.items():
-                ours, theirs = f"bt{self._tag}-{number}", "eth0"
-                ip("netns", "add", self.namespace(host))
-                ip("link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", self.namespace(host))
-                ip("link", "set", ours, "master", self._bridge, "up")
-                ip("-n", self.namespace(host), "address", "add", f"{self.address(host)}/24", "dev", theirs)
-                for device in (theirs, "lo"):
-                    ip("-n", self.namespace(host), "link", "set", device, "up")
-        except (subprocess.CalledProcessError, FileNotFoundError) as error:
-            self.close()
-            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}".strip())
-
-    def namespace(self, host: str) -> str:
-        return f"baton-{self._tag}-{host}"
-
-    def address(self, host: str) -> str:
-        return f"{self._subnet}.{HOSTS[host]}"
-
-    def command(self, host: str, *words: object) -> list[str]:
-        return ["ip", "netns", "exec", self.namespace(host), *map(str, words)]
-
-    def run(self, host: str, *words: object) -> str:
-        found = subprocess.run(
-            self.command(host, *words), capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment()
-        )
-        assert found.returncode == 0, found.stderr
-        return found.stdout
-
-    def close(self) -> None:
-        for host in HOSTS:
-            with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
-                ip("netns", "delete", self.namespace(host))
-        with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
-            ip("link", "delete", self._bridge)
-
-
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    made = Hosts()
+    try:
+        made = Hosts(HOSTS)
+    except NoNamespaces as error:
+        pytest.skip(str(error))
     yield made
     made.close()
+
+
+def run_on(hosts: Hosts, host: str, *words: object) -> str:
+    """What a command prints on a host."""
+    found = subprocess.run(
+        hosts.command(host, *words), capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment()
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
 
 
 @pytest.mark.slow
@@ -140,7 +101,7 @@ def test_three_hosts_serve_with_keys_and_a_stranger_gets_nothing(hosts: Hosts, t
 
     def ask(path: str, *words: str) -> str:
         url = f"http://{gateway}:8000{path}"
-        return hosts.run("host-c", "curl", "-sS", "--max-time", "60", "-H", "Authorization: Bearer k", *words, url)
+        return run_on(hosts, "host-c", "curl", "-sS", "--max-time", "60", "-H", "Authorization: Bearer k", *words, url)
 
     try:
         ends = time.monotonic() + 90
@@ -167,7 +128,7 @@ def test_three_hosts_serve_with_keys_and_a_stranger_gets_nothing(hosts: Hosts, t
 
         before = completion()
         stranger = [sys.executable, "-c", STRANGER, f"{gateway}:8001", f"{prefill}:8002", key]
-        assert hosts.run("host-x", *stranger) == "['closed', 'key', 'protocol'] 0\n", logs()
+        assert run_on(hosts, "host-x", *stranger) == "['closed', 'key', 'protocol'] 0\n", logs()
         assert before and completion() == before
         refused = re.findall(r"^baton_control_connections_refused_total\{.*\} (\S+)$", ask("/metrics"), re.M)
         assert sum(map(float, refused)) > 100

@@ -11,7 +11,7 @@ from scripts.simulator.config import SimulateConfig
 from scripts.simulator.main import Simulation
 
 TIMEOUT_S = 5.0
-WORDS = ["--rate=60", "--num-requests=1200", "--input-len=lognormal:120:0.8:max=600", "--output-len=uniform:2:60"]
+WORDS = ["--rate=50", "--input-len=lognormal:120:0.8:max=600", "--output-len=uniform:2:60"]
 EVERYTHING = "--faults=kill,hang,pause,cut,slow,jump"
 
 
@@ -30,9 +30,8 @@ def test_a_node_that_hangs_goes_on_where_it_stopped() -> None:
     service.events.at(0.1, lambda: service.cluster.hang(node, 3.0, node_timeout_s=TIMEOUT_S))
     service.run()
     stamps = service.ended["a"].stamps_s
-    assert max(after - before for before, after in zip(stamps, stamps[1:], strict=False)) == pytest.approx(
-        3.0, abs=0.05
-    )
+    longest = max(after - before for before, after in pairwise(stamps))
+    assert longest == pytest.approx(3.0, abs=0.05)
     assert service.cluster.gateway.dispatcher.recoveries.total() == 0
     assert_all_are_exact(service, 1)
 
@@ -79,14 +78,14 @@ def simulation(*words: str) -> Simulation:
 
 
 def test_a_hundred_nodes_lose_nothing_under_all_faults() -> None:
-    faults = ["--kill-every=0.8", "--fault-every=0.1"]
-    simulated = simulation("--prefill=50", "--decode=50", EVERYTHING, *faults)
+    faults = [EVERYTHING, "--kill-every=0.5", "--fault-every=0.08"]
+    simulated = simulation("--prefill=50", "--decode=50", "--num-requests=300", *faults)
     found = simulated.run()
-    assert sum(found["faults"]["injected"].values()) > 100
+    assert sum(found["faults"]["injected"].values()) > 60
     assert set(found["faults"]["injected"]) == {"kill", "hang", "pause", "cut", "slow", "jump"}
     assert found["faults"]["wrong_answers"] == 0
     assert found["requests"]["errors"] == {}
-    assert found["requests"]["answered"] == found["requests"]["sent"] == 1200
+    assert found["requests"]["answered"] == found["requests"]["sent"] == 300
     assert simulated.cluster.gateway.dispatcher.recoveries.total() > 0
     assert_idle(simulated)
 
@@ -109,7 +108,7 @@ def assert_idle(simulated: Simulation) -> None:
 
 
 def test_a_seed_gives_the_same_faults_and_results() -> None:
-    words = ["--prefill=3", "--decode=3", "--num-requests=100", "--rate=20", "--kill-every=2", EVERYTHING]
+    words = ["--prefill=3", "--decode=3", "--num-requests=50", "--rate=10", "--kill-every=2", EVERYTHING]
     first, again = simulation(*words).run(), simulation(*words).run()
     for found in (first, again):
         del found["wall_s"], found["row_steps_per_minute"]

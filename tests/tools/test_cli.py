@@ -20,6 +20,7 @@ class Loading:
         ("serve", "scripts.serving.serve"),
         ("loadtest", "scripts.load_tester.main"),
         ("simulate", "scripts.simulator.main"),
+        ("chaos", "scripts.chaos_harness.main"),
         ("bench", "scripts.benchmarks.main"),
     ],
 )

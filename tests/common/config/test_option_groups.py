@@ -7,10 +7,11 @@ import pytest
 from common.config.cli import CLASSES, resolve
 from common.config.option_groups import GROUPS, USUAL, sections
 from common.config.options import options_of
+from scripts.chaos_harness.config import ChaosConfig
 from scripts.load_tester.config import LoadtestConfig
 from scripts.simulator.config import SimulateConfig
 
-COMMANDS = {**CLASSES, "loadtest": LoadtestConfig, "simulate": SimulateConfig}
+COMMANDS = {**CLASSES, "loadtest": LoadtestConfig, "simulate": SimulateConfig, "chaos": ChaosConfig}
 
 
 def test_every_option_is_in_exactly_one_group_and_every_command_has_ten_usual_ones():
@@ -47,7 +48,7 @@ def test_help_has_every_option_once_and_fits_into_80_columns(command, capsys, mo
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     assert max(map(len, shown.splitlines())) <= 80
-    assert shown.index("Usual options:") < shown.index("Scheduling:" if command != "loadtest" else "Load:")
+    assert shown.index("Usual options:") < shown.index("Load:" if command in ("loadtest", "chaos") else "Scheduling:")
     for found in options_of(COMMANDS[command]).values():
         flag = f"--[no-]{found.flag[2:]}" if found.kind is bool else found.flag
         assert len(re.findall(rf"^  {re.escape(flag)}(?=[ ,\n])", shown, re.M)) == 1, flag

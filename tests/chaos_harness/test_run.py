@@ -1,0 +1,60 @@
+"""A short seeded run of the whole harness, as a user starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.service.processes import ROOT, descendants, environment
+
+WORDS = [sys.executable, "-m", "scripts.cli", "chaos", "--distinct=12", "--no-check-pauses", "--no-progress"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_short_run_finds_every_invariant_kept(tmp_path: Path) -> None:
+    faults = "--faults=kill,pause,terminate,role,disk,vanish,hostile"
+    options = ["--requests=120", "--concurrency=6", "--kill-every=6", "--fault-every=3", "--seed=1"]
+    report = tmp_path / "report.json"
+    found = subprocess.run(
+        [*WORDS, *options, faults, f"--json={report}"], capture_output=True, text=True, cwd=ROOT, env=environment()
+    )
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    shown = json.loads(report.read_text())
+    assert shown["sent"] == shown["equal"] == 120
+    assert sum(shown["faults"].values()) > 0
+    assert shown["broken"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*WORDS, f"--logs={tmp_path}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment() | {"TMPDIR": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("reference:")
+    children = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130
+    process.stdout.close()
+    assert len(children) == 5
+    ends = time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{pid}") for pid in children):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".log")] == []
+
+
+def test_a_fault_that_does_not_exist_is_refused_by_name() -> None:
+    found = subprocess.run([*WORDS, "--faults=flood"], capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert found.returncode == 2
+    assert "--faults flood is not a fault; choose from kill" in found.stderr
