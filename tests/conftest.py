@@ -8,6 +8,8 @@ import hashlib
 import math
 import os
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -69,3 +71,13 @@ def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's own BATON_* variables must not change what a test sees."""
     for name in [name for name in os.environ if name.startswith("BATON_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    """A ZMQ context, which is closed with all its sockets even if the test fails."""
+    import zmq
+
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)

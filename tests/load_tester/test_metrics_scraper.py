@@ -42,7 +42,7 @@ def server(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[
             yield f"http://127.0.0.1:{listener.getsockname()[1]}", heads
         finally:
             listener.shutdown(socket.SHUT_RDWR)
-            thread.join(5)
+            thread.join(60)
             for peer in sockets:
                 peer.close()
 

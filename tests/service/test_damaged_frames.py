@@ -261,8 +261,9 @@ def _frames(sender: str, message: Any) -> list[bytes]:
     ],
     ids=["decode to prefill", "prefill to decode"],
 )
-def test_mangled_messages_are_dropped_and_the_next_is_received(kind: Any, messages: list[Any]) -> None:
-    context = zmq.Context()
+def test_mangled_messages_are_dropped_and_the_next_is_received(
+    context: "zmq.Context[Any]", kind: Any, messages: list[Any]
+) -> None:
     bound = Mailbox(context, new_incarnation(), kind, bind="tcp://127.0.0.1:*")
     me = new_incarnation()
     dealer = context.socket(zmq.DEALER)
@@ -287,4 +288,3 @@ def test_mangled_messages_are_dropped_and_the_next_is_received(kind: Any, messag
     finally:
         bound.close()
         dealer.close(linger=0)
-        context.destroy(linger=0)

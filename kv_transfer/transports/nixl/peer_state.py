@@ -116,6 +116,7 @@ class PeerState:
         num_open: writes that were asked for and are not over.
         s_per_byte: how long it takes to begin a write, measured by the last large one; at first, an estimate for a
             slow host.
+        has_answer: the end of the attachment has been reported, or is about to be.
     """
 
     peer: str
@@ -133,6 +134,7 @@ class PeerState:
     num_probes: int = 0  # probes under way; they reach no page
     probe_area: int = -1  # area of the probe memory that it occupies; -1: none
     failed: list[int] = field(default_factory=list)  # tickets that failed before it was detached
+    has_answer: bool = False
     is_detached: bool = False
     is_gone: bool = False
     is_voided: bool = False  # the reader says that none of its writes can reach its memory any more

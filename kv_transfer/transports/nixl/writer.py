@@ -29,6 +29,7 @@ from kv_transfer.transports.shm.protocol import DETACHED
 log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 10.0
+OVERDUE_S = 5.0  # past its timeout, an attachment has failed even if the thread does not say so
 PAUSE_S = 50e-6
 COPYING_S = 10e-6
 LONG_S, LONG_PAUSE_S = 5.0, 0.02  # a write that has taken so long is checked more rarely
@@ -94,7 +95,18 @@ class NixlWriter(WriterTransport):
         self._clear_wake()
         self._sweep(is_patient=False)
         news = [self._news.popleft() for _ in range(len(self._news))]
+        news += self._overdue(time.monotonic())
         return [a for a in news if a.peer in self._peers and self._peers[a.peer].connect.epoch == a.epoch]
+
+    def _overdue(self, now: float) -> list[Attached]:
+        """Attachments without an answer from the thread, which a call to NIXL holds. They have failed, so that another
+        transport is tried.
+        """
+        overdue = [state for state in self._peers.values() if not state.has_answer and state.until + OVERDUE_S <= now]
+        for state in overdue:
+            state.has_answer = True
+        problem = "nixl cannot reach decode node {}: a call to it does not return"
+        return [Attached(state.peer, state.connect.epoch, problem.format(state.connect.name)) for state in overdue]
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         peer_state = self._peers[peer]
@@ -252,6 +264,7 @@ class NixlWriter(WriterTransport):
         if problem is None:
             return False
         self._handshake.end(peer_state)
+        peer_state.has_answer = True
         self._news.append(Attached(peer_state.peer, peer_state.connect.epoch, problem))
         self._wake_loop()
         return True

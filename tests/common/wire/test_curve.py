@@ -33,13 +33,6 @@ T = TypeVar("T")
 
 
 @pytest.fixture
-def context() -> Iterator[Context]:
-    made: Context = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
-@pytest.fixture
 def other_context() -> Iterator[Context]:
     made: Context = zmq.Context()
     yield made

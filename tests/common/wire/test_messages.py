@@ -91,18 +91,17 @@ def test_every_version_understands_a_refusal() -> None:
     }
 
 
-def test_a_node_with_another_version_is_refused_in_its_own_version() -> None:
-    context = zmq.Context()
+def test_a_node_with_another_version_is_refused_in_its_own_version(context: "zmq.Context[Any]") -> None:
     gateway = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*")
     me, other = new_incarnation(), PROTOCOL_VERSION + 1
     node = context.socket(zmq.DEALER)
     node.set(zmq.ROUTING_ID, me.encode())
     node.connect(gateway.address)
     node.send_multipart([msgspec.msgpack.encode(Header(other, me, "")), msgspec.msgpack.encode(Deregister())])
-    assert gateway.sockets[0].poll(5_000)
+    assert gateway.sockets[0].poll(60_000)
     assert gateway.receive() == []
     assert gateway.dropped == {"version": 1}
-    assert node.poll(5_000), "no answer"
+    assert node.poll(60_000), "no answer"
     head, body = node.recv_multipart()
     assert msgspec.msgpack.decode(head, type=Header) == Header(other, gateway.incarnation, me)
     refusal = msgspec.msgpack.decode(body, type=FromGateway)
@@ -112,4 +111,3 @@ def test_a_node_with_another_version_is_refused_in_its_own_version() -> None:
     )
     gateway.close()
     node.close(0)
-    context.term()

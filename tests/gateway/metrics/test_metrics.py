@@ -285,22 +285,20 @@ async def test_a_report_of_too_many_pairs_is_dropped(stack):
     assert {str(worker["pairs"]) for worker in (await stack.get("/v1/workers"))[1]["workers"]} == {"[]"}
 
 
-async def test_dropped_control_messages_are_counted(stack):
-    context = zmq.Context()
+async def test_dropped_control_messages_are_counted(stack, context):
     socket, _ = raw_peer(context, stack.gateway.control_address)
     socket.send_multipart([b"a", b"b"])
     while not only(await scrape(stack), "baton_control_messages_dropped_total{"):
         await asyncio.sleep(0.01)
-    context.destroy(linger=0)
+    socket.close(0)
 
 
-async def test_refused_control_connections_are_counted(stack):
-    context = zmq.Context()
+async def test_refused_control_connections_are_counted(stack, context):
     stranger = context.socket(zmq.DEALER)
     stranger.connect(f"tcp://{stack.gateway.control_address}")
     while not only(await scrape(stack), 'baton_control_connections_refused_total{reason="handshake"}'):
         await asyncio.sleep(0.01)
-    context.destroy(linger=0)
+    stranger.close(0)
 
 
 async def test_further_attempts_and_pairs_that_rest_are_counted(stack):

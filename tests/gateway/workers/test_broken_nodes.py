@@ -41,9 +41,8 @@ def batches() -> list[list[bytes]]:
 
 
 async def test_random_messages_of_a_broken_node_change_nothing_for_others(
-    stack: Any, caplog: pytest.LogCaptureFixture
+    stack: Any, context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    context: zmq.Context[Any] = zmq.Context()
     body = {"prompt": "abc", "max_tokens": 3}
     expected = await stack.post("/v1/completions", body)
     with caplog.at_level(logging.ERROR):
@@ -60,4 +59,3 @@ async def test_random_messages_of_a_broken_node_change_nothing_for_others(
     assert expected[0] == 200
     assert (await stack.get("/metrics"))[0] == (await stack.get("/v1/workers"))[0] == 200
     assert not [record.getMessage() for record in caplog.records]
-    context.destroy(linger=0)

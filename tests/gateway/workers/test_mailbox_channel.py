@@ -1,9 +1,7 @@
 """The channel to the nodes: messages of one turn leave together, and unreachable nodes are reported after it."""
 
 import asyncio
-from collections.abc import Iterator
 
-import pytest
 import zmq
 
 from common.wire.mailbox import Envelope, Mailbox
@@ -28,13 +26,6 @@ class Listener:
 
     def lose(self, incarnation: str) -> None:
         self.lost.append(incarnation)
-
-
-@pytest.fixture
-def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
-    made = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 async def until(listener: Listener, num_heard: int) -> None:

@@ -8,7 +8,6 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-import zmq
 from support.gateway.fake_nodes import BODY, echo, error_of, events, folder, running, silent, start_request
 from support.wire.raw_peers import raw_peer
 
@@ -403,15 +402,14 @@ async def test_a_repeated_first_token_counts_once(stack):
     assert [worker["load_tokens"] for worker in answer["workers"]] == [0, 0]
 
 
-async def test_garbage_on_the_control_port_is_counted_and_dropped(stack):
-    context = zmq.Context()
+async def test_garbage_on_the_control_port_is_counted_and_dropped(stack, context):
     socket, _ = raw_peer(context, stack.gateway.control_address)
     for frames in ([b""], [b"a", b"b"], [b"\xff" * 100, b"\xc1"], [b"x"] * 5, [b"\x93\x01" + b"[" * 1000, b"{}"]):
         socket.send_multipart(frames)
     while "baton_control_messages_dropped_total" not in (await stack.get("/metrics"))[1]:
         await asyncio.sleep(0.01)
     assert await serves(stack)
-    context.destroy(linger=0)
+    socket.close(0)
 
 
 async def test_requests_are_spread_over_all_nodes(folder):

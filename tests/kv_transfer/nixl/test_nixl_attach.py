@@ -8,11 +8,12 @@ import pytest
 from support.kv.kv_fakes import LAYOUT, MemfdStore
 
 from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.transports.nixl import writer as nixl_writer
 from kv_transfer.transports.nixl.reader import NixlReader
 from kv_transfer.transports.nixl.writer import NixlWriter
 
 ROUNDS = 10
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture
@@ -75,3 +76,21 @@ def test_several_writers_attach_to_one_reader_at_once(stack: ExitStack) -> None:
         assert wait_for_answers(writers, [reader], len(writers)) == [""] * len(writers)
         for writer in writers:
             assert writer.detach("d" * 32)
+
+
+def test_an_attachment_fails_even_if_a_call_to_nixl_does_not_return(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock, which the writer's thread needs for each of its calls, stands for such a call."""
+    monkeypatch.setattr(nixl_writer, "ATTACH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(nixl_writer, "OVERDUE_S", 0.1)
+    reader, writer = open_reader(stack), open_writer(stack)
+    with writer._agent.lock:
+        writer.attach("d" * 32, connect_to(reader, "p" * 32, 1))
+        (problem,) = wait_for_answers([writer], [reader], 1)
+        assert problem == "nixl cannot reach decode node decode: a call to it does not return"
+        assert writer.detach("d" * 32)
+        assert writer.poll() == []
+    monkeypatch.setattr(nixl_writer, "ATTACH_TIMEOUT_S", 60.0)
+    writer.attach("d" * 32, connect_to(reader, "p" * 32, 2))
+    assert wait_for_answers([writer], [reader], 1) == [""]

@@ -1,5 +1,6 @@
 """Hypothesis strategies for the messages of the control plane, from the types with which they are decoded."""
 
+import functools
 from typing import Any
 
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from common.wire.messages import MAX_AMOUNT, MAX_SECONDS
 MAX_ITEMS = 3
 
 
+@functools.cache  # building a strategy takes longer than drawing from it
 def messages_of(union: Any) -> st.SearchStrategy[Any]:
     """Valid messages, as the values that MessagePack encodes."""
     return strategy_of(inspect.type_info(union))
