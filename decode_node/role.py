@@ -377,7 +377,11 @@ class DecodeRole:
         )
 
     def gauges(self) -> dict[str, float]:
-        return {"evictable_pages": float(self._cache.num_evictable_pages), **self._receiver.gauges()}
+        return {
+            "evictable_pages": float(self._cache.num_evictable_pages),
+            "granted_pages": float(self._allocator.count(Owner.GRANT)),
+            **self._receiver.gauges(),
+        }
 
     def counters(self) -> dict[str, float]:
         return {

@@ -186,6 +186,7 @@ class ControlPlane:
         assert not self._dispatcher.num_in_flight
         if self._tick_handle is not None:
             self._tick_handle.cancel()
+        self.role_changes.close()
         self._channel.close()
 
     # ---- messages -------------------------------------------------------------------------------------------------
@@ -222,6 +223,7 @@ class ControlPlane:
             for incarnation in pool.registry.silent_workers(self._clock.now()):
                 self.lose(incarnation)
         self._dispatcher.tick(self._clock.now())
+        self.role_changes.tick(self._clock.now())
 
     def _on_heartbeat(self, sender: str, message: Heartbeat) -> None:
         pool = self.pools.of(sender)

@@ -1,4 +1,4 @@
-"""The pure parts of one served model: its workers, router, admission and queue.
+"""The pure parts of one served model: its workers, router, admission, queue and automatic roles.
 
 Several models behind one gateway share only the two ports: a worker belongs to the model that it registers for.
 """
@@ -13,6 +13,7 @@ from common.scheduling.policies.factory import make_ordering
 from common.wire.messages import Refused, Register, Registered
 from gateway.requests.admission import Admission
 from gateway.requests.request_queue import RequestQueue
+from gateway.workers.auto_roles import AutoRoles
 from gateway.workers.registry import Registry, Worker
 from gateway.workers.router import Router
 
@@ -26,6 +27,7 @@ class WorkerPool:
     router: Router
     admission: Admission
     queue: RequestQueue
+    auto_roles: AutoRoles | None = None
 
     def no_route(self) -> RequestError:
         """The error while the workers cannot serve a request."""
@@ -49,7 +51,12 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
     max_queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
     order = make_ordering(config, own_policy=load_policy(config.schedule_policy))
     return WorkerPool(
-        model, registry, router, Admission(max_queued), RequestQueue(order, patience_s=config.heartbeat_timeout)
+        model,
+        registry,
+        router,
+        Admission(max_queued),
+        RequestQueue(order, patience_s=config.heartbeat_timeout),
+        AutoRoles(config.auto_roles_per_hour) if config.auto_roles else None,
     )
 
 

@@ -112,11 +112,11 @@ class Gateway:
         for incarnation in incarnations:
             self._deliver(incarnation, message)
 
-    def lose(self, incarnation: str) -> None:
+    def lose(self, incarnation: str, *, is_empty: bool = False) -> None:
         node = self.pool.registry.remove(incarnation)
         if node is not None:
             self.pool.router.remove_worker(incarnation)
-            self.dispatcher.on_worker_lost(incarnation, node.name)
+            self.dispatcher.on_worker_lost(incarnation, node.name, is_empty=is_empty)
 
     def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer:
         return self._events.background_after(delay_s, act, rid)
