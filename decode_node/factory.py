@@ -2,19 +2,21 @@
 
 from common.node.worker_context import WorkerContext
 from common.scheduling.new_token_ratio import NewTokenRatio
+from decode_node.moves import OutgoingMoves
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from kv_transfer.receive.receiver import Receiver
-from kv_transfer.transports.base import ReaderTransport
-from kv_transfer.transports.negotiation import TransportSettings, open_reader
+from kv_transfer.send.sender import Sender
+from kv_transfer.transports.base import TransportEnds
+from kv_transfer.transports.negotiation import NodeTransports, TransportSettings
 
 
-def open_transport(context: WorkerContext) -> ReaderTransport:
+def open_transports(context: WorkerContext) -> NodeTransports:
     """The transport that the configuration names, over the pool of the process."""
-    return open_reader(context.pool, TransportSettings.of(context.config, context.incarnation))
+    return NodeTransports(context.pool, TransportSettings.of(context.config, context.incarnation), first="reader")
 
 
-def build(context: WorkerContext, transport: ReaderTransport) -> DecodeRole:
+def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
     """Build the role with its scheduler and its end of the transfer plane."""
     config, capacity = context.config, context.capacity
     limits = DecodeLimits(
@@ -34,7 +36,7 @@ def build(context: WorkerContext, transport: ReaderTransport) -> DecodeRole:
         reserved_tokens=config.num_reserved_decode_tokens,
     )
     receiver = Receiver(
-        transport,
+        ends.reader,
         context.allocator,
         name=config.node_name,
         digest=context.digest,
@@ -49,11 +51,15 @@ def build(context: WorkerContext, transport: ReaderTransport) -> DecodeRole:
         eos_token_ids=context.eos_token_ids,
         is_connected=receiver.is_connected,
     )
+
+    def open_sender() -> Sender:
+        return Sender(ends.writer, digest=context.digest, wants_checksums=config.kv_checksum, clock=context.clock)
+
     return DecodeRole(
         scheduler,
         receiver,
+        OutgoingMoves(open_sender, context.cache.page_size),
         cache=context.cache,
-        allocator=context.allocator,
         vocab_size=context.vocab_size,
         stream_interval=config.stream_interval,
     )

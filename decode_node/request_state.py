@@ -15,6 +15,7 @@ class State(StrEnum):
     RUNNING = "running"  # samples one token in each step
     PAUSED = "paused"  # a more urgent request has its slot; its pages are all here
     RETRACTED = "retracted"  # lost its pages; waits, ahead of its equals, to be computed or received again
+    MOVING = "moving"  # has left the batch; its pages go to another decode node
     EXTENDING = "extending"  # its prompt, and its output if it was retracted, is computed here in chunks
     DONE = "done"
 
@@ -29,6 +30,7 @@ class Event(StrEnum):
     TRANSFER_LOST = "transfer lost"  # no prefill node computes the retracted request again
     EXTEND = "extend"
     SAMPLED = "sampled"
+    MOVE = "move"
     END = "end"
 
 
@@ -46,6 +48,7 @@ TABLE: dict[tuple[State, Event], State] = {
     (State.RUNNING, Event.RETRACT): State.RETRACTED,
     (State.PAUSED, Event.JOIN_BATCH): State.RUNNING,
     (State.PAUSED, Event.RETRACT): State.RETRACTED,
+    **{(state, Event.MOVE): State.MOVING for state in (State.READY, State.RUNNING, State.PAUSED)},
     (State.RETRACTED, Event.GRANT): State.RECEIVING,
     (State.RETRACTED, Event.EXTEND): State.EXTENDING,
     **{(state, Event.END): State.DONE for state in State if state is not State.DONE},

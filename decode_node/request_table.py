@@ -23,8 +23,8 @@ class RequestTable:
         sources: the prefill node (by incarnation) that computes a request's prompt; missing for local requests.
         local: requests whose prompts are computed here, in whatever state.
         grammars: those of all requests.
-        compiling, waiting, receiving, ready, paused, retracted, extending, running: by state, in the order in which
-            they entered.
+        compiling, waiting, receiving, ready, paused, retracted, extending, running, moving: by state, in the order in
+            which they entered.
         num_moves: how often a request has come, gone, or changed its state.
         num_waiting_local: requests that are both in ``waiting`` and in ``local``.
     """
@@ -43,6 +43,7 @@ class RequestTable:
         self.retracted: dict[RequestKey, Request] = {}
         self.extending: dict[RequestKey, Request] = {}
         self.running: dict[RequestKey, Request] = {}
+        self.moving: dict[RequestKey, Request] = {}
         self._queues: dict[State, MutableMapping[RequestKey, Request]] = {
             State.COMPILING: self.compiling,
             State.WAITING: self.waiting,
@@ -52,6 +53,7 @@ class RequestTable:
             State.RETRACTED: self.retracted,
             State.EXTENDING: self.extending,
             State.RUNNING: self.running,
+            State.MOVING: self.moving,
         }
         self.num_moves = 0
         self.num_waiting_local = 0
@@ -111,14 +113,14 @@ class RequestTable:
     @property
     def has_holders(self) -> bool:
         """Whether any request holds pages."""
-        return bool(self.running or self.paused or self.ready or self.receiving or self.extending)
+        return bool(self.running or self.paused or self.ready or self.receiving or self.extending or self.moving)
 
     def holders(self) -> list[Request]:
-        """Requests that hold pages."""
+        """Requests that hold pages and may need more."""
         return [*self.preemptible(), *self.receiving.values()]
 
     def preemptible(self) -> list[Request]:
-        """Requests whose pages could be taken: all holders except transfers in progress."""
+        """Requests whose pages could be taken: all holders except transfers in progress, to here or to elsewhere."""
         queues: Iterable[dict[RequestKey, Request]] = (self.running, self.paused, self.ready, self.extending)
         return [request for queue in queues for request in queue.values()]
 

@@ -1,4 +1,4 @@
-"""The decode role: joins the scheduler and the receiver.
+"""The decode role: joins the scheduler, the receiver, and the requests that move to other decode nodes.
 
 The scheduler decides which request gets pages and which runs. The receiver tells when a prompt has arrived and when the
 pages of a broken transfer are safe again. Tokens and errors go straight to the gateway.
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.page_allocator import Owner
 from common.cache.radix_cache import RadixCache
 from common.errors import ErrorCode, RequestError
 from common.node.monitoring.request_stats import ABORT, ERROR, RequestStats
@@ -21,7 +21,7 @@ from common.node.role import (
     check_pages,
     decisions_message,
     report_missed_deadline,
-    request_from_generate,
+    request_to_decode,
 )
 from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
@@ -32,22 +32,37 @@ from common.wire.messages import (
     Failed,
     Flush,
     Flushed,
+    FromPrefill,
     Generate,
     GetDecisions,
     Message,
+    Move,
+    Moved,
     PairState,
     Peer,
     Reprioritize,
     Resume,
 )
-from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled, SamplingFailed
+from decode_node.moves import OutgoingMoves
+from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled, SamplingFailed, Stopped
 from decode_node.token_output import TokenOutput
 from kv_transfer.events import Completed, Event, Finished, PairLost
 from kv_transfer.receive.receiver import Receiver
+from kv_transfer.transfer_stats import sums
 
 #: Monotonic totals of the role itself. ``granted_tokens`` counts the tokens of prompts that a prefill node computed,
 #: ``pages_cached`` the pages of them that were in this node's cache and therefore not granted.
-COUNTERS = ("requests", "failed_requests", "steps", "transfers", "granted_tokens", "pages_cached", "output_tokens")
+#: ``continued_requests`` counts those of the ``requests`` that continue the output of an earlier attempt.
+COUNTERS = (
+    "requests",
+    "continued_requests",
+    "failed_requests",
+    "steps",
+    "transfers",
+    "granted_tokens",
+    "pages_cached",
+    "output_tokens",
+)
 
 #: A prefill node that has not answered ``Connect`` by then counts as lost.
 CONNECT_TIMEOUT_S = 10.0
@@ -60,6 +75,7 @@ class DecodeRole:
     """Everything a decode node decides. See ``common.node.role.Role`` for the calls.
 
     Args:
+        moves: requests that leave for other decode nodes.
         vocab_size: token ids outside of it are refused.
         stream_interval: output tokens per message to the gateway, after the first.
     """
@@ -68,9 +84,9 @@ class DecodeRole:
         self,
         scheduler: DecodeScheduler,
         receiver: Receiver,
+        moves: OutgoingMoves,
         *,
         cache: RadixCache,
-        allocator: PageAllocator,
         vocab_size: int,
         stream_interval: int = 1,
     ) -> None:
@@ -78,8 +94,9 @@ class DecodeRole:
         self.stats = RequestStats()
         self._scheduler = scheduler
         self._receiver = receiver
+        self._moves = moves
         self._cache = cache
-        self._allocator = allocator
+        self._allocator = cache.allocator
         self._vocab_size = vocab_size
         self._peers: dict[str, Peer] = {}  # prefill nodes we have dialled, by incarnation
         self._unanswered: dict[str, float] = {}  # the instant by which a dialled one must have answered
@@ -96,15 +113,17 @@ class DecodeRole:
             for sample in message.samples():
                 self._generate(sample, now)
         elif isinstance(message, Abort):
-            key = (message.rid, message.attempt)
+            key = self._moves.request_of((message.rid, message.attempt))
             request = self._scheduler.requests.get(key)
-            if request is not None:
+            if request is not None and not self._moves.is_sending(key):
                 self._report_stages(request, now)
-            if message.is_finished:
+            if message.is_finished and not self._moves.is_sending(key):
                 self._end(key)
             else:
                 self._abort(key)
             report_missed_deadline(self._scheduler.policy, request, now)
+        elif isinstance(message, Move):
+            self._stop_to_move(message)
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
@@ -115,13 +134,20 @@ class DecodeRole:
         self._settle(now)
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
+        if isinstance(message, FromPrefill):
+            self._on_source(peer, message, now)
+        elif (answer := self._moves.on_peer(peer, message, now)) is not None:
+            self.outbox.peers.append((peer, answer))
+        self._settle(now)
+
+    def _on_source(self, peer: str, message: Message, now: float) -> None:
+        """Handle a message of a node that pages come from."""
         self._unanswered.pop(peer, None)
         self._receiver.on_message(peer, message, now)
         if isinstance(message, Closed):
             key = (message.rid, message.attempt)
             if any(request.key == key for request in self._scheduler.waiting_for(peer)):
                 self._forget(key)  # it ended before it had pages here; the gateway has heard of it
-        self._settle(now)
 
     def gateway_lost(self, now: float) -> None:
         for key in list(self._scheduler.requests):
@@ -130,6 +156,7 @@ class DecodeRole:
 
     def peer_lost(self, peer: str, now: float) -> None:
         self._drop_peer(peer, "the prefill node was lost", now)
+        self._moves.peer_lost(peer)
         self._settle(now)
 
     def grammar_compiled(self, grammar: str, now: float) -> None:
@@ -165,12 +192,14 @@ class DecodeRole:
         for peer in [peer for peer, until in self._unanswered.items() if until <= now]:
             self._drop_peer(peer, "the prefill node was lost", now)
         self._receiver.poll(now)
+        more = self._moves.pump(now)
         self._settle(now)
-        return False
+        return more
 
     def stop(self, message: str, now: float) -> None:
         for request in list(self._scheduler.requests.values()):
             self._fail(request, ErrorCode.SHUTTING_DOWN, message, now)
+        self._take_moved()
         messages, _ = self._receiver.take()
         self.outbox.peers.extend(messages)
 
@@ -183,10 +212,11 @@ class DecodeRole:
             self.outbox.peers.extend(messages)
             for event in events:
                 self._on_event(event, now)
+            has_released = self._take_moved()
             self._scheduler.grant(now)
             effects = self._scheduler.take_effects()
             self._perform(effects, now)
-            if not events and not effects:
+            if not (events or effects or has_released):
                 break
         self.outbox.grammars += self._scheduler.grammars.take_effects()
 
@@ -203,6 +233,8 @@ class DecodeRole:
                     self._forget(effect.request.key)
             elif isinstance(effect, PageGrant):
                 self._begin_transfer(effect, now)
+            elif isinstance(effect, Stopped):
+                self._move(effect, now)
             elif isinstance(effect, SamplingFailed):
                 self._fail(effect.request, ErrorCode.INVALID_REQUEST, effect.message, now)
             else:
@@ -214,7 +246,7 @@ class DecodeRole:
                 self._fail(request, ErrorCode.OUT_OF_PAGES, message, now)
 
     def _generate(self, message: Generate, now: float) -> None:
-        request = request_from_generate(message, now)
+        request = request_to_decode(message, now)
         if request.key in self._scheduler.requests:
             return  # a repetition
         self._totals["requests"] += 1
@@ -225,6 +257,9 @@ class DecodeRole:
         except RequestError as error:
             self._answer_failure(request.key, error.code, error.message)
             return
+        if message.output:
+            self._totals["continued_requests"] += 1
+            self.stats.handed_off(request, now)
         if message.prefill is not None:
             self._dial(message.prefill, now)
 
@@ -246,6 +281,36 @@ class DecodeRole:
             self._fail(request, ErrorCode.NODE_LOST, why, now)
         self.outbox.hang_up.append(peer)
 
+    # ---- moves to other decode nodes --------------------------------------------------------------------------------
+
+    def _stop_to_move(self, message: Move) -> None:
+        key = (message.rid, message.attempt)
+        if key in self._scheduler.requests and self._moves.order(message):
+            self._scheduler.stop_decoding(key)
+
+    def _move(self, stopped: Stopped, now: float) -> None:
+        """Offer the pages of a request that no step computes any more to the other node, and tell the gateway."""
+        request = stopped.request
+        if request.key not in self._scheduler.requests:
+            return  # its last step has ended it
+        if not (stopped.has_pages and self._moves.start(request, now)):
+            message = "the decode node is stopping, and the request has no pages that could move to another one"
+            self._fail(request, ErrorCode.SHUTTING_DOWN, message, now)
+            return
+        self._output.flush(request, now)
+        self._report_stages(request, now)
+        self._output.forget(request.key)
+        self.outbox.gateway.append(Moved(*request.key, len(request.output)))
+        self._scheduler.decisions.note(now, request.rid, "move", "after {} tokens", request.num_tokens)
+
+    def _take_moved(self) -> bool:
+        """Send what the sender has queued, and release requests whose pages have gone. True if there were any."""
+        messages, gone = self._moves.take()
+        self.outbox.peers.extend(messages)
+        for key in gone:
+            self._forget(key)
+        return bool(gone)
+
     # ---- transfers --------------------------------------------------------------------------------------------------
 
     def _begin_transfer(self, granted: PageGrant, now: float) -> None:
@@ -254,7 +319,7 @@ class DecodeRole:
         assert source is not None, f"{request.key} is computed here"
         self._totals["granted_tokens"] += request.num_decodable
         self._totals["pages_cached"] += reservation.first
-        if request.output:
+        if granted.is_resumed:
             self._ask_again(request, source, now)
         self._receiver.begin(
             self._transfer_of(request.key),
@@ -310,7 +375,7 @@ class DecodeRole:
             self._output.received(key, event, now)
             self._totals["transfers"] += 1
             return
-        if request.output:
+        if key != event.key:
             self._scheduler.not_received(key, now)
         else:
             self._forget(key)
@@ -320,7 +385,9 @@ class DecodeRole:
     # ---- ends -------------------------------------------------------------------------------------------------------
 
     def _abort(self, key: RequestKey) -> None:
-        if key in self._scheduler.requests:
+        if self._moves.is_sending(key):
+            self._moves.end(key, "aborted", "the gateway ended it", ErrorCode.ABORTED)
+        elif key in self._scheduler.requests:
             self.stats.ended(ABORT)
             self._end(key)
 
@@ -334,10 +401,14 @@ class DecodeRole:
 
     def _forget(self, key: RequestKey) -> Request | None:
         self._output.forget(key)
+        self._moves.forget(key)
         self._owners.pop(self._transfers.pop(key, key), None)
         return self._scheduler.abort(key)
 
     def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
+        if self._moves.is_sending(request.key):
+            self._moves.end(request.key, "failed", message, code)  # the gateway asks the other node by now
+            return
         self._output.flush(request, now)
         self._report_stages(request, now)
         self._end(request.key)
@@ -355,16 +426,16 @@ class DecodeRole:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def files(self) -> Sequence[Any]:
-        return self._receiver.files()
+        return [*self._receiver.files(), *self._moves.files()]
 
     def transports(self) -> Sequence[str]:
         return self._receiver.transports()
 
     def pairs(self) -> Sequence[PairState]:
-        return self._receiver.pairs()
+        return [*self._receiver.pairs(), *self._moves.pairs()]
 
     def peers(self) -> Sequence[str]:
-        return list(self._peers)
+        return self._moves.peers()
 
     def load(self) -> Load:
         num_waiting = self._scheduler.num_waiting
@@ -380,7 +451,7 @@ class DecodeRole:
         return {
             "evictable_pages": float(self._cache.num_evictable_pages),
             "granted_pages": float(self._allocator.count(Owner.GRANT)),
-            **self._receiver.gauges(),
+            **sums(self._receiver.gauges(), self._moves.gauges()),
         }
 
     def counters(self) -> dict[str, float]:
@@ -388,10 +459,11 @@ class DecodeRole:
             **self._totals,
             **self._output.totals,
             **self._scheduler.totals(),
-            **self._receiver.counters(),
+            **sums(self._receiver.counters(), self._moves.counters()),
         }
 
     def check(self) -> None:
         check_pages(self._allocator, self._cache, self._scheduler.requests.values())
         self._scheduler.check()
         self._receiver.check()
+        self._moves.check(self._scheduler.moving, self._scheduler.requests)

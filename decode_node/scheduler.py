@@ -35,7 +35,7 @@ from decode_node.prealloc_queue import DecodeLimits as DecodeLimits
 from decode_node.prealloc_queue import PageGrant as PageGrant
 from decode_node.prealloc_queue import PreallocQueue
 from decode_node.preemption import Preemptor
-from decode_node.request_state import Event, State
+from decode_node.request_state import TABLE, Event, State
 from decode_node.request_table import RequestTable
 
 
@@ -64,7 +64,18 @@ class SamplingFailed(NamedTuple):
     message: str
 
 
-Effect = PageGrant | Sampled | Outgrown | SamplingFailed
+class Stopped(NamedTuple):
+    """A request that is to move is in no step any more.
+
+    Attributes:
+        has_pages: its pages stay as they are until ``abort``; otherwise it has none that are complete.
+    """
+
+    request: Request
+    has_pages: bool
+
+
+Effect = PageGrant | Sampled | Outgrown | SamplingFailed | Stopped
 
 
 class Step(NamedTuple):
@@ -125,6 +136,7 @@ class DecodeScheduler:
         self._totals["prompt_tokens_computed"] = 0
         self._steps: OutstandingSteps[Step] = OutstandingSteps(allocator)
         self._joining: dict[RequestKey, Request] = {}  # in a slot of which no plan has told the executor yet
+        self._stopping: dict[RequestKey, Request] = {}  # to be taken out of the batch; no further step computes them
         self._were_chunks_alone = False
         self._effects: list[Effect] = []
 
@@ -142,13 +154,15 @@ class DecodeScheduler:
         if context is not None and most > context:
             message = f"prompt and output may have {most} tokens together, the context is {context}"
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param="prompt")
-        if len(request.prompt) + 1 > self._capacity:
+        if request.num_decodable + 1 > self._capacity:
             raise RequestError(
                 ErrorCode.POOL_TOO_SMALL,
-                f"the prompt has {len(request.prompt)} tokens, the decode node's pool holds {self._capacity}, output"
-                " included (--max-total-tokens)",
+                f"prompt and output so far have {request.num_tokens} tokens, the decode node's pool holds"
+                f" {self._capacity}, further output included (--max-total-tokens)",
                 param="prompt",
             )
+        if request.output and self._finish(request, request.output[-1]):
+            raise RequestError(ErrorCode.INVALID_REQUEST, "the output has ended and cannot be continued")
         bound = self._limits.max_queued
         if bound is not None and len(self._table.waiting) + len(self._table.compiling) >= bound:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the decode node already")
@@ -194,8 +208,24 @@ class DecodeScheduler:
         if is_receiving:
             self._reservations.withdraw(request)
         self._queue.short.pop(key, None)
+        self._stopping.pop(key, None)
         release(self._cache, self._allocator, request, keep=True)
         return request
+
+    def stop_decoding(self, key: RequestKey) -> None:
+        """Take a request out of the batch after the steps that it is in; queues ``Stopped`` then."""
+        self._stopping[key] = self._table.requests[key]
+        self._take_out_stopping()
+
+    def _take_out_stopping(self) -> None:
+        for key, request in list(self._stopping.items()):
+            if request.num_sampling:
+                continue
+            del self._stopping[key]
+            has_pages = (self._table.states[key], Event.MOVE) in TABLE
+            if has_pages:
+                self._table.move(request, Event.MOVE, with_slot=False)
+            self._effects.append(Stopped(request, has_pages))
 
     def take_effects(self) -> list[Effect]:
         """The effects since the last call, in order."""
@@ -216,6 +246,11 @@ class DecodeScheduler:
             self._queue.changed()
 
     # ---- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def moving(self) -> Mapping[RequestKey, Request]:
+        """Requests that have left the batch with their pages; see ``stop_decoding``."""
+        return self._table.moving
 
     @property
     def requests(self) -> Mapping[RequestKey, Request]:
@@ -248,6 +283,7 @@ class DecodeScheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if there is nothing to compute. Preempts requests for a more urgent one first."""
+        self._take_out_stopping()  # some may have been retracted
         if self._preemptor.preempt_for_first(now):
             self.grant(now)
         self._join_batch(now)
@@ -319,10 +355,13 @@ class DecodeScheduler:
 
     def _growing(self) -> list[Request]:
         """Running requests that may sample one token more, beyond those of outstanding steps."""
+        running = list(self._table.running.values())
+        if self._stopping:
+            running = [request for request in running if request.key not in self._stopping]
         if not self._steps:
-            return list(self._table.running.values())  # the others have ended
+            return running  # the others have ended
         most = self._capacity
-        return [r for r in self._table.running.values() if r.num_left > r.num_sampling and r.num_scheduled < most]
+        return [r for r in running if r.num_left > r.num_sampling and r.num_scheduled < most]
 
     def _rows(self) -> list[Request]:
         """Those of them that have room for it, most urgent first."""
@@ -499,12 +538,16 @@ class DecodeScheduler:
             elif len(request.prompt) + len(request.output) > capacity:
                 self._effects.append(Outgrown(request))
         self._steps.end()
+        self._take_out_stopping()
         return self.take_effects()
 
     def _sampled(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Sampled:
         request.output.append(token)
-        finish = finish_reason(request.sampling, self._eos, token=token, num_output=len(request.output))
-        return Sampled(request, token, logprobs, finish)
+        return Sampled(request, token, logprobs, self._finish(request, token))
+
+    def _finish(self, request: Request, token: int) -> Finish:
+        """Why the output ends with its last token; empty if it goes on."""
+        return finish_reason(request.sampling, self._eos, token=token, num_output=len(request.output))
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 

@@ -17,24 +17,31 @@ from common.config.cli import resolve
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
 from common.logs import configure_logging
-from gateway.server import Gateway
+from gateway.server import GRACE_S, Gateway
 from gateway.workers.served_models import load_models, model_folders
 
 log = logging.getLogger("gateway")
 
 
-async def serve(gateway: Gateway) -> None:
-    """Serves until SIGTERM or SIGINT."""
-    stop = asyncio.Event()
+async def serve(gateway: Gateway, drain_timeout_s: float) -> None:
+    """Serves until SIGTERM, after which requests may end, or SIGINT. A second signal ends them."""
+    stop: asyncio.Future[float] = asyncio.Future()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+
+    def on_signal(grace_s: float) -> None:
+        if stop.done():
+            gateway.end_grace()
+        else:
+            stop.set_result(grace_s)
+
+    loop.add_signal_handler(signal.SIGTERM, on_signal, drain_timeout_s)
+    loop.add_signal_handler(signal.SIGINT, on_signal, GRACE_S)
     await gateway.start()
     log.info("nodes dial %s", gateway.control_address)
     log.info("listening %s", gateway.http_address)
-    await stop.wait()
-    log.info("stopping")
-    await gateway.stop()
+    grace_s = await stop
+    log.info("stopping when all requests have ended, or in %g s", grace_s)
+    await gateway.stop(grace_s)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         gateway = Gateway(config, load_models(config, model_folders(config)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(gateway))
+            runner.run(serve(gateway, config.drain_timeout))
     except (ConfigError, OSError, zmq.ZMQError) as error:
         log.error("%s", error)
         return 2

@@ -57,7 +57,7 @@ from gateway.workers.control_plane import ControlPlane, MailboxChannel
 from gateway.workers.pool import WorkerPools
 from gateway.workers.served_models import ServedModel
 
-#: Requests in flight at a stop may go on for so long.
+#: Requests in flight may go on for so long after SIGINT. After SIGTERM, ``--drain-timeout`` says for how long.
 GRACE_S = 2.0
 
 
@@ -105,6 +105,7 @@ class Gateway:
         if config.tls_cert is not None and config.tls_key is not None:
             self._tls = make_tls_context(config.tls_cert, config.tls_key)
         self._context: zmq.Context[Any] = zmq.Context()
+        self._is_grace_over = False
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
@@ -123,6 +124,7 @@ class Gateway:
             on_end=self._ended,
             first_attempt=secrets.randbits(31),
         )
+        self._metrics.count_recoveries(self._dispatcher)
         self._timelines = Timelines(config.timeline_requests, self._dispatcher.streams)
         if self._exporter is not None:
             self._metrics.count_exported(self._exporter)
@@ -205,18 +207,22 @@ class Gateway:
         """``host:port`` that nodes dial."""
         return self._control.address
 
-    async def stop(self) -> None:
-        """Refuses new requests, gives those in flight two seconds, and ends the rest with an error."""
+    async def stop(self, grace_s: float = GRACE_S) -> None:
+        """Refuses new requests, gives those in flight ``grace_s``, and ends the rest with an error."""
         self._checks.begin_stop()
         self._http.close_listeners()
-        until = self._clock.now() + GRACE_S
-        while self._dispatcher.num_in_flight and self._clock.now() < until:
+        until = self._clock.now() + grace_s
+        while self._dispatcher.num_in_flight and self._clock.now() < until and not self._is_grace_over:
             await asyncio.sleep(0.02)
         self._dispatcher.shut_down()
         await self._http.stop()
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)
         self._context.destroy(linger=200)
+
+    def end_grace(self) -> None:
+        """Ends the requests that ``stop`` waits for."""
+        self._is_grace_over = True
 
     async def _sample(self) -> None:
         """Adds to the live history every second, also while no page is open: a sample takes microseconds."""

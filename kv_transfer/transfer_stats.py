@@ -1,7 +1,7 @@
 """Figures about transfers for operators: how many are at each stage, and for how long writes were under way. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from common.errors import ErrorCode
 
@@ -33,6 +33,14 @@ def failure_counter(code: ErrorCode) -> str:
 def no_failures() -> dict[str, int]:
     """The totals of the usual reasons, which are shown before the first failure."""
     return {failure_counter(code): 0 for code in (ErrorCode.TRANSFER_FAILED, ErrorCode.NODE_LOST)}
+
+
+def sums(*ends: Mapping[str, float]) -> dict[str, float]:
+    """Figures of both ends of one node, added by name."""
+    total: Counter[str] = Counter()
+    for figures in ends:
+        total.update(figures)  # type: ignore[arg-type]  # it adds floats as well
+    return dict(total)
 
 
 class WriteTime:

@@ -2,18 +2,18 @@
 
 from common.node.worker_context import WorkerContext
 from kv_transfer.send.sender import Sender
-from kv_transfer.transports.base import WriterTransport
-from kv_transfer.transports.negotiation import TransportSettings, open_writer
+from kv_transfer.transports.base import TransportEnds
+from kv_transfer.transports.negotiation import NodeTransports, TransportSettings
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
 
 
-def open_transport(context: WorkerContext) -> WriterTransport:
+def open_transports(context: WorkerContext) -> NodeTransports:
     """The transport that the configuration names, over the pool of the process."""
-    return open_writer(context.pool, TransportSettings.of(context.config, context.incarnation))
+    return NodeTransports(context.pool, TransportSettings.of(context.config, context.incarnation), first="writer")
 
 
-def build(context: WorkerContext, transport: WriterTransport) -> PrefillRole:
+def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:
     """Build the role with its scheduler and its end of the transfer plane."""
     config, capacity = context.config, context.capacity
     limits = PrefillLimits(
@@ -27,7 +27,7 @@ def build(context: WorkerContext, transport: WriterTransport) -> PrefillRole:
         sharing=context.sharing,
         max_skip_ahead=config.max_skip_ahead,
     )
-    sender = Sender(transport, digest=context.digest, wants_checksums=config.kv_checksum, clock=context.clock)
+    sender = Sender(ends.writer, digest=context.digest, wants_checksums=config.kv_checksum, clock=context.clock)
     scheduler = PrefillScheduler(
         context.cache,
         context.allocator,

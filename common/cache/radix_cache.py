@@ -46,7 +46,7 @@ class RadixCache:
         self.is_enabled = is_enabled
         self.num_evictable_pages = 0
         self.num_pages = 0  # in ready nodes
-        self._allocator = allocator
+        self.allocator = self._allocator = allocator
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[str, TreeNode] = {}
         self._leaves = EvictionQueue(eviction)

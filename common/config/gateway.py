@@ -6,7 +6,7 @@ from typing import Any
 from common.config.access import AccessOptions, check_access
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions, check_scheduling, is_user_defined
-from common.config.shared import NEEDS_KEYS, LocalPrefill, ModelOptions, check_keys, check_revision
+from common.config.shared import NEEDS_KEYS, DrainOptions, LocalPrefill, ModelOptions, check_keys, check_revision
 from common.config.tenancy import TenantOptions, check_tenancy
 from common.errors import ConfigError
 from common.wire.address import check_reach
@@ -92,11 +92,17 @@ class HttpOptions(AccessOptions):
     log_requests: bool = option(
         True, "Log one line for each output that has ended: its ids, counts and times, never its text."
     )
-    heartbeat_interval: float = option(2.0, "Seconds between two heartbeats of a node.", minimum=0.05, maximum=3600)
-    heartbeat_timeout: float = option(
-        30.0,
+    heartbeat_interval: float = option(1.0, "Seconds between two heartbeats of a node.", minimum=0.05, maximum=3600)
+    node_timeout: float = option(
+        5.0,
         "Seconds without a heartbeat after which a node counts as lost. A closed connection counts at once.",
         minimum=0.1,
+    )
+    recovery_timeout: float = option(
+        60.0,
+        "Seconds that an accepted request waits for nodes that can serve it or continue it, before it ends with an "
+        "error.",
+        minimum=0,
     )
 
 
@@ -124,7 +130,7 @@ class TracingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(Routing, HttpOptions, TracingOptions, TenantOptions, SchedulingOptions, ModelOptions):
+class GatewayConfig(DrainOptions, Routing, HttpOptions, TracingOptions, TenantOptions, SchedulingOptions, ModelOptions):
     control_port: int = option(
         8001, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
     )
@@ -164,8 +170,8 @@ def check_http(config: Any) -> None:
         if not is_user_defined(spec):
             raise ConfigError(f"--app-plugin must be MODULE:NAME, not {spec!r}")
     check_auto_roles(config)
-    if config.heartbeat_timeout < 2 * config.heartbeat_interval:
-        raise ConfigError("--heartbeat-timeout must be at least twice --heartbeat-interval")
+    if config.node_timeout < 2 * config.heartbeat_interval:
+        raise ConfigError("--node-timeout must be at least twice --heartbeat-interval")
     if config.port and config.port == config.control_port and config.host == config.control_host:
         raise ConfigError(f"--port and --control-port are both {config.port}; choose different ports")
     check_access(config)

@@ -9,6 +9,7 @@ from common.config.options import option
 from common.config.scheduling import SchedulingOptions
 from common.config.shared import (
     NEEDS_KEYS,
+    DrainOptions,
     EngineOptions,
     ModelOptions,
     NodeHttpOptions,
@@ -21,7 +22,7 @@ from common.wire.address import check_reach, host_and_port, is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(Batching, EngineOptions, NodeHttpOptions, SchedulingOptions, ModelOptions):
+class NodeConfig(Batching, EngineOptions, DrainOptions, NodeHttpOptions, SchedulingOptions, ModelOptions):
     """Configuration of ``prefill`` and ``decode``, which is the same for both, since a node may change its role.
 
     ``role`` follows from the command; it has no flag.
@@ -33,11 +34,9 @@ class NodeConfig(Batching, EngineOptions, NodeHttpOptions, SchedulingOptions, Mo
         None, "Unique name of this node, the same after a restart. Without it: role, host and process id."
     )
     advertise_host: str = option(
-        "127.0.0.1", "Address to listen on while this is a prefill node, at which decode nodes reach it."
+        "127.0.0.1", "Address to listen on, at which decode nodes reach this node for its KV pages."
     )
-    data_port: int = option(
-        0, "Port to listen on while this is a prefill node; 0 takes a free port.", minimum=0, maximum=65535
-    )
+    data_port: int = option(0, "Port to listen on for decode nodes; 0 takes a free port.", minimum=0, maximum=65535)
     data_interface: str | None = option(
         None,
         "Address to receive KV pages on while this is a decode node. Without it: --advertise-host.",

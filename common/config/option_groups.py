@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 Groups = Mapping[str, tuple[str, ...]]
 
 SERVING: Groups = {
-    "Processes": ("prefill", "decode", "ready_timeout", "name", "device", "threads", "attention_backend"),
+    "Processes": (
+        "prefill", "decode", "ready_timeout", "drain_timeout", "name", "device", "threads", "attention_backend",
+    ),
     "Model": (
         "model", "revision", "served_model_name", "also_serve", "weight_version", "dtype", "context_length",
         "chat_template", "tool_call_parser", "reasoning_parser",
@@ -36,7 +38,8 @@ SERVING: Groups = {
     "Network": (
         "host", "port", "control_host", "control_port", "gateway", "advertise_host", "data_port", "data_interface",
         "http_host", "http_port", "health_timeout",
-        "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "heartbeat_timeout",
+        "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "node_timeout",
+        "recovery_timeout",
     ),
     "Security": (
         "keys", "api_key", "api_key_file", "admin_api_key", "tenant_header", "cluster_key", "insecure",

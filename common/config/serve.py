@@ -33,6 +33,9 @@ class ServeConfig(
         minimum=0.001,
         maximum=0.95,
     )
+    drain_timeout: float = option(
+        2.0, "Seconds that requests may still take after Ctrl-C or SIGTERM.", minimum=0, maximum=86_400
+    )
     ready_timeout: float = option(900.0, "Seconds for nodes to load before serve gives up.", minimum=1)
 
     def __post_init__(self) -> None:

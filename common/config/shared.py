@@ -137,6 +137,17 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrainOptions:
+    drain_timeout: float = option(
+        30.0,
+        "Seconds that requests may still take after SIGTERM. A node moves them to other nodes meanwhile; the gateway "
+        "refuses new ones.",
+        minimum=0,
+        maximum=86_400,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeHttpOptions:
     """Where each prefill and decode node serves its own ``/health`` and ``/metrics``."""
 

@@ -27,6 +27,7 @@ from common.wire.messages import (
     ChangeRole,
     Deregister,
     Done,
+    Drain,
     FromDecode,
     FromGateway,
     FromPrefill,
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 LONGEST_WAIT_S = 1.0
 SILENCE_S = 10.0  # of a gateway after a registration; the node then connects again
 MAX_PAIRS = 1_024  # reported to the gateway
+#: How often a node that leaves its role looks whether it may.
+DEPARTURE_CHECK_S = 0.1
 #: How long a node that leaves its role waits for the proof that no peer writes into its pages any more.
 FENCE_WAIT_S = 10.0
 NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
@@ -83,19 +86,18 @@ class ControlEndpoint:
     Attributes:
         context: of all sockets.
         incarnation: drawn at each start of a process, and again for each other role that it takes.
-        listen: mailbox on which decode nodes reach a prefill node; None on a decode node.
+        listen: mailbox on which decode nodes reach this node, to receive pages.
         keys: of this process; None: connections are neither encrypted nor authenticated.
     """
 
     context: "zmq.Context[zmq.Socket[bytes]]"
     incarnation: str
-    listen: Mailbox | None
+    listen: Mailbox
     keys: CurveKeys | None = None
 
     def close(self) -> None:
         """Close the listening socket and the context; all other sockets must be closed."""
-        if self.listen is not None:
-            self.listen.close()
+        self.listen.close()
         self.context.term()
 
     def dial(self, accepts: Any, address: str, server_key: bytes) -> Mailbox:
@@ -109,10 +111,11 @@ class Departure:
     """An order to leave the role: take no new requests, finish those that are here, and come back in another role.
 
     Attributes:
+        role: None: stop for good.
         until: the instant at which the requests that are left are ended.
     """
 
-    role: RoleName
+    role: RoleName | None
     until: float
 
 
@@ -156,7 +159,7 @@ class EventLoop:
         self._connected_at: float | None = None  # to a gateway that has not answered yet
         self._failures: set[HandshakeFailure] = set()  # logged since the last registration
         self._gateway_incarnation = ""
-        self._prefill_nodes: dict[str, Mailbox] = {}  # dialled by this decode node, by incarnation
+        self._prefill_nodes: dict[str, Mailbox] = {}  # whose pages come here, by incarnation
         self._heartbeat_s = 1.0
         self._next_heartbeat_at = 0.0
         self._heard: tuple[float, float] = (0.0, 0.0)  # when the gateway sent its last instant, and when it came
@@ -173,13 +176,13 @@ class EventLoop:
         self.refused: str | None = None
         self.next_role: RoleName | None = None
         self._departure: Departure | None = None
+        self._drain_s: float | None = None  # a drain that was asked for and has not begun
         self._num_heartbeats = 0  # sent since the last registration
         self._num_acks = 0
         self._num_acks_due: int | None = None  # for a departure: that of a heartbeat sent while the role was empty
         self._poller = zmq.Poller()
         self._watch(self._gateway)
-        if self._listen is not None:
-            self._watch(self._listen)
+        self._watch(self._listen)
         self._poller.register(engine.fileno(), zmq.POLLIN)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -214,6 +217,8 @@ class EventLoop:
             self._start_step(now)  # the tick may have ended what the role waited for
             self._flush()
             self._check_when_idle()
+            if self._drain_s is not None:
+                self._begin_drain(self._drain_s, now)
             self._depart_when_empty(now)
             if not self.is_registered and self._reminder.is_due(now):
                 log.info(
@@ -271,6 +276,14 @@ class EventLoop:
             self._departure = Departure(message.role, now + message.timeout_s)
             self._gateway.send(Deregister(), target=self._gateway_incarnation)
 
+    def _begin_drain(self, timeout_s: float, now: float) -> None:
+        self._drain_s = None
+        load = self._role.load()
+        num_left = load.num_waiting + load.num_running
+        log.info("draining: taking no new requests, and stopping in %g s or when %d have ended", timeout_s, num_left)
+        self._departure = Departure(None, now + timeout_s)
+        self._gateway.send(Deregister(), target=self._gateway_incarnation)
+
     def _depart_when_empty(self, now: float) -> None:
         """Leave the role when nothing is left, here or on its way between the gateway and this node.
 
@@ -280,20 +293,24 @@ class EventLoop:
         departure = self._departure
         if departure is None:
             return
+        if departure.role is None and (now >= departure.until or not self.is_registered):
+            self._is_stopping = True  # without a gateway, no answer can be delivered and no request can move
+            return
         load, outbox = self._role.load(), self._role.outbox
         is_idle = not (load.num_waiting or load.num_running or self._engine.is_busy or outbox.grammars)
-        if is_idle and not load.num_quarantined_pages:
+        if is_idle and (departure.role is None or not load.num_quarantined_pages):
             if self._num_acks_due is None:
                 self._gateway.send(Deregister(is_empty=True), target=self._gateway_incarnation)
                 self._num_acks_due = self._num_heartbeats + 1
                 self._next_heartbeat_at = now
             if not self.is_registered or self._num_acks >= self._num_acks_due:
                 self.next_role = departure.role
+                self._is_stopping |= departure.role is None
             return
         if self._num_acks_due is not None:
             self._gateway.send(Deregister(), target=self._gateway_incarnation)
             self._num_acks_due = None
-        if now >= departure.until + FENCE_WAIT_S:
+        if departure.role is not None and now >= departure.until + FENCE_WAIT_S:
             log.error(
                 "the role is kept: %d requests and %d pages into which another node may still write are left",
                 load.num_waiting + load.num_running,
@@ -307,9 +324,17 @@ class EventLoop:
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
+    def drain(self, timeout_s: float) -> None:
+        """Ask the loop to end once its requests have, or after ``timeout_s``; safe in a signal handler."""
+        self._drain_s = timeout_s
+        self._wake_up()
+
     def stop(self) -> None:
-        """Ask the loop to end; safe in a signal handler."""
+        """Ask the loop to end now; safe in a signal handler."""
         self._is_stopping = True
+        self._wake_up()
+
+    def _wake_up(self) -> None:
         if self._wake >= 0:  # else it is closed: Ctrl-C comes from the terminal and from the supervisor
             os.eventfd_write(self._wake, 1)
 
@@ -333,8 +358,10 @@ class EventLoop:
                 self._poller.register(file, zmq.POLLIN)
         self._files = files
         longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
-        if self._listen is not None and self._listen.is_probing:
+        if self._listen.is_probing:
             longest_s = min(longest_s, PROBE_EVERY_S)
+        if self._departure is not None:
+            longest_s = min(longest_s, DEPARTURE_CHECK_S)
         self._poller.poll(math.ceil(longest_s * 1_000))
 
     # ---- receiving --------------------------------------------------------------------------------------------------
@@ -360,8 +387,7 @@ class EventLoop:
             self._gateway.redial()
         for letter in self._gateway.receive():
             self._on_gateway(letter.sender, letter.message, now)
-        if self._listen is not None:
-            self._receive_from_decode_nodes(self._listen, now)
+        self._receive_from_decode_nodes(now)
         for incarnation in list(self._prefill_nodes):
             self._receive_from_prefill_node(incarnation, now)
 
@@ -394,6 +420,9 @@ class EventLoop:
             self._num_acks += 1
         elif isinstance(message, ChangeRole):
             self._change_role(message, now)
+        elif isinstance(message, Drain):
+            self._gateway.send(Done(number=message.number), target=self._gateway_incarnation)
+            self._begin_drain(message.timeout_s, now)
         elif isinstance(message, Unknown):
             self._role.gateway_lost(now)
             self._gateway.send(self._register())
@@ -404,11 +433,11 @@ class EventLoop:
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)
 
-    def _receive_from_decode_nodes(self, listen: Mailbox, now: float) -> None:
-        for letter in listen.receive():
+    def _receive_from_decode_nodes(self, now: float) -> None:
+        for letter in self._listen.receive():
             if not isinstance(letter.message, Ping):
                 self._role.on_peer(letter.sender, letter.message, now)
-        for peer in listen.lost_peers(self._role.peers()):
+        for peer in self._listen.lost_peers(self._role.peers()):
             log.warning("decode node %s is gone", peer[:8])
             self._role.peer_lost(peer, now)
 
@@ -418,7 +447,7 @@ class EventLoop:
             if letter.sender == incarnation and not isinstance(letter.message, Ping):
                 self._role.on_peer(incarnation, letter.message, now)
         if mailbox.connection_events().disconnected:
-            log.warning("prefill node %s is gone", incarnation[:8])
+            log.warning("node %s is gone, from which pages came", incarnation[:8])
             self._role.peer_lost(incarnation, now)
 
     # ---- sending ----------------------------------------------------------------------------------------------------
@@ -446,7 +475,8 @@ class EventLoop:
             self._dial(peer)
         outbox.dial.clear()
         for incarnation, message in outbox.peers:
-            mailbox = self._prefill_nodes.get(incarnation) or self._listen
+            is_ours = isinstance(message, FromPrefill)  # pages go from here to there
+            mailbox = self._listen if is_ours else self._prefill_nodes.get(incarnation)
             if mailbox is not None:
                 mailbox.send(message, target=incarnation)
         outbox.peers.clear()
@@ -497,13 +527,13 @@ class EventLoop:
         )
 
     def _mailboxes(self) -> list[Mailbox]:
-        return [self._gateway, *self._prefill_nodes.values(), *([] if self._listen is None else [self._listen])]
+        return [self._gateway, *self._prefill_nodes.values(), self._listen]
 
 
 def listen_mailbox(
     context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, host: str, port: int, *, keys: CurveKeys | None
 ) -> Mailbox:
-    """The socket on which decode nodes reach a prefill node; port 0 takes any free one.
+    """The socket on which decode nodes reach this node, to receive pages; port 0 takes any free one.
 
     Raises:
         ConfigError: the address cannot be bound.

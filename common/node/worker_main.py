@@ -34,7 +34,7 @@ from common.node.monitoring.metrics import Identity, NodeMetrics
 from common.node.profiler import Profiler
 from common.node.recording.format import VERSION as RECORDING_VERSION
 from common.node.recording.format import RecordingHeader
-from common.node.recording.recorder import RecordedRole, RecordedTransport, Recorder, plain_config, read_environ
+from common.node.recording.recorder import RecordedRole, RecordedTransports, Recorder, plain_config, read_environ
 from common.node.role import Role
 from common.node.worker_context import WorkerContext, make_cache
 from common.plugins import load_policy
@@ -66,11 +66,11 @@ class RoleFactory:
     """How to build a role.
 
     Attributes:
-        open_transport: opens the transport of the role over the worker's pool.
-        build: builds the role over that transport.
+        open_transports: makes the ends of the transport over the worker's pool, a ``TransportEnds``.
+        build: builds the role over them.
     """
 
-    open_transport: Callable[[WorkerContext], Any]
+    open_transports: Callable[[WorkerContext], Any]
     build: Callable[[WorkerContext, Any], Role]
 
 
@@ -117,14 +117,12 @@ def open_endpoint(config: NodeConfig, keys: CurveKeys | None) -> ControlEndpoint
     """A control endpoint with an incarnation of its own.
 
     Raises:
-        ConfigError: the address at which a prefill node listens cannot be bound.
+        ConfigError: the address at which decode nodes reach this node cannot be bound.
     """
     incarnation = new_incarnation("" if keys is None else keys.fingerprint)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    mailbox = None
     try:
-        if config.role == "prefill":
-            mailbox = listen_mailbox(context, incarnation, config.advertise_host, config.data_port, keys=keys)
+        mailbox = listen_mailbox(context, incarnation, config.advertise_host, config.data_port, keys=keys)
     except ConfigError:
         context.term()
         raise
@@ -141,9 +139,9 @@ def _serve_model(
     model, executor, capacity = _load(config)
     worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
     engine = EngineThread(executor, profiler)
-    node = LoadedNode(model, engine, factories, http)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: node.stop())
+    node = LoadedNode(model, engine, factories, http, drain_timeout_s=config.drain_timeout)
+    signal.signal(signal.SIGTERM, lambda *_: node.drain())
+    signal.signal(signal.SIGINT, lambda *_: node.stop())
     gc.collect()
     gc.freeze()  # weights and modules stay; the collector need not visit them again
     try:
@@ -161,6 +159,7 @@ class LoadedNode:
 
     Args:
         http: listening socket of the node's own HTTP server; None without one.
+        drain_timeout_s: how long requests may go on after SIGTERM.
     """
 
     def __init__(
@@ -169,18 +168,29 @@ class LoadedNode:
         engine: EngineThread,
         factories: Mapping[RoleName, RoleFactory],
         http: socket.socket | None,
+        *,
+        drain_timeout_s: float,
     ) -> None:
         self._model = model
+        self._drain_timeout_s = drain_timeout_s
         self._engine = engine
         self._factories = factories
         self._http = http
         self._loop: EventLoop | None = None
-        self._is_stopping = False
+        self._is_stopping = self._is_draining = False
         self._num_changes = 0
         self._previous = ""
 
+    def drain(self) -> None:
+        """Ask the node to end once its requests have, or after ``--drain-timeout``; a second time, to end now."""
+        if self._is_draining:
+            self.stop()
+        self._is_draining = True
+        if self._loop is not None:
+            self._loop.drain(self._drain_timeout_s)
+
     def stop(self) -> None:
-        """Ask the node to end; safe in a signal handler."""
+        """Ask the node to end now; safe in a signal handler."""
         self._is_stopping = True
         if self._loop is not None:
             self._loop.stop()
@@ -191,16 +201,18 @@ class LoadedNode:
         Raises:
             ConfigError: the first role cannot be built.
         """
-        transport = self._factory(worker).open_transport(worker)
+        ends = self._factory(worker).open_transports(worker)
         while True:
-            status, next_role = self._serve_role(worker, endpoint, transport)
+            try:
+                status, next_role = self._serve_role(worker, endpoint, ends)
+            finally:
+                endpoint.close()
             if next_role is None or self._is_stopping:
                 return status
-            transport.close()
-            endpoint.close()
+            ends.close()
             worker.check_released()
             self._previous = worker.incarnation
-            worker, endpoint, transport = self._enter(worker, next_role, endpoint.keys)
+            worker, endpoint, ends = self._enter(worker, next_role, endpoint.keys)
 
     def _enter(
         self, worker: WorkerContext, role: RoleName, keys: CurveKeys | None
@@ -213,7 +225,7 @@ class LoadedNode:
                 config = replace(worker.config, role=attempted, name=worker.config.node_name)
                 endpoint = open_endpoint(config, keys)
                 entered = replace(worker, config=config, incarnation=endpoint.incarnation)
-                transport = self._factory(entered).open_transport(entered)
+                ends = self._factory(entered).open_transports(entered)
             except ConfigError as error:
                 log.error("cannot serve as a %s node: %s", attempted, error)
                 if endpoint is not None:
@@ -221,21 +233,17 @@ class LoadedNode:
                 continue
             self._num_changes += attempted == role
             log.info("now a %s node, after %.3f s", attempted, time.monotonic() - begun_at)
-            return entered, endpoint, transport
+            return entered, endpoint, ends
         raise ConfigError(f"node {worker.config.node_name} can serve in neither role any more")
 
     def _factory(self, worker: WorkerContext) -> RoleFactory:
         return self._factories[worker.config.role]
 
-    def _serve_role(
-        self, worker: WorkerContext, endpoint: ControlEndpoint, transport: Any
-    ) -> tuple[int, RoleName | None]:
+    def _serve_role(self, worker: WorkerContext, endpoint: ControlEndpoint, ends: Any) -> tuple[int, RoleName | None]:
         """Serve in one role; returns the exit status, and the next role if there is one."""
         config = worker.config
-        recorder = start_recording(worker, transport) if config.record else None
-        role = self._factory(worker).build(
-            worker, transport if recorder is None else RecordedTransport(transport, recorder)
-        )
+        recorder = start_recording(worker, ends) if config.record else None
+        role = self._factory(worker).build(worker, ends if recorder is None else RecordedTransports(ends, recorder))
         if recorder is not None:
             role = RecordedRole(role, recorder)
         loop = EventLoop(
@@ -247,6 +255,8 @@ class LoadedNode:
             clock=worker.clock,
         )
         self._loop = loop
+        if self._is_draining:
+            loop.drain(self._drain_timeout_s)
         if self._is_stopping:
             loop.stop()
         log.info(
@@ -296,12 +306,12 @@ class LoadedNode:
             max_running=worker.capacity.num_slots,
             max_queued=worker.capacity.max_queued,
             transports=tuple(role.transports()),
-            address="" if listen is None else f"{in_url(config.advertise_host)}:{listen.port}",
+            address=f"{in_url(config.advertise_host)}:{listen.port}",
             pid=os.getpid(),
             device=pick_device(config.device),
             http_address="" if self._http is None else address_of(self._http, config.advertise_host),
             tokenizer_digest=tokenizer_digest(model.folder),
-            public_key="" if listen is None or keys is None else keys.public.hex(),
+            public_key="" if keys is None else keys.public.hex(),
             num_role_changes=self._num_changes,
             previous=self._previous,
             fixed_role=self._fixed_role(config),
@@ -353,7 +363,7 @@ def _until_stopped(loop: EventLoop) -> int:
     return status
 
 
-def start_recording(worker: WorkerContext, transport: Any) -> Recorder:
+def start_recording(worker: WorkerContext, ends: Any) -> Recorder:
     """Open the recording that ``--record`` asks for, and write its header.
 
     Raises:
@@ -366,6 +376,7 @@ def start_recording(worker: WorkerContext, transport: Any) -> Recorder:
     except OSError as error:
         raise ConfigError(f"cannot create --record {config.record}: {error.strerror}") from error
     log.warning("recording into %s, prompts included", recorder.path)
+    transport = ends.writer if config.role == "prefill" else ends.reader
     recorder.note(
         RecordingHeader(
             version=RECORDING_VERSION,

@@ -2,10 +2,15 @@
 
 Requests are sent while the nodes have room. The rest wait in the queue of their model and are sent, in order, as others
 end; the pair of nodes is chosen at that moment. Every output is in the table from its arrival to its end, and leaves it
-in one place, ``_remove``: after the last token, a stop string, a failure or loss of a node, the deadline, or an abort.
-The nodes that may still work on it are told at once.
+in one place, ``_remove``: after the last token, a stop string, an error of its own, the deadline, or an abort. The
+nodes that may still work on it are told at once.
+
+An attempt that ends without the request's fault, such as by the loss of a node, does not end the request: ``_recover``
+puts it back into the queue, and the next attempt continues after the tokens that the stream has
+(``gateway.requests.recovery``).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, islice
@@ -17,9 +22,24 @@ from common.clock import Clock
 from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError
 from common.request import Request
-from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Sample, Spans, Tokens
+from common.wire.messages import (
+    Abort,
+    Failed,
+    Generate,
+    Message,
+    Move,
+    Moved,
+    Peer,
+    Reprioritize,
+    Sample,
+    Spans,
+    Tokens,
+)  # fmt: skip
 from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.moves import Moves
 from gateway.requests.output_processor import OutputStream, StageReport
+from gateway.requests.recovery import RECOVERABLE, AttemptEnd, Recovery
+from gateway.workers.pair_health import PairKey
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
 from gateway.workers.router import WorkerPair
@@ -58,7 +78,14 @@ class InFlightRequest:
         queued: the request as the queue knows it; None if it never waited and its service is not accounted.
         pair, nodes: None and empty while it waits.
         attempt: nodes know the request by this number and its rid.
+        revision: of its nodes.
+        num_continued: output tokens that the stream had when the attempt began.
+        is_prefill_counted: the router counts the prompt as one that the prefill node has to compute.
         failed_at: the node that failed it and need not be told of its end.
+        recovery: None until an attempt has ended without the request's fault.
+        pause: until the next attempt; None while there is none.
+        is_probe: it probes its pair, which has failed transfers lately.
+        is_alone: its nodes get no other requests, since it may have killed those before.
     """
 
     stream: OutputStream
@@ -69,9 +96,20 @@ class InFlightRequest:
     pair: WorkerPair | None = None
     nodes: tuple[str, ...] = ()
     attempt: int = 0
+    revision: str = ""
+    num_continued: int = 0
     is_prefill_counted: bool = False
     is_evicted: bool = False
     failed_at: str = ""
+    recovery: Recovery | None = None
+    pause: Timer | None = None
+    is_probe: bool = False
+    is_alone: bool = False
+
+    @property
+    def is_prefilled(self) -> bool:
+        """The decode node has sent a token, so it has all pages; the prefill node is done with the request."""
+        return len(self.stream.ids) > max(self.num_continued, 1)
 
     @property
     def is_ended_by_node(self) -> bool:
@@ -106,14 +144,21 @@ class Dispatcher:
         self._clock = clock
         self._on_end = on_end
         self.decisions = DecisionLog()
+        self.recoveries: Counter[tuple[str, ErrorCode]] = Counter()  # further attempts, by model and cause
         self._in_flight: dict[str, InFlightRequest] = {}
+        self._recovering: dict[str, InFlightRequest] = {}  # those that wait for their next attempt
         self._is_shut = False
         self._is_pump_due = False
         self._attempts = count(first_attempt)
+        self._moves = Moves(self._attempts)
 
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    def num_at(self, incarnation: str) -> int:
+        """Requests in flight that a node works on, or whose pages it still sends."""
+        return sum(incarnation in flight.nodes for flight in self._in_flight.values())
 
     def streams(self) -> Iterator[OutputStream]:
         """All outputs in flight, oldest first."""
@@ -158,9 +203,10 @@ class Dispatcher:
                 self._enqueue(flight)  # removed at once, but the policy accounts all service
             if self._place(flight, now):
                 placed.append(flight)
-            else:
-                message = "no registered nodes have a page pool that is large enough"
-                self._fail(flight, RequestError(ErrorCode.NO_ROUTE, message))
+            else:  # the next pump sets it aside
+                if flight.queued is None:
+                    self._enqueue(flight)
+                self.pump_soon()
         self._send(placed, now)
 
     def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float) -> None:
@@ -212,6 +258,7 @@ class Dispatcher:
         self._is_pump_due = False
         now = self._clock.now()
         for pool in self._pools.values():
+            self._order_moves(pool, now)
             if pool.queue.is_idle or not (capacity := self._capacity(pool)):
                 continue
             waiting = self._first(pool, capacity, now)
@@ -222,7 +269,7 @@ class Dispatcher:
                     placed.append(flight)
                 else:
                     pool.queue.strand(queued, now)
-                    self.decisions.note(now, queued.rid, "strand", "no page pool here could hold it")
+                    self.decisions.note(now, queued.rid, "strand", "no pair of nodes with enough pages takes it now")
             self._send(placed, now)
             if not pool.queue.is_idle and self._capacity(pool):
                 self.pump_soon()
@@ -253,19 +300,46 @@ class Dispatcher:
         self.pump_soon()
 
     def tick(self, now: float) -> None:
-        """Ends requests that have waited too long for nodes to come back."""
+        """Ends requests that have waited too long for nodes to come back, lets failed pairs be probed, and moves
+        requests away from draining nodes."""
         for pool in self._pools.values():
-            if len(pool.queue):
-                for queued in pool.queue.expired(now, is_routable=pool.registry.is_ready):
-                    message = "no nodes that can serve the request registered while it waited"
-                    self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
+            self._order_moves(pool, now)
+            if pool.registry.tick(now):
+                self.on_workers_added(pool)
+            for queued in pool.queue.expired(now, is_routable=pool.registry.is_ready):
+                message = "no nodes that can serve the request registered while it waited"
+                self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
+        for flight in list(self._recovering.values()):
+            assert flight.recovery is not None
+            lacking = self._lacking(flight.pool, flight)
+            error = flight.recovery.expired(now, timeout_s=flight.pool.recovery_timeout_s, lacking=lacking)
+            if error is not None:
+                self._fail(flight, error)
+
+    @staticmethod
+    def _lacking(pool: WorkerPool, flight: InFlightRequest) -> str:
+        """What the next attempt at a request waits for, in words."""
+        recovery, registry = flight.recovery, pool.registry
+        if not registry.is_ready:
+            return registry.lacking
+        if recovery is not None and recovery.revision:
+            if all(node.revision != recovery.revision for node in registry.decodes):
+                return "decode node with the weights that began the output"
+        return "pair of nodes with room for it"
 
     def _place(self, flight: InFlightRequest, now: float) -> bool:
         """Chooses the pair of a request, which is sent next; False if no page pool is large enough."""
         stream, pool, request = flight.stream, flight.pool, flight.stream.request
-        pair = self._choose(pool, request, flight.siblings.get(request.prompt_number))
+        if flight.recovery is None:
+            pair = self._choose(pool, request, flight.siblings.get(request.prompt_number))
+        else:
+            pair = _choose_next(pool, stream, flight.recovery)
         if pair is None:
             return False
+        if flight.recovery is not None:
+            self._begin_recovered(flight, flight.recovery, pair)
+        if pool.registry.health.breakers and pair.prefill and pair.decode:
+            flight.is_probe = pool.registry.begins_probe(PairKey(pair.prefill, pair.decode))
         if flight.queued is not None:
             pool.queue.remove(flight.queued)
             num_input = len(request.prompt) if pair.prefill is None else pair.num_compute
@@ -273,12 +347,15 @@ class Dispatcher:
         flight.siblings[request.prompt_number] = flight.pair = pair
         flight.nodes = pair.nodes
         flight.attempt = next(self._attempts)
+        flight.num_continued = len(stream.ids)
         flight.is_prefill_counted = True
-        stream.sent_at = now
+        stream.sent_at = stream.sent_at or now
         stream.is_local_prefill = pair.prefill is None
         stream.attempt = flight.attempt
+        stream.num_attempts += 1
         waited_s = max(now - stream.started_at, 0.0)
         nodes = [pool.registry.workers[incarnation] for incarnation in pair.nodes]
+        flight.revision = nodes[-1].revision
         stream.prefill = "" if pair.prefill is None else nodes[0].name
         stream.decode = "" if pair.decode is None else nodes[-1].name
         self.decisions.note(now, request.rid, "send", SENT[len(nodes)], waited_s, *nodes)
@@ -288,27 +365,7 @@ class Dispatcher:
         """Sends requests to their pairs; neighbouring samples of one prompt share a message."""
         for _, samples in groupby(placed, key=_group):
             flight, *others = samples
-            request, pool, nodes = flight.stream.request, flight.pool, flight.nodes
-            peers = {incarnation: _peer(pool.registry.workers[incarnation]) for incarnation in nodes}
-            assert flight.pair is not None
-            waited_s = max(now - flight.stream.started_at, 0.0)
-            generate = Generate(
-                rid=request.rid,
-                attempt=flight.attempt,
-                prompt=request.prompt,
-                sampling=request.sampling,
-                prefill=peers.get(flight.pair.prefill or ""),
-                decode=peers.get(flight.pair.decode or ""),
-                timeout_s=max(request.timeout_s - waited_s, 0.001),
-                cache_salt=request.salt,
-                priority=request.priority,
-                priority_class=request.priority_class,
-                tenant=request.tenant,
-                expected_output=request.expected_output,
-                waited_s=waited_s,
-                others=tuple([_sample(other) for other in others]),
-            )
-            self._channel.send(generate, *nodes)
+            self._channel.send(_generate(flight, others, now), *flight.nodes)
 
     @staticmethod
     def _choose(pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None) -> WorkerPair | None:
@@ -406,20 +463,126 @@ class Dispatcher:
         flight.timer.cancel()
         if flight.pair is not None:
             self._release_nodes(flight, flight.pair)
+        elif flight.pause is not None:
+            flight.pause.cancel()
         elif flight.queued is not None:
             pool.queue.remove(flight.queued)
+        if flight.recovery is not None:
+            self._recovering.pop(stream.request.rid, None)
         pool.admission.release(stream.ended_at, is_evicted=flight.is_evicted)
         if not pool.queue.is_idle:
             self.pump_soon()
         self._on_end(stream)
 
     def _release_nodes(self, flight: InFlightRequest, pair: WorkerPair) -> None:
-        if flight.is_prefill_counted:
-            flight.pool.router.prefill_done(pair)
-        flight.pool.router.decode_done(pair)
         if nodes := flight.nodes_to_tell(pair):
             is_finished = flight.is_ended_by_node
             self._channel.send(Abort(flight.stream.request.rid, flight.attempt, is_finished=is_finished), *nodes)
+        if self._moves and self._moves.drop(flight):
+            self.pump_soon()
+        self._end_attempt(flight, pair)
+
+    def _end_attempt(self, flight: InFlightRequest, pair: WorkerPair) -> None:
+        """Counts an attempt out."""
+        if flight.is_prefill_counted:
+            flight.pool.router.prefill_done(pair)
+        flight.pool.router.decode_done(pair)
+        if flight.pool.registry.health.breakers:
+            self._end_transfer(flight, pair)
+        if flight.is_alone:
+            self._end_alone(flight, pair)
+
+    # ---- further attempts -------------------------------------------------------------------------------------------
+
+    def _recover(self, flight: InFlightRequest, end: AttemptEnd) -> None:
+        """Ends what is left of an attempt that ended without the request's fault, and prepares the next one."""
+        assert flight.pair is not None
+        now, pool, stream = self._clock.now(), flight.pool, flight.stream
+        if flight.recovery is None:
+            flight.recovery = Recovery(end, now, len(stream.ids))
+        recovery = flight.recovery
+        pause_s = recovery.ended(end, num_output=len(stream.ids), revision=flight.revision, now=now)
+        error = recovery.verdict(now, timeout_s=pool.recovery_timeout_s)
+        if error is not None:
+            self._fail(flight, error)
+            return
+        self._release_nodes(flight, flight.pair)
+        flight.pair, flight.nodes, flight.failed_at = None, (), ""
+        stream.drop_early()
+        budget_s = pool.budget.take(now, num_in_flight=pool.admission.num_in_flight)
+        recovery.waits(budget_s)
+        self.recoveries[pool.model, end.code] += 1
+        self.decisions.note(now, stream.request.rid, "recover", "after {} tokens: {}", len(stream.ids), end.message)
+        self._recovering[stream.request.rid] = flight
+        if pause_s or budget_s:
+            flight.pause = self._timers.call_later(max(pause_s, budget_s), self._on_pause_over, stream.request.rid)
+        else:
+            self._put_back(flight)
+
+    def _on_pause_over(self, rid: str) -> None:
+        self._put_back(self._in_flight[rid])
+
+    def _put_back(self, flight: InFlightRequest) -> None:
+        flight.pause = None
+        if flight.queued is None:
+            flight.queued = request_of(flight.stream)
+        flight.pool.queue.put_back(flight.queued)
+        self.pump_soon()
+
+    def _begin_recovered(self, flight: InFlightRequest, recovery: Recovery, pair: WorkerPair) -> None:
+        del self._recovering[flight.stream.request.rid]
+        if recovery.is_suspect:
+            flight.is_alone = True
+            flight.pool.registry.set_reserved(pair.nodes, True)
+
+    def _end_alone(self, flight: InFlightRequest, pair: WorkerPair) -> None:
+        """The nodes of a suspect request get other requests again."""
+        flight.is_alone = False
+        flight.pool.registry.set_reserved(pair.nodes, False)
+        self.on_workers_added(flight.pool)
+
+    def _end_transfer(self, flight: InFlightRequest, pair: WorkerPair) -> None:
+        """Notes what the end of an attempt says about its pair, one of those that have failed transfers lately."""
+        if pair.prefill is None or pair.decode is None:
+            return
+        registry, key = flight.pool.registry, PairKey(pair.prefill, pair.decode)
+        if flight.is_prefilled:
+            registry.transfer_succeeded(key, is_probe=flight.is_probe)
+        elif flight.is_probe:
+            registry.ends_probe(key)
+        if flight.is_probe:
+            flight.is_probe = False
+            self.on_workers_added(flight.pool)
+
+    # ---- moves away from draining nodes -----------------------------------------------------------------------------
+
+    def _order_moves(self, pool: WorkerPool, now: float) -> None:
+        flights = (flight for flight in self._in_flight.values() if flight.pool is pool)
+        for order in self._moves.begin(pool, flights):
+            attempt = self._in_flight[order.rid].attempt
+            self.decisions.note(now, order.rid, "move", "to {}, since its node drains", order.target.name)
+            self._channel.send(Move(order.rid, attempt, order.attempt, peer_of(order.target)), order.source)
+
+    def _go_on_at_target(self, flight: InFlightRequest) -> None:
+        """Continues a request that has stopped to move, once all of its tokens are here."""
+        move = self._moves.take_complete(flight)
+        if move is None:
+            return
+        assert flight.pair is not None
+        now, stream, workers = self._clock.now(), flight.stream, flight.pool.registry.workers
+        self.pump_soon()  # the next request may move
+        self._end_attempt(flight, flight.pair)
+        flight.pair, flight.nodes, flight.attempt = move.pair, move.pair.nodes, move.attempt
+        flight.num_continued, flight.is_prefill_counted = len(stream.ids), True
+        stream.attempt = flight.attempt
+        stream.num_attempts += 1
+        source, target = (workers.get(incarnation) for incarnation in flight.nodes)
+        if source is None or target is None:
+            message = "a decode node was lost while the request moved from one to another"
+            self._recover(flight, AttemptEnd(ErrorCode.NODE_LOST, message, is_seen=True))
+            return
+        stream.prefill, stream.decode = source.name, target.name
+        self._channel.send(_generate(flight, (), now), target.incarnation)
 
     # ---- messages of nodes ------------------------------------------------------------------------------------------
 
@@ -429,7 +592,7 @@ class Dispatcher:
         if flight is None:
             self._channel.send(Abort(message.rid, message.attempt), sender)
             return
-        if message.index == 0 and flight.is_prefill_counted and flight.pair is not None:
+        if flight.is_prefill_counted and message.index == flight.num_continued and flight.pair is not None:
             flight.is_prefill_counted = False
             flight.pool.router.prefill_done(flight.pair)
         if flight.queued is not None:
@@ -437,6 +600,18 @@ class Dispatcher:
         flight.stream.on_tokens(message, self._clock.now())
         if flight.stream.is_ended:
             self._remove(flight)
+        elif flight.is_probe or flight.is_alone:
+            self._on_progress(flight)
+        if self._moves and not flight.stream.is_ended:
+            self._go_on_at_target(flight)
+
+    def _on_progress(self, flight: InFlightRequest) -> None:
+        """Gives a pair or nodes back to all requests as soon as one that probes or suspects them has shown enough."""
+        assert flight.pair is not None
+        if flight.is_probe and flight.is_prefilled:
+            self._end_transfer(flight, flight.pair)
+        if flight.is_alone and flight.recovery is not None and flight.recovery.has_progressed(len(flight.stream.ids)):
+            self._end_alone(flight, flight.pair)
 
     def on_spans(self, sender: str, message: Spans, report: StageReport) -> bool:
         """Passes spans of a node to their stream; False if it has ended."""
@@ -446,22 +621,43 @@ class Dispatcher:
         flight.stream.on_spans(report)
         return True
 
+    def on_moved(self, sender: str, message: Moved) -> None:
+        """A draining node has stopped a request, whose pages wait for the node that it moves to."""
+        flight = self._known(sender, message)
+        if flight is not None:
+            self._moves.stopped(message.rid, message.num_output)
+            self._go_on_at_target(flight)
+
     def on_failed(self, sender: str, message: Failed) -> None:
         flight = self._known(sender, message)
         if flight is None:
             return
-        retry_after_s: float | None = None
-        if message.code is ErrorCode.QUEUE_FULL:
-            admission, in_flight = flight.pool.admission, self._streams(flight.pool)
-            retry_after_s = message.retry_after_s or admission.retry_after(1, self._clock.now(), in_flight=in_flight)
         flight.failed_at = sender
+        if message.code in RECOVERABLE:
+            self._recover(flight, self._end_of_attempt(flight, sender, message))
+            return
         text, param = message.message, None
         if message.code is ErrorCode.INVALID_REQUEST and flight.stream.request.grammar_param:
             param = flight.stream.request.grammar_param  # a node refuses nothing else
             text = f"{param}: {text}"
-        self._fail(flight, RequestError(message.code, text, param=param, retry_after_s=retry_after_s))
+        self._fail(flight, RequestError(message.code, text, param=param))
 
-    def _known(self, sender: str, message: Tokens | Spans | Failed) -> InFlightRequest | None:
+    def _end_of_attempt(self, flight: InFlightRequest, sender: str, message: Failed) -> AttemptEnd:
+        """What a node's failure says about the nodes of the attempt."""
+        pair, registry = flight.pair, flight.pool.registry
+        assert pair is not None
+        cause = sender
+        if message.code in (ErrorCode.NODE_LOST, ErrorCode.TRANSFER_FAILED) and pair.prefill and pair.decode:
+            is_decode_lost = message.code is ErrorCode.NODE_LOST and sender == pair.prefill
+            cause = pair.decode if is_decode_lost else pair.prefill
+            registry.transfer_failed(PairKey(pair.prefill, pair.decode), self._clock.now())
+            flight.is_probe = False
+        elif message.code is ErrorCode.SHUTTING_DOWN:
+            registry.leave(sender)  # its own message may come after this one
+        decode = None if cause == pair.decode else pair.decode
+        return AttemptEnd(message.code, message.message, frozenset({cause}), decode)
+
+    def _known(self, sender: str, message: Tokens | Spans | Moved | Failed) -> InFlightRequest | None:
         """The request that a message is about; None if it has ended or the sender does not work on it."""
         flight = self._in_flight.get(message.rid)
         if flight is None or message.attempt != flight.attempt or sender not in flight.nodes:
@@ -469,9 +665,9 @@ class Dispatcher:
         return flight
 
     def on_worker_lost(self, incarnation: str, name: str, *, is_empty: bool = False) -> None:
-        """Ends the requests of a node that is no longer registered.
+        """Continues the requests of a node that is no longer registered on others.
 
-        A prefill node is done with a request once the decode node has sent a token; such a request continues.
+        A prefill node is done with a request once the decode node has sent a token; nothing happens to such a request.
 
         Args:
             is_empty: the node was done with all requests.
@@ -480,9 +676,10 @@ class Dispatcher:
         for flight in list(self._in_flight.values()):
             if flight.pair is None:
                 continue  # it waits for any node
-            is_prefilled = is_empty or len(flight.stream.ids) > 1
-            if incarnation == flight.pair.decode or (incarnation == flight.pair.prefill and not is_prefilled):
-                self._fail(flight, RequestError(ErrorCode.NODE_LOST, message))
+            is_prefill_lost = incarnation == flight.pair.prefill and not (is_empty or flight.is_prefilled)
+            if is_prefill_lost or incarnation == flight.pair.decode:
+                decode = flight.pair.decode if is_prefill_lost else None
+                self._recover(flight, AttemptEnd(ErrorCode.NODE_LOST, message, decode=decode, is_seen=True))
 
 
 def request_of(stream: OutputStream) -> Request:
@@ -503,10 +700,66 @@ def request_of(stream: OutputStream) -> Request:
     )
 
 
+def _choose_next(pool: WorkerPool, stream: OutputStream, recovery: Recovery) -> WorkerPair | None:
+    """The pair for a further attempt: with the decode node that has pages of it, or avoiding what ended the last one,
+    or any.
+
+    The prompt and all output tokens but the last are computed like a prompt, and the last one leads to the next, so
+    that there is one more to come than the client still gets.
+    """
+    request, output = stream.request, stream.ids
+    prefills, decodes = pool.registry.prefills, pool.registry.decodes
+    if recovery.revision:
+        prefills = [node for node in prefills if node.revision == recovery.revision]
+        decodes = [node for node in decodes if node.revision == recovery.revision]
+    if recovery.is_suspect:
+        prefills = [node for node in prefills if not pool.router.load(node.incarnation)] or prefills
+        decodes = [node for node in decodes if not pool.router.num_requests(node.incarnation)] or decodes
+    last = recovery.last
+    others = [node for node in prefills if node.incarnation not in last.avoid]
+    kept = [node for node in decodes if node.incarnation == last.decode]
+    calm = [node for node in decodes if node.incarnation not in last.avoid]
+    tokens = (*request.prompt, *output[:-1])
+    num_new = request.sampling.max_new_tokens - len(output) + bool(output)
+    for able_prefills, able_decodes in ((others, kept), (others, calm), (prefills, decodes)):
+        pair = pool.router.choose(
+            able_prefills, able_decodes, tokens, num_new=num_new,
+            num_expected=max(request.expected_output - len(output), 0), salt=request.salt,
+        )  # fmt: skip
+        if pair is not None:
+            return pair
+    return None
+
+
 def _group(flight: InFlightRequest) -> tuple[Any, ...]:
     """Equal for samples of one prompt that are sent alike."""
     request = flight.stream.request
-    return id(flight.siblings), request.prompt_number, flight.nodes, request.priority, request.priority_class
+    continued = flight.attempt if flight.stream.ids else 0
+    return id(flight.siblings), request.prompt_number, flight.nodes, request.priority, request.priority_class, continued
+
+
+def _generate(flight: InFlightRequest, others: Iterable[InFlightRequest], now: float) -> Generate:
+    """The message that begins an attempt at a request, and at other samples of its prompt."""
+    request, workers, pair = flight.stream.request, flight.pool.registry.workers, flight.pair
+    assert pair is not None
+    waited_s = max(now - flight.stream.started_at, 0.0)
+    return Generate(
+        rid=request.rid,
+        attempt=flight.attempt,
+        prompt=request.prompt,
+        sampling=request.sampling,
+        prefill=None if pair.prefill is None else peer_of(workers[pair.prefill]),
+        decode=None if pair.decode is None else peer_of(workers[pair.decode]),
+        timeout_s=max(request.timeout_s - waited_s, 0.001),
+        cache_salt=request.salt,
+        priority=request.priority,
+        priority_class=request.priority_class,
+        tenant=request.tenant,
+        expected_output=request.expected_output,
+        waited_s=waited_s,
+        others=tuple([_sample(other) for other in others]),
+        output=tuple(flight.stream.ids),
+    )
 
 
 def _sample(flight: InFlightRequest) -> Sample:
@@ -524,5 +777,5 @@ def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:
     return SENT_AT_ONCE
 
 
-def _peer(node: Worker) -> Peer:
+def peer_of(node: Worker) -> Peer:
     return Peer(node.name, node.incarnation, node.register.address, node.register.public_key)

@@ -17,6 +17,7 @@ from common.wire.messages import (  # fmt: skip
     Decisions,
     Deregister,
     Done,
+    Drain,
     Failed,
     Flush,
     Flushed,
@@ -24,8 +25,10 @@ from common.wire.messages import (  # fmt: skip
     Heartbeat,
     HeartbeatAck,
     Message,
+    Moved,
     Pairs,
     Ping,
+    PrefillNodes,
     ProfileAnswer,
     Register,
     Registered,
@@ -35,7 +38,7 @@ from common.wire.messages import (  # fmt: skip
     Tokens,
     Unknown,
 )
-from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.dispatcher import Dispatcher, peer_of
 from gateway.requests.output_processor import StageReport
 from gateway.tracing.timelines import Timelines
 from gateway.workers.pool import WorkerPool, WorkerPools
@@ -165,6 +168,7 @@ class ControlPlane:
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Tokens: dispatcher.on_tokens,
             Spans: self._on_spans,
+            Moved: dispatcher.on_moved,
             Failed: dispatcher.on_failed,
             Heartbeat: self._on_heartbeat,
             Pairs: self._on_pairs,
@@ -259,7 +263,6 @@ class ControlPlane:
         if namesake is None or namesake.incarnation == sender:
             self._admit(sender, message)
         elif message.previous == namesake.incarnation:  # the same process in another role, with its cache
-            self.pools[message.model].router.rename_worker(namesake.incarnation, sender)
             self.lose(namesake.incarnation)
             self._admit(sender, message)
         elif self._channel.ping(namesake.incarnation):  # the old node may have died a moment ago
@@ -280,29 +283,50 @@ class ControlPlane:
             if known_pool is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
                 self._dispatcher.on_workers_added(self.pools[message.model])
+            self._announce_prefill_nodes(self.pools[message.model], sender)
             self.role_changes.registered(self.pools[message.model].registry.workers[sender])
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_pool is not None:
                 known_pool.registry.remove(sender)
 
+    def _announce_prefill_nodes(self, pool: WorkerPool, changed: str) -> None:
+        """Tells decode nodes which prefill nodes may send them pages, so that they connect before the first request.
+
+        Args:
+            changed: incarnation of the node that has come; of a decode node, nothing changes for the others.
+        """
+        workers = pool.registry.workers
+        came = workers.get(changed)
+        is_decode = came is not None and came.register.role == "decode"
+        for node in [came] if came is not None and is_decode else list(workers.values()):
+            if node.register.role == "decode":
+                peers = tuple(map(peer_of, pool.registry.prefill_nodes(node)))
+                self._channel.send(PrefillNodes(peers), node.incarnation)
+
     def _on_leave(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)
         if pool is not None:
+            name, num_left = pool.registry.workers[sender].name, self._dispatcher.num_at(sender)
+            log.info("node %s takes no new requests; %d are left on it", name, num_left)
             pool.registry.leave(sender, is_empty=message.is_empty)
+            self._dispatcher.pump_soon()
 
     def lose(self, incarnation: str) -> None:
-        """Removes a node that is gone or cannot be reached, and ends its requests."""
+        """Removes a node that is gone or cannot be reached; its requests continue on others."""
         pool = self.pools.of(incarnation)
         if pool is None:
             return
         node = pool.registry.workers[incarnation]
         pool.registry.remove(incarnation)
         log.info("%s node %s is gone", node.register.role, node.name)
+        self.role_changes.lost(node)
         self._clear_state(pool, incarnation, node.name, is_empty=node.is_empty)
+        if node.register.role == "prefill":
+            self._announce_prefill_nodes(pool, incarnation)
 
     def _clear_state(self, pool: WorkerPool, incarnation: str, name: str, *, is_empty: bool = False) -> None:
-        """Clears the state of a node that is no longer registered, and ends its requests."""
+        """Clears the state of a node that is no longer registered; its requests continue on others."""
         pool.router.remove_worker(incarnation)
         self._rpc.on_node_gone(incarnation)
         self._dispatcher.on_worker_lost(incarnation, name, is_empty=is_empty)
@@ -324,6 +348,11 @@ class ControlPlane:
         answer = answers.get(node.incarnation)
         return None if answer is None else answer.decisions[-limit:]
 
+    async def drain(self, node: Worker, drain_timeout_s: float, timeout_s: float) -> bool:
+        """Has a node drain and stop; False if it did not answer."""
+        answers = await self._rpc.call([node.incarnation], Drain(drain_timeout_s), Done, timeout_s)
+        return node.incarnation in answers
+
     async def profile(
         self, message: StartProfile | StopProfile, timeout_s: float
     ) -> list[tuple[Worker, ProfileAnswer | None]]:
@@ -334,7 +363,8 @@ class ControlPlane:
 
     def describe(self, node: Worker) -> dict[str, Any]:
         """One row of ``GET /v1/workers``."""
-        register = node.register
+        register, now = node.register, self._clock.now()
+        pool = self.pools[register.model]
         return {
             "name": node.name,
             "role": register.role,
@@ -342,11 +372,28 @@ class ControlPlane:
             "http_address": register.http_address,
             "incarnation": node.incarnation,
             "starts": node.starts,
+            "revision": node.revision,
             "num_role_changes": register.num_role_changes,
-            "is_leaving": node.is_leaving,
-            "seen_s_ago": round(self._clock.now() - node.seen_at, 3),
-            "load_tokens": self.pools[register.model].router.load(node.incarnation),
+            "is_draining": node.is_leaving,
+            "is_reserved": node.is_reserved,
+            "num_requests": self._dispatcher.num_at(node.incarnation),
+            "seen_s_ago": round(now - node.seen_at, 3),
+            "load_tokens": pool.router.load(node.incarnation),
             "register": register,
             "heartbeat": node.heartbeat,
             "pairs": node.pairs,
+            "failed_pairs": [
+                {
+                    "peer": self._name_of(pool, pair.decode if pair.prefill == node.incarnation else pair.prefill),
+                    "state": breaker.state,
+                    "num_failures": breaker.num_failures,
+                    "probe_in_s": round(max(breaker.until - now, 0.0), 3) if breaker.state == "open" else None,
+                }
+                for pair, breaker in pool.registry.health.breakers.items()
+                if node.incarnation in pair
+            ],
         }
+
+    @staticmethod
+    def _name_of(pool: WorkerPool, incarnation: str) -> str:
+        return pool.registry.workers[incarnation].name

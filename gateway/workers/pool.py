@@ -13,6 +13,7 @@ from common.scheduling.policies.factory import make_ordering
 from common.wire.messages import Refused, Register, Registered
 from gateway.requests.admission import Admission
 from gateway.requests.request_queue import RequestQueue
+from gateway.requests.retry_budget import RetryBudget
 from gateway.workers.auto_roles import AutoRoles
 from gateway.workers.registry import Registry, Worker
 from gateway.workers.router import Router
@@ -27,6 +28,8 @@ class WorkerPool:
     router: Router
     admission: Admission
     queue: RequestQueue
+    budget: RetryBudget
+    recovery_timeout_s: float
     auto_roles: AutoRoles | None = None
 
     def no_route(self) -> RequestError:
@@ -40,7 +43,7 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
         num_token_ids=num_token_ids,
         tokenizer_digest=tokenizer_digest,
         heartbeat_s=config.heartbeat_interval,
-        lost_after_s=config.heartbeat_timeout,
+        lost_after_s=config.node_timeout,
         needs_prefill=config.local_prefill != "always",
     )
     router = Router(
@@ -55,7 +58,9 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
         registry,
         router,
         Admission(max_queued),
-        RequestQueue(order, patience_s=config.heartbeat_timeout),
+        RequestQueue(order, patience_s=config.recovery_timeout),
+        RetryBudget(),
+        config.recovery_timeout,
         AutoRoles(config.auto_roles_per_hour) if config.auto_roles else None,
     )
 

@@ -57,6 +57,7 @@ class RoleChanges:
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message) from None
         finally:
             del self._waiting[key]
+            self._pools[node.register.model].router.remove_worker(_parked(node.incarnation))
         if back.register.role != role:
             message = f"node {node.name} is still a {back.register.role} node; its log says why"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
@@ -103,8 +104,21 @@ class RoleChanges:
         except RequestError as error:
             log.warning("the role of node %s has not changed: %s", node.name, error.message)
 
+    def lost(self, node: Worker) -> None:
+        """A node is gone. What it has cached is remembered while it changes its role."""
+        if (node.register.model, node.name) in self._waiting:
+            self._pools[node.register.model].router.rename_worker(node.incarnation, _parked(node.incarnation))
+
     def registered(self, node: Worker) -> None:
         """A node has registered, in whichever role."""
+        if node.register.previous:
+            router = self._pools[node.register.model].router
+            router.rename_worker(_parked(node.register.previous), node.incarnation)
         wait = self._waiting.get((node.register.model, node.name))
         if wait is not None and not wait.done():
             wait.set_result(node)
+
+
+def _parked(incarnation: str) -> str:
+    """The name by which the router knows the cache of a node between two roles."""
+    return f"parked {incarnation}"

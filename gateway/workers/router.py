@@ -31,14 +31,23 @@ class Candidate(Protocol):
     @property
     def max_running(self) -> int: ...
     @property
+    def revision(self) -> str:
+        """Stands for its weights; pages go only between nodes of one revision."""
+        ...
+
+    @property
     def failed_peers(self) -> frozenset[str]:
-        """Incarnations of nodes with which it cannot exchange pages at present."""
+        """Incarnations of nodes with which it gets no requests at present, since pages do not arrive."""
         ...
 
 
 def can_pair(prefill: Candidate, decode: Candidate) -> bool:
-    """Whether pages can go from one to the other, as far as both have reported."""
-    return prefill.incarnation not in decode.failed_peers and decode.incarnation not in prefill.failed_peers
+    """Whether pages can go from one to the other, as far as is known."""
+    return (
+        prefill.revision == decode.revision
+        and prefill.incarnation not in decode.failed_peers
+        and decode.incarnation not in prefill.failed_peers
+    )
 
 
 class WorkerPair(NamedTuple):
@@ -173,6 +182,38 @@ class Router:
         sample = WorkerPair(pair.prefill, pair.decode, 0, num_hold)
         self._give(sample)
         return sample
+
+    def choose_target(
+        self, source: Candidate, decodes: Sequence[Candidate], *, num_tokens: int, num_new: int, num_expected: int = 0
+    ) -> WorkerPair | None:
+        """The decode node that a running request moves to from another one, counted as sent there; None if none has
+        room now.
+
+        Args:
+            num_tokens: that the request has by now, prompt and output.
+            num_new: maximum of further tokens.
+            num_expected: predicted further tokens; 0 without a prediction.
+        Returns:
+            A pair whose prefill node is the source, which has computed all pages.
+        """
+        able = [
+            node
+            for node in decodes
+            if node.incarnation != source.incarnation
+            and node.capacity_tokens >= num_tokens + num_new
+            and self.num_requests(node.incarnation) < node.max_running
+            and can_pair(source, node)
+        ]
+        if not able:
+            return None
+
+        def cost(node: Candidate) -> tuple[float, int]:
+            return self.load(node.incarnation) / node.capacity_tokens, self._turn.get(node.incarnation, 0)
+
+        num_hold = num_tokens + (min(num_expected, num_new) or num_new)
+        pair = WorkerPair(source.incarnation, _cheapest(able, cost).incarnation, 0, num_hold)
+        self._give(pair)
+        return pair
 
     def load(self, incarnation: str) -> int:
         """Tokens that a node still has to compute (prefill) or holds (decode)."""

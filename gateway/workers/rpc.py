@@ -10,6 +10,7 @@ from common.wire.messages import (
     ChangeRole,
     Decisions,
     Done,
+    Drain,
     Flush,
     Flushed,
     GetDecisions,
@@ -19,7 +20,7 @@ from common.wire.messages import (
     StopProfile,
 )
 
-Question = Flush | GetDecisions | StartProfile | StopProfile | ChangeRole
+Question = Flush | GetDecisions | StartProfile | StopProfile | ChangeRole | Drain
 Answer = TypeVar("Answer", Flushed, Decisions, ProfileAnswer, Done)
 
 

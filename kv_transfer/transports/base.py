@@ -215,6 +215,19 @@ class ReaderTransport(Transport, Protocol):
         ...
 
 
+class TransportEnds(Protocol):
+    """Both ends of a node's transports over its pool.
+
+    A prefill node writes. A decode node reads and, when a request moves to another decode node, writes.
+    """
+
+    @property
+    def reader(self) -> ReaderTransport: ...
+
+    @property
+    def writer(self) -> WriterTransport: ...
+
+
 def stage(store: PageStore, pages: Iterable[int]) -> None:
     """Make sure that the bytes of these pages stand in ``store.memory``, wherever the pool is."""
     if store.is_mapped:

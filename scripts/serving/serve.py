@@ -228,7 +228,7 @@ def _connection(config: ServeConfig) -> http.client.HTTPConnection:
 async def serve(config: ServeConfig, output: Output) -> int:
     """Run until a signal; returns the exit status."""
     shares = shares_of(config)
-    supervisor = Supervisor(children(config, shares), output)
+    supervisor = Supervisor(children(config, shares), output, drain_timeout_s=config.drain_timeout)
     stopping = asyncio.Event()
     _on_signals(supervisor, stopping, output)
     threads = sorted({share.num_threads for share in shares})

@@ -46,10 +46,15 @@ class Child:
 
 
 class Supervisor:
-    """Keeps children running until ``stop``."""
+    """Keeps children running until ``stop``.
 
-    def __init__(self, children: list[Child], output: Output) -> None:
+    Args:
+        drain_timeout_s: how long children go on serving after SIGTERM; they have ``STOP_S`` more to end.
+    """
+
+    def __init__(self, children: list[Child], output: Output, *, drain_timeout_s: float = 0.0) -> None:
         self.children = children
+        self._stop_s = drain_timeout_s + STOP_S
         self._output = output
         self._has_been_ready = False
         self._is_stopping = False
@@ -98,17 +103,17 @@ class Supervisor:
             self._output.relay(name, rest.decode(errors="replace"))
 
     async def stop(self) -> None:
-        """Stop all children with SIGTERM, after ``STOP_S`` with SIGKILL; returns when all have ended."""
+        """Stop all children with SIGTERM, and at last with SIGKILL; returns when all have ended."""
         self._is_stopping = True
         self.signal_all(signal.SIGTERM)
         running = [child.process.wait() for child in self.children if child.process is not None]
         if not running:
             return
         try:
-            await asyncio.wait_for(asyncio.gather(*running), STOP_S)
+            await asyncio.wait_for(asyncio.gather(*running), self._stop_s)
         except TimeoutError:
             late = [child.name for child in self.children if child.process and child.process.returncode is None]
-            self._output.say(f"{', '.join(late)} did not stop in {STOP_S:g} s; killing")
+            self._output.say(f"{', '.join(late)} did not stop in {self._stop_s:g} s; killing")
             self.signal_all(signal.SIGKILL)
             await asyncio.gather(*(child.process.wait() for child in self.children if child.process))
 

@@ -23,8 +23,8 @@ HELP: Mapping[str, str] = {
 }
 
 FACTORIES: Mapping[Role, RoleFactory] = {
-    "prefill": RoleFactory(prefill.open_transport, prefill.build),
-    "decode": RoleFactory(decode.open_transport, decode.build),
+    "prefill": RoleFactory(prefill.open_transports, prefill.build),
+    "decode": RoleFactory(decode.open_transports, decode.build),
 }
 
 

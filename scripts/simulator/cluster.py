@@ -86,7 +86,7 @@ class Cluster:
         node.die()
         self.events.after(self._message_s, self.gateway.lose, node.incarnation)
         for other in self.nodes.values():
-            if other.is_alive and other.kind != node.kind:
+            if other.is_alive:
                 self.events.after(self._message_s, other.lose, node.incarnation)
 
     def of(self, role: Role) -> list[Node]:

@@ -62,6 +62,14 @@ class MessageBus(Protocol):
     def hang_up(self, sender: str, peer: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class NodeEnds:
+    """Both ends of a node's transport."""
+
+    reader: InProcessReader
+    writer: NetworkWriter
+
+
 class Node:
     """A simulated node.
 
@@ -99,14 +107,12 @@ class Node:
         self.allocator = PageAllocator(self.capacity.num_pages) if previous is None else previous.allocator
         self.cache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
         self._on_empty: Callable[[], None] | None = None
-        self.transport: InProcessReader | NetworkWriter
+        self.transports = NodeEnds(
+            InProcessReader(network, self.engine.pool, incarnation),
+            NetworkWriter(network, self.engine.pool, incarnation, self.turn),
+        )
         parts = self._parts(replace(settings.config, role=role, name=incarnation))
-        if role == "prefill":
-            self.transport = NetworkWriter(network, self.engine.pool, incarnation, self.turn)
-            self.role: Any = build_prefill(parts, self.transport)
-        else:
-            self.transport = InProcessReader(network, self.engine.pool, incarnation)
-            self.role = build_decode(parts, self.transport)
+        self.role: Any = (build_prefill if role == "prefill" else build_decode)(parts, self.transports)
 
     def _parts(self, config: NodeConfig) -> WorkerContext:
         return WorkerContext(
@@ -174,7 +180,8 @@ class Node:
     def die(self) -> None:
         """Stop as ``kill -9`` would."""
         self.is_alive = False
-        self.transport.die()
+        self.transports.reader.die()
+        self.transports.writer.die()
 
     def leave(self, on_empty: Callable[[], None]) -> None:
         """Stop, as a node that changes its role does, once it is done with all requests; then call ``on_empty``."""
@@ -184,7 +191,8 @@ class Node:
     def _leave_if_empty(self) -> None:
         if self._on_empty is not None and not self.is_busy and not self._has_work():
             self.is_alive = False
-            self.transport.close()
+            self.transports.reader.close()
+            self.transports.writer.close()
             self._on_empty()
 
     def heartbeat(self) -> Heartbeat:

@@ -23,32 +23,41 @@ from prefill_node.factory import build as build_prefill
 from scripts.simulator.engine import EmptyPageStore
 from scripts.simulator.event_queue import EventQueue
 
-#: Result types of a transport's methods, by role and name.
+#: Result types of a transport's methods, by end and name.
 RESULTS: dict[tuple[str, str], Any] = {
-    ("prefill", "attach"): str,  # the error
-    ("prefill", "poll"): list[Attached],
-    ("prefill", "write"): int,
-    ("prefill", "done"): list[int],
-    ("prefill", "detach"): bool,
-    ("decode", "offer"): str,
-    ("decode", "chosen"): bool,
-    ("decode", "poll"): list[Fenced],
+    ("writer", "attach"): str,  # the error
+    ("writer", "poll"): list[Attached],
+    ("writer", "write"): int,
+    ("writer", "done"): list[int],
+    ("writer", "detach"): bool,
+    ("reader", "offer"): str,
+    ("reader", "chosen"): bool,
+    ("reader", "poll"): list[Fenced],
 }
 
 
-class ReplayedTransport:
-    """Returns what the recorded transport returned, call by call."""
+class ReplayedTransports:
+    """The ends of a node's transports; see ``ReplayedTransport``."""
 
     def __init__(self, opening: frames.RecordingHeader, news: list[frames.TransportResult]) -> None:
+        self.reader, self.writer = (
+            ReplayedTransport(opening, [one for one in news if one.end == end], end) for end in ("reader", "writer")
+        )
+
+
+class ReplayedTransport:
+    """Returns what one end of the recorded transport returned, call by call."""
+
+    def __init__(self, opening: frames.RecordingHeader, news: list[frames.TransportResult], end: str) -> None:
         self.store: PageStore = EmptyPageStore(opening.layout.layout(), opening.capacity.num_pages)
         self.name = opening.transport
         self.names = opening.transports
         self._num_calls: Counter[str] = Counter()
         self._news: dict[tuple[str, int], Any] = {}
         for one in news:
-            kind = RESULTS.get((opening.role, one.method))
+            kind = RESULTS.get((end, one.method))
             if kind is None:
-                raise RecordingError(f"a {opening.role} node's transport has no {one.method!r}")
+                raise RecordingError(f"the {end} of a transport has no {one.method!r}")
             try:
                 self._news[one.method, one.call] = msgspec.msgpack.decode(one.result, type=kind)
             except msgspec.DecodeError as error:
@@ -98,7 +107,7 @@ def replay(path: str) -> Replayed:
         (news if isinstance(frame, frames.TransportResult) else told).append(frame)  # type: ignore[arg-type]  # so it is
     opening = told[0]
     assert isinstance(opening, frames.RecordingHeader)
-    role = _build(opening, ReplayedTransport(opening, news))
+    role = _build(opening, ReplayedTransports(opening, news))
     num_plans = 0
     for number, frame in enumerate(told[1:], 1):
         if not isinstance(frame, frames.Planned):
@@ -114,7 +123,7 @@ def replay(path: str) -> Replayed:
     return Replayed(opening.role, num_plans, len(told) - 1)
 
 
-def _build(opening: frames.RecordingHeader, transport: ReplayedTransport) -> Any:
+def _build(opening: frames.RecordingHeader, ends: ReplayedTransports) -> Any:
     try:
         config = config_from(opening.config)
     except TypeError as error:
@@ -123,7 +132,7 @@ def _build(opening: frames.RecordingHeader, transport: ReplayedTransport) -> Any
     parts = WorkerContext(
         config=config,
         capacity=opening.capacity,
-        pool=transport.store,
+        pool=ends.reader.store,
         allocator=allocator,
         cache=make_cache(config, allocator),
         clock=EventQueue(),
@@ -134,8 +143,8 @@ def _build(opening: frames.RecordingHeader, transport: ReplayedTransport) -> Any
         environ=opening.environ,
     )
     if opening.role == "prefill":
-        return build_prefill(parts, transport)
-    return build_decode(parts, transport)
+        return build_prefill(parts, ends)
+    return build_decode(parts, ends)
 
 
 def _tell(role: Any, frame: frames.AnyFrame) -> None:

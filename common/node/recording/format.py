@@ -9,7 +9,7 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import msgspec
 
@@ -18,7 +18,7 @@ from common.node.memory_plan import Capacity
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import FromDecode, FromGateway, FromPrefill, LayoutMessage
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -99,8 +99,10 @@ class Stopped(Frame, frozen=True, tag="stop"):
 
 
 class TransportResult(Frame, frozen=True, tag="news"):
-    """The result of call number ``call`` (from 0) of a method of the transport, unless it was the default result."""
+    """The result of call number ``call`` (from 0) of a method of an end of the transport, unless it was the default
+    result."""
 
+    end: Literal["reader", "writer"]
     method: str
     call: int
     result: msgspec.Raw

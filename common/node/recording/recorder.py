@@ -13,7 +13,8 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import msgspec
 
@@ -107,11 +108,28 @@ class Recorder:
                     return
 
 
-class RecordedTransport:
-    """A transport whose results are recorded."""
+class RecordedTransports:
+    """The ends of a node's transports, whose results are recorded."""
 
-    def __init__(self, transport: Any, recorder: Recorder) -> None:
+    def __init__(self, ends: Any, recorder: Recorder) -> None:
+        self._ends = ends
+        self._recorder = recorder
+
+    @cached_property
+    def reader(self) -> Any:
+        return RecordedTransport(self._ends.reader, "reader", self._recorder)
+
+    @cached_property
+    def writer(self) -> Any:
+        return RecordedTransport(self._ends.writer, "writer", self._recorder)
+
+
+class RecordedTransport:
+    """One end of a transport."""
+
+    def __init__(self, transport: Any, end: Literal["reader", "writer"], recorder: Recorder) -> None:
         self._transport = transport
+        self._end: Literal["reader", "writer"] = end
         self._recorder = recorder
         self._num_calls: Counter[str] = Counter()
 
@@ -136,7 +154,7 @@ class RecordedTransport:
         return call
 
     def _note(self, name: str, number: int, result: Any) -> None:
-        self._recorder.note(frames.TransportResult(name, number, msgspec.Raw(frames.encode(result))))
+        self._recorder.note(frames.TransportResult(self._end, name, number, msgspec.Raw(frames.encode(result))))
 
 
 class RecordedRole:

@@ -20,6 +20,7 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
     native.AbortRequest: {"rid": "my-request"},
     native.PriorityChange: {"priority": 1},
     native.ProfileRequest: {"num_steps": 10},
+    native.DrainRequest: {"timeout_s": 30},
     native.RoleChange: {"role": "prefill"},
 }
 

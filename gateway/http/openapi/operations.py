@@ -19,6 +19,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     native.AbortRequest,
     native.PriorityChange,
     native.ProfileRequest,
+    native.DrainRequest,
     native.RoleChange,
     anthropic.CountTokensRequest,
     responses.ResponsesRequest,

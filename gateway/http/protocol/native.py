@@ -98,6 +98,12 @@ class ProfileRequest(Strict, kw_only=True):
     output_dir: str | None = None  # refused: a node writes to its --profile-dir only
 
 
+class DrainRequest(Strict, kw_only=True):
+    """``POST /v1/workers/{name}/drain``."""
+
+    timeout_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0  # for the requests that the node has
+
+
 class RoleChange(Strict, kw_only=True):
     """``POST /v1/workers/{name}/role``."""
 

@@ -3,16 +3,16 @@
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.access.request_checks import RequestChecks
+from gateway.http.access.request_checks import RequestChecks, has_body
 from gateway.http.json_response import JsonResponse
-from gateway.http.openapi.answers import DecisionList, RoleChanged, ScrapeTarget, WorkerList
+from gateway.http.openapi.answers import DecisionList, Draining, RoleChanged, ScrapeTarget, WorkerList
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode
-from gateway.http.protocol.native import RoleChange
+from gateway.http.protocol.native import DrainRequest, RoleChange
 from gateway.http.services import Services
 from gateway.workers.registry import Worker
 
@@ -78,6 +78,33 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             message = f"the node {node.name} did not answer within {ANSWER_TIMEOUT_S:g} s"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
         return JsonResponse({"worker": node.name, "decisions": decisions})
+
+    @router.post(
+        "/v1/workers/{name:path}/drain",
+        dependencies=[Depends(checks.admin)],
+        **described(
+            Draining,
+            DrainRequest,
+            summary="Let a node finish or move its requests, and stop it",
+            errors=(503, 504),
+            needs_body=False,
+        ),
+    )
+    async def drain(name: str, request: Request) -> Response:
+        body = decode(DrainRequest, await checks.body(request) if has_body(request.headers) else b"{}")
+        node = named(name)
+        num_requests = services.dispatcher.num_at(node.incarnation)
+        if not await services.control.drain(node, body.timeout_s, ANSWER_TIMEOUT_S):
+            message = f"the node {node.name} did not answer within {ANSWER_TIMEOUT_S:g} s"
+            raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
+        return JsonResponse(
+            {
+                "worker": node.name,
+                "is_draining": True,
+                "num_requests": num_requests,
+                "timeout_s": body.timeout_s,
+            }
+        )
 
     @router.post(
         "/v1/workers/{name:path}/role",

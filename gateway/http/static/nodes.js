@@ -141,7 +141,7 @@ function updateCard(card, worker, { pairs, rates, showsModel }) {
 }
 
 function stateOf(worker, pairs) {
-  if (worker.is_leaving) return ["leaving", "is leaving: it takes no new requests"];
+  if (worker.is_draining) return ["draining", `is draining: it takes no new requests and has ${worker.num_requests} left`];
   if (worker.seen_s_ago > SILENT_S) return ["bad", `has been silent for ${Math.round(worker.seen_s_ago)} s`];
   if (pairs.length && pairs.every((pair) => pair.problem)) return ["bad", "can exchange pages with no node"];
   if (!worker.heartbeat) return ["waiting", "has registered and not yet reported"];

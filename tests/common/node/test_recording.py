@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor
@@ -21,7 +22,14 @@ from common.config.shared import SCHEDULING_VARIABLES
 from common.errors import ConfigError
 from common.node.memory_plan import Capacity
 from common.node.recording import format as frames
-from common.node.recording.recorder import RecordedRole, RecordedTransport, Recorder, config_from, plain_config
+from common.node.recording.recorder import (
+    RecordedRole,
+    RecordedTransport,
+    RecordedTransports,
+    Recorder,
+    config_from,
+    plain_config,
+)
 from common.node.worker_context import WorkerContext, make_cache
 from common.node.worker_main import start_recording
 from common.sampling_params import SamplingParams
@@ -183,7 +191,7 @@ def test_only_unusual_results_of_a_transport_are_recorded(tmp_path: Path) -> Non
 
     recorder = Recorder(str(tmp_path / "f"))
     recorder.note(HEADER)
-    transport = RecordedTransport(Transport(), recorder)
+    transport = RecordedTransport(Transport(), "writer", recorder)
     assert [transport.done(), transport.done(), transport.done()] == [[], [], [7]]
     assert (transport.write("p", []), transport.files(), transport.name) == (41, (3,), "t")
     recorder.close()
@@ -215,9 +223,10 @@ def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) ->
         eos_token_ids=(),
         environ={"BATON_INIT_NEW_TOKEN_RATIO": "0"},  # admits more than there is room for
     )
-    transport = NegotiatingReader([InProcessReader(Wire(), executor.pool)])
-    recorder = start_recording(parts, transport)
-    role = RecordedRole(build_decode(parts, RecordedTransport(transport, recorder)), recorder)
+    reader = NegotiatingReader([InProcessReader(Wire(), executor.pool)])
+    ends = SimpleNamespace(reader=reader)
+    recorder = start_recording(parts, ends)
+    role = RecordedRole(build_decode(parts, RecordedTransports(ends, recorder)), recorder)
     plans: list[StepPlan] = []
     for turn in range(80):
         now = float(turn)

@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,6 +206,8 @@ class Watched:
     def pairs(self) -> tuple[()]:
         return ()
 
+    peers = pairs
+
     def stop(self, reason: str, now: float) -> None:
         pass
 
@@ -214,9 +217,9 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
     engine.may_run.set()
     thread = EngineThread(engine)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
     node = EventLoop(
-        role, thread, register=lambda: None, gateway="127.0.0.1:1",
-        endpoint=ControlEndpoint(context, "n" * 32, None), clock=MonotonicClock(),
+        role, thread, register=lambda: None, gateway="127.0.0.1:1", endpoint=endpoint, clock=MonotonicClock(),
     )  # type: ignore[arg-type]  # fmt: skip
     role.node = node
     os.eventfd_write(node._wake, 1)  # the only wake-up
@@ -255,7 +258,7 @@ def test_a_node_without_a_configured_name_uses_one_name_everywhere() -> None:
         cache=make_cache(config, allocator), clock=MonotonicClock(), digest="d",
         incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
     )  # fmt: skip
-    role = build(parts, InProcessReader(Wire(), store))
+    role = build(parts, SimpleNamespace(reader=InProcessReader(Wire(), store)))
     prefill, me = Peer("prefill-0", "p" * 32, "host:1"), Peer("?", "i" * 32, "")
     role.on_gateway(Generate("r", 0, (1, 2), SamplingParams(), prefill, me, 60.0), 0.0)
     [connect] = [message for _, message in role.outbox.peers if isinstance(message, Connect)]

@@ -13,7 +13,7 @@ __all__ = ["folder"]
 @pytest.fixture
 async def stack(folder):
     """A gateway with two prefill and two decode nodes."""
-    async with running(folder, heartbeat_interval=0.1, heartbeat_timeout=600.0) as stack:
+    async with running(folder, heartbeat_interval=0.1, node_timeout=600.0) as stack:
         for role in ("prefill", "decode"):
             for i in range(2):
                 await stack.node(role, f"{role}-{i}")
@@ -36,11 +36,18 @@ async def accept(node):
     return order
 
 
-async def come_back(stack, node, role, **changes):
-    """What a node does once it is empty: it says so, its connections close, and it registers with others."""
+async def come_back(stack, node, role, *, is_seen_to_go=False, **changes):
+    """What a node does once it is empty: it says so, its connections close, and it registers with others.
+
+    The gateway may hear of the new connection first, or of the end of the old one.
+    """
     node.send(Deregister(is_empty=True))
     await node.round_trip()
     stack.nodes.remove(node)
+    if is_seen_to_go:
+        await node.kill()
+        while node.register.name in await rows(stack):
+            await asyncio.sleep(0.01)
     back = stack.joining(role, node.register.name, **{"previous": node.incarnation, "num_role_changes": 1, **changes})
     await back.registered()
     await node.kill()
@@ -55,14 +62,14 @@ async def test_the_answer_comes_when_the_node_is_back_in_its_new_role(stack):
     node = stack.nodes[3]
     call = ask(stack, "decode-1", "prefill", timeout_s=7)
     assert (await accept(node)).timeout_s == 7
-    assert (await rows(stack))["decode-1"]["is_leaving"]
+    assert (await rows(stack))["decode-1"]["is_draining"]
     assert not call.done()
     back = await come_back(stack, node, "prefill")
     status, answer = await call
     assert (status, answer["name"], answer["role"]) == (200, "decode-1", "prefill")
     assert (answer["incarnation"], answer["num_role_changes"]) == (back.incarnation, 1)
     row = (await rows(stack))["decode-1"]
-    assert (row["role"], row["starts"], row["num_role_changes"], row["is_leaving"]) == ("prefill", 1, 1, False)
+    assert (row["role"], row["starts"], row["num_role_changes"], row["is_draining"]) == ("prefill", 1, 1, False)
     assert 'baton_nodes{model="tiny",role="prefill"} 3.0' in (await stack.get("/metrics"))[1]
 
 
@@ -99,7 +106,8 @@ async def test_a_prefill_node_that_is_empty_ends_no_request_when_it_changes(stac
     assert [event async for event in events(answer)][-1] == "[DONE]"
 
 
-async def test_the_cache_of_a_node_is_known_in_its_new_role(stack):
+@pytest.mark.parametrize("is_seen_to_go", [False, True])
+async def test_the_cache_of_a_node_is_known_in_its_new_role(stack, is_seen_to_go):
     prompt = "Shall I compare thee to a summer's day? " * 6
     body = {"prompt": prompt, "max_tokens": 2}
     assert (await stack.post("/v1/completions", body))[0] == 200
@@ -107,7 +115,7 @@ async def test_the_cache_of_a_node_is_known_in_its_new_role(stack):
     first = next(node for node in stack.nodes[:2] if node.generates)
     change = ask(stack, decode.register.name, "prefill")
     await accept(decode)
-    back = await come_back(stack, decode, "prefill")
+    back = await come_back(stack, decode, "prefill", is_seen_to_go=is_seen_to_go)
     assert (await change)[0] == 200
     await first.kill()
     stack.nodes.remove(first)
@@ -140,7 +148,7 @@ async def test_a_node_that_cannot_change_says_why_when_it_registers(stack):
 
 
 async def test_a_node_without_a_common_transport_in_its_new_role_keeps_it(folder):
-    async with running(folder, heartbeat_interval=0.1, heartbeat_timeout=600.0) as stack:
+    async with running(folder, heartbeat_interval=0.1, node_timeout=600.0) as stack:
         await stack.node("prefill", "p", transports=("tcp", "shm"))
         await stack.node("decode", "d0", transports=("tcp",))
         await stack.node("decode", "d1", transports=("shm",))
@@ -150,7 +158,7 @@ async def test_a_node_without_a_common_transport_in_its_new_role_keeps_it(folder
 
 
 async def test_the_last_node_of_its_role_changes_only_if_it_is_forced(folder):
-    async with running(folder, heartbeat_interval=0.1, heartbeat_timeout=600.0) as stack:
+    async with running(folder, heartbeat_interval=0.1, node_timeout=600.0) as stack:
         _, decode = await stack.pair()
         status, answer = await stack.post("/v1/workers/decode/role", {"role": "prefill"})
         assert status == 400
@@ -169,7 +177,7 @@ async def test_a_node_that_refuses_stays_in_rotation(stack):
     node.send(Done("not now", order.number))
     status, answer = await call
     assert (status, answer["error"]["message"]) == (400, "not now")
-    assert not (await rows(stack))["decode-1"]["is_leaving"]
+    assert not (await rows(stack))["decode-1"]["is_draining"]
 
 
 async def test_a_second_order_is_refused_while_the_first_is_carried_out(stack):
@@ -190,4 +198,4 @@ async def test_a_node_that_keeps_its_role_is_reported_and_serves_on(stack):
     status, answer = await call
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
     assert "node decode-1 is still a decode node" in answer["error"]["message"]
-    assert not (await rows(stack))["decode-1"]["is_leaving"]
+    assert not (await rows(stack))["decode-1"]["is_draining"]

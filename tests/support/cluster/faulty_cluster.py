@@ -13,7 +13,18 @@ import msgspec
 from support.cluster.local_cluster import Answer, LocalCluster, Member
 
 from common.errors import ErrorCode
-from common.wire.messages import Abort, Connect, Failed, FromDecode, FromGateway, FromNode, FromPrefill, Message, Tokens
+from common.wire.messages import (
+    Abort,
+    Connect,
+    Failed,
+    FromDecode,
+    FromGateway,
+    FromNode,
+    FromPrefill,
+    Message,
+    Moved,
+    Tokens,
+)
 
 GATEWAY = "gateway"
 
@@ -43,7 +54,8 @@ class FaultyCluster(LocalCluster):
         self._random = random
         self._slowness = slowness
         self._links: dict[tuple[str, str], deque[tuple[int, Message | Lost]]] = {}
-        self._early: dict[str, dict[int, tuple[Member, Tokens]]] = {}  # tokens that arrived before their predecessors
+        #: Tokens that arrived before their predecessors, by request and attempt.
+        self._early: dict[tuple[str, int], dict[int, tuple[Member, Tokens]]] = {}
         self._stopped_until: dict[str, int] = {}  # tick at which each node resumes
         self._is_computing: dict[str, int] = {}
         self._unnoticed: dict[
@@ -116,7 +128,8 @@ class FaultyCluster(LocalCluster):
         else:
             if isinstance(message, Connect):
                 self._unnoticed.pop((to, sender), None)
-            member.role.on_peer(sender, DECODERS[sender.split("-")[0]].decode(ENCODE(message)), now)
+            direction = "prefill" if isinstance(message, FromPrefill) else "decode"
+            member.role.on_peer(sender, DECODERS[direction].decode(ENCODE(message)), now)
 
     def _hear_gateway(self, sender: str, message: Message | Lost) -> None:
         """Process tokens in order, as the gateway does."""
@@ -124,14 +137,14 @@ class FaultyCluster(LocalCluster):
             self._gateway_lost(sender)
             return
         message = DECODERS["node"].decode(ENCODE(message))
-        if isinstance(message, Failed):
+        if isinstance(message, Failed | Moved):
             self._hear(self._member(sender), message)
         elif isinstance(message, Tokens):
-            early = self._early.setdefault(message.rid, {})
+            early = self._early.setdefault((message.rid, message.attempt), {})
             assert message.index not in early, "a token was sent twice"
             early[message.index] = (self._member(sender), message)
             answer = self.answers[message.rid]
-            while len(answer.tokens) in early and not answer.is_over:
+            while answer.attempt == message.attempt and len(answer.tokens) in early and not answer.is_over:
                 self._hear(*early.pop(len(answer.tokens)))
 
     def _member(self, name: str) -> Member:
@@ -147,7 +160,7 @@ class FaultyCluster(LocalCluster):
     def _gateway_lost(self, name: str) -> None:
         for rid, answer in self.answers.items():
             if not answer.is_over and any(node.name == name for node in answer.nodes):
-                answer.error = Failed(rid, 0, ErrorCode.NODE_LOST, f"{name} was lost")
+                answer.error = Failed(rid, answer.attempt, ErrorCode.NODE_LOST, f"{name} was lost")
                 self.abort(rid)
 
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
@@ -155,8 +168,7 @@ class FaultyCluster(LocalCluster):
         member.is_alive = False
         member.plans.clear()
         self._dead = (*self._dead, member)
-        if member in self.prefill:
-            member.transport.die()
+        member.writer.die()
         for sender, to in list(self._links):
             if to == member.name:
                 del self._links[sender, to]
@@ -260,5 +272,5 @@ def end_by_client(cluster: LocalCluster, rid: str, why: str) -> Answer:
     answer = cluster.answers[rid]
     answer.finish = why
     for node in answer.nodes:
-        cluster.tell(node, Abort(rid, 0))
+        cluster.tell(node, Abort(rid, answer.attempt))
     return answer

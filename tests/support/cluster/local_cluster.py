@@ -5,11 +5,13 @@ whose engine runs in a thread. Pages travel over an in-process wire, and every n
 cluster acts as the gateway: it joins tokens by index and tells the other node when a request has ended.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor
 from support.cluster.manual_clock import ManualClock
 
@@ -23,8 +25,9 @@ from common.scheduling.new_token_ratio import NewTokenRatio, ratio_constants_fro
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.stage_spans import StageSpan
-from common.wire.messages import Abort, Failed, Generate, Message, Peer, Spans, Tokens
+from common.wire.messages import Abort, Failed, Generate, Message, Move, Moved, Peer, Spans, Tokens
 from decode_node import scheduler as decode
+from decode_node.moves import OutgoingMoves
 from decode_node.role import DecodeRole
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
@@ -46,6 +49,7 @@ class Member:
     role: Any
     executor: Any
     transport: Any
+    writer: InProcessWriter
     plans: list[Any] = field(default_factory=list)  # outstanding, oldest first
     grammars: dict[str, int | None] = field(default_factory=dict)
     is_alive: bool = True
@@ -58,9 +62,18 @@ class Member:
 
 @dataclass(slots=True)
 class Answer:
-    """The response to a request so far; ``nodes`` are those that serve the request."""
+    """The response to a request so far.
+
+    Attributes:
+        nodes: those that serve the present attempt.
+        message: with which the present attempt began.
+        target, moved: the node that the request moves to, and the message that it may go on there.
+    """
 
     nodes: list[Member]
+    message: Generate
+    target: Member | None = None
+    moved: Moved | None = None
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs | None] = field(default_factory=dict)
     finish: str = ""
@@ -69,6 +82,10 @@ class Answer:
     num_messages: int = 0
     spans: list[StageSpan] = field(default_factory=list)
     error: Failed | None = None
+
+    @property
+    def attempt(self) -> int:
+        return self.message.attempt
 
     @property
     def is_over(self) -> bool:
@@ -163,7 +180,9 @@ class LocalCluster:
         return executor, config.eos_token_ids
 
     def _with_limits(self, limits: Any) -> Any:
-        return replace(limits, **{name: value for name, value in self._limits.items() if hasattr(limits, name)})
+        return dataclasses.replace(
+            limits, **{name: value for name, value in self._limits.items() if hasattr(limits, name)}
+        )
 
     def _order(self, cache: RadixCache) -> RequestOrdering:
         return RequestOrdering(make_policy(self._policy, cache, options=self._options), self._rules)
@@ -190,6 +209,7 @@ class LocalCluster:
             PrefillRole(scheduler, sender, cache=cache, allocator=allocator, vocab_size=VOCAB_SIZE),
             executor,
             transport,
+            transport,
         )
 
     def _decode_node(self, name: str, num_pages: int) -> Member:
@@ -198,6 +218,7 @@ class LocalCluster:
         allocator = PageAllocator(num_pages)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         transport = InProcessReader(self.wire, executor.pool)
+        writer = InProcessWriter(self.wire, executor.pool)
         chosen = transport if self.wire.can_recall else NegotiatingReader([transport])
         receiver = Receiver(chosen, allocator, name=name, digest="model")
         scheduler = decode.DecodeScheduler(
@@ -217,15 +238,17 @@ class LocalCluster:
             eos_token_ids=eos,
             is_connected=receiver.is_connected,
         )
+        chosen_writer = writer if self.wire.can_recall else NegotiatingWriter([writer])
+        sender = Sender(chosen_writer, digest="model", clock=self.clock, wants_checksums=self._wants_checksums)
         role = DecodeRole(
             scheduler,
             receiver,
+            OutgoingMoves(lambda: sender, page_size),
             cache=cache,
-            allocator=allocator,
             vocab_size=VOCAB_SIZE,
             stream_interval=self._stream_interval,
         )
-        return Member(name, role, executor, transport)
+        return Member(name, role, executor, transport, writer)
 
     @property
     def members(self) -> list[Member]:
@@ -246,25 +269,51 @@ class LocalCluster:
         **others: Any,
     ) -> Answer:
         """Send a request to a pair of nodes, decode node first, or to a decode node alone."""
+        where: dict[str, Any] = {"prefill": None, "decode": None, "timeout_s": timeout_s, **others}
+        message = Generate(rid, 0, tuple(prompt), sampling, cache_salt=salt, priority=priority, **where)
+        answer = self.answers[rid] = Answer([], message)
+        self._send(answer, pair)
+        return answer
+
+    def continue_request(self, rid: str, *, pair: tuple[int | None, int] = (0, 0)) -> Answer:
+        """End the present attempt, and make another one that continues after the tokens so far."""
+        answer = self.answers[rid]
+        self.abort(rid)
+        answer.message = replace(answer.message, attempt=answer.attempt + 1, output=answer.output)
+        self._send(answer, pair)
+        return answer
+
+    def move(self, rid: str, to: int) -> None:
+        """Move a request to another decode node, with its pages."""
+        answer = self.answers[rid]
+        answer.target = self.decode[to]
+        self.tell(answer.nodes[-1], Move(rid, answer.attempt, answer.attempt + 1, answer.target.peer))
+
+    def _go_on_at_target(self, answer: Answer) -> None:
+        """Continue a request that has stopped, once all of its tokens are here."""
+        moved, target = answer.moved, answer.target
+        if moved is None or target is None or len(answer.tokens) < moved.num_output:
+            return
+        assert len(answer.tokens) == moved.num_output, "a request decoded on after it had moved"
+        answer.moved = answer.target = None
+        answer.nodes = [answer.nodes[-1], target]
+        source, attempt = answer.nodes[0].peer, answer.attempt + 1
+        answer.message = replace(
+            answer.message, attempt=attempt, output=answer.output, prefill=source, decode=target.peer
+        )
+        self.tell(target, answer.message)
+        if not target.is_alive:
+            answer.error = Failed(answer.message.rid, attempt, ErrorCode.NODE_LOST, f"{target.name} was lost")
+            self.abort(answer.message.rid)
+
+    def _send(self, answer: Answer, pair: tuple[int | None, int]) -> None:
         decode = self.decode[pair[1]]
         prefill = None if pair[0] is None else self.prefill[pair[0]]
-        nodes = [decode] if prefill is None else [prefill, decode]
-        answer = self.answers[rid] = Answer(nodes)
-        message = Generate(
-            rid,
-            0,
-            tuple(prompt),
-            sampling,
-            prefill and prefill.peer,
-            decode.peer,
-            timeout_s=timeout_s,
-            cache_salt=salt,
-            priority=priority,
-            **others,
-        )
-        for node in reversed(nodes):
-            self.tell(node, message)
-        return answer
+        answer.nodes = [decode] if prefill is None else [prefill, decode]
+        answer.moved = answer.target = None
+        answer.message = replace(answer.message, prefill=prefill and prefill.peer, decode=decode.peer)
+        for node in reversed(answer.nodes):
+            self.tell(node, answer.message)
 
     def tell(self, member: Member, message: Message) -> None:
         """Deliver a message of the gateway to a node."""
@@ -273,17 +322,16 @@ class LocalCluster:
 
     def abort(self, rid: str) -> None:
         for node in self.answers[rid].nodes:
-            self.tell(node, Abort(rid, 0))
+            self.tell(node, Abort(rid, self.answers[rid].attempt))
 
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
         """End a node as SIGKILL does. The other nodes notice unless ``is_noticed`` is false, and its requests fail."""
         member.is_alive = False
         member.plans.clear()
-        if member in self.prefill:
-            member.transport.die()
+        member.writer.die()
         for rid, answer in self.answers.items():
             if member in answer.nodes and not answer.is_over:
-                answer.error = Failed(rid, 0, ErrorCode.NODE_LOST, f"{member.name} was killed")
+                answer.error = Failed(rid, answer.attempt, ErrorCode.NODE_LOST, f"{member.name} was killed")
                 self.abort(rid)
         for other in self.members:
             if is_noticed:
@@ -355,9 +403,13 @@ class LocalCluster:
     def _take_grammars(self, member: Member) -> None:
         for effect in member.role.outbox.grammars:
             if isinstance(effect, CompileGrammar):
+                if self._folder is not None:
+                    member.executor.compile_grammar(effect.grammar).result()
                 member.grammars[effect.grammar] = self.wire.num_ticks + self._compile_ticks()
             else:
                 del member.grammars[effect.grammar]
+                if self._folder is not None:
+                    member.executor.drop_grammar(effect.grammar)
         member.role.outbox.grammars.clear()
 
     def _compile_ticks(self) -> int:
@@ -393,13 +445,18 @@ class LocalCluster:
                 moved |= bool(mail or news)
 
     def _hear(self, sender: Member, message: Message) -> None:
-        assert isinstance(message, Tokens | Spans | Failed)
+        assert isinstance(message, Tokens | Spans | Failed | Moved)
         answer = self.answers[message.rid]
+        if message.attempt != answer.attempt:
+            return  # of an earlier attempt, as in the gateway
         if isinstance(message, Spans):
             answer.spans += message.spans
             return
-        if isinstance(message, Failed):
-            answer.error = answer.error or message
+        if isinstance(message, Moved):
+            answer.moved = message
+        elif isinstance(message, Failed):
+            if not answer.is_over:
+                answer.error = message
         else:
             answer.num_messages += 1
             for offset, token in enumerate(message.tokens):
@@ -413,7 +470,9 @@ class LocalCluster:
         if answer.is_over:
             for node in answer.nodes:
                 if node is not sender:
-                    self.tell(node, Abort(message.rid, 0))
+                    self.tell(node, Abort(message.rid, message.attempt))
+        else:
+            self._go_on_at_target(answer)
 
     def counters(self, member: Member) -> dict[str, float]:
         counters: dict[str, float] = member.role.counters()
@@ -422,6 +481,7 @@ class LocalCluster:
     def close(self) -> None:
         for member in [*self.prefill, *self.decode]:
             member.transport.close()
+            member.writer.close()
             member.executor.close()
 
 

@@ -10,7 +10,7 @@ import zmq
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.node.engine_thread import EngineThread
-from common.node.event_loop import ControlEndpoint, EventLoop
+from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
 from common.node.monitoring.health import HealthCheck, stall
 from common.node.monitoring.request_stats import RequestStats
 from common.node.outbox import Outbox
@@ -66,6 +66,8 @@ class Role:
     def pairs(self):
         return ()
 
+    peers = pairs
+
     def check(self):
         pass
 
@@ -79,10 +81,8 @@ def node():
     role, executor, clock = Role(), Engine(), MonotonicClock()
     context = zmq.Context()
     engine = EngineThread(executor)
-    loop = EventLoop(
-        role, engine, register=lambda: None, gateway="127.0.0.1:1",
-        endpoint=ControlEndpoint(context, "n" * 32, None), clock=clock,
-    )  # fmt: skip
+    endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
+    loop = EventLoop(role, engine, register=lambda: None, gateway="127.0.0.1:1", endpoint=endpoint, clock=clock)
     thread = threading.Thread(target=loop.run)
     thread.start()
     config = NodeConfig(role="decode", name="d0", served_model_name="m", gateway="127.0.0.1:1", health_timeout=2)

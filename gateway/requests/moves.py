@@ -1,0 +1,124 @@
+"""Requests that move away from draining decode nodes, with their KV pages.
+
+A few requests of a node move at a time, to decode nodes that have room for them. The node stops a request, sends the
+tokens that it still has, and says after how many tokens it stopped. As soon as the stream has all of these, the request
+goes on at the other node, for which the draining node is now the node that its pages come from. A request that cannot
+move, or whose move fails, is continued like one whose node was lost. Pure.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.requests.output_processor import OutputStream
+from gateway.workers.pool import WorkerPool
+from gateway.workers.registry import Worker
+from gateway.workers.router import WorkerPair
+
+#: Requests of one node that move at the same time.
+MAX_AT_ONCE = 8
+
+
+class Flight(Protocol):
+    """The part of an in-flight request that a move needs."""
+
+    stream: OutputStream
+    pool: WorkerPool
+    pair: WorkerPair | None
+
+    @property
+    def is_prefilled(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class PendingMove:
+    """A move that was ordered.
+
+    Attributes:
+        pair: the draining node and the target, as the router counts them.
+        attempt: under which the request goes on.
+        num_output: tokens after which the node has stopped it; None: it has not yet.
+    """
+
+    pair: WorkerPair
+    attempt: int
+    num_output: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOrder:
+    """A request that is to move, and where to."""
+
+    rid: str
+    source: str
+    attempt: int
+    target: Worker
+
+
+class Moves:
+    """The moves of one gateway that are under way.
+
+    Args:
+        attempts: numbers of further attempts.
+    """
+
+    def __init__(self, attempts: Iterator[int]) -> None:
+        self._attempts = attempts
+        self._pending: dict[str, PendingMove] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def begin(self, pool: WorkerPool, flights: Iterable[Flight]) -> list[MoveOrder]:
+        """Moves to order now: of requests that decode on nodes which are leaving, as far as others have room."""
+        leaving = {node.incarnation for node in pool.registry.workers.values() if node.is_leaving}
+        orders: list[MoveOrder] = []
+        if not leaving or not pool.registry.decodes:
+            return orders
+        num_free = {
+            source: MAX_AT_ONCE - sum(move.pair.prefill == source for move in self._pending.values())
+            for source in leaving
+        }
+        for flight in flights:
+            source = "" if flight.pair is None else flight.pair.decode
+            rid = flight.stream.request.rid
+            if not source or num_free.get(source, 0) <= 0 or rid in self._pending or not flight.is_prefilled:
+                continue  # a request that has sent no token of this attempt has no pages that could move
+            pair = self._choose(pool, flight.stream, source)
+            if pair is None or pair.decode is None:
+                continue
+            num_free[source] -= 1
+            move = self._pending[rid] = PendingMove(pair, next(self._attempts))
+            orders.append(MoveOrder(rid, source, move.attempt, pool.registry.workers[pair.decode]))
+        return orders
+
+    @staticmethod
+    def _choose(pool: WorkerPool, stream: OutputStream, source: str) -> WorkerPair | None:
+        request, node = stream.request, pool.registry.workers[source]
+        num_left = max(request.sampling.max_new_tokens - len(stream.ids), 1)
+        return pool.router.choose_target(
+            node,
+            pool.registry.decodes,
+            num_tokens=len(request.prompt) + len(stream.ids),
+            num_new=num_left,
+            num_expected=max(request.expected_output - len(stream.ids), 0),
+        )
+
+    def stopped(self, rid: str, num_output: int) -> None:
+        """The node has stopped a request."""
+        if rid in self._pending:
+            self._pending[rid].num_output = num_output
+
+    def take_complete(self, flight: Flight) -> PendingMove | None:
+        """The move of a request that has stopped and whose tokens are all here. It is not pending any more."""
+        move = self._pending.get(flight.stream.request.rid)
+        if move is None or move.num_output is None or len(flight.stream.ids) < move.num_output:
+            return None
+        return self._pending.pop(flight.stream.request.rid)
+
+    def drop(self, flight: Flight) -> bool:
+        """The request has ended, or begins another attempt. False: it was not moving."""
+        move = self._pending.pop(flight.stream.request.rid, None)
+        if move is not None:
+            flight.pool.router.decode_done(move.pair)
+        return move is not None

@@ -1,0 +1,74 @@
+"""Random histories in which requests also move from decode node to decode node, with faults: exact tokens or a typed
+error, and all pages returned on every node."""
+
+import pytest
+from simulation.test_histories import History
+
+from common.errors import ErrorCode
+
+
+class HistoryWithMoves(History):
+    """A history whose requests move now and then. One that cannot move is continued on another pair."""
+
+    def step(self) -> None:
+        super().step()
+        for _ in range(self.random.choice([0, 1, 1, 3])):
+            self.move()
+        self._continue_refused()
+
+    def move(self) -> None:
+        """Ask for a move at any moment, also of requests that are received, computed, retracted or moving."""
+        cluster, random = self.cluster, self.random
+        able = [
+            rid
+            for rid, answer in cluster.answers.items()
+            if not answer.is_over and answer.target is None and answer.nodes[-1] in cluster.decode
+        ]
+        if able:
+            rid = random.choice(able)
+            others = [at for at, node in enumerate(cluster.decode) if node is not cluster.answers[rid].nodes[-1]]
+            cluster.move(rid, random.choice(others))
+
+    def _continue_refused(self) -> bool:
+        """Continue the requests that could not move; False if there are none."""
+        answers = self.cluster.answers.items()
+        refused = [rid for rid, one in answers if one.error and one.error.code is ErrorCode.SHUTTING_DOWN]
+        for rid in refused:
+            self.cluster.answers[rid].error = None
+            self.cluster.continue_request(rid, pair=(self.random.choice([0, 1, None]), self.random.randint(0, 1)))
+        return bool(refused)
+
+    def fault(self) -> None:
+        if self.can_break and self.random.random() < 0.3:
+            self.cluster.cut(*self.cluster.decode)
+            self.is_faulty = True
+            self.may_fail |= {ErrorCode.NODE_LOST, ErrorCode.TRANSFER_FAILED}
+        else:
+            super().fault()
+
+    def run(self, num_events: int = 45) -> None:
+        super().run(num_events)
+        while self._continue_refused():
+            self.cluster.finish(may_wait=self.is_faulty or bool(self.cluster.wire.faults))
+
+
+def live(seed: int) -> HistoryWithMoves:
+    history = HistoryWithMoves(seed, 1 + seed % 2)
+    history.run()
+    history.judge()
+    return history
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_histories_with_moves_end_in_exact_tokens_or_an_error_and_return_all_pages(seed: int) -> None:
+    live(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hundred", range(4))
+def test_many_more_histories_with_moves(hundred: int) -> None:
+    for seed in range(1_000 + 100 * hundred, 1_100 + 100 * hundred):
+        try:
+            live(seed)
+        except AssertionError as error:
+            raise AssertionError(f"history {seed}") from error
