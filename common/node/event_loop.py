@@ -22,7 +22,7 @@ from common.reminder import Reminder
 from common.scheduling.grammar_queue import CompileGrammar
 from common.wire.address import in_url
 from common.wire.curve import KEY_BYTES, CurveKeys
-from common.wire.mailbox import PROBE_EVERY_S, HandshakeFailure, Mailbox
+from common.wire.mailbox import PROBE_EVERY_S, SILENCE_S, HandshakeFailure, Mailbox
 from common.wire.messages import (
     ChangeRole,
     Deregister,
@@ -49,7 +49,7 @@ from common.wire.messages import (
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 1.0
-SILENCE_S = 10.0  # of a gateway after a registration; the node then connects again
+REGISTRATION_S = 10.0  # in which a gateway must have answered a registration; the node then connects again
 MAX_PAIRS = 1_024  # reported to the gateway
 #: How often a node that leaves its role looks whether it may.
 DEPARTURE_CHECK_S = 0.1
@@ -88,12 +88,14 @@ class ControlEndpoint:
         incarnation: drawn at each start of a process, and again for each other role that it takes.
         listen: mailbox on which decode nodes reach this node, to receive pages.
         keys: of this process; None: connections are neither encrypted nor authenticated.
+        node_timeout_s: silence after which a connection is closed.
     """
 
     context: "zmq.Context[zmq.Socket[bytes]]"
     incarnation: str
     listen: Mailbox
     keys: CurveKeys | None = None
+    node_timeout_s: float = SILENCE_S
 
     def close(self) -> None:
         """Close the listening socket and the context; all other sockets must be closed."""
@@ -103,7 +105,14 @@ class ControlEndpoint:
     def dial(self, accepts: Any, address: str, server_key: bytes) -> Mailbox:
         """A mailbox connected to ``address``, which accepts only the owner of ``server_key`` as its server."""
         curve = None if self.keys is None else self.keys.client(server_key)
-        return Mailbox(self.context, self.incarnation, accepts, connect=f"tcp://{address}", curve=curve)
+        return Mailbox(
+            self.context,
+            self.incarnation,
+            accepts,
+            connect=f"tcp://{address}",
+            curve=curve,
+            silence_s=self.node_timeout_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +391,7 @@ class EventLoop:
             self._connected_at = now
             self.is_dialling = False
             self._gateway.send(self._register())
-        elif self._connected_at is not None and now - self._connected_at > SILENCE_S:
+        elif self._connected_at is not None and now - self._connected_at > REGISTRATION_S:
             self._connected_at = None
             self._gateway.redial()
         for letter in self._gateway.receive():
@@ -531,7 +540,13 @@ class EventLoop:
 
 
 def listen_mailbox(
-    context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, host: str, port: int, *, keys: CurveKeys | None
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    incarnation: str,
+    host: str,
+    port: int,
+    *,
+    keys: CurveKeys | None,
+    silence_s: float = SILENCE_S,
 ) -> Mailbox:
     """The socket on which decode nodes reach this node, to receive pages; port 0 takes any free one.
 
@@ -540,7 +555,8 @@ def listen_mailbox(
     """
     try:
         curve = None if keys is None else keys.server
-        return Mailbox(context, incarnation, FromDecode, bind=f"tcp://{in_url(host)}:{port}", curve=curve)
+        bind = f"tcp://{in_url(host)}:{port}"
+        return Mailbox(context, incarnation, FromDecode, bind=bind, curve=curve, silence_s=silence_s)
     except zmq.ZMQError as error:
         raise ConfigError(
             f"cannot bind --advertise-host {host} --data-port {port}: {error.strerror or error}"

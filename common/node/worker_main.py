@@ -122,11 +122,12 @@ def open_endpoint(config: NodeConfig, keys: CurveKeys | None) -> ControlEndpoint
     incarnation = new_incarnation("" if keys is None else keys.fingerprint)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        mailbox = listen_mailbox(context, incarnation, config.advertise_host, config.data_port, keys=keys)
+        host, port, silence_s = config.advertise_host, config.data_port, config.node_timeout
+        mailbox = listen_mailbox(context, incarnation, host, port, keys=keys, silence_s=silence_s)
     except ConfigError:
         context.term()
         raise
-    return ControlEndpoint(context, incarnation, mailbox, keys)
+    return ControlEndpoint(context, incarnation, mailbox, keys, config.node_timeout)
 
 
 def _serve_model(

@@ -294,12 +294,13 @@ class ControlPlane:
         """Tells decode nodes which prefill nodes may send them pages, so that they connect before the first request.
 
         Args:
-            changed: incarnation of the node that has come; of a decode node, nothing changes for the others.
+            changed: incarnation of the node that has come or drains; of a new decode node, nothing changes for the
+                others.
         """
         workers = pool.registry.workers
         came = workers.get(changed)
-        is_decode = came is not None and came.register.role == "decode"
-        for node in [came] if came is not None and is_decode else list(workers.values()):
+        is_new = came is not None and came.register.role == "decode" and not came.is_leaving
+        for node in [came] if came is not None and is_new else list(workers.values()):
             if node.register.role == "decode":
                 peers = tuple(map(peer_of, pool.registry.prefill_nodes(node)))
                 self._channel.send(PrefillNodes(peers), node.incarnation)
@@ -309,7 +310,10 @@ class ControlPlane:
         if pool is not None:
             name, num_left = pool.registry.workers[sender].name, self._dispatcher.num_at(sender)
             log.info("node %s takes no new requests; %d are left on it", name, num_left)
+            is_known = pool.registry.workers[sender].is_leaving
             pool.registry.leave(sender, is_empty=message.is_empty)
+            if not is_known:
+                self._announce_prefill_nodes(pool, sender)
             self._dispatcher.pump_soon()
 
     def lose(self, incarnation: str) -> None:
@@ -322,7 +326,7 @@ class ControlPlane:
         log.info("%s node %s is gone", node.register.role, node.name)
         self.role_changes.lost(node)
         self._clear_state(pool, incarnation, node.name, is_empty=node.is_empty)
-        if node.register.role == "prefill":
+        if node.register.role == "prefill" or node.is_leaving:
             self._announce_prefill_nodes(pool, incarnation)
 
     def _clear_state(self, pool: WorkerPool, incarnation: str, name: str, *, is_empty: bool = False) -> None:

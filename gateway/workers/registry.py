@@ -273,9 +273,13 @@ class Registry:
         return node
 
     def prefill_nodes(self, decode: Worker) -> list[Worker]:
-        """The prefill nodes that may send pages to a decode node."""
-        nodes = self.workers.values()
-        return [node for node in nodes if node.register.role == "prefill" and node.revision == decode.revision]
+        """The nodes that may send pages to a decode node: prefill nodes, and decode nodes that drain."""
+        return [
+            node
+            for node in self.workers.values()
+            if (node.register.role == "prefill" or (node.is_leaving and node is not decode))
+            and node.revision == decode.revision
+        ]
 
     def silent_workers(self, now: float) -> list[str]:
         """Incarnations of workers that have sent nothing for too long."""

@@ -1,0 +1,191 @@
+"""Nodes that drain: running requests move with their KV pages, and a rolling restart loses nothing."""
+
+import asyncio
+import signal
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.service.client import Client, Exchange, prompt_of, until
+from support.service.service import Service, running
+
+NUM_TOKENS = 200
+#: Every transport that works on any machine; the prefill node of every pair writes, and so does a draining decode node.
+TRANSPORTS = ("shm", "tcp")
+
+
+async def expected_ids(client: Client, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[tuple[int, ...]]:
+    """The tokens of undisturbed runs."""
+    answers = await asyncio.gather(*(client.generate(prompt, num_tokens) for prompt in prompts))
+    return [tuple(answer["output_ids"]) for answer in answers]
+
+
+async def drain(client: Client, name: str, timeout_s: float = 30.0) -> dict[str, Any]:
+    status, answer = await client.post(f"/v1/workers/{name}/drain", {"timeout_s": timeout_s})
+    assert status == 200, answer
+    return dict(answer)
+
+
+async def until_ended(service: Service, name: str) -> int:
+    """Waits until a process has ended by itself; returns its exit status."""
+    process = service.processes.pop(name)
+    await until(lambda: process.poll() is not None, 90, f"{name} did not end")
+    status = process.poll()
+    assert status is not None
+    return int(status)
+
+
+async def busiest(client: Client) -> str:
+    """The decode node with the most requests."""
+    workers = (await client.workers()).values()
+    return str(max((w for w in workers if w["role"] == "decode"), key=lambda w: w["num_requests"])["name"])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_running_requests_move_with_their_pages_and_keep_their_tokens(tmp_path: Path, transport: str) -> None:
+    with running(tmp_path, decode=2, node_options={"transport": transport}) as service:
+        async with service.client() as client:
+            prompts = [prompt_of(300, seed) for seed in range(4)]
+            wanted = await expected_ids(client, prompts, NUM_TOKENS)
+            await client.post("/flush_cache", {})
+            streams = [client.begin(prompt, NUM_TOKENS) for prompt in prompts]
+            await asyncio.gather(*(stream.has(5) for stream in streams))
+            name = await busiest(client)
+            other = "decode-1" if name == "decode-0" else "decode-0"
+            before = await client.counters()
+            service.processes[name].send_signal(signal.SIGTERM)
+            assert await until_ended(service, name) == 0
+            await asyncio.gather(*(stream.end() for stream in streams))
+            assert [stream.ids for stream in streams] == wanted
+            after = await client.counters()
+            assert after[other]["continued_requests"] > before[other]["continued_requests"]
+            assert after[other]["pages_received"] > before[other]["pages_received"]
+            computed = after["prefill-0"]["prompt_tokens_computed"] - before["prefill-0"]["prompt_tokens_computed"]
+            assert computed == 0, "a prompt was computed again instead of travelling"
+            await client.settled()
+
+
+async def test_a_rolling_restart_of_every_node_under_load_loses_no_request(tmp_path: Path) -> None:
+    with running(tmp_path, prefill=2, decode=2) as service:
+        async with service.client() as client:
+            prompts = [prompt_of(40 + 30 * seed, seed) for seed in range(6)]
+            wanted = await expected_ids(client, prompts, 60)
+            ended: list[tuple[int, Exchange]] = []
+            is_over = False
+
+            async def ask_again(number: int) -> None:
+                while not is_over:
+                    stream = client.begin(prompts[number], 60)
+                    await stream.end()
+                    ended.append((number, stream))
+                    client.forget(stream)
+
+            clients = [asyncio.create_task(ask_again(number)) for number in range(len(prompts))]
+            for name in service.nodes:
+                num_before = len(ended)
+                await drain(client, name)
+                assert await until_ended(service, name) == 0
+                service.start(name)
+                await asyncio.to_thread(service.wait_until_ready)
+                await until(lambda: len(ended) >= num_before + 3, 90, "no request ended")  # noqa: B023
+            is_over = True
+            await asyncio.gather(*clients)
+            assert all(stream.ids == wanted[number] for number, stream in ended), [
+                (number, stream.status, stream.error) for number, stream in ended if stream.ids != wanted[number]
+            ]
+            await client.settled()
+
+
+async def test_a_node_that_drains_says_so_and_gets_no_new_requests(tmp_path: Path) -> None:
+    with running(tmp_path, decode=1) as service:
+        async with service.client() as client:
+            stream = client.begin(prompt_of(30, 1), 400)
+            await stream.has(3)
+            answer = await drain(client, "decode-0", 60)
+            assert (answer["worker"], answer["is_draining"], answer["num_requests"]) == ("decode-0", True, 1)
+            worker = (await client.workers())["decode-0"]
+            assert (worker["is_draining"], worker["num_requests"]) == (True, 1)
+            async with client.session.get("/ready") as ready:
+                assert ready.status == 503
+            await stream.end()
+            assert len(stream.ids) == 400 and not stream.error, "the last decode node finishes what it has"
+            assert await until_ended(service, "decode-0") == 0
+            assert (await client.post("/v1/workers/nothing/drain", {}))[0] == 404
+            assert (await client.post("/v1/workers/prefill-0/drain", {"timeout_s": -1}))[0] == 400
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
+async def test_a_second_sigterm_or_sigint_stops_at_once_and_the_request_goes_on_at_the_next_node(
+    tmp_path: Path, signals: tuple[signal.Signals, ...]
+) -> None:
+    with running(tmp_path, decode=1) as service:
+        async with service.client() as client:
+            (wanted,) = await expected_ids(client, [prompt_of(30, 1)], 400)
+            stream = client.begin(prompt_of(30, 1), 400)
+            await stream.has(3)
+            for number in signals:
+                service.processes["decode-0"].send_signal(number)
+                await asyncio.sleep(0.2)
+            assert await until_ended(service, "decode-0") == 0
+            service.start("decode-0")
+            await stream.end()
+            assert stream.ids == wanted
+
+
+async def test_requests_that_outlast_the_drain_timeout_continue_elsewhere(tmp_path: Path) -> None:
+    only = {"prefill-0": {"drain_timeout": 0.2}, "decode-0": {"drain_timeout": 0.2}}
+    with running(tmp_path, decode=1, only=only) as service:
+        async with service.client() as client:
+            (wanted,) = await expected_ids(client, [prompt_of(30, 1)], 1000)
+            stream = client.begin(prompt_of(30, 1), 1000)
+            await stream.has(3)
+            service.processes["decode-0"].send_signal(signal.SIGTERM)
+            assert await until_ended(service, "decode-0") == 0
+            assert not stream.ended_at, "it was to outlast the drain"
+            service.start("decode-0")
+            await stream.end()
+            assert stream.ids == wanted
+
+
+@pytest.mark.parametrize("lost", ["source", "target"])
+async def test_a_node_that_dies_during_moves_costs_no_request(tmp_path: Path, lost: str) -> None:
+    with running(tmp_path, prefill=1, decode=3) as service:
+        async with service.client() as client:
+            prompts = [prompt_of(200, seed) for seed in range(6)]
+            wanted = await expected_ids(client, prompts, 300)
+            streams = [client.begin(prompt, 300) for prompt in prompts]
+            await asyncio.gather(*(stream.has(5) for stream in streams))
+            source = await busiest(client)
+            await drain(client, source)
+            victim = source if lost == "source" else next(n for n in service.nodes if n not in (source, "prefill-0"))
+            service.kill(victim)
+            await asyncio.gather(*(stream.end() for stream in streams))
+            assert [stream.ids for stream in streams] == wanted
+            if lost == "target":
+                assert await until_ended(service, source) == 0
+            await client.settled()
+
+
+@pytest.mark.slow
+async def test_the_pause_of_a_moved_stream(tmp_path: Path) -> None:
+    """Prints the longest gap between two tokens of each moved stream."""
+    with running(tmp_path, decode=2) as service:
+        async with service.client() as client:
+            pauses: list[float] = []
+            for turn in range(6):
+                name, streams = "", [client.begin(prompt_of(400, 10 * turn + n), 150) for n in range(4)]
+                await asyncio.gather(*(stream.has(5) for stream in streams))
+                name = await busiest(client)
+                await drain(client, name)
+                assert await until_ended(service, name) == 0
+                await asyncio.gather(*(stream.end() for stream in streams))
+                for stream in streams:
+                    assert len(stream.ids) == 150
+                    gaps = [b - a for a, b in zip(stream.arrivals, stream.arrivals[1:], strict=False)]
+                    pauses.append(max(gaps))
+                service.start(name)
+                await asyncio.to_thread(service.wait_until_ready)
+            pauses.sort()
+            print(f"\nlongest gap p50 {statistics.median(pauses):.3f} s, most {pauses[-1]:.3f} s")
