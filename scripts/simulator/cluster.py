@@ -61,7 +61,7 @@ class Cluster:
 
     def _left(self, node: Node, role: Role) -> None:
         for other in self.nodes.values():
-            if other.is_alive and other.kind != node.kind:
+            if other.is_alive and other is not node:
                 self.events.after(self._message_s, other.lose, node.incarnation)
         self.events.after(self._message_s, self._come_back, node, role)
 

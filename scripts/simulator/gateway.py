@@ -6,7 +6,7 @@
 from collections.abc import Callable, Sequence
 
 from common.errors import RequestError
-from common.wire.messages import Failed, Message, Register, Registered, Spans, Tokens
+from common.wire.messages import Failed, Message, Moved, Register, Registered, Spans, Tokens
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
@@ -104,6 +104,8 @@ class Gateway:
                 dispatcher.on_tokens(sender, message)
             elif isinstance(message, Failed):
                 dispatcher.on_failed(sender, message)
+            elif isinstance(message, Moved):
+                dispatcher.on_moved(sender, message)
             elif isinstance(message, Spans):
                 dispatcher.on_spans(sender, message, StageReport(sender, 0.0, 0.0, message.spans))
 
