@@ -269,5 +269,5 @@ class GenerateApp:
             services.dispatcher.dispatch(streams)
         except RequestError:
             for output in streams:
-                services.quotas.ended(tenant, charged=charge(output.request), tokens=0, now=now, is_refused=True)
+                services.quotas.ended(tenant, charged=charge(output.request), tokens=0, now=now)
             raise

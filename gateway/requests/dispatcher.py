@@ -18,6 +18,7 @@ from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError
 from common.request import Request
 from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Sample, Spans, Tokens
+from gateway.requests.admission import Pace
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool
@@ -26,6 +27,10 @@ from gateway.workers.router import WorkerPair
 
 #: Outputs, and tokens of their prompts, that are sent before the event loop gets a turn.
 SENT_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 17
+
+#: A request is refused if less than this many times the mean time of service would be left once its turn comes. Times
+#: vary, and a request that is sent just in time would be served in vain about every second time.
+SERVICE_MARGIN = 1.5
 
 #: The decision log's sentence for a request that is sent, by the number of nodes.
 SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.name}, {0:.3f} s after it came"}
@@ -174,10 +179,35 @@ class Dispatcher:
             for victim in self._eviction_candidates(pool, request_of(streams[0]), excess):
                 self._evict(victim, streams[0], now)
         try:
-            pool.admission.admit(len(streams), max_running=max_running, now=now, in_flight=self._streams(pool))
+            self._refuse_if_hopeless(pool, streams[0], now)
+            pool.admission.admit(
+                len(streams),
+                max_running=max_running,
+                now=now,
+                num_waiting=len(pool.queue),
+                in_flight=self._streams(pool),
+            )
         except RequestError as error:
             self.decisions.note(now, streams[0].request.rid, "refuse", "{}", error.message)
             raise
+
+    @staticmethod
+    def _refuse_if_hopeless(pool: WorkerPool, stream: OutputStream, now: float) -> None:
+        """Raises RequestError: the requests ahead of this one will probably take longer than its deadline allows."""
+        queue, request = pool.queue, stream.request
+        if queue.is_idle or (pace := pool.admission.pace(now, num_waiting=len(queue))) is None:
+            return
+        left_s = request.timeout_s - (now - stream.started_at) - SERVICE_MARGIN * pace.least_s(num_expected(request))
+        if len(queue) * pace.interval_s <= left_s:
+            return
+        num_ahead = queue.num_ahead(request_of(stream))
+        wait_s = num_ahead * pace.interval_s
+        if wait_s > left_s:
+            message = (
+                f"its deadline of {request.timeout_s:g} s is too early: {num_ahead} requests wait ahead of this one,"
+            )
+            message += f" and will take about {wait_s:.1f} s; retry later, or allow more time"
+            raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=max(wait_s - left_s, 1.0))
 
     def _eviction_candidates(self, pool: WorkerPool, request: Request, count: int) -> list[InFlightRequest]:
         """Requests that make room for a more urgent one: those in the queue, or if it is empty, those at nodes that
@@ -193,9 +223,12 @@ class Dispatcher:
         reason = "the queue is full and a more urgent request has taken its place"
         self.decisions.note(now, victim.stream.request.rid, "evict", "{} came: " + reason, other.request.rid)
         victim.is_evicted = True
-        retry_after_s = victim.pool.admission.retry_after(1, now, in_flight=self._streams(victim.pool))
+        retry_after_s = self._retry_after_s(victim.pool, now)
         message = f"the request was evicted: {reason}"
         self._fail(victim, RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s))
+
+    def _retry_after_s(self, pool: WorkerPool, now: float) -> float:
+        return pool.admission.retry_after(1, now, num_waiting=len(pool.queue), in_flight=self._streams(pool))
 
     def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
         return (flight.stream for flight in self._in_flight.values() if flight.pool is pool)
@@ -216,9 +249,12 @@ class Dispatcher:
                 continue
             waiting = self._first(pool, capacity, now)
             placed: list[InFlightRequest] = []
+            pace = pool.admission.pace(now, num_waiting=len(pool.queue))
             for queued in waiting[: _num_in_turn(request.prompt for request in waiting)]:
                 flight = self._in_flight[queued.rid]
-                if self._place(flight, now):
+                if pace is not None and self._is_too_late(flight, pace, now):
+                    self._fail_by_deadline(flight, "there is too little time left before its deadline of {:g} s")
+                elif self._place(flight, now):
                     placed.append(flight)
                 else:
                     pool.queue.strand(queued, now)
@@ -226,6 +262,13 @@ class Dispatcher:
             self._send(placed, now)
             if not pool.queue.is_idle and self._capacity(pool):
                 self.pump_soon()
+
+    @staticmethod
+    def _is_too_late(flight: InFlightRequest, pace: Pace, now: float) -> bool:
+        """Whether a request would not end before its deadline even at twice the speed of the latest ones."""
+        request = flight.stream.request
+        left_s = request.timeout_s - (now - flight.stream.started_at)
+        return left_s < pace.least_s(num_expected(request)) / 2
 
     @staticmethod
     def _capacity(pool: WorkerPool) -> int:
@@ -383,8 +426,10 @@ class Dispatcher:
         self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
 
     def _on_deadline(self, rid: str) -> None:
-        flight = self._in_flight[rid]
-        message = f"the request's deadline of {flight.stream.request.timeout_s:g} s has passed"
+        self._fail_by_deadline(self._in_flight[rid], "the request's deadline of {:g} s has passed")
+
+    def _fail_by_deadline(self, flight: InFlightRequest, reason: str) -> None:
+        message = reason.format(flight.stream.request.timeout_s)
         self._fail(flight, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
         if flight.queued is not None:
             flight.pool.queue.order.policy.missed(flight.queued)
@@ -408,7 +453,9 @@ class Dispatcher:
             self._release_nodes(flight, flight.pair)
         elif flight.queued is not None:
             pool.queue.remove(flight.queued)
-        pool.admission.release(stream.ended_at, is_evicted=flight.is_evicted)
+        is_served = stream.sent_at and (stream.error is None or stream.error.code is ErrorCode.DEADLINE_EXCEEDED)
+        served_s = stream.ended_at - stream.sent_at if is_served else None
+        pool.admission.release(stream.ended_at, served_s=served_s, num_tokens=len(stream.ids))
         if not pool.queue.is_idle:
             self.pump_soon()
         self._on_end(stream)
@@ -452,8 +499,7 @@ class Dispatcher:
             return
         retry_after_s: float | None = None
         if message.code is ErrorCode.QUEUE_FULL:
-            admission, in_flight = flight.pool.admission, self._streams(flight.pool)
-            retry_after_s = message.retry_after_s or admission.retry_after(1, self._clock.now(), in_flight=in_flight)
+            retry_after_s = message.retry_after_s or self._retry_after_s(flight.pool, self._clock.now())
         flight.failed_at = sender
         text, param = message.message, None
         if message.code is ErrorCode.INVALID_REQUEST and flight.stream.request.grammar_param:
@@ -480,6 +526,11 @@ class Dispatcher:
             is_prefilled = len(flight.stream.ids) > 1
             if incarnation == flight.pair.decode or (incarnation == flight.pair.prefill and not is_prefilled):
                 self._fail(flight, RequestError(ErrorCode.NODE_LOST, message))
+
+
+def num_expected(request: GenerateRequest) -> int:
+    """Output tokens that a request is expected to get, or may get."""
+    return request.expected_output or request.sampling.max_new_tokens
 
 
 def request_of(stream: OutputStream) -> Request:
