@@ -31,6 +31,12 @@ class Routing:
         "prompts; more of them wait in the gateway, in order. Fewer keep less on the nodes, and delay first tokens.",
         minimum=0,
     )
+    max_unread_tokens: int = option(
+        4_096,
+        "Output tokens that a stream may be ahead of its client; then the request is paused on its decode node, until "
+        "the client has read them.",
+        minimum=1,
+    )
     starvation_bound: float = option(
         30.0, "Seconds of waiting after which the metrics count a request as starved.", minimum=0.001
     )

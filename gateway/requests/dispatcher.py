@@ -17,7 +17,7 @@ from common.clock import Clock
 from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError
 from common.request import Request
-from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Sample, Spans, Tokens
+from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Sample, SetPaused, Spans, Tokens
 from gateway.requests.admission import Pace
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
@@ -63,6 +63,7 @@ class InFlightRequest:
         queued: the request as the queue knows it; None if it never waited and its service is not accounted.
         pair, nodes: None and empty while it waits.
         attempt: nodes know the request by this number and its rid.
+        is_paused: its client is too far behind; see ``set_paused``.
         failed_at: the node that failed it and need not be told of its end.
     """
 
@@ -76,6 +77,7 @@ class InFlightRequest:
     attempt: int = 0
     is_prefill_counted: bool = False
     is_evicted: bool = False
+    is_paused: bool = False
     failed_at: str = ""
 
     @property
@@ -352,6 +354,9 @@ class Dispatcher:
                 others=tuple([_sample(other) for other in others]),
             )
             self._channel.send(generate, *nodes)
+            for sent in (flight, *others):
+                if sent.is_paused:  # an earlier attempt was
+                    self._tell_paused(sent)
 
     @staticmethod
     def _choose(pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None) -> WorkerPair | None:
@@ -391,6 +396,24 @@ class Dispatcher:
             message = Reprioritize(request.rid, flight.attempt, priority_now, priority_class)
             self._channel.send(message, *flight.nodes)
         return len(flights)
+
+    def set_paused(self, rid: str, is_paused: bool) -> None:
+        """Pauses a request on its decode node, since its client is slow to read, or lets it go on."""
+        flight = self._in_flight.get(rid)
+        if flight is None or flight.is_paused == is_paused:
+            return
+        flight.is_paused = is_paused
+        self.decisions.note(self._clock.now(), rid, "pause" if is_paused else "resume", "as its client reads")
+        self._tell_paused(flight)
+        if not flight.pool.queue.is_idle:
+            self.pump_soon()
+
+    def _tell_paused(self, flight: InFlightRequest) -> None:
+        if flight.pair is not None and flight.pair.decode is not None:
+            flight.pool.router.set_paused(flight.pair, is_paused=flight.is_paused)
+            self._channel.send(
+                SetPaused(flight.stream.request.rid, flight.attempt, flight.is_paused), flight.pair.decode
+            )
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -463,6 +486,8 @@ class Dispatcher:
     def _release_nodes(self, flight: InFlightRequest, pair: WorkerPair) -> None:
         if flight.is_prefill_counted:
             flight.pool.router.prefill_done(pair)
+        if flight.is_paused and pair.decode is not None:
+            flight.pool.router.set_paused(pair, is_paused=False)
         flight.pool.router.decode_done(pair)
         if nodes := flight.nodes_to_tell(pair):
             is_finished = flight.is_ended_by_node
