@@ -31,12 +31,6 @@ class Routing:
         "prompts; more of them wait in the gateway, in order. Fewer keep less on the nodes, and delay first tokens.",
         minimum=0,
     )
-    max_unread_tokens: int = option(
-        4_096,
-        "Output tokens that a stream may be ahead of its client; then the request is paused on its decode node, until "
-        "the client has read them.",
-        minimum=1,
-    )
     starvation_bound: float = option(
         30.0, "Seconds of waiting after which the metrics count a request as starved.", minimum=0.001
     )
@@ -70,6 +64,12 @@ class HttpOptions(AccessOptions):
         "Format in which the model marks its reasoning; auto takes it from the chat template, none leaves reasoning in "
         "the text.",
         metavar="NAME|auto|none",
+    )
+    max_unread_tokens: int = option(
+        4_096,
+        "Output tokens that a stream may be ahead of its client; then the request is paused on its decode node, until "
+        "the client has read them.",
+        minimum=1,
     )
     strict_fields: bool = option(
         False, "Refuse request fields that have no effect, instead of naming them in a response header."

@@ -46,8 +46,8 @@ PIPELINED, MAX_PIPELINED = 16, 100
 LINGER_S = 5.0
 #: A client that reads nothing for so long is disconnected, unless the request allows more; see ``RESPONSE_TIMEOUT``.
 STALL_S = 60.0
-#: Bytes that the kernel takes of an answer before they can be sent. Without this it would take megabytes, tens of thousands
-#: of tokens, before a client that does not read is noticed.
+#: Bytes of an answer that the kernel takes before it can send them. Without this bound they are megabytes, or tens of
+#: thousands of tokens, until a client that does not read is noticed.
 MAX_UNSENT_BYTES = 128 << 10
 #: Key of ``scope["state"]``: seconds from a request's start after which a client that does not read is disconnected.
 RESPONSE_TIMEOUT = "response_timeout_s"

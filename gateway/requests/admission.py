@@ -11,7 +11,7 @@ That holds from the first end on, while the number of ends in a period says litt
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import NamedTuple
 
 from common.errors import ErrorCode, RequestError
@@ -60,12 +60,12 @@ class Admission:
         return self.num_in_flight + count - max_running - self.max_queued
 
     def admit(
-        self, count: int, *, max_running: int, now: float, num_waiting: int = 0, in_flight: Iterable[OutputStream] = ()
+        self, count: int, *, max_running: int, now: float, waiting: Sized = (), in_flight: Iterable[OutputStream] = ()
     ) -> None:
         """Counts all of them in, or none. Raises RequestError: there are too many for now.
 
         Args:
-            num_waiting, in_flight: as for ``retry_after``.
+            waiting, in_flight: as for ``retry_after``.
         """
         limit = max_running + self.max_queued
         if 2 * self.num_in_flight <= limit:
@@ -74,7 +74,7 @@ class Admission:
         excess = self.excess(count, max_running)
         if excess > 0:
             message = f"{self.num_in_flight} requests are in flight, the limit is {limit}; retry later"
-            retry_after_s = self.retry_after(excess, now, num_waiting=num_waiting, in_flight=in_flight)
+            retry_after_s = self.retry_after(excess, now, waiting=waiting, in_flight=in_flight)
             raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)
         if self.num_in_flight == 0:
             self._changed_at = now
@@ -95,32 +95,32 @@ class Admission:
             self._num_served += 1
             self._changed_at = now
 
-    def pace(self, now: float, *, num_waiting: int) -> Pace | None:
+    def pace(self, now: float, *, waiting: Sized) -> Pace | None:
         """How fast requests are served now; None if too few have ended lately to tell.
 
         Args:
-            num_waiting: requests in flight that are not being served yet.
+            waiting: requests in flight that are not being served yet.
         """
-        interval_s = self._interval_s(now, num_waiting, ())
+        interval_s = self._interval_s(now, len(waiting), ())
         if interval_s is None or self._num_served < NUM_RELIABLE:
             return None
         served_s, num_tokens = (sum(values) / len(self._served) for values in zip(*self._served, strict=True))
         return Pace(interval_s, served_s, num_tokens)
 
     def retry_after(
-        self, count: int, now: float, *, num_waiting: int = 0, in_flight: Iterable[OutputStream] = ()
+        self, count: int, now: float, *, waiting: Sized = (), in_flight: Iterable[OutputStream] = ()
     ) -> float:
         """Seconds, 1 to 60 and whole, after which ``count`` refused requests should come back.
 
         By then that many requests, and those promised earlier, will have ended. The promise is remembered until then.
 
         Args:
-            num_waiting: requests in flight that are not being served yet.
+            waiting: requests in flight that are not being served yet.
             in_flight: the outputs in flight, from whose progress the time is estimated while none has ended.
         """
         while self._promised and self._promised[0][0] <= now:
             self._num_promised -= heapq.heappop(self._promised)[1]
-        interval_s = self._interval_s(now, num_waiting, in_flight)
+        interval_s = self._interval_s(now, len(waiting), in_flight)
         # Without data: nothing has ended for so long that it may well take as long again.
         known_s = now - self._changed_at if interval_s is None else (count + self._num_promised) * interval_s
         seconds = float(min(max(math.ceil(known_s), 1), MAX_RETRY_AFTER_S))

@@ -141,6 +141,9 @@ class Dispatcher:
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
         pool = self._pools[streams[0].request.model]
         now = self._clock.now()
+        is_idle = pool.queue.is_idle
+        if not is_idle:
+            self._refuse_if_hopeless(pool, streams[0], now)
         self._admit(pool, streams, now)
         siblings: dict[int, WorkerPair] = {}
         flights: list[InFlightRequest] = []
@@ -149,7 +152,7 @@ class Dispatcher:
             timer = self._timers.call_later(left_s, self._on_deadline, stream.request.rid)
             flights.append(InFlightRequest(stream, pool, timer, siblings))
             self._in_flight[stream.request.rid] = flights[-1]
-        capacity = self._capacity(pool) if pool.queue.is_idle else 0
+        capacity = self._capacity(pool) if is_idle else 0
         turn = min(capacity, _num_in_turn(stream.request.prompt for stream in streams))
         for flight in flights[turn:capacity]:
             self._enqueue(flight)
@@ -181,23 +184,21 @@ class Dispatcher:
             for victim in self._eviction_candidates(pool, request_of(streams[0]), excess):
                 self._evict(victim, streams[0], now)
         try:
-            self._refuse_if_hopeless(pool, streams[0], now)
             pool.admission.admit(
                 len(streams),
                 max_running=max_running,
                 now=now,
-                num_waiting=len(pool.queue),
+                waiting=pool.queue,
                 in_flight=self._streams(pool),
             )
         except RequestError as error:
             self.decisions.note(now, streams[0].request.rid, "refuse", "{}", error.message)
             raise
 
-    @staticmethod
-    def _refuse_if_hopeless(pool: WorkerPool, stream: OutputStream, now: float) -> None:
+    def _refuse_if_hopeless(self, pool: WorkerPool, stream: OutputStream, now: float) -> None:
         """Raises RequestError: the requests ahead of this one will probably take longer than its deadline allows."""
         queue, request = pool.queue, stream.request
-        if queue.is_idle or (pace := pool.admission.pace(now, num_waiting=len(queue))) is None:
+        if (pace := pool.admission.pace(now, waiting=queue)) is None:
             return
         left_s = request.timeout_s - (now - stream.started_at) - SERVICE_MARGIN * pace.least_s(num_expected(request))
         if len(queue) * pace.interval_s <= left_s:
@@ -209,6 +210,7 @@ class Dispatcher:
                 f"its deadline of {request.timeout_s:g} s is too early: {num_ahead} requests wait ahead of this one,"
             )
             message += f" and will take about {wait_s:.1f} s; retry later, or allow more time"
+            self.decisions.note(now, request.rid, "refuse", "{}", message)
             raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=max(wait_s - left_s, 1.0))
 
     def _eviction_candidates(self, pool: WorkerPool, request: Request, count: int) -> list[InFlightRequest]:
@@ -230,7 +232,7 @@ class Dispatcher:
         self._fail(victim, RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s))
 
     def _retry_after_s(self, pool: WorkerPool, now: float) -> float:
-        return pool.admission.retry_after(1, now, num_waiting=len(pool.queue), in_flight=self._streams(pool))
+        return pool.admission.retry_after(1, now, waiting=pool.queue, in_flight=self._streams(pool))
 
     def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
         return (flight.stream for flight in self._in_flight.values() if flight.pool is pool)
@@ -251,7 +253,7 @@ class Dispatcher:
                 continue
             waiting = self._first(pool, capacity, now)
             placed: list[InFlightRequest] = []
-            pace = pool.admission.pace(now, num_waiting=len(pool.queue))
+            pace = pool.admission.pace(now, waiting=pool.queue)
             for queued in waiting[: _num_in_turn(request.prompt for request in waiting)]:
                 flight = self._in_flight[queued.rid]
                 if pace is not None and self._is_too_late(flight, pace, now):

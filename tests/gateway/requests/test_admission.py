@@ -6,9 +6,9 @@ from common.errors import ErrorCode, RequestError
 from gateway.requests.admission import Admission
 
 
-def refused(admission, count=1, *, max_running=2, now=0.0, num_waiting=0):
+def refused(admission, count=1, *, max_running=2, now=0.0, waiting=()):
     with pytest.raises(RequestError) as caught:
-        admission.admit(count, max_running=max_running, now=now, num_waiting=num_waiting)
+        admission.admit(count, max_running=max_running, now=now, waiting=waiting)
     return caught.value
 
 
@@ -43,30 +43,30 @@ def test_a_batch_is_admitted_whole_or_not_at_all():
 
 def test_retry_after_follows_the_time_of_service_and_the_number_served_at_once():
     admission = full_admission()
-    assert refused(admission, 1, now=8.0, num_waiting=8).retry_after_s == 2.0  # two at once, for 4 s each
-    assert refused(admission, 3, now=8.0, num_waiting=8).retry_after_s == 8.0  # the earlier promise comes first
-    assert refused(admission, 1, now=10.5, num_waiting=8).retry_after_s == 8.0  # the first promise is due: 4 x 2 s
+    assert refused(admission, 1, now=8.0, waiting=range(8)).retry_after_s == 2.0  # two at once, for 4 s each
+    assert refused(admission, 3, now=8.0, waiting=range(8)).retry_after_s == 8.0  # the earlier promise comes first
+    assert refused(admission, 1, now=10.5, waiting=range(8)).retry_after_s == 8.0  # the first promise is due: 4 x 2 s
 
 
 def test_promises_lapse_once_half_of_the_places_are_free():
     admission = full_admission()
-    assert refused(admission, 5, now=8.0, num_waiting=8).retry_after_s == 10.0
+    assert refused(admission, 5, now=8.0, waiting=range(8)).retry_after_s == 10.0
     for _ in range(5):
         admission.release(9.0, served_s=4.0)
     admission.admit(5, max_running=2, now=9.0)
-    assert refused(admission, 1, now=9.0, num_waiting=8).retry_after_s == 2.0
+    assert refused(admission, 1, now=9.0, waiting=range(8)).retry_after_s == 2.0
 
 
 def test_retry_after_grows_while_nothing_ends():
     admission = full_admission()
-    assert refused(admission, 1, now=28.0, num_waiting=8).retry_after_s == 10.0  # nothing for 20 s, with two at once
+    assert refused(admission, 1, now=28.0, waiting=range(8)).retry_after_s == 10.0  # nothing for 20 s, with two at once
 
 
 def test_an_evicted_or_aborted_request_tells_nothing():
     admission = full_admission()
     admission.release(8.0, served_s=None)
     admission.admit(1, max_running=2, now=8.0)
-    assert refused(admission, 1, now=8.0, num_waiting=8).retry_after_s == 2.0
+    assert refused(admission, 1, now=8.0, waiting=range(8)).retry_after_s == 2.0
 
 
 def test_the_pace_is_known_once_enough_requests_have_ended_since_the_last_pause():
@@ -74,15 +74,15 @@ def test_the_pace_is_known_once_enough_requests_have_ended_since_the_last_pause(
     admission.admit(40, max_running=4, now=0.0)
     for number in range(15):
         admission.release(number / 4, served_s=1.0, num_tokens=10)
-    assert admission.pace(4.0, num_waiting=21) is None
+    assert admission.pace(4.0, waiting=range(21)) is None
     admission.release(4.0, served_s=1.0, num_tokens=10)
-    pace = admission.pace(4.0, num_waiting=20)
+    pace = admission.pace(4.0, waiting=range(20))
     assert pace == (0.25, 1.0, 10.0)
     assert (pace.least_s(5), pace.least_s(1000)) == (0.5, 1.0)
     for _ in range(24):
         admission.release(5.0, served_s=None)
     admission.admit(40, max_running=4, now=6.0)
-    assert admission.pace(6.0, num_waiting=36) is None
+    assert admission.pace(6.0, waiting=range(36)) is None
 
 
 def test_without_any_data_retry_after_is_the_time_waited_so_far():

@@ -59,7 +59,7 @@ class Server:
                 1,
                 max_running=self.rows,
                 now=self.now,
-                num_waiting=len(self._queue),
+                waiting=self._queue,
                 in_flight=map(self._stream, self._running.values()),
             )
         except RequestError as error:
