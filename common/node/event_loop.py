@@ -316,7 +316,8 @@ class EventLoop:
             self._role.on_gateway(message, now)
 
     def _receive_from_decode_nodes(self, listen: Mailbox, now: float) -> None:
-        for letter in listen.receive():
+        known = frozenset(self._role.peers())
+        for letter in listen.receive(is_known=known.__contains__):
             if not isinstance(letter.message, Ping):
                 self._role.on_peer(letter.sender, letter.message, now)
         for peer in listen.lost_peers(self._role.peers()):
