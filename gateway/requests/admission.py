@@ -2,7 +2,7 @@
 
 The bound is what the decode nodes run at once plus a queue. A request beyond it is refused with the time after which
 enough requests will have ended: enough for it, and for those that were told an earlier time. These promises lapse once
-half of the places are free, since their clients have not come, or the estimate was too long.
+only half as many requests are in flight, since their clients have not come, or the estimate was too long.
 
 Requests end at the rate at which so many are served at once, each for as long as the latest ones were (Little's law).
 That holds from the first end on, while the number of ends in a period says little until many periods are over.
@@ -53,6 +53,7 @@ class Admission:
         self._changed_at = 0.0  # when the last request ended, or the first came
         self._promised: list[tuple[float, int]] = []  # a heap: when how many were told to come back
         self._num_promised = 0
+        self._full_at = 0  # requests in flight at the last refusal
         self.num_in_flight = 0
 
     def excess(self, count: int, max_running: int) -> int:
@@ -68,7 +69,7 @@ class Admission:
             waiting, in_flight: as for ``retry_after``.
         """
         limit = max_running + self.max_queued
-        if 2 * self.num_in_flight <= limit:
+        if 2 * self.num_in_flight <= self._full_at:
             self._promised.clear()
             self._num_promised = 0
         excess = self.excess(count, max_running)
@@ -118,6 +119,7 @@ class Admission:
             waiting: requests in flight that are not being served yet.
             in_flight: the outputs in flight, from whose progress the time is estimated while none has ended.
         """
+        self._full_at = self.num_in_flight
         while self._promised and self._promised[0][0] <= now:
             self._num_promised -= heapq.heappop(self._promised)[1]
         interval_s = self._interval_s(now, len(waiting), in_flight)

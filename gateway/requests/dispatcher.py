@@ -211,7 +211,8 @@ class Dispatcher:
             )
             message += f" and will take about {wait_s:.1f} s; retry later, or allow more time"
             self.decisions.note(now, request.rid, "refuse", "{}", message)
-            raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=max(wait_s - left_s, 1.0))
+            retry_after_s = max(wait_s - left_s, self._retry_after_s(pool, now))
+            raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)
 
     def _eviction_candidates(self, pool: WorkerPool, request: Request, count: int) -> list[InFlightRequest]:
         """Requests that make room for a more urgent one: those in the queue, or if it is empty, those at nodes that

@@ -48,7 +48,7 @@ def test_retry_after_follows_the_time_of_service_and_the_number_served_at_once()
     assert refused(admission, 1, now=10.5, waiting=range(8)).retry_after_s == 8.0  # the first promise is due: 4 x 2 s
 
 
-def test_promises_lapse_once_half_of_the_places_are_free():
+def test_promises_lapse_once_only_half_as_many_requests_are_in_flight():
     admission = full_admission()
     assert refused(admission, 5, now=8.0, waiting=range(8)).retry_after_s == 10.0
     for _ in range(5):
