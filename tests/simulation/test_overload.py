@@ -1,7 +1,6 @@
 """Goodput of a whole service under overload, in virtual time: schedulers, transfers, router and admission are real."""
 
 import random
-from collections.abc import Iterator
 from itertools import count
 
 import pytest
@@ -88,12 +87,12 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def capacity() -> Iterator[float]:
+def capacity() -> float:
     """Requests per second of a queue that is never empty, without deadlines that matter."""
     clients = Clients()
     clients.crowd(12, 0.0)
     clients.run(12.0)
-    yield clients.goodput(2.0, 12.0)
+    return clients.goodput(2.0, 12.0)
 
 
 @pytest.mark.parametrize(("factor", "least"), [(1.0, 0.85), (3.0, 0.9), (8.0, 0.9)])
