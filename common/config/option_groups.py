@@ -35,7 +35,7 @@ SERVING: Groups = {
     "Network": (
         "host", "port", "control_host", "control_port", "gateway", "advertise_host", "data_port", "data_interface",
         "http_host", "http_port", "health_timeout",
-        "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "heartbeat_timeout",
+        "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "heartbeat_timeout", "node_timeout",
     ),
     "Security": (
         "keys", "api_key", "api_key_file", "admin_api_key", "tenant_header", "cluster_key", "insecure",

@@ -21,7 +21,7 @@ from common.reminder import Reminder
 from common.scheduling.grammar_queue import CompileGrammar
 from common.wire.address import in_url
 from common.wire.curve import KEY_BYTES, CurveKeys
-from common.wire.mailbox import PROBE_EVERY_S, HandshakeFailure, Mailbox
+from common.wire.mailbox import PROBE_EVERY_S, SILENCE_S, HandshakeFailure, Mailbox
 from common.wire.messages import (
     Deregister,
     FromDecode,
@@ -34,6 +34,7 @@ from common.wire.messages import (
     PairState,
     Peer,
     Ping,
+    PrefillNodes,
     Refused,
     Register,
     Registered,
@@ -45,7 +46,7 @@ from common.wire.messages import (
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 1.0
-SILENCE_S = 10.0  # of a gateway after a registration; the node then connects again
+REGISTRATION_S = 10.0  # in which a gateway must have answered a registration; the node then connects again
 MAX_PAIRS = 1_024  # reported to the gateway
 NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
 REMEDIES = {
@@ -80,17 +81,26 @@ class ControlEndpoint:
         incarnation: drawn at each start of a process.
         listen: mailbox on which decode nodes reach a prefill node; None on a decode node.
         keys: of this process; None: connections are neither encrypted nor authenticated.
+        node_timeout_s: silence after which a connection is closed.
     """
 
     context: "zmq.Context[zmq.Socket[bytes]]"
     incarnation: str
     listen: Mailbox | None
     keys: CurveKeys | None = None
+    node_timeout_s: float = SILENCE_S
 
     def dial(self, accepts: Any, address: str, server_key: bytes) -> Mailbox:
         """A mailbox connected to ``address``, which accepts only the owner of ``server_key`` as its server."""
         curve = None if self.keys is None else self.keys.client(server_key)
-        return Mailbox(self.context, self.incarnation, accepts, connect=f"tcp://{address}", curve=curve)
+        return Mailbox(
+            self.context,
+            self.incarnation,
+            accepts,
+            connect=f"tcp://{address}",
+            curve=curve,
+            silence_s=self.node_timeout_s,
+        )
 
 
 class EventLoop:
@@ -186,10 +196,14 @@ class EventLoop:
             self._flush()
             self._check_when_idle()
             if not self.is_registered and self._reminder.is_due(now):
-                log.info(
-                    "still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT",
-                    self.gateway_address,
-                )
+                self._log_waiting()
+
+    def _log_waiting(self) -> None:
+        where = self.gateway_address
+        if self.is_dialling:
+            log.info("still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT", where)
+        else:
+            log.info("still waiting for the gateway at %s to answer: it is connected, and has not registered us", where)
 
     def _compile_grammars(self, now: float) -> None:
         """Begin to compile what the role needs, and tell it what is ready; a known grammar is ready at once."""
@@ -273,7 +287,7 @@ class EventLoop:
             self._connected_at = now
             self.is_dialling = False
             self._gateway.send(self._register())
-        elif self._connected_at is not None and now - self._connected_at > SILENCE_S:
+        elif self._connected_at is not None and now - self._connected_at > REGISTRATION_S:
             self._connected_at = None
             self._gateway.redial()
         for letter in self._gateway.receive():
@@ -312,6 +326,9 @@ class EventLoop:
             self.refused = message.reason
         elif isinstance(message, StartProfile | StopProfile):
             self._engine.profile(message)
+        elif isinstance(message, PrefillNodes) and not message.nodes:
+            log.info("the gateway has no prefill node yet; until one comes, only local prefill works (--local-prefill)")
+            self._role.on_gateway(message, now)
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)
 
@@ -412,7 +429,13 @@ class EventLoop:
 
 
 def listen_mailbox(
-    context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, host: str, port: int, *, keys: CurveKeys | None
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    incarnation: str,
+    host: str,
+    port: int,
+    *,
+    keys: CurveKeys | None,
+    silence_s: float = SILENCE_S,
 ) -> Mailbox:
     """The socket on which decode nodes reach a prefill node; port 0 takes any free one.
 
@@ -421,7 +444,8 @@ def listen_mailbox(
     """
     try:
         curve = None if keys is None else keys.server
-        return Mailbox(context, incarnation, FromDecode, bind=f"tcp://{in_url(host)}:{port}", curve=curve)
+        bind = f"tcp://{in_url(host)}:{port}"
+        return Mailbox(context, incarnation, FromDecode, bind=bind, curve=curve, silence_s=silence_s)
     except zmq.ZMQError as error:
         raise ConfigError(
             f"cannot bind --advertise-host {host} --data-port {port}: {error.strerror or error}"
