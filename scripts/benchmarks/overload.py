@@ -14,6 +14,8 @@ import random
 import statistics
 import time
 from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
 from urllib.parse import urlsplit
 
 from scripts.benchmarks.harness.service_fixture import running_service
@@ -60,7 +62,7 @@ class Overload:
         self.ended_at: list[float] = []
         self.latencies: list[float] = []
         self.statuses: Counter[int] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> dict[str, float]:
         options = self._options
@@ -105,7 +107,8 @@ class Overload:
         ends_at = time.monotonic()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        return sum(counted_at <= at < ends_at for at in self.ended_at) / (ends_at - counted_at)
+        num_ended = sum(counted_at <= at < ends_at for at in self.ended_at)
+        return num_ended / (ends_at - counted_at)
 
     async def _storm(self, capacity: float) -> dict[str, float]:
         """Goodput in the windows after all clients have left and come back at once."""
@@ -151,7 +154,7 @@ class Overload:
     def _counted(self) -> str:
         return ", ".join(f"{count} x {status}" for status, count in sorted(self.statuses.items()))
 
-    def _start(self, work: "asyncio.coroutines.Coroutine[None, None, None]") -> "asyncio.Task[None]":
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
