@@ -23,7 +23,7 @@ from scripts.benchmarks.harness.service_fixture import running_service
 SHORTEST = ("--seconds=2", "--window=1", "--clients=20")
 #: A deadline is so many times the latency of an answer at the capacity.
 DEADLINE_FACTOR = 4.0
-#: The rates and windows before and after a storm that are compared.
+#: Arrivals per request that can be served.
 OVERLOAD = 3.0
 
 
@@ -99,7 +99,7 @@ class Overload:
         """Answers per second, of requests that come at this rate, once the queue has had a deadline's time to fill."""
         self._begin()
         begun_at = next_at = time.monotonic()
-        counted_at = begun_at + min(self._deadline_s, self._options.seconds / 2)
+        counted_at: float = begun_at + min(self._deadline_s, self._options.seconds / 2)
         while next_at < begun_at + self._options.seconds:
             await asyncio.sleep(max(next_at - time.monotonic(), 0.0))
             self._start(self._ask())
@@ -107,8 +107,7 @@ class Overload:
         ends_at = time.monotonic()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        num_ended = sum(counted_at <= at < ends_at for at in self.ended_at)
-        return num_ended / (ends_at - counted_at)
+        return sum(counted_at <= at < ends_at for at in self.ended_at) / (ends_at - counted_at)
 
     async def _storm(self, capacity: float) -> dict[str, float]:
         """Goodput in the windows after all clients have left and come back at once."""
