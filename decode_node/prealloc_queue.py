@@ -111,7 +111,7 @@ class PreallocQueue:
 
     def sort(self, now: float, begun: Sequence[Request] = ()) -> Sequence[Request]:
         """``begun``, retracted and waiting requests in the order in which they are served."""
-        retracted = sorted(self._table.retracted.values(), key=lambda request: request.arrived_at)
+        retracted = sorted(self._table.not_held(self._table.retracted.values()), key=lambda request: request.arrived_at)
         return self._ordering.merge([*begun, *retracted], list(self._table.waiting.values()), now)
 
     def step_candidates(self, now: float) -> Iterator[Request]:
@@ -156,7 +156,9 @@ class PreallocQueue:
         """
         table = self._table
         num_awaiting = len(table.waiting) - table.num_waiting_local
-        if not num_awaiting and all(self.is_computed_here(request) for request in table.retracted.values()):
+        if not num_awaiting and all(
+            self.is_computed_here(request) for request in table.not_held(table.retracted.values())
+        ):
             return []
         num_outputs = sum(len(request.output) for request in table.running.values())
         state = (self._reservations.num_available, table.num_moves, num_outputs)
@@ -168,7 +170,7 @@ class PreallocQueue:
 
     def is_full_for(self, request: Request) -> bool:
         """Whether as many requests, no less urgent than this, are received or wait for a slot as there are slots."""
-        ahead = [*self._table.receiving.values(), *self._table.ready.values()]
+        ahead = self._table.not_held([*self._table.receiving.values(), *self._table.ready.values()])
         if len(ahead) < self._limits.max_running or not self._ordering.rules.is_enabled:
             return len(ahead) >= self._limits.max_running
         standing = self._ordering.effective_priority(request)

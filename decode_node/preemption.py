@@ -4,6 +4,8 @@ For want of a slot, the least urgent running request is paused: its pages stay, 
 For want of pages, the least urgent requests lose theirs until the first request in the queue fits; if all of them
 together would not be enough, none is touched. Without a more urgent request in the queue, pages are taken only where
 the batch itself outgrows the pool.
+
+A request whose client is slow to read is held by the gateway: it is paused, and is the first to lose its pages.
 """
 
 from collections import Counter
@@ -45,13 +47,28 @@ class Preemptor:
         self._ordering = ordering
         self._is_by_priority = is_by_priority
 
+    def pause_held(self, now: float) -> None:
+        """Take the slots of held requests, and their pages too if that gives the first in the queue its pages."""
+        table = self._table
+        for key in table.held:
+            if key in table.running:
+                self._pause(table.running[key], now, "its client is slow to read")
+        held = table.held_with_pages()
+        if not held or not (in_order := self._queue.sort(now)):
+            return
+        first = in_order[0]
+        if self._waits_for_another(first) or self._queue.lacks_pages(first, held):
+            return
+        while held and self._queue.lacks_pages(first):
+            self.retract(held.pop(0), now, "its client is slow to read, and {} needs its pages", first.rid)
+
     def preempt_for_first(self, now: float) -> bool:
         """Retract less urgent requests if that gives the first in the queue its pages. True if any was retracted."""
         table = self._table
         if not self._ordering.rules.is_enabled or not (table.waiting or table.retracted):
             return False
         holders = table.preemptible()
-        retracted = map(self._ordering.priority, table.retracted.values())
+        retracted = map(self._ordering.priority, table.not_held(table.retracted.values()))
         if not self._ordering.may_preempt_any(max([table.waiting.highest_priority, *retracted]), holders):
             return False
         first = self._queue.sort(now)[0]
@@ -105,23 +122,27 @@ class Preemptor:
         if victim.key in self._table.extending:
             self.retract(victim, now, "its row goes to the more urgent {}", request.rid)
             return
-        victim.stages.interrupt("paused", now)
-        self._table.move(victim, Event.PAUSE, with_slot=False)
+        self._pause(victim, now, "its row goes to the more urgent {}", request.rid)
+
+    def _pause(self, request: Request, now: float, reason: str, *args: object) -> None:
+        request.stages.interrupt("paused", now)
+        self._table.move(request, Event.PAUSE, with_slot=False)
         self.totals["pauses"] += 1
-        self._queue.decisions.note(now, victim.rid, "pause", "its row goes to the more urgent {}", request.rid)
+        self._queue.decisions.note(now, request.rid, "pause", reason, *args)
 
     def victim(self) -> Request | None:
         """The request to retract when the batch outgrows the pool; None if only one could run.
 
-        It is the least urgent, or the one with the least work to lose: fewest output tokens, then longest prompt, then
-        newest.
+        It is one that is held, if there are such. Otherwise it is the least urgent, or the one with the least work to
+        lose: fewest output tokens, then longest prompt, then newest.
         """
         table, ordering = self._table, self._ordering
+        held = table.held_with_pages()
         num_able = len(table.running) + len(table.ready) + len(table.paused)
         if num_able < 2:
             return None
         return min(
-            [*table.running.values(), *table.paused.values()],
+            held or [*table.running.values(), *table.paused.values()],
             key=lambda r: (
                 ordering.retraction_rank(r) if self._is_by_priority else (0.0, 0.0),
                 len(r.output),

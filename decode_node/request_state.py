@@ -13,7 +13,7 @@ class State(StrEnum):
     RECEIVING = "receiving"  # pages are granted; the prefill node writes them
     READY = "ready"  # every page is here; waits for a slot
     RUNNING = "running"  # samples one token in each step
-    PAUSED = "paused"  # a more urgent request has its slot; its pages are all here
+    PAUSED = "paused"  # gave its slot to another request, or its client is slow to read; its pages are all here
     RETRACTED = "retracted"  # lost its pages; waits, ahead of its equals, to be computed or received again
     MOVING = "moving"  # has left the batch; its pages go to another decode node
     EXTENDING = "extending"  # its prompt, and its output if it was retracted, is computed here in chunks

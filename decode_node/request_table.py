@@ -22,6 +22,7 @@ class RequestTable:
         requests: all of them, in order of arrival.
         sources: the prefill node (by incarnation) that computes a request's prompt; missing for local requests.
         local: requests whose prompts are computed here, in whatever state.
+        held: requests whose clients are slow to read, in whatever state; they get no slot, and no pages once retracted.
         grammars: those of all requests.
         compiling, waiting, receiving, ready, paused, retracted, extending, running, moving: by state, in the order in
             which they entered.
@@ -34,6 +35,7 @@ class RequestTable:
         self.states: dict[RequestKey, State] = {}
         self.sources: dict[RequestKey, str] = {}
         self.local: dict[RequestKey, None] = {}
+        self.held: dict[RequestKey, None] = {}
         self.grammars = GrammarQueue()
         self.compiling = self.grammars.waiting
         self.waiting = waiting
@@ -105,10 +107,27 @@ class RequestTable:
         self.num_waiting_local -= state is State.WAITING and key in self.local
         del self._queues[state][key]
         self.local.pop(key, None)
+        self.held.pop(key, None)
         self.sources.pop(key, None)
         self.grammars.leave(request)
         self._slots.give_back(request)
         return request
+
+    def hold(self, request: Request) -> None:
+        """Keep a request out of the batch until ``let_go``."""
+        self.num_moves += 1
+        self.held[request.key] = None
+
+    def let_go(self, request: Request) -> None:
+        self.num_moves += 1
+        self.held.pop(request.key, None)
+
+    def not_held(self, requests: Iterable[Request]) -> list[Request]:
+        return [request for request in requests if request.key not in self.held]
+
+    def held_with_pages(self) -> list[Request]:
+        """Held requests whose pages could be taken without loss of time for a client."""
+        return [r for key in self.held if (r := self.paused.get(key) or self.ready.get(key)) is not None]
 
     @property
     def has_holders(self) -> bool:
@@ -136,6 +155,7 @@ class RequestTable:
         is_whole = sum(map(len, self._queues.values())) == len(self.requests) == len(self.states)
         invariant(is_whole, "a request is in two queues, or in none")
         invariant(self.local.keys() | self.sources.keys() == self.requests.keys(), "a request comes from nowhere")
+        invariant(self.held.keys() <= self.requests.keys(), "a request that has ended is held")
         self.waiting.check()
         self.grammars.check(list(self.requests.values()))
         num_here = sum(key in self.local for key in self.waiting)

@@ -43,6 +43,7 @@ from common.wire.messages import (
     PrefillNodes,
     Reprioritize,
     Resume,
+    SetPaused,
 )
 from decode_node.moves import OutgoingMoves
 from decode_node.prefill_peers import PrefillPeers
@@ -125,6 +126,8 @@ class DecodeRole:
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
+        elif isinstance(message, SetPaused):
+            self._scheduler.set_paused((message.rid, message.attempt), is_paused=message.is_paused)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
         elif isinstance(message, PrefillNodes):

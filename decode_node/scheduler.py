@@ -253,6 +253,12 @@ class DecodeScheduler:
             self._table.waiting.reprioritize(request, priority, priority_class)
             self._queue.changed()
 
+    def set_paused(self, key: RequestKey, *, is_paused: bool) -> None:
+        """Keep a request out of the batch from the next plan on, or let it go on. Unknown keys are ignored."""
+        request = self._table.requests.get(key)
+        if request is not None:
+            (self._table.hold if is_paused else self._table.let_go)(request)
+
     # ---- state ------------------------------------------------------------------------------------------------------
 
     @property
@@ -291,6 +297,9 @@ class DecodeScheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if there is nothing to compute. Preempts requests for a more urgent one first."""
+        if self._table.held:
+            self._preemptor.pause_held(now)
+            self.grant(now)
         if self._preemptor.preempt_for_first(now):
             self.grant(now)
         self._join_batch(now)
@@ -348,7 +357,8 @@ class DecodeScheduler:
 
     def _join_batch(self, now: float) -> None:
         """Give slots to requests that hold all they need: paused ones, and those whose prompts have arrived."""
-        for request in self._ordering.by_priority([*self._table.paused.values(), *self._table.ready.values()]):
+        able = self._table.not_held([*self._table.paused.values(), *self._table.ready.values()])
+        for request in self._ordering.by_priority(able):
             if not self._preemptor.can_have_slot(request):
                 break
             self._preemptor.free_slot(request, now)

@@ -59,6 +59,8 @@ from gateway.workers.served_models import ServedModel
 
 #: Requests in flight may go on for so long after SIGINT. After SIGTERM, ``--drain-timeout`` says for how long.
 GRACE_S = 2.0
+#: Idle connections of clients live as long.
+HEADER_TIMEOUT_S = 75.0
 
 
 class Gateway:
@@ -74,7 +76,7 @@ class Gateway:
         config: GatewayConfig,
         models: Mapping[str, ServedModel],
         *,
-        header_timeout_s: float = 75.0,
+        header_timeout_s: float = HEADER_TIMEOUT_S,
         body_timeout_s: float = 30.0,
     ) -> None:
         self._config = config

@@ -384,15 +384,18 @@ class PrefillScheduler:
 
         A decode node keeps the pages that it has granted until the transfer is over. So a prompt with granted pages
         must not wait for prompts that wait for decode nodes: two nodes of each kind could wait in a circle. Such a
-        prompt is returned if it fits only by taking pages from others, now or in an earlier plan after which they
-        lingered; it is admitted first.
+        prompt is returned if it fits only by taking pages from others, now or in an earlier plan; it is admitted first,
+        and no other prompt before it. So pages are taken for it again and again, until it fits: in an earlier plan, all
+        that could be taken may not have been enough.
         """
         urgent = max(granted, key=self._ordering.effective_priority, default=None)
-        if urgent is not None and not self._fits(urgent):
-            self._retract_for(urgent, self._ungranted(), now, "pages are granted to {} already")
-            self._made_room_for = urgent.key
-            return urgent
-        if (kept := self._waiting.get(self._made_room_for)) is not None:
+        kept = self._waiting.get(self._made_room_for)
+        for request in (urgent, kept):
+            if request is not None and not self._fits(request):
+                self._retract_for(request, self._ungranted(), now, "pages are granted to {} already")
+                self._made_room_for = request.key
+                return request
+        if kept is not None:
             return kept
         if not self._ordering.rules.is_enabled or not self._waiting:
             return None

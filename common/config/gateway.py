@@ -69,6 +69,12 @@ class HttpOptions(AccessOptions):
         "the text.",
         metavar="NAME|auto|none",
     )
+    max_unread_tokens: int = option(
+        4_096,
+        "Output tokens that a stream may be ahead of its client; then the request is paused on its decode node, until "
+        "the client has read them.",
+        minimum=1,
+    )
     strict_fields: bool = option(
         False, "Refuse request fields that have no effect, instead of naming them in a response header."
     )

@@ -17,7 +17,7 @@ SERVING: Groups = {
     ),
     "Requests and answers": (
         "request_timeout", "strict_fields", "max_body_bytes", "stream_interval", "incremental_streaming_output",
-        "max_stored_responses", "max_stored_response_bytes", "stored_response_ttl", "app_plugin",
+        "max_unread_tokens", "max_stored_responses", "max_stored_response_bytes", "stored_response_ttl", "app_plugin",
     ),
     "Memory": (
         "memory_fraction", "max_total_tokens", "page_size", "disable_radix_cache", "radix_eviction_policy",

@@ -451,7 +451,8 @@ class EventLoop:
             self._role.on_gateway(message, now)
 
     def _receive_from_decode_nodes(self, now: float) -> None:
-        for letter in self._listen.receive():
+        known = frozenset(self._role.peers())
+        for letter in self._listen.receive(is_known=known.__contains__):
             if not isinstance(letter.message, Ping):
                 self._role.on_peer(letter.sender, letter.message, now)
         for peer in self._listen.lost_peers(self._role.peers()):

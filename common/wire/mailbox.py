@@ -11,6 +11,8 @@ mailbox then dials again.
 
 Messages to one peer that are due together share frames, since a frame costs more than the messages in it.
 
+Of a peer that the process does not know yet, a bound mailbox decodes little; see ``common.wire.unknown_peers``.
+
 The memory of messages that a peer does not read is bounded. ZMQ bounds the number of frames, which suffices for small
 ones; the bytes of large ones are counted here until ZMQ has sent them.
 """
@@ -20,7 +22,7 @@ import logging
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
@@ -30,6 +32,7 @@ from msgspec import Meta
 
 from common.wire.curve import ZAP_DOMAIN, Authenticator, CurveClient, CurveServer, public_key
 from common.wire.messages import PROTOCOL_VERSION, Header, Message, Ping, Refused
+from common.wire.unknown_peers import UnknownPeers
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ MAX_LARGE_BYTES = 256 << 20  # unsent bytes of large messages to one peer; small
 MAX_UNREAD = 256  # messages from one peer that ZMQ reads ahead; others wait at the sender
 MAX_BATCH_BYTES = 64 << 20  # decoded in one call of receive
 SHARED_BYTES = 3_072  # of messages that share a frame, which is then not large
+MAX_DISCARDED = 64  # frames of unknown peers in one call of receive
 MAX_MESSAGES = 1_024  # in one frame
 MAX_HEADERS = 4_096  # kept encoded
 NUM_PROBES = 6
@@ -120,6 +124,8 @@ class Mailbox:
         self._header = msgspec.msgpack.Decoder(Header)
         self._encoder = msgspec.msgpack.Encoder()
         self._headers: dict[str, bytes] = {}  # encoded, by target
+        self._unknown = UnknownPeers()
+        self._has_unread = False
         self._num_probes_left = 0
         self._probed_at = 0.0
         self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # unsent messages and bytes, by target
@@ -235,19 +241,46 @@ class Mailbox:
                 del self._large[to]
         return sum(num_bytes for _, num_bytes in self._large.get(target, ()))
 
-    def receive(self, limit: int = 1_000) -> list[Envelope]:
-        """Return arrived messages, oldest first: about ``limit`` at most, and about 64 MiB."""
+    def receive(self, limit: int = 1_000, *, is_known: Callable[[str], bool] | None = None) -> list[Envelope]:
+        """Return arrived messages, oldest first: of about ``limit`` frames at most, and about 64 MiB.
+
+        Args:
+            is_known: whether a peer of a bound mailbox, by incarnation, is one of the process's; None knows all.
+        """
         envelopes: list[Envelope] = []
-        num_bytes = 0
-        while len(envelopes) < limit and num_bytes < MAX_BATCH_BYTES:
+        num_frames = num_bytes = num_discarded = 0
+        self._has_unread = True
+        while max(num_frames, len(envelopes)) < limit and num_bytes < MAX_BATCH_BYTES and num_discarded < MAX_DISCARDED:
             try:
                 first = self._socket.recv(_NOBLOCK, copy=False) if self._is_bound else None
-                frames = self._socket.recv_multipart(_NOBLOCK)
+                if first is None or is_known is None or is_known(first.bytes.decode("latin-1")):
+                    frames = self._socket.recv_multipart(_NOBLOCK)
+                else:
+                    frames = self._recv_unknown(first)
             except zmq.Again:
+                self._has_unread = False
                 break
+            if not frames:
+                num_discarded += 1
+                continue
+            num_frames += 1
             num_bytes += len(frames[-1])
             envelopes += self._decode(None if first is None else self._identity(first), frames)
         return envelopes
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the last call of ``receive`` may have left something."""
+        return self._has_unread
+
+    def _recv_unknown(self, first: zmq.Frame) -> list[bytes]:
+        """The other frames of a message whose sender is not known; none if it has sent too much."""
+        frames = self._socket.recv_multipart(_NOBLOCK, copy=False)
+        num_bytes = sum(map(len, frames))
+        if not self._unknown.may_send(first.bytes.decode("latin-1"), num_bytes, time.monotonic()):
+            self._drop("unknown", "a peer that has not registered sends too much")
+            return []
+        return [frame.bytes for frame in frames]
 
     def _identity(self, first: zmq.Frame) -> bytes:
         """The incarnation that owns the connection, as the first frame says; empty if its key cannot have it."""

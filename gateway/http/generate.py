@@ -203,7 +203,7 @@ class GenerateApp:
             model_name = model.name
             requests = await endpoint.process(body, model, tenant, answer_id)
             requests = services.priorities.assign(requests, body.priority, body.priority_class)
-            events = OutputEvents(self._turn, only_ends=not body.stream)
+            events = self._events(only_ends=not body.stream)
             state = scope["state"]
             trace, traceparent = None, state.get(TRACEPARENT, "")
             if traceparent or services.tracer.is_sampling:
@@ -231,6 +231,11 @@ class GenerateApp:
             for output in streams:
                 if not output.is_ended:
                     services.dispatcher.abort(output.request.rid, "the client has disconnected")
+
+    def _events(self, *, only_ends: bool) -> OutputEvents:
+        services = self._services
+        max_unread = services.config.max_unread_tokens
+        return OutputEvents(self._turn, services.dispatcher.set_paused, only_ends=only_ends, max_unread=max_unread)
 
     def _streams(
         self,
@@ -269,5 +274,5 @@ class GenerateApp:
             services.dispatcher.dispatch(streams)
         except RequestError:
             for output in streams:
-                services.quotas.ended(tenant, charged=charge(output.request), tokens=0, now=now, is_refused=True)
+                services.quotas.ended(tenant, charged=charge(output.request), tokens=0, now=now)
             raise

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import re
 import secrets
+import socket
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable
@@ -45,6 +46,9 @@ PIPELINED, MAX_PIPELINED = 16, 100
 LINGER_S = 5.0
 #: A client that reads nothing for so long is disconnected, unless the request allows more; see ``RESPONSE_TIMEOUT``.
 STALL_S = 60.0
+#: Bytes of an answer that the kernel takes before it can send them. Without this bound they are megabytes, or tens of
+#: thousands of tokens, until a client that does not read is noticed.
+MAX_UNSENT_BYTES = 128 << 10
 #: Key of ``scope["state"]``: seconds from a request's start after which a client that does not read is disconnected.
 RESPONSE_TIMEOUT = "response_timeout_s"
 #: Key of ``scope["state"]``: the value of ``x-request-id``.
@@ -99,6 +103,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
         self._time_out_after(self.options.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -39,11 +39,23 @@ class EventWriter(Protocol):
 
 
 class OutputEvents:
-    """Collects the outputs of one HTTP request that have something new."""
+    """Collects the outputs of one HTTP request that have something new.
 
-    def __init__(self, turn: "TurnEnd", *, only_ends: bool) -> None:
+    An output is paused when more than ``max_unread`` of its tokens wait for the client to read, and goes on when at
+    most half of that waits.
+
+    Args:
+        set_paused: called with the rid of an output, and whether it is to be paused.
+    """
+
+    def __init__(
+        self, turn: "TurnEnd", set_paused: Callable[[str, bool], None], *, only_ends: bool, max_unread: int
+    ) -> None:
         self._turn = turn
         self._only_ends = only_ends
+        self._max_unread = max_unread
+        self._set_paused = set_paused
+        self._paused: list[OutputStream] = []
         self._changed: dict[int, OutputStream] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._writer: EventWriter | None = None
@@ -54,11 +66,25 @@ class OutputEvents:
         is_first = not self._changed
         self._changed[stream.number] = stream
         if self._waiter is None or self._waiter.done():
+            if stream.num_untaken > self._max_unread and stream not in self._paused:
+                self._paused.append(stream)
+                self._set_paused(stream.request.rid, True)
             return
         if self._writer is None:
             self._waiter.set_result(None)
         elif is_first:
             self._turn.add(self)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether outputs are paused of which at most half of the bound is still to be written."""
+        return bool(self._paused) and all(2 * stream.num_untaken <= self._max_unread for stream in self._paused)
+
+    def resume(self) -> None:
+        """Lets the paused outputs go on, once the client has read nearly all that was written."""
+        paused, self._paused = self._paused, []
+        for stream in paused:
+            self._set_paused(stream.request.rid, False)
 
     async def changed(self, writer: EventWriter | None = None) -> list[OutputStream]:
         """Waits until an output has something new; returns all that have, each once.
@@ -208,6 +234,9 @@ async def _send_events(
             await send({"type": "http.response.body", "body": data, "more_body": True})
         if error is not None:
             raise error
+        if events.may_resume:
+            await send({"type": "http.response.body", "body": b"", "more_body": True})  # returns once the client reads
+            events.resume()
         out.clear()
         changed = await events.changed(writer)
 

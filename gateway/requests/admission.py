@@ -1,20 +1,42 @@
 """Bounds the requests in flight, and tells a refused client when to come back. Pure.
 
 The bound is what the decode nodes run at once plus a queue. A request beyond it is refused with the time after which
-enough requests will have ended, at the rate seen lately: enough for it, and for all that were told an earlier time and
-are still to come back. Until the first request has ended, the time is estimated from the progress of those in flight.
+enough requests will have ended: enough for it, and for those that were told an earlier time. These promises lapse once
+only half as many requests are in flight, since their clients have not come, or the estimate was too long.
+
+Requests end at the rate at which so many are served at once, each for as long as the latest ones were (Little's law).
+That holds from the first end on, while the number of ends in a period says little until many periods are over.
 """
 
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
+from typing import NamedTuple
 
 from common.errors import ErrorCode, RequestError
 from gateway.requests.output_processor import OutputStream
 
-WINDOW_S = 30.0
+#: Ended requests whose times are remembered, and how many must have ended since the last pause for ``estimate``.
+NUM_SAMPLES, NUM_RELIABLE = 64, 16
 MAX_RETRY_AFTER_S = 60.0
+
+
+class Pace(NamedTuple):
+    """How fast requests are served now.
+
+    Attributes:
+        interval_s: mean time between two ends.
+        served_s, num_tokens: mean time from being sent to the end, and mean number of output tokens.
+    """
+
+    interval_s: float
+    served_s: float
+    num_tokens: float
+
+    def least_s(self, num_tokens: int) -> float:
+        """A time in which a request for so many tokens is served, but no more than the mean."""
+        return self.served_s * min(1.0, num_tokens / self.num_tokens)
 
 
 class Admission:
@@ -26,88 +48,111 @@ class Admission:
 
     def __init__(self, max_queued: int) -> None:
         self.max_queued = max_queued
-        self._ended: deque[float] = deque(maxlen=1_024)  # in busy time, which stands still while nothing is in flight
-        self._busy_before = 0.0
-        self._busy_since = 0.0
+        self._served: deque[tuple[float, int]] = deque(maxlen=NUM_SAMPLES)  # seconds from being sent to the end; tokens
+        self._num_served = 0  # since the last time without requests in flight
+        self._changed_at = 0.0  # when the last request ended, or the first came
         self._promised: list[tuple[float, int]] = []  # a heap: when how many were told to come back
         self._num_promised = 0
+        self._full_at = 0  # requests in flight at the last refusal
         self.num_in_flight = 0
 
     def excess(self, count: int, max_running: int) -> int:
         """Requests beyond the bound if ``count`` more came; zero or negative if they fit."""
         return self.num_in_flight + count - max_running - self.max_queued
 
-    def admit(self, count: int, *, max_running: int, now: float, in_flight: Iterable[OutputStream] = ()) -> None:
-        """Counts all of them in, or none. Raises RequestError: there are too many for now."""
-        excess = self.excess(count, max_running)
-        if excess > 0:
-            limit = max_running + self.max_queued
-            message = f"{self.num_in_flight} requests are in flight, the limit is {limit}; retry later"
-            retry_after_s = self.retry_after(excess, now, in_flight=in_flight)
-            raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)
-        if self.num_in_flight == 0:
-            self._busy_since = now
-        self.num_in_flight += count
-
-    def release(self, now: float, *, is_evicted: bool = False) -> None:
-        """One request has ended. An evicted one does not count towards the rate at which requests end."""
-        assert self.num_in_flight > 0
-        busy = self._busy(now)
-        if not is_evicted:
-            self._ended.append(busy)
-        self.num_in_flight -= 1
-        if self.num_in_flight == 0:
-            self._busy_before = busy
-
-    def _busy(self, now: float) -> float:
-        return self._busy_before + (now - self._busy_since if self.num_in_flight else 0.0)
-
-    def retry_after(self, count: int, now: float, *, in_flight: Iterable[OutputStream] = ()) -> float:
-        """Seconds, 1 to 60 and whole, after which ``count`` refused requests should come back.
-
-        By then that many requests, and those promised earlier, will have ended at the rate of the last busy half
-        minute. The promise is remembered until then.
+    def admit(
+        self, count: int, *, max_running: int, now: float, waiting: Sized = (), in_flight: Iterable[OutputStream] = ()
+    ) -> None:
+        """Counts all of them in, or none. Raises RequestError: there are too many for now.
 
         Args:
-            in_flight: the outputs in flight, from whose progress the time is estimated while none has ended lately.
+            waiting, in_flight: as for ``retry_after``.
         """
+        limit = max_running + self.max_queued
+        if 2 * self.num_in_flight <= self._full_at:
+            self._promised.clear()
+            self._num_promised = 0
+        excess = self.excess(count, max_running)
+        if excess > 0:
+            message = f"{self.num_in_flight} requests are in flight, the limit is {limit}; retry later"
+            retry_after_s = self.retry_after(excess, now, waiting=waiting, in_flight=in_flight)
+            raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)
+        if self.num_in_flight == 0:
+            self._changed_at = now
+            self._num_served = 0
+        self.num_in_flight += count
+
+    def release(self, now: float, *, served_s: float | None, num_tokens: int = 1) -> None:
+        """One request has ended.
+
+        Args:
+            served_s: seconds from being sent to its end; None if it was not served to its end.
+            num_tokens: of its output.
+        """
+        assert self.num_in_flight > 0
+        self.num_in_flight -= 1
+        if served_s is not None:
+            self._served.append((served_s, max(num_tokens, 1)))
+            self._num_served += 1
+            self._changed_at = now
+
+    def pace(self, now: float, *, waiting: Sized) -> Pace | None:
+        """How fast requests are served now; None if too few have ended lately to tell.
+
+        Args:
+            waiting: requests in flight that are not being served yet.
+        """
+        interval_s = self._interval_s(now, len(waiting), ())
+        if interval_s is None or self._num_served < NUM_RELIABLE:
+            return None
+        served_s, num_tokens = (sum(values) / len(self._served) for values in zip(*self._served, strict=True))
+        return Pace(interval_s, served_s, num_tokens)
+
+    def retry_after(
+        self, count: int, now: float, *, waiting: Sized = (), in_flight: Iterable[OutputStream] = ()
+    ) -> float:
+        """Seconds, 1 to 60 and whole, after which ``count`` refused requests should come back.
+
+        By then that many requests, and those promised earlier, will have ended. The promise is remembered until then.
+
+        Args:
+            waiting: requests in flight that are not being served yet.
+            in_flight: the outputs in flight, from whose progress the time is estimated while none has ended.
+        """
+        self._full_at = self.num_in_flight
         while self._promised and self._promised[0][0] <= now:
             self._num_promised -= heapq.heappop(self._promised)[1]
-        known = self._seconds(count + self._num_promised, now, in_flight)
+        interval_s = self._interval_s(now, len(waiting), in_flight)
         # Without data: nothing has ended for so long that it may well take as long again.
-        seconds = float(min(max(math.ceil(known or self._busy(now)), 1), MAX_RETRY_AFTER_S))
-        if known and seconds < MAX_RETRY_AFTER_S:
+        known_s = now - self._changed_at if interval_s is None else (count + self._num_promised) * interval_s
+        seconds = float(min(max(math.ceil(known_s), 1), MAX_RETRY_AFTER_S))
+        if interval_s is not None and seconds < MAX_RETRY_AFTER_S:
             heapq.heappush(self._promised, (now + seconds, count))
             self._num_promised += count
         return seconds
 
-    def _seconds(self, count: int, now: float, in_flight: Iterable[OutputStream]) -> float:
-        """Estimated seconds until ``count`` requests have ended; 0.0 without data."""
-        busy = self._busy(now)
-        while self._ended and self._ended[0] < busy - WINDOW_S:
-            self._ended.popleft()
-        if not self._ended:
-            return _seconds_until(count, in_flight)
-        since = self._ended[0] if len(self._ended) == self._ended.maxlen else max(0.0, busy - WINDOW_S)
-        return count * (busy - since) / len(self._ended)
+    def _interval_s(self, now: float, num_waiting: int, in_flight: Iterable[OutputStream]) -> float | None:
+        """Estimated mean time between two ends; None without data."""
+        served = [served_s for served_s, _ in self._served]
+        served_s = sum(served) / len(served) if served else _seconds_served(in_flight)
+        if served_s is None:
+            return None
+        # It takes longer now if nothing has ended for longer.
+        return max(served_s, now - self._changed_at) / max(self.num_in_flight - num_waiting, 1)
 
 
-def _seconds_until(count: int, in_flight: Iterable[OutputStream]) -> float:
-    """Estimated seconds until ``count`` outputs finish, from their own progress; 0.0 without data.
+def _seconds_served(in_flight: Iterable[OutputStream]) -> float | None:
+    """Estimated mean time from being sent to the end, from the progress of outputs; None without data.
 
-    If fewer outputs have made progress, the others are assumed to follow at the same rate.
+    An output without a predicted length is assumed to grow to twice its present length, within its maximum.
     """
-    left = heapq.nsmallest(count, [_seconds_left(stream) for stream in in_flight if len(stream.ids) > 1])
-    return left[-1] * count / len(left) if left else 0.0
-
-
-def _seconds_left(stream: OutputStream) -> float:
-    """Estimated seconds until this output, of at least two tokens, ends at its own pace.
-
-    Without a predicted length, it is assumed to grow to twice its present length, within its maximum.
-    """
-    num_tokens, request = len(stream.ids), stream.request
-    num_left = request.expected_output - num_tokens
-    if num_left <= 0:
-        num_left = min(num_tokens, request.sampling.max_new_tokens - num_tokens)
-    return num_left * (stream.last_at - stream.first_at) / (num_tokens - 1)
+    estimates = []
+    for stream in in_flight:
+        num_tokens, request = len(stream.ids), stream.request
+        if num_tokens > 1:
+            num_left = request.expected_output - num_tokens
+            if num_left <= 0:
+                num_left = min(num_tokens, request.sampling.max_new_tokens - num_tokens)
+            pace_s = (stream.last_at - stream.first_at) / (num_tokens - 1)
+            estimates.append(stream.last_at - stream.sent_at + num_left * pace_s)
+    return sum(estimates) / len(estimates) if estimates else None

@@ -32,9 +32,11 @@ from common.wire.messages import (
     Peer,
     Reprioritize,
     Sample,
+    SetPaused,
     Spans,
     Tokens,
 )  # fmt: skip
+from gateway.requests.admission import Pace
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.moves import Moves
 from gateway.requests.output_processor import OutputStream, StageReport
@@ -46,6 +48,10 @@ from gateway.workers.router import WorkerPair
 
 #: Outputs, and tokens of their prompts, that are sent before the event loop gets a turn.
 SENT_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 17
+
+#: A request is refused if less than this many times the mean time of service would be left once its turn comes. Times
+#: vary, and a request that is sent just in time would be served in vain about every second time.
+SERVICE_MARGIN = 1.5
 
 #: The decision log's sentence for a request that is sent, by the number of nodes.
 SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.name}, {0:.3f} s after it came"}
@@ -81,6 +87,7 @@ class InFlightRequest:
         revision: of its nodes.
         num_continued: output tokens that the stream had when the attempt began.
         is_prefill_counted: the router counts the prompt as one that the prefill node has to compute.
+        is_paused: its client is too far behind; see ``set_paused``.
         failed_at: the node that failed it and need not be told of its end.
         recovery: None until an attempt has ended without the request's fault.
         pause: until the next attempt; None while there is none.
@@ -100,6 +107,7 @@ class InFlightRequest:
     num_continued: int = 0
     is_prefill_counted: bool = False
     is_evicted: bool = False
+    is_paused: bool = False
     failed_at: str = ""
     recovery: Recovery | None = None
     pause: Timer | None = None
@@ -179,6 +187,9 @@ class Dispatcher:
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
         pool = self._pools[streams[0].request.model]
         now = self._clock.now()
+        is_idle = pool.queue.is_idle
+        if not is_idle:
+            self._refuse_if_hopeless(pool, streams[0], now)
         self._admit(pool, streams, now)
         siblings: dict[int, WorkerPair] = {}
         flights: list[InFlightRequest] = []
@@ -187,7 +198,7 @@ class Dispatcher:
             timer = self._timers.call_later(left_s, self._on_deadline, stream.request.rid)
             flights.append(InFlightRequest(stream, pool, timer, siblings))
             self._in_flight[stream.request.rid] = flights[-1]
-        capacity = self._capacity(pool) if pool.queue.is_idle else 0
+        capacity = self._capacity(pool) if is_idle else 0
         turn = min(capacity, _num_in_turn(stream.request.prompt for stream in streams))
         for flight in flights[turn:capacity]:
             self._enqueue(flight)
@@ -220,10 +231,35 @@ class Dispatcher:
             for victim in self._eviction_candidates(pool, request_of(streams[0]), excess):
                 self._evict(victim, streams[0], now)
         try:
-            pool.admission.admit(len(streams), max_running=max_running, now=now, in_flight=self._streams(pool))
+            pool.admission.admit(
+                len(streams),
+                max_running=max_running,
+                now=now,
+                waiting=pool.queue,
+                in_flight=self._streams(pool),
+            )
         except RequestError as error:
             self.decisions.note(now, streams[0].request.rid, "refuse", "{}", error.message)
             raise
+
+    def _refuse_if_hopeless(self, pool: WorkerPool, stream: OutputStream, now: float) -> None:
+        """Raises RequestError: the requests ahead of this one will probably take longer than its deadline allows."""
+        queue, request = pool.queue, stream.request
+        if (pace := pool.admission.pace(now, waiting=queue)) is None:
+            return
+        left_s = request.timeout_s - (now - stream.started_at) - SERVICE_MARGIN * pace.least_s(num_expected(request))
+        if len(queue) * pace.interval_s <= left_s:
+            return
+        num_ahead = queue.num_ahead(request_of(stream))
+        wait_s = num_ahead * pace.interval_s
+        if wait_s > left_s:
+            message = (
+                f"its deadline of {request.timeout_s:g} s is too early: {num_ahead} requests wait ahead of this one,"
+            )
+            message += f" and will take about {wait_s:.1f} s; retry later, or allow more time"
+            self.decisions.note(now, request.rid, "refuse", "{}", message)
+            retry_after_s = max(wait_s - left_s, self._retry_after_s(pool, now))
+            raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)
 
     def _eviction_candidates(self, pool: WorkerPool, request: Request, count: int) -> list[InFlightRequest]:
         """Requests that make room for a more urgent one: those in the queue, or if it is empty, those at nodes that
@@ -239,9 +275,12 @@ class Dispatcher:
         reason = "the queue is full and a more urgent request has taken its place"
         self.decisions.note(now, victim.stream.request.rid, "evict", "{} came: " + reason, other.request.rid)
         victim.is_evicted = True
-        retry_after_s = victim.pool.admission.retry_after(1, now, in_flight=self._streams(victim.pool))
+        retry_after_s = self._retry_after_s(victim.pool, now)
         message = f"the request was evicted: {reason}"
         self._fail(victim, RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s))
+
+    def _retry_after_s(self, pool: WorkerPool, now: float) -> float:
+        return pool.admission.retry_after(1, now, waiting=pool.queue, in_flight=self._streams(pool))
 
     def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
         return (flight.stream for flight in self._in_flight.values() if flight.pool is pool)
@@ -263,9 +302,12 @@ class Dispatcher:
                 continue
             waiting = self._first(pool, capacity, now)
             placed: list[InFlightRequest] = []
+            pace = pool.admission.pace(now, waiting=pool.queue)
             for queued in waiting[: _num_in_turn(request.prompt for request in waiting)]:
                 flight = self._in_flight[queued.rid]
-                if self._place(flight, now):
+                if pace is not None and self._is_too_late(flight, pace, now):
+                    self._fail_by_deadline(flight, "there is too little time left before its deadline of {:g} s")
+                elif self._place(flight, now):
                     placed.append(flight)
                 else:
                     pool.queue.strand(queued, now)
@@ -273,6 +315,13 @@ class Dispatcher:
             self._send(placed, now)
             if not pool.queue.is_idle and self._capacity(pool):
                 self.pump_soon()
+
+    @staticmethod
+    def _is_too_late(flight: InFlightRequest, pace: Pace, now: float) -> bool:
+        """Whether a request would not end before its deadline even at twice the speed of the latest ones."""
+        request = flight.stream.request
+        left_s = request.timeout_s - (now - flight.stream.started_at)
+        return left_s < pace.least_s(num_expected(request)) / 2
 
     @staticmethod
     def _capacity(pool: WorkerPool) -> int:
@@ -368,6 +417,9 @@ class Dispatcher:
         for _, samples in groupby(placed, key=_group):
             flight, *others = samples
             self._channel.send(_generate(flight, others, now), *flight.nodes)
+            for sent in (flight, *others):
+                if sent.is_paused:  # an earlier attempt was
+                    self._tell_paused(sent)
 
     @staticmethod
     def _choose(pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None) -> WorkerPair | None:
@@ -408,6 +460,24 @@ class Dispatcher:
             self._channel.send(message, *flight.nodes)
         return len(flights)
 
+    def set_paused(self, rid: str, is_paused: bool) -> None:
+        """Pauses a request on its decode node, since its client is slow to read, or lets it go on."""
+        flight = self._in_flight.get(rid)
+        if flight is None or flight.is_paused == is_paused:
+            return
+        flight.is_paused = is_paused
+        self.decisions.note(self._clock.now(), rid, "pause" if is_paused else "resume", "as its client reads")
+        self._tell_paused(flight)
+        if not flight.pool.queue.is_idle:
+            self.pump_soon()
+
+    def _tell_paused(self, flight: InFlightRequest) -> None:
+        if flight.pair is not None and flight.pair.decode is not None:
+            flight.pool.router.set_paused(flight.pair, is_paused=flight.is_paused)
+            self._channel.send(
+                SetPaused(flight.stream.request.rid, flight.attempt, flight.is_paused), flight.pair.decode
+            )
+
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def abort(self, rid: str, message: str = "the request was aborted") -> bool:
@@ -442,8 +512,10 @@ class Dispatcher:
         self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
 
     def _on_deadline(self, rid: str) -> None:
-        flight = self._in_flight[rid]
-        message = f"the request's deadline of {flight.stream.request.timeout_s:g} s has passed"
+        self._fail_by_deadline(self._in_flight[rid], "the request's deadline of {:g} s has passed")
+
+    def _fail_by_deadline(self, flight: InFlightRequest, reason: str) -> None:
+        message = reason.format(flight.stream.request.timeout_s)
         self._fail(flight, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
         if flight.queued is not None:
             flight.pool.queue.order.policy.missed(flight.queued)
@@ -471,7 +543,9 @@ class Dispatcher:
             pool.queue.remove(flight.queued)
         if flight.recovery is not None:
             self._recovering.pop(stream.request.rid, None)
-        pool.admission.release(stream.ended_at, is_evicted=flight.is_evicted)
+        is_served = stream.sent_at and (stream.error is None or stream.error.code is ErrorCode.DEADLINE_EXCEEDED)
+        served_s = stream.ended_at - stream.sent_at if is_served else None
+        pool.admission.release(stream.ended_at, served_s=served_s, num_tokens=len(stream.ids))
         if not pool.queue.is_idle:
             self.pump_soon()
         self._on_end(stream)
@@ -488,6 +562,8 @@ class Dispatcher:
         """Counts an attempt out."""
         if flight.is_prefill_counted:
             flight.pool.router.prefill_done(pair)
+        if flight.is_paused and pair.decode is not None:
+            flight.pool.router.set_paused(pair, is_paused=False)
         flight.pool.router.decode_done(pair)
         if flight.pool.registry.health.breakers:
             self._end_transfer(flight, pair)
@@ -585,6 +661,8 @@ class Dispatcher:
             return
         stream.prefill, stream.decode = source.name, target.name
         self._channel.send(_generate(flight, (), now), target.incarnation)
+        if flight.is_paused:
+            self._tell_paused(flight)
 
     # ---- messages of nodes ------------------------------------------------------------------------------------------
 
@@ -683,6 +761,11 @@ class Dispatcher:
             if is_prefill_lost or incarnation == flight.pair.decode:
                 decode = flight.pair.decode if is_prefill_lost else None
                 self._recover(flight, AttemptEnd(ErrorCode.NODE_LOST, message, decode=decode, is_seen=True))
+
+
+def num_expected(request: GenerateRequest) -> int:
+    """Output tokens that a request is expected to get, or may get."""
+    return request.expected_output or request.sampling.max_new_tokens
 
 
 def request_of(stream: OutputStream) -> Request:

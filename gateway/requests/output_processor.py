@@ -182,6 +182,11 @@ class OutputStream:
             self._end(now)
             self.wake(self)
 
+    @property
+    def num_untaken(self) -> int:
+        """Tokens that the client's connection has not taken yet."""
+        return len(self.ids) - self._num_ids_taken
+
     def take(self) -> Delta | None:
         """The part that is new since the last call, or None. An ended output gives its last delta once."""
         first, num_text = self._num_ids_taken, self._num_text_taken

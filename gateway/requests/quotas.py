@@ -93,17 +93,17 @@ class Quotas:
         account.in_flight.admit(count, max_running=1 << 31, now=now)
         account.charge(tokens, now)
 
-    def ended(self, tenant: str, *, charged: int, tokens: int, now: float, is_refused: bool = False) -> None:
+    def ended(self, tenant: str, *, charged: int, tokens: int, now: float, in_flight_s: float | None = None) -> None:
         """One output has ended.
 
         Args:
             charged: tokens charged at its arrival.
             tokens: real number of its prompt and output tokens.
-            is_refused: it was never in flight.
+            in_flight_s: for how long it was in flight; None if it was refused.
         """
         account = self._accounts.get(tenant)
         if account is not None:
-            account.in_flight.release(now, is_evicted=is_refused)
+            account.in_flight.release(now, served_s=in_flight_s)
             account.charge(tokens - charged, now)
             if account.quota == Quota() and not account.in_flight.num_in_flight:
                 del self._accounts[tenant]  # it says nothing, and must not displace an account with limits
@@ -112,7 +112,8 @@ class Quotas:
         """Replaces the expected cost of an ended output by its real one."""
         request = stream.request
         tokens = len(request.prompt) + len(stream.ids)
-        self.ended(request.tenant, charged=charge(request), tokens=tokens, now=stream.ended_at)
+        now, in_flight_s = stream.ended_at, stream.ended_at - stream.started_at
+        self.ended(request.tenant, charged=charge(request), tokens=tokens, now=now, in_flight_s=in_flight_s)
 
     def _account(self, tenant: str, now: float) -> _Account:
         """The account of a tenant. Those without limits have one too, since they may get limits at any time."""

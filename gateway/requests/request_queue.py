@@ -82,6 +82,15 @@ class RequestQueue:
         waiting = [request for request in self._waiting.values() if request.key not in self._stranded]
         return [*recovered, *self.order.sort(waiting, now)[: count - len(recovered)]]
 
+    def num_ahead(self, request: Request) -> int:
+        """How many waiting requests will certainly be sent before a new one; 0 if the policy does not tell."""
+        order = self.order
+        if self.policy != "fcfs" or order.rules.class_weights:
+            return 0
+        own = order.effective_priority(request)
+        waiting = [other for other in self._waiting.values() if other.key not in self._stranded]
+        return sum(order.effective_priority(other) >= own for other in waiting)
+
     # ---- eviction ---------------------------------------------------------------------------------------------------
 
     def eviction_candidates(self, request: Request, count: int, *, sent: Sequence[Request] = ()) -> list[Request]:

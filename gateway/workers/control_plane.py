@@ -112,12 +112,12 @@ class MailboxChannel:
         """The given nodes whose connection has closed."""
         return self._mailbox.lost_peers(incarnations)
 
-    def receive(self) -> list[Envelope]:
-        """The messages that have arrived, about ``RECEIVE_AT_ONCE`` at most."""
+    def receive(self, is_known: Callable[[str], bool]) -> list[Envelope]:
+        """The messages that have arrived, of about ``RECEIVE_AT_ONCE`` frames at most; see ``Mailbox.receive``."""
         if self.is_closed:
             return []
-        envelopes = self._mailbox.receive(RECEIVE_AT_ONCE)
-        if len(envelopes) >= RECEIVE_AT_ONCE:
+        envelopes = self._mailbox.receive(RECEIVE_AT_ONCE, is_known=is_known)
+        if self._mailbox.has_unread:
             self.turn_soon()
         return envelopes
 
@@ -198,7 +198,7 @@ class ControlPlane:
     def on_readable(self) -> None:
         """Handles what has arrived; an unexpected error ends only the request that the message is about."""
         handlers = self._handlers
-        for sender, message in self._channel.receive():
+        for sender, message in self._channel.receive(self.pools.has):
             try:
                 handlers[type(message)](sender, message)
             except Exception:

@@ -78,6 +78,10 @@ class WorkerPools:
     def workers(self) -> list[Worker]:
         return [node for pool in self for node in pool.registry.workers.values()]
 
+    def has(self, incarnation: str) -> bool:
+        """Whether a worker is registered."""
+        return any(incarnation in pool.registry.workers for pool in self)
+
     def of(self, incarnation: str) -> WorkerPool | None:
         """The pool of a registered worker."""
         return next((pool for pool in self if incarnation in pool.registry.workers), None)

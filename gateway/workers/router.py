@@ -233,6 +233,11 @@ class Router:
         if pair.last in self._num_requests:
             self._num_requests[pair.last] -= 1
 
+    def set_paused(self, pair: WorkerPair, *, is_paused: bool) -> None:
+        """The request gives its place in the batch of the last node to another one, or takes it back."""
+        if pair.last in self._num_requests:
+            self._num_requests[pair.last] += -1 if is_paused else 1
+
     def clear_prefixes(self) -> None:
         """All caches have been emptied."""
         self._holders.clear()

@@ -25,6 +25,7 @@ DURATIONS = {
     "grammar": ("> 7 min", "10 s"),
     "handoff": ("> 4 min", "20 s"),
     "loadtest": ("65 s", "5 s"),
+    "overload": ("3 min", "20 s"),
     "pictures": ("4 min", "20 s"),
     "scheduler": ("60 s", "5 s"),
     "simulate": ("5 min", "5 s"),

@@ -225,3 +225,21 @@ def test_the_overtaking_count_restarts_after_an_admission() -> None:
         assert line.admit(small)
         assert line.is_closed
         assert not SkipAhead(1).admit(large)
+
+
+def test_a_granted_prompt_gets_its_pages_though_they_did_not_suffice_at_first() -> None:
+    """Everything would stand still if it kept its place at the head of the queue without taking pages again."""
+    node = Node(num_pages=12, chunk=None)
+    node.submit("granted", 16)
+    node.submit("sent", 16, 9)
+    node.granted.add(("granted", 0))
+    node.step(is_sent=False)
+    large = node.submit("large", 44)
+    node.granted.add(large.key)
+    assert node.step() == []  # the pages of ``sent`` and the free ones are not enough, so nothing is taken
+    assert node.scheduler.totals()["retractions"] == 0
+    small = node.submit("small", 4, 9)
+    node.granted.add(small.key)  # it is more urgent, and would fit
+    node.scheduler.release(("granted", 0))
+    assert node.step()[0] == ("large", 44)
+    assert sorted(node.run()) == ["granted", "large", "sent", "sent", "small"]

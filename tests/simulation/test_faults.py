@@ -1,6 +1,5 @@
 """Faults in virtual time: nodes that hang, are cut off from each other or slow, clocks that jump, 100 nodes at once."""
 
-
 import pytest
 from support.simulation.simulated_service import SimulatedService, prompt_of
 

@@ -8,7 +8,7 @@ from support.cluster.local_cluster import Answer, LocalCluster, assert_all_pages
 
 from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
-from common.wire.messages import Reprioritize
+from common.wire.messages import Reprioritize, SetPaused
 
 
 class Cluster(RuleBasedStateMachine):
@@ -79,6 +79,17 @@ class Cluster(RuleBasedStateMachine):
                 attempt = self.cluster.answers[rid].attempt
                 member.role.on_gateway(Reprioritize(rid, attempt, priority, name), self.cluster.clock.now())
 
+    @rule(data=st.data(), is_paused=st.booleans())
+    def pause(self, data: st.DataObject, is_paused: bool) -> None:
+        alive = [rid for rid, answer in self.cluster.answers.items() if not answer.is_over]
+        if alive:
+            self.set_paused(data.draw(st.sampled_from(alive)), is_paused=is_paused)
+
+    def set_paused(self, rid: str, *, is_paused: bool) -> None:
+        for member in self.cluster.decode:
+            message = SetPaused(rid, self.cluster.answers[rid].attempt, is_paused)
+            member.role.on_gateway(message, self.cluster.clock.now())
+
     @rule(role=st.sampled_from(["prefill", "decode"]), index=st.integers(0, 1))
     def die(self, role: str, index: int) -> None:
         nodes = self.cluster.prefill if role == "prefill" else self.cluster.decode
@@ -91,6 +102,8 @@ class Cluster(RuleBasedStateMachine):
         self.cluster.check()
 
     def teardown(self) -> None:
+        for rid in self.cluster.answers:
+            self.set_paused(rid, is_paused=False)
         self.cluster.run()
         self.cluster.settle(30)
         assert_all_pages_are_released(self.cluster)

@@ -9,7 +9,7 @@ import pytest
 from support.gateway.fake_nodes import events, folder, running, silent
 from support.gateway.toy_stack import ids_of
 
-from common.wire.messages import Tokens
+from common.wire.messages import SetPaused, Tokens
 from gateway.http.formatters.openai import CompletionFormatter
 
 __all__ = ["folder"]
@@ -134,3 +134,69 @@ async def post_slowly(stack, body):
         b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(data)) + data
     )
     return reader, writer
+
+
+async def test_a_stream_that_its_client_does_not_read_is_paused_until_it_reads(folder):
+    """The decode node is fake: it sends single tokens while it is not told to pause, as a node without a limit."""
+    async with running(folder, max_unread_tokens=100) as stack:
+        for node in await stack.pair(max_running=1, num_pages=1 << 20, context_length=1 << 21):
+            node.on_generate = silent
+        prefill, decode = stack.nodes
+        reader, writer = await post_slowly(stack, {**STREAM, "max_tokens": 1 << 20})
+        await prefill.until(lambda: prefill.generates)
+        (rid,) = prefill.generates
+        prefill.tokens(rid, 0, ids_of("a"))
+        index, token, num_bytes = 1, ids_of("b"), 0
+        for is_paused in (True, False, True, False):
+            async with asyncio.timeout(60):
+                while pauses(decode) != is_paused:
+                    if is_paused:
+                        decode.tokens(rid, index, token)
+                        index += 1
+                        await asyncio.sleep(0)
+                        if not index % 50:
+                            await decode.round_trip()
+                    else:
+                        num_bytes += len(await reader.read(1 << 12))
+        waiting = stack.gateway._dispatcher._in_flight[rid].stream.num_untaken
+        assert waiting <= 50
+        decode.tokens(rid, index, token, finish="length")
+        async with asyncio.timeout(60):
+            while not (data := await reader.read(1 << 16)).endswith(b"\r\n0\r\n\r\n"):
+                num_bytes += len(data)
+        writer.close()
+        assert num_bytes < 2 << 20  # the buffers of the connection are small
+
+
+def pauses(node):
+    """What the node was told last about pausing."""
+    return next((message.is_paused for message in reversed(node.received) if isinstance(message, SetPaused)), False)
+
+
+async def test_a_paused_request_makes_room_for_another_one(folder):
+    async with running(folder, max_unread_tokens=100, max_dispatch_ahead=0) as stack:
+        for node in await stack.pair(max_running=1, num_pages=1 << 20, context_length=1 << 21):
+            node.on_generate = silent
+        prefill, decode = stack.nodes
+        _, writer = await post_slowly(stack, {**STREAM, "max_tokens": 1 << 20})
+        await prefill.until(lambda: prefill.generates)
+        (slow,) = prefill.generates
+        prefill.tokens(slow, 0, ids_of("a"))
+        index = 1
+        async with asyncio.timeout(60):
+            while not pauses(decode):
+                decode.tokens(slow, index, ids_of("b") * 50)
+                index += 50
+                await decode.round_trip()
+        rid, answer, arriving = await begin(stack, "c")
+        decode.send(message(decode, rid, 1, "d", "length"))
+        assert await texts(arriving) == ["d"]
+        answer.close()
+        writer.close()
+        await decode.until(lambda: slow in decode.aborts)
+        _, workers = await stack.get("/v1/workers")
+        assert {worker["load_tokens"] for worker in workers["workers"]} == {0}
+        rid, answer, arriving = await begin(stack, "e")  # one place, as before
+        decode.send(message(decode, rid, 1, "f", "length"))
+        assert await texts(arriving) == ["f"]
+        answer.close()

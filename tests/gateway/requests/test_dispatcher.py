@@ -5,7 +5,7 @@ from support.cluster.manual_clock import ManualClock
 from support.gateway.fake_nodes import make_register
 
 from common.config.gateway import GatewayConfig
-from common.errors import RequestError
+from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.wire.messages import Abort, Generate, Tokens
 from gateway.requests.dispatcher import SENT_AT_ONCE, Dispatcher
@@ -163,10 +163,10 @@ def test_samples_share_a_pair_and_prompts_go_to_the_emptiest():
 @pytest.mark.parametrize(
     ("max_new", "ignore_eos", "num_said", "count", "seconds", "then"),
     [
-        (101, True, 11, 1, 45.0, 48.0),  # 90 tokens left at half a second each; the other request has 95
-        (101, False, 11, 1, 6.0, 6.0),  # unknown length: as many tokens again, 5.5 s
-        (13, False, 11, 1, 1.0, 4.0),  # but at most two, and seven
-        (21, True, 11, 2, 8.0, 12.0),  # the second has 15 left; a third would wait half as long again
+        (101, True, 11, 1, 26.0, 52.0),  # 50 and 52.5 s in all, two at once: one ends every 25.6 s
+        (101, False, 11, 1, 6.0, 11.0),  # unknown length: as many tokens again, 10.5 s in all
+        (13, False, 11, 1, 4.0, 8.0),  # but at most two, and seven: 6 and 8.5 s
+        (21, True, 11, 2, 12.0, 17.0),  # 10 and 12.5 s
         (21, True, 1, 1, 1.0, 1.0),  # no pace is known
     ],
 )
@@ -259,3 +259,56 @@ def test_a_sample_of_another_priority_has_its_own_message():
     table.post.messages.clear()
     table.post.turn()
     assert [(message.rid, message.others) for message in table.post.messages] == [("b", ()), ("a", ())]
+
+
+def busy(*, num_waiting, **options):
+    """One row, which has served sixteen requests for a second each and is taken; others wait."""
+    table = Table(max_queued_requests=100, **options)
+    for number in range(17):
+        table.come(f"served{number}")
+    for number in range(16):
+        table.clock.advance(1.0)
+        table.end(f"served{number}")
+        table.post.turn()
+    for number in range(num_waiting):
+        table.come(f"waits{number}")
+    return table
+
+
+def test_a_request_whose_deadline_the_queue_ahead_cannot_meet_is_refused_at_once():
+    table = busy(num_waiting=5)
+    with pytest.raises(RequestError) as caught:
+        table.come("late", timeout_s=6.0)
+    assert caught.value.code is ErrorCode.QUEUE_FULL
+    assert caught.value.message == (
+        "its deadline of 6 s is too early: 5 requests wait ahead of this one, and will take about 5.0 s; retry later,"
+        " or allow more time"
+    )
+    assert caught.value.retry_after_s == 1.0
+    table.come("patient", timeout_s=6.6)  # the queue and one and a half times its own service
+    assert table.requests.num_in_flight == 7
+
+
+def test_a_deadline_is_never_too_early_for_a_request_that_nothing_tells_about():
+    fresh = Table(max_queued_requests=100, schedule_policy="fcfs")
+    for number in range(20):
+        fresh.come(f"waits{number}")
+    fresh.come("accepted", timeout_s=0.01)  # nothing has ended yet
+    urgent = busy(num_waiting=5, enable_priority_scheduling=True)
+    urgent.come("accepted", timeout_s=2.0, priority=1)  # it passes the others
+    other_policy = busy(num_waiting=5, schedule_policy="fair")
+    other_policy.come("accepted", timeout_s=2.0)  # its place is unknown
+
+
+def test_a_waiting_request_with_too_little_time_left_is_not_sent():
+    table = busy(num_waiting=0)
+    table.come("late", timeout_s=2.5)
+    table.come("next")
+    table.clock.advance(2.1)  # the one before it takes longer than others did; 0.4 s are left, and the least is 0.5
+    table.end("served16")
+    table.post.turn()
+    table.post.turn()
+    assert table.post.at_decode()[-1] == "next"
+    ended = table.ended[-1]
+    assert (ended.request.rid, ended.error.code) == ("late", ErrorCode.DEADLINE_EXCEEDED)
+    assert ended.error.message == "there is too little time left before its deadline of 2.5 s"

@@ -25,9 +25,9 @@ def test_requests_in_flight_are_bounded_by_tenant():
     assert error.retry_after_s == 1.0
     quotas.admit("b", 50, 0, 1.0)
     quotas.admit("", 50, 0, 1.0)
-    quotas.ended("a", charged=0, tokens=0, now=4.0)
+    quotas.ended("a", charged=0, tokens=0, now=4.0, in_flight_s=4.0)
     quotas.admit("a", 1, 0, 4.0)
-    assert refused(quotas, now=4.0).retry_after_s == 4.0  # one has ended in four busy seconds
+    assert refused(quotas, now=4.0).retry_after_s == 2.0  # two at once, for 4 s each
 
 
 def test_a_batch_beyond_the_quota_is_an_invalid_request():
@@ -66,7 +66,7 @@ def test_a_full_bucket_holds_one_minutes_tokens_and_no_more():
 def test_a_refused_request_costs_nothing():
     quotas = Quotas({"a": Quota(requests=1, tokens_per_minute=60)})
     quotas.admit("a", 1, 60, 0.0)
-    quotas.ended("a", charged=60, tokens=0, now=0.0, is_refused=True)
+    quotas.ended("a", charged=60, tokens=0, now=0.0)
     quotas.admit("a", 1, 60, 0.0)
 
 

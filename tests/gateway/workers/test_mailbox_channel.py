@@ -19,7 +19,7 @@ class Listener:
         self.lost: list[str] = []
 
     def on_readable(self) -> None:
-        self.heard += self._channel.receive()
+        self.heard += self._channel.receive(lambda incarnation: True)
 
     def on_disconnect(self) -> None:
         self.on_readable()

@@ -165,6 +165,14 @@ class DecodeNode:
                 return self.done
         raise AssertionError(f"not finished after 1000 steps: {self.table.states}")
 
+    def run_until_idle(self) -> None:
+        """Step until no request goes on; transfers take no time."""
+        is_idle = False
+        while not is_idle:
+            self.grant()
+            self.receive(*[rid for rid, _ in self.table.receiving])
+            is_idle = not self.step() and not self.table.receiving
+
     def check(self) -> None:
         self.scheduler.check()
         self.allocator.check()

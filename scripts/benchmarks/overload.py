@@ -1,0 +1,190 @@
+"""Goodput under overload: at once and three times the capacity, and after all clients leave and come back at once.
+
+``serve`` runs on this machine with a prefill node and a decode node of the small model; its engines take most of the
+time. The capacity is what a closed loop of clients gets, a few more than run at once. Then requests come at once and
+three times that rate, each with a deadline, and refused ones are lost. In the storm all clients leave at once, come
+back at once, and heed Retry-After. An answer counts towards the goodput if it is whole and within its deadline.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+from urllib.parse import urlsplit
+
+from scripts.benchmarks.harness.service_fixture import running_service
+
+SHORTEST = ("--seconds=2", "--window=1", "--clients=20")
+#: A deadline is so many times the latency of an answer at the capacity.
+DEADLINE_FACTOR = 4.0
+#: Arrivals per request that can be served.
+OVERLOAD = 3.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each load (default: 30)")
+    parser.add_argument("--window", type=float, default=5.0, help="seconds between two figures (default: 5)")
+    parser.add_argument("--clients", type=int, default=200, help="that leave and come back (default: 200)")
+    parser.add_argument("--running", type=int, default=8, help="requests that run at once (default: 8)")
+    parser.add_argument("--queued", type=int, default=64, help="requests that wait at most (default: 64)")
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer (default: 16)")
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
+    flags = [
+        "--dtype=float32",
+        "--threads=1",
+        "--max-total-tokens=8192",
+        f"--max-running-requests={options.running}",
+        f"--max-queued-requests={options.queued}",
+        "--max-dispatch-ahead=4",
+        "--no-log-requests",
+    ]
+    with running_service(flags) as url:
+        return asyncio.run(Overload(url, options).run())
+
+
+class Overload:
+    """The loads, one after another, and the instants at which answers were whole and in time."""
+
+    def __init__(self, url: str, options: argparse.Namespace) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname, parts.port
+        self._options = options
+        self._drawn = random.Random(1)
+        self._deadline_s = 60.0
+        self.ended_at: list[float] = []
+        self.latencies: list[float] = []
+        self.statuses: Counter[int] = Counter()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self) -> dict[str, float]:
+        options = self._options
+        await self._closed_loop(2.0)  # warm
+        capacity = await self._closed_loop(options.seconds)
+        self._deadline_s = DEADLINE_FACTOR * statistics.median(self.latencies)
+        print(f"capacity {capacity:.1f} answers/s; deadline {self._deadline_s:.2f} s")
+        figures = {"capacity": capacity}
+        for factor in (1.0, OVERLOAD):
+            figures[f"goodput at {factor:g}x"] = goodput = await self._open_loop(factor * capacity)
+            print(
+                f"goodput at {factor:g}x: {goodput:.1f}/s, {goodput / capacity:.2f} of the capacity; {self._counted()}"
+            )
+        figures |= await self._storm(capacity)
+        for task in list(self._tasks):
+            task.cancel()
+        return figures
+
+    async def _closed_loop(self, seconds: float) -> float:
+        """Answers per second of some more clients than run at once."""
+        self._begin()
+        until = time.monotonic() + seconds
+
+        async def client() -> None:
+            while time.monotonic() < until:
+                await self._ask()
+
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(self._options.running + 4):
+                clients.create_task(client())
+        return len(self.ended_at) / seconds
+
+    async def _open_loop(self, rate: float) -> float:
+        """Answers per second, of requests that come at this rate, once the queue has had a deadline's time to fill."""
+        self._begin()
+        begun_at = next_at = time.monotonic()
+        counted_at: float = begun_at + min(self._deadline_s, self._options.seconds / 2)
+        while next_at < begun_at + self._options.seconds:
+            await asyncio.sleep(max(next_at - time.monotonic(), 0.0))
+            self._start(self._ask())
+            next_at += self._drawn.expovariate(rate)
+        ends_at = time.monotonic()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        return sum(counted_at <= at < ends_at for at in self.ended_at) / (ends_at - counted_at)
+
+    async def _storm(self, capacity: float) -> dict[str, float]:
+        """Goodput in the windows after all clients have left and come back at once."""
+        self._begin()
+
+        async def client() -> None:
+            while True:
+                retry_after_s = await self._ask()
+                await asyncio.sleep(retry_after_s)
+
+        first = [self._start(client()) for _ in range(self._options.clients)]
+        await asyncio.sleep(self._options.seconds)
+        before = len(self.ended_at) / self._options.seconds
+        for task in first:
+            task.cancel()
+        await asyncio.wait(first)
+        self._begin()
+        storm_at = time.monotonic()
+        again = [self._start(client()) for _ in range(self._options.clients)]
+        await asyncio.sleep(self._options.seconds)
+        for task in again:
+            task.cancel()
+        await asyncio.wait(again)
+        window_s = self._options.window
+        windows = [
+            sum(start <= at - storm_at < start + window_s for at in self.ended_at) / window_s
+            for start in (i * window_s for i in range(int(self._options.seconds / window_s)))
+        ]
+        print(f"{self._options.clients} clients: {before:.1f}/s, {before / capacity:.2f} of the capacity")
+        shown = ", ".join(f"{goodput:.1f}" for goodput in windows)
+        print(f"after all left and came back: {shown}/s in windows of {window_s:g} s; {self._counted()}")
+        after = statistics.mean(windows[1:] or windows)
+        print(f"from {window_s:g} s after the storm on: {after:.1f}/s, {after / capacity:.2f} of the capacity")
+        return {"goodput before the storm": before, "goodput after the storm": after}
+
+    # ---- clients ----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self.ended_at.clear()
+        self.latencies.clear()
+        self.statuses.clear()
+
+    def _counted(self) -> str:
+        return ", ".join(f"{count} x {status}" for status, count in sorted(self.statuses.items()))
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _ask(self) -> float:
+        """Sends one request and reads its answer; returns its Retry-After, or 0."""
+        begun_at = time.monotonic()
+        body = json.dumps(
+            {
+                "input_ids": [self._drawn.randrange(10, 200) for _ in range(32)],
+                "sampling_params": {"max_new_tokens": self._options.tokens, "ignore_eos": True},
+                "deadline_ms": round(1000 * self._deadline_s),
+            }
+        ).encode()
+        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(
+            body
+        )
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            writer.write(head + body)
+            answer, _, _ = (await reader.read()).partition(b"\r\n\r\n")
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        lines = answer.lower().split(b"\r\n")
+        status = int(lines[0].split()[1]) if lines[0] else 0
+        self.statuses[status] += 1
+        now = time.monotonic()
+        if status == 200 and now - begun_at <= self._deadline_s:
+            self.ended_at.append(now)
+            self.latencies.append(now - begun_at)
+        return next((float(line[13:]) for line in lines if line.startswith(b"retry-after: ")), 0.0)
