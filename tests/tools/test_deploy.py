@@ -218,7 +218,8 @@ def test_ports_are_those_of_the_commands() -> None:
         else:
             http = f"{container['name']}-http"
             assert f"--http-port={numbers[http]}" in words
-            assert "peers" not in numbers or f"--data-port={numbers['peers']}" in words
+            peers = "peers" if container["name"] == "prefill" else "decode-peers"
+            assert f"--data-port={numbers[peers]}" in words
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert container.get(probe, {}).get("httpGet", {"port": http})["port"] == http
 
