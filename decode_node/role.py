@@ -457,8 +457,11 @@ class DecodeRole:
         )
 
     def gauges(self) -> dict[str, float]:
-        transfers = sums(self._receiver.gauges(), self._moves.gauges())
-        return {"evictable_pages": float(self._cache.num_evictable_pages), **transfers}
+        return {
+            "evictable_pages": float(self._cache.num_evictable_pages),
+            "granted_pages": float(self._allocator.count(Owner.GRANT)),
+            **sums(self._receiver.gauges(), self._moves.gauges()),
+        }
 
     def counters(self) -> dict[str, float]:
         return {

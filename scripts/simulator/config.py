@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from common.cache.page_layout import PageLayout
 from common.config.batching import Batching, check_batching
-from common.config.gateway import GatewayConfig, Routing
+from common.config.gateway import GatewayConfig, Routing, check_auto_roles
 from common.config.node import NodeConfig
 from common.config.options import option, options_of
 from common.config.scheduling import SchedulingOptions, check_scheduling
@@ -84,6 +84,7 @@ class SimulateConfig(_Outputs, LoadOptions, Batching, SchedulingOptions, Routing
         if self.kv_bytes_per_token % 256:
             raise ConfigError(f"--kv-bytes-per-token must be a multiple of 256, not {self.kv_bytes_per_token}")
         check_local_prefill(self)
+        check_auto_roles(self)
 
     @property
     def costs(self) -> Costs:

@@ -17,7 +17,7 @@ from common.node.memory_plan import Capacity
 from common.node.worker_context import WorkerContext, make_cache
 from common.scheduling.grammar_queue import CompileGrammar
 from common.step_plan import StepPlan, StepResult
-from common.wire.messages import LayoutMessage, Message, Peer, Register
+from common.wire.messages import Heartbeat, LayoutMessage, Message, Peer, Register
 from decode_node.factory import build as build_decode
 from prefill_node.factory import build as build_prefill
 from scripts.simulator.costs import Costs, StepWork
@@ -75,6 +75,7 @@ class Node:
 
     Args:
         incarnation: also its name.
+        previous: the node in its last role, which it has left; it goes on with that one's engine, pages and cache.
     """
 
     def __init__(
@@ -86,11 +87,12 @@ class Node:
         events: EventQueue,
         network: Network,
         bus: MessageBus,
-    ) -> None:
+        previous: "Node | None" = None,
+    ) -> None:  # fmt: skip
         self.kind: Role = role
         self.incarnation = incarnation
         self.capacity = settings.capacities[role]
-        self.engine = settings.engine(self.capacity)
+        self.engine = settings.engine(self.capacity) if previous is None else previous.engine
         self.is_alive = True
         self.is_busy = False
         self.busy_s = 0.0
@@ -102,8 +104,9 @@ class Node:
         self._bus = bus
         self._has_timer = False
         self._used = (0, 0.0)  # pages in use, since when
-        self.allocator = PageAllocator(self.capacity.num_pages)
-        self.cache = make_cache(settings.config, self.allocator)
+        self.allocator = PageAllocator(self.capacity.num_pages) if previous is None else previous.allocator
+        self.cache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
+        self._on_empty: Callable[[], None] | None = None
         self.transports = NodeEnds(
             InProcessReader(network, self.engine.pool, incarnation),
             NetworkWriter(network, self.engine.pool, incarnation, self.turn),
@@ -180,6 +183,30 @@ class Node:
         self.transports.reader.die()
         self.transports.writer.die()
 
+    def leave(self, on_empty: Callable[[], None]) -> None:
+        """Stop, as a node that changes its role does, once it is done with all requests; then call ``on_empty``."""
+        self._on_empty = on_empty
+        self.turn()
+
+    def _leave_if_empty(self) -> None:
+        if self._on_empty is not None and not self.is_busy and not self._has_work():
+            self.is_alive = False
+            self.transports.reader.close()
+            self.transports.writer.close()
+            self._on_empty()
+
+    def heartbeat(self) -> Heartbeat:
+        load = self.role.load()
+        return Heartbeat(
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            num_free_pages=load.num_free_pages,
+            num_cached_pages=load.num_cached_pages,
+            num_quarantined_pages=load.num_quarantined_pages,
+            counters={**self.role.counters(), "busy_seconds": self.busy_s},
+            gauges=self.role.gauges(),
+        )
+
     def turn(self) -> None:
         """Do everything that can be done now."""
         if not self.is_alive:
@@ -191,6 +218,7 @@ class Node:
             if plan is not None:
                 self._begin(plan)
         self._send_messages()
+        self._leave_if_empty()
         if more:
             self._events.at(now, self.turn)
         elif not self._has_timer and self._has_work():
