@@ -35,6 +35,8 @@ Every distinct request is asked once without faults; every later answer must equ
 injected, and at the end a table. Exit status: 0 if every invariant holds, 1 if not, with the command that repeats the
 run; 2 wrong options, 130 stopped."""
 
+FINE, FAILED, WRONG, STOPPED = 0, 1, 2, 130
+
 
 async def chaos(config: ChaosConfig, folder: Path) -> Figures:
     """Run once; returns the report. Raises asyncio.CancelledError after Ctrl-C, when everything has been stopped."""
@@ -55,33 +57,37 @@ async def chaos(config: ChaosConfig, folder: Path) -> Figures:
 def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(ChaosConfig, argv, command="chaos", help=HELP)
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
-    shown: Figures = {}
+    status = STOPPED
     try:
-        _check_faults(config)
-        if config.json and not Path(config.json).resolve().parent.is_dir():
-            raise ConfigError(f"--json {config.json}: the folder does not exist")
-        shown = asyncio.run(chaos(config, folder))
+        status = _run_and_report(config, folder)
     except ConfigError as error:
         print(f"chaos: {error}", file=sys.stderr)
-        return 2
-    except BatonError as error:
-        print(f"chaos: {error}", file=sys.stderr)
-        return 1
-    except BaseExceptionGroup as group:
-        print(f"chaos: {group.exceptions[0]}", file=sys.stderr)
-        return 1
+        status = WRONG
+    except (BatonError, BaseExceptionGroup) as error:
+        first = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+        print(f"chaos: {first}", file=sys.stderr)
+        status = FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
-        return 130
+        pass
     finally:
-        _keep_logs(config, folder, is_kept=bool(shown.get("broken", True)))
+        _keep_logs(config, folder, is_kept=status == FAILED)
+    return status
+
+
+def _run_and_report(config: ChaosConfig, folder: Path) -> int:
+    """Run, and print the report; returns the exit status. Raises ConfigError, BatonError."""
+    _check_faults(config)
+    if config.json and not Path(config.json).resolve().parent.is_dir():
+        raise ConfigError(f"--json {config.json}: the folder does not exist")
+    shown = asyncio.run(chaos(config, folder))
     print("\n".join(table(shown, _repeat(config))), flush=True)
     if config.json:
         try:
             Path(config.json).write_text(json.dumps(shown, indent=2) + "\n")
         except OSError as error:
             print(f"chaos: cannot write --json {config.json}: {error.strerror}", file=sys.stderr)
-            return 1
-    return 1 if shown["broken"] else 0
+            return FAILED
+    return FAILED if shown["broken"] else FINE
 
 
 def _check_faults(config: ChaosConfig) -> None:

@@ -159,7 +159,12 @@ class ChaosService:
             dead = [node.name for node in self.nodes.values() if not node.is_running and self._keeper is None]
             if dead or time.monotonic() > ends_at:
                 missing = [node.name for node in self.workers if not node.is_registered]
-                raise ServiceFailed(f"not in rotation after {timeout_s:g} s: {', '.join(missing)}\n{self.log_tail()}")
+                why = (
+                    f"{', '.join(dead)} ended"
+                    if dead
+                    else f"not in rotation after {timeout_s:g} s: {', '.join(missing)}"
+                )
+                raise ServiceFailed(f"{why}\n{self.log_tail()}")
             await asyncio.sleep(POLL_S)
 
     @property
