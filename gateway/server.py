@@ -43,6 +43,7 @@ from gateway.http.services import Services
 from gateway.metrics.collectors import Metrics
 from gateway.metrics.live import INTERVAL_S, LiveHistory
 from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.idempotency import IdempotencyStore
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.priority import PriorityResolver
@@ -137,6 +138,11 @@ class Gateway:
                 max_responses=config.max_stored_responses,
                 max_bytes=config.max_stored_response_bytes,
                 max_age_s=config.stored_response_ttl,
+            ),
+            idempotency=IdempotencyStore(
+                max_results=config.max_idempotent_results,
+                max_bytes=config.max_idempotent_result_bytes,
+                max_age_s=config.idempotency_ttl,
             ),
             priorities=self._priorities,
             quotas=self._quotas,

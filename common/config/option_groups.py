@@ -15,7 +15,8 @@ SERVING: Groups = {
     ),
     "Requests and answers": (
         "request_timeout", "strict_fields", "max_body_bytes", "stream_interval", "incremental_streaming_output",
-        "max_stored_responses", "max_stored_response_bytes", "stored_response_ttl", "app_plugin",
+        "max_stored_responses", "max_stored_response_bytes", "stored_response_ttl", "idempotency_ttl",
+        "max_idempotent_results", "max_idempotent_result_bytes", "retry_grace", "app_plugin",
     ),
     "Memory": (
         "memory_fraction", "max_total_tokens", "page_size", "disable_radix_cache", "radix_eviction_policy",

@@ -1,0 +1,100 @@
+"""Answers of requests with a key: a retry takes the outputs over, and outputs without a client go on for a grace."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from common.clock import Clock
+from gateway.http.http_connection import IDEMPOTENCY_KEY
+from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
+from gateway.http.streaming import OutputEvents
+from gateway.metrics.collectors import Metrics
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, RequestIdentity, identify
+from gateway.requests.output_processor import OutputStream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnswerReader:
+    """The answer of one HTTP request, which its task writes."""
+
+    events: OutputEvents
+    task: "asyncio.Task[Any] | None"
+
+    def wake(self, stream: OutputStream) -> None:
+        self.events.wake(stream)
+
+    def end(self) -> None:
+        """Ends the answer and its connection, which is presumed dead since its client has asked again."""
+        if self.task is not None:
+            self.task.cancel()
+
+
+class Retries:
+    """Args:
+    grace_s: how long outputs go on after their client has left, for it to come back.
+    """
+
+    def __init__(
+        self, store: IdempotencyStore, dispatcher: Dispatcher, metrics: Metrics, clock: Clock, *, grace_s: float
+    ) -> None:
+        self._store = store
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._clock = clock
+        self._grace_s = grace_s
+
+    @staticmethod
+    def identity(state: dict[str, Any], path: str, data: bytes, body: Any, tenant: str) -> RequestIdentity:
+        """The identity of a request with a header ``Idempotency-Key`` or a ``rid``. Raises RequestError."""
+        return identify(path, data, tenant, state.get(IDEMPOTENCY_KEY), getattr(body, "rid", None))
+
+    def attach(self, identity: RequestIdentity, events: OutputEvents) -> KeyedRequest | None:
+        """Gives the outputs of the request that this one repeats to a new answer; None if it repeats none.
+
+        Raises RequestError: another request has the same key.
+        """
+        request = self._store.find(identity, self._clock.now())
+        if request is not None:
+            self._metrics.retried(request.streams[0].request.model, is_ended=request.is_ended)
+            previous = request.attach(AnswerReader(events, asyncio.current_task()))
+            if isinstance(previous, AnswerReader):
+                previous.end()
+        return request
+
+    def begin(self, identity: RequestIdentity, answer_id: str, events: OutputEvents) -> KeyedRequest:
+        """A new request with a key, for the answer of this task."""
+        return self._store.begin(identity, answer_id, AnswerReader(events, asyncio.current_task()))
+
+    def add(self, request: KeyedRequest, streams: list[OutputStream]) -> None:
+        """Makes a request known by its key, once its outputs are sent."""
+        request.streams.extend(streams)
+        self._store.add(request)
+
+    def leave(self, request: KeyedRequest, events: OutputEvents) -> None:
+        """An answer is over. Outputs in flight go on for the grace, unless another answer has taken them over."""
+        reader = request.reader
+        if not isinstance(reader, AnswerReader) or reader.events is not events:
+            return
+        request.detach(reader)
+        if request.has_failed or not self._grace_s:
+            self._abort(request, request.num_readers)
+        elif not request.is_ended:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._grace_s, self._abort, request, request.num_readers)
+
+    def _abort(self, request: KeyedRequest, num_readers: int) -> None:
+        """Ends the outputs that are still in flight, unless a client has come back."""
+        if request.num_readers == num_readers:
+            for stream in request.streams:
+                if not stream.is_ended:
+                    self._dispatcher.abort(stream.request.rid, "the client has disconnected")
+
+
+def draws_seeds(body: Any) -> bool:
+    """Whether the client leaves the seeds of a body to the gateway."""
+    if not isinstance(body, NativeRequest):
+        return getattr(body, "seed", None) is None
+    params = body.sampling_params or []
+    given: list[NativeSamplingParams] = params if isinstance(params, list) else [params]
+    return all(one.seed is None and one.sampling_seed is None for one in given)
