@@ -25,7 +25,8 @@ class Request:
         salt: requests with different salts never share cached pages.
         priority: higher is more urgent.
         priority_class, tenant: the class and tenant that are charged; empty: none.
-        expected_output: predicted number of output tokens; 0: unknown.
+        expected_output: predicted number of output tokens, those of earlier attempts included; 0: unknown.
+        num_earlier: output tokens of earlier attempts, with which ``output`` begins on a decode node.
         arrived_at, admitted_at, deadline_at: instants in seconds of the node's clock. ``arrived_at`` is earlier than
             the arrival on this node by ``waited_s``.
         first_token_at, last_token_at: instants of the first and of the latest output token; 0: none yet.
@@ -40,7 +41,7 @@ class Request:
         num_computed: tokens whose KV is in ``pages`` after all committed steps.
         num_scheduled: tokens whose KV is in ``pages`` after all planned steps; at least ``num_computed``.
         num_sampling: output tokens of planned steps that are not in ``output`` yet.
-        num_cached: prompt tokens that were in this node's cache at the first admission.
+        num_cached: prompt tokens that were in this node's cache at the first admission; 0 with earlier output.
         prompt_logprobs: log-probabilities computed so far, of prompt tokens from ``sampling.prompt_logprobs_from`` on.
         slot: row of the executor's request table; -1: none.
         admission: number of the request's admission to that slot; 0: none. See ``common/scheduling/slots.py``.
@@ -57,6 +58,7 @@ class Request:
     priority_class: str = ""
     tenant: str = ""
     expected_output: int = 0
+    num_earlier: int = 0
     arrived_at: float = 0.0
     admitted_at: float = 0.0
     deadline_at: float = float("inf")

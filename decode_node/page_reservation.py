@@ -103,8 +103,6 @@ class PageReservations:
         reservation = Reservation(len(match.pages), pages, num_pages)
         self.by_key[request.key] = reservation
         request.node = match.node
-        if not request.output:
-            request.num_cached = match.num_tokens
         request.pages = match.pages + pages
         num_whole = request.num_decodable // self.page_size
         if self._cache.is_enabled and num_whole > len(match.pages):

@@ -64,10 +64,15 @@ class DecodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class PageGrant:
-    """Pages are reserved for a request's prompt: its transfer can begin."""
+    """Pages are reserved for a request's prompt: its transfer can begin.
+
+    Attributes:
+        is_resumed: the request was retracted, so its prefill node must be asked to compute it again.
+    """
 
     request: Request
     reservation: Reservation
+    is_resumed: bool
 
 
 class PreallocQueue:
@@ -197,16 +202,18 @@ class PreallocQueue:
         return granted
 
     def _grant(self, request: Request, reservation: Reservation, now: float, passing: str) -> PageGrant:
-        if request.output:
+        is_resumed = self._table.states[request.key] is State.RETRACTED
+        if is_resumed:
             self.totals["resumed_remotely"] += 1
         else:
             request.admitted_at = now
-            self._ordering.admitted(request, num_input=len(request.prompt) - request.num_cached)
+            num_cached = reservation.first * self._reservations.page_size
+            self._ordering.admitted(request, num_input=request.num_decodable - num_cached)
         self._table.move(request, Event.GRANT)
         self.totals["skipped_ahead"] += bool(passing)
         num_pages = (len(reservation.pages), reservation.num_pages)
         self.decisions.note(now, request.rid, "grant", "{} of {} pages" + passing, *num_pages)
-        return PageGrant(request, reservation)
+        return PageGrant(request, reservation, is_resumed)
 
     # ---- room -------------------------------------------------------------------------------------------------------
 

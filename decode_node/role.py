@@ -21,7 +21,7 @@ from common.node.role import (
     check_pages,
     decisions_message,
     report_missed_deadline,
-    request_from_generate,
+    request_to_decode,
 )
 from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
@@ -47,7 +47,17 @@ from kv_transfer.receive.receiver import Receiver
 
 #: Monotonic totals of the role itself. ``granted_tokens`` counts the tokens of prompts that a prefill node computed,
 #: ``pages_cached`` the pages of them that were in this node's cache and therefore not granted.
-COUNTERS = ("requests", "failed_requests", "steps", "transfers", "granted_tokens", "pages_cached", "output_tokens")
+#: ``continued_requests`` counts those of the ``requests`` that continue the output of an earlier attempt.
+COUNTERS = (
+    "requests",
+    "continued_requests",
+    "failed_requests",
+    "steps",
+    "transfers",
+    "granted_tokens",
+    "pages_cached",
+    "output_tokens",
+)
 
 #: A prefill node that has not answered ``Connect`` by then counts as lost.
 CONNECT_TIMEOUT_S = 10.0
@@ -214,7 +224,7 @@ class DecodeRole:
                 self._fail(request, ErrorCode.OUT_OF_PAGES, message, now)
 
     def _generate(self, message: Generate, now: float) -> None:
-        request = request_from_generate(message, now)
+        request = request_to_decode(message, now)
         if request.key in self._scheduler.requests:
             return  # a repetition
         self._totals["requests"] += 1
@@ -225,6 +235,9 @@ class DecodeRole:
         except RequestError as error:
             self._answer_failure(request.key, error.code, error.message)
             return
+        if message.output:
+            self._totals["continued_requests"] += 1
+            self.stats.handed_off(request, now)
         if message.prefill is not None:
             self._dial(message.prefill, now)
 
@@ -254,7 +267,7 @@ class DecodeRole:
         assert source is not None, f"{request.key} is computed here"
         self._totals["granted_tokens"] += request.num_decodable
         self._totals["pages_cached"] += reservation.first
-        if request.output:
+        if granted.is_resumed:
             self._ask_again(request, source, now)
         self._receiver.begin(
             self._transfer_of(request.key),
@@ -310,7 +323,7 @@ class DecodeRole:
             self._output.received(key, event, now)
             self._totals["transfers"] += 1
             return
-        if request.output:
+        if key != event.key:
             self._scheduler.not_received(key, now)
         else:
             self._forget(key)

@@ -142,13 +142,15 @@ class DecodeScheduler:
         if context is not None and most > context:
             message = f"prompt and output may have {most} tokens together, the context is {context}"
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param="prompt")
-        if len(request.prompt) + 1 > self._capacity:
+        if request.num_decodable + 1 > self._capacity:
             raise RequestError(
                 ErrorCode.POOL_TOO_SMALL,
-                f"the prompt has {len(request.prompt)} tokens, the decode node's pool holds {self._capacity}, output"
-                " included (--max-total-tokens)",
+                f"prompt and output so far have {request.num_tokens} tokens, the decode node's pool holds"
+                f" {self._capacity}, further output included (--max-total-tokens)",
                 param="prompt",
             )
+        if request.output and self._finish(request, request.output[-1]):
+            raise RequestError(ErrorCode.INVALID_REQUEST, "the output has ended and cannot be continued")
         bound = self._limits.max_queued
         if bound is not None and len(self._table.waiting) + len(self._table.compiling) >= bound:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the decode node already")
@@ -503,8 +505,11 @@ class DecodeScheduler:
 
     def _sampled(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Sampled:
         request.output.append(token)
-        finish = finish_reason(request.sampling, self._eos, token=token, num_output=len(request.output))
-        return Sampled(request, token, logprobs, finish)
+        return Sampled(request, token, logprobs, self._finish(request, token))
+
+    def _finish(self, request: Request, token: int) -> Finish:
+        """Why the output ends with its last token; empty if it goes on."""
+        return finish_reason(request.sampling, self._eos, token=token, num_output=len(request.output))
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class TokenOutput:
         if num_output == 1:
             self._send_first(sampled, now)
         elif self._stream_interval == 1:
-            if num_output > 2 and not finish and sampled.logprobs is None:  # the usual case, kept short
+            if request.stages.decoding_from and not finish and sampled.logprobs is None:  # the usual case, kept short
                 self._outbox.gateway.append(Tokens(request.rid, request.attempt, num_output - 1, (sampled.token,)))
             else:
                 self._send([sampled], now)
@@ -75,7 +75,7 @@ class TokenOutput:
             is_local: its prompt is computed here.
         """
         if request.stages.decoding_from:
-            spans: Sequence[StageSpan] = request.stages.take_decode(now, len(request.output))
+            spans: Sequence[StageSpan] = request.stages.take_decode(now, len(request.output) - request.num_earlier)
         elif is_local:
             spans = request.stages.take_prefill(request.received_at, now)
         else:
@@ -107,15 +107,18 @@ class TokenOutput:
         self._outbox.gateway.append(Tokens(rid, attempt, index, tokens, logprobs=token_logprobs, finish=finish))
 
     def _report_stages(self, request: Request, now: float, *, is_last: bool) -> None:
-        """Send the spans of the stages before the second token, or with the last token those of decoding."""
+        """Send the spans of the stages before this node's first message, or with the last token those of decoding."""
         log = request.stages
         spans: list[StageSpan] = []
-        arrival = None if log.decoding_from else self._arrivals.pop(request.key, None)
-        if arrival is not None:
-            spans = _handover(request, arrival, now)
+        if not log.decoding_from:
+            arrival = self._arrivals.pop(request.key, None)
+            if arrival is not None:
+                spans = _handover(request, arrival, now)
+            else:  # computed here, to continue an earlier output
+                spans = log.take_prefill(request.received_at, now)
             log.decoding_from = now
         if is_last:
-            spans += log.take_decode(now, len(request.output))
+            spans += log.take_decode(now, len(request.output) - request.num_earlier)
         self._report(request.key, spans)
 
 

@@ -22,9 +22,9 @@ from common.node.role import (
     check_tokens,
     decisions_message,
     first_token_message,
+    is_recomputed,
     report_missed_deadline,
-    request_from_generate,
-    request_from_resume,
+    request_to_prefill,
 )
 from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
@@ -49,7 +49,8 @@ from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted
 
 #: Monotonic totals of the role itself. ``prompt_tokens`` counts the prompts whose first token was sampled here, and
 #: ``prompt_tokens_cached`` what of them was in the cache. ``overlapped_transfers`` counts those ``chunked_requests`` of
-#: which the first page was delivered before the last chunk began.
+#: which the first page was delivered before the last chunk began. ``resumes`` counts those of which only tokens were
+#: computed that had been computed before; ``requests`` does not.
 COUNTERS = (
     "requests",
     "failed_requests",
@@ -87,7 +88,7 @@ class PrefillRole:
         self._cache = cache
         self._allocator = allocator
         self._vocab_size = vocab_size
-        self._resumed: dict[RequestKey, None] = {}  # computed again for a decode node; the gateway hears nothing
+        self._resumed: dict[RequestKey, None] = {}  # a decode node has asked, and not the gateway, which hears nothing
         self._alone: dict[RequestKey, None] = {}  # without a decode node: they end with their first token
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._planned_chunks = PlannedChunks()
@@ -197,10 +198,10 @@ class PrefillRole:
                 self._on_computed(effect, now)
 
     def _generate(self, message: Generate, now: float) -> None:
-        request = request_from_generate(message, now)
+        request = request_to_prefill(message, now)
         if request.key in self._scheduler.requests:
             return  # a repetition
-        self._totals["requests"] += 1
+        self._totals["resumes" if message.output else "requests"] += 1
         try:
             check_generate(message, self._vocab_size)
             self._scheduler.submit(request)
@@ -216,7 +217,7 @@ class PrefillRole:
 
     def _resume(self, peer: str, message: Resume, now: float) -> None:
         """Compute again what a decode node has retracted. Failures are reported to it, not to the gateway."""
-        request = request_from_resume(message, now)
+        request = request_to_prefill(message, now)
         if request.key in self._scheduler.requests:
             return
         try:
@@ -236,7 +237,7 @@ class PrefillRole:
         if first is None:
             self._sender.computed(request.key, request.pages[: computed.num_pages])
             return
-        if not first.is_repeat and request.key not in self._resumed:
+        if not first.is_repeat and not is_recomputed(request):
             self._totals["output_tokens"] += 1
             self._totals["prompt_tokens"] += len(request.prompt)
             self._totals["prompt_tokens_cached"] += request.num_cached
@@ -286,7 +287,7 @@ class PrefillRole:
 
     def _report_stages(self, request: Request, now: float) -> None:
         """Tell the gateway where a request that ends before its first token has spent its time."""
-        if not self._scheduler.has_first_token(request.key):
+        if not self._scheduler.has_first_token(request.key) and not is_recomputed(request):
             self.outbox.gateway.append(
                 Spans(*request.key, tuple(request.stages.take_prefill(request.received_at, now)))
             )

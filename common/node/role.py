@@ -32,11 +32,16 @@ def check_generate(message: Generate, vocab_size: int) -> None:
     """Refuse values that would break a step. The gateway never sends them, but a node does not rely on that.
 
     Raises:
-        RequestError: no prompt, a token id outside of the vocabulary, or a number out of range.
+        RequestError: no prompt, a token id outside of the vocabulary, a number out of range, or an output that cannot
+            be continued.
     """
     sampling = message.sampling
     if sampling.max_new_tokens < 1:
         raise RequestError(ErrorCode.INVALID_REQUEST, "max_new_tokens must be at least 1")
+    if message.output and message.decode is None:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "only a decode node can continue an output")
+    if len(message.output) >= sampling.max_new_tokens:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "output must be shorter than max_new_tokens")
     numbers = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
     if not 0 <= sampling.seed < 2**64 or not all(0 <= number < math.inf for number in numbers):
         raise RequestError(
@@ -47,7 +52,7 @@ def check_generate(message: Generate, vocab_size: int) -> None:
             ErrorCode.INVALID_REQUEST, "prompt_logprobs_from must be at least 1: no token precedes the first"
         )
     others = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
-    check_tokens((*message.prompt, *others) if message.prompt else (), vocab_size)
+    check_tokens((*message.prompt, *message.output, *others) if message.prompt else (), vocab_size)
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
@@ -58,39 +63,49 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"a token id is outside of the vocabulary of {vocab_size}")
 
 
-#: For prompts that are only computed again: what is sampled after them is discarded, and must not end them.
+#: For tokens that are only computed again: what is sampled after them is discarded, and must not end them.
 DISCARDED_SAMPLING = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
 
 
-def request_from_resume(message: Resume, now: float) -> Request:
-    """The request that a ``Resume`` asks a prefill node to compute again."""
+def request_to_decode(message: Generate, now: float) -> Request:
+    """The request of a decode node, which arrived at ``now``, with the output of earlier attempts."""
+    request = _request(message, message.prompt, message.sampling, now)
+    request.expected_output = message.expected_output
+    request.output.extend(message.output)
+    request.num_earlier = len(message.output)
+    return request
+
+
+def request_to_prefill(message: Generate | Resume, now: float) -> Request:
+    """The request of a prefill node, which arrived at ``now``.
+
+    Where tokens are computed again that were computed before, to continue an output elsewhere, they are all prompt. The
+    output's last token is not among them: the decode node computes it.
+    """
+    if isinstance(message, Resume):
+        return _request(message, message.prompt, DISCARDED_SAMPLING, now)
+    if message.output:
+        return _request(message, message.prompt + message.output[:-1], DISCARDED_SAMPLING, now)
+    request = _request(message, message.prompt, message.sampling, now)
+    request.expected_output = message.expected_output
+    return request
+
+
+def is_recomputed(request: Request) -> bool:
+    """Whether a prefill node only computes tokens again, so that the gateway gets no token and no span from it."""
+    return request.sampling is DISCARDED_SAMPLING
+
+
+def _request(message: Generate | Resume, prompt: tuple[int, ...], sampling: SamplingParams, now: float) -> Request:
     return Request(
         rid=message.rid,
         attempt=message.attempt,
-        prompt=message.prompt,
-        sampling=DISCARDED_SAMPLING,
+        prompt=prompt,
+        sampling=sampling,
         salt=message.cache_salt,
         priority=message.priority,
         priority_class=message.priority_class,
         tenant=message.tenant,
-        arrived_at=now - message.waited_s,
-        waited_s=message.waited_s,
-        deadline_at=now + message.timeout_s,
-    )
-
-
-def request_from_generate(message: Generate, now: float) -> Request:
-    """The request that a ``Generate`` carries, which arrived at ``now``."""
-    return Request(
-        rid=message.rid,
-        attempt=message.attempt,
-        prompt=message.prompt,
-        sampling=message.sampling,
-        salt=message.cache_salt,
-        priority=message.priority,
-        priority_class=message.priority_class,
-        tenant=message.tenant,
-        expected_output=message.expected_output,
         arrived_at=now - message.waited_s,
         waited_s=message.waited_s,
         deadline_at=now + message.timeout_s,

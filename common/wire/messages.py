@@ -301,6 +301,11 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
     others: Annotated[tuple[Sample, ...], Meta(max_length=1_024)] = ()  # none with ``output``
     output: tuple[Count, ...] = ()  # of earlier attempts; this one continues after it, and sends no token of it again
 
+    def __post_init__(self) -> None:
+        """Raises ValueError: samples of one prompt have outputs of their own."""
+        if self.output and self.others:
+            raise ValueError("a request that continues an output has no other samples")
+
     def samples(self) -> Iterator["Generate"]:
         """This request alone, and each other sample as a request of its own."""
         yield msgspec.structs.replace(self, others=()) if self.others else self

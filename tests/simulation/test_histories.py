@@ -121,7 +121,9 @@ class History:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def run(self, num_events: int = 45) -> None:
-        actions = ["submit"] * 8 + ["step"] * 8 + ["leave", "urgency", "odd", "stop", "fault"]
+        actions = (
+            ["submit"] * 8 + ["step"] * 8 + ["continue_elsewhere"] * 2 + ["leave", "urgency", "odd", "stop", "fault"]
+        )
         for _ in range(num_events):
             getattr(self, self.random.choice(actions))()
         self.cluster.finish(may_wait=self.is_faulty or bool(self.cluster.wire.faults))
@@ -174,11 +176,18 @@ class History:
             self.given_up[rid] = None
             end_by_client(self.cluster, rid, "left")
 
+    def continue_elsewhere(self) -> None:
+        open_rids = [rid for rid, answer in self.cluster.answers.items() if not answer.is_over]
+        if open_rids:
+            pair = (self.random.choice([0, 1, None]), self.random.randint(0, 1))
+            self.cluster.continue_request(self.random.choice(open_rids), pair=pair)
+
     def urgency(self) -> None:
         if self.cluster.answers:
             rid, priority = self.random.choice(sorted(self.cluster.answers)), self.random.randint(-9, 20)
-            for node in self.cluster.answers[rid].nodes:
-                self.cluster.tell(node, Reprioritize(rid, 0, priority))
+            answer = self.cluster.answers[rid]
+            for node in answer.nodes:
+                self.cluster.tell(node, Reprioritize(rid, answer.attempt, priority))
 
     def odd(self) -> None:
         message = self.random.choice([Flush(), GetDecisions(100)])
@@ -232,7 +241,8 @@ class History:
             if answer.error.code is ErrorCode.OUT_OF_PAGES:
                 assert longest > self.num_tokens[1], (rid, answer.error)
             elif answer.error.code is ErrorCode.POOL_TOO_SMALL:
-                assert len(prompt) + 1 > min(self.num_tokens), (rid, answer.error)
+                needed = len(prompt) + max(1, len(answer.message.output))
+                assert needed > min(self.num_tokens), (rid, answer.error)
 
 
 def live(seed: int, num_outstanding: int = 1) -> History:

@@ -65,12 +65,19 @@ class Cluster(RuleBasedStateMachine):
             self.cluster.answers[rid].finish = "aborted"
             self.cluster.abort(rid)
 
+    @rule(data=st.data(), pair=st.tuples(st.sampled_from([0, 1, None]), st.integers(0, 1)))
+    def continue_elsewhere(self, data: st.DataObject, pair: tuple[int | None, int]) -> None:
+        alive = [rid for rid, answer in self.cluster.answers.items() if not answer.is_over]
+        if alive:
+            self.cluster.continue_request(data.draw(st.sampled_from(alive)), pair=pair)
+
     @rule(data=st.data(), priority=st.integers(-9, 9), name=st.sampled_from([None, "high", "low"]))
     def reprioritize(self, data: st.DataObject, priority: int, name: str | None) -> None:
         if self.cluster.answers:
             rid = data.draw(st.sampled_from(sorted(self.cluster.answers)))
             for member in self.cluster.members:
-                member.role.on_gateway(Reprioritize(rid, 0, priority, name), self.cluster.clock.now())
+                attempt = self.cluster.answers[rid].attempt
+                member.role.on_gateway(Reprioritize(rid, attempt, priority, name), self.cluster.clock.now())
 
     @rule(role=st.sampled_from(["prefill", "decode"]), index=st.integers(0, 1))
     def die(self, role: str, index: int) -> None:

@@ -43,7 +43,8 @@ class FaultyCluster(LocalCluster):
         self._random = random
         self._slowness = slowness
         self._links: dict[tuple[str, str], deque[tuple[int, Message | Lost]]] = {}
-        self._early: dict[str, dict[int, tuple[Member, Tokens]]] = {}  # tokens that arrived before their predecessors
+        #: Tokens that arrived before their predecessors, by request and attempt.
+        self._early: dict[tuple[str, int], dict[int, tuple[Member, Tokens]]] = {}
         self._stopped_until: dict[str, int] = {}  # tick at which each node resumes
         self._is_computing: dict[str, int] = {}
         self._unnoticed: dict[
@@ -127,11 +128,11 @@ class FaultyCluster(LocalCluster):
         if isinstance(message, Failed):
             self._hear(self._member(sender), message)
         elif isinstance(message, Tokens):
-            early = self._early.setdefault(message.rid, {})
+            early = self._early.setdefault((message.rid, message.attempt), {})
             assert message.index not in early, "a token was sent twice"
             early[message.index] = (self._member(sender), message)
             answer = self.answers[message.rid]
-            while len(answer.tokens) in early and not answer.is_over:
+            while answer.attempt == message.attempt and len(answer.tokens) in early and not answer.is_over:
                 self._hear(*early.pop(len(answer.tokens)))
 
     def _member(self, name: str) -> Member:
@@ -147,7 +148,7 @@ class FaultyCluster(LocalCluster):
     def _gateway_lost(self, name: str) -> None:
         for rid, answer in self.answers.items():
             if not answer.is_over and any(node.name == name for node in answer.nodes):
-                answer.error = Failed(rid, 0, ErrorCode.NODE_LOST, f"{name} was lost")
+                answer.error = Failed(rid, answer.attempt, ErrorCode.NODE_LOST, f"{name} was lost")
                 self.abort(rid)
 
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
@@ -260,5 +261,5 @@ def end_by_client(cluster: LocalCluster, rid: str, why: str) -> Answer:
     answer = cluster.answers[rid]
     answer.finish = why
     for node in answer.nodes:
-        cluster.tell(node, Abort(rid, 0))
+        cluster.tell(node, Abort(rid, answer.attempt))
     return answer

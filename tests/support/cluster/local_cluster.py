@@ -5,11 +5,13 @@ whose engine runs in a thread. Pages travel over an in-process wire, and every n
 cluster acts as the gateway: it joins tokens by index and tells the other node when a request has ended.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor
 from support.cluster.manual_clock import ManualClock
 
@@ -58,9 +60,15 @@ class Member:
 
 @dataclass(slots=True)
 class Answer:
-    """The response to a request so far; ``nodes`` are those that serve the request."""
+    """The response to a request so far.
+
+    Attributes:
+        nodes: those that serve the present attempt.
+        message: with which the present attempt began.
+    """
 
     nodes: list[Member]
+    message: Generate
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs | None] = field(default_factory=dict)
     finish: str = ""
@@ -69,6 +77,10 @@ class Answer:
     num_messages: int = 0
     spans: list[StageSpan] = field(default_factory=list)
     error: Failed | None = None
+
+    @property
+    def attempt(self) -> int:
+        return self.message.attempt
 
     @property
     def is_over(self) -> bool:
@@ -163,7 +175,9 @@ class LocalCluster:
         return executor, config.eos_token_ids
 
     def _with_limits(self, limits: Any) -> Any:
-        return replace(limits, **{name: value for name, value in self._limits.items() if hasattr(limits, name)})
+        return dataclasses.replace(
+            limits, **{name: value for name, value in self._limits.items() if hasattr(limits, name)}
+        )
 
     def _order(self, cache: RadixCache) -> RequestOrdering:
         return RequestOrdering(make_policy(self._policy, cache, options=self._options), self._rules)
@@ -246,25 +260,27 @@ class LocalCluster:
         **others: Any,
     ) -> Answer:
         """Send a request to a pair of nodes, decode node first, or to a decode node alone."""
+        where: dict[str, Any] = {"prefill": None, "decode": None, "timeout_s": timeout_s, **others}
+        message = Generate(rid, 0, tuple(prompt), sampling, cache_salt=salt, priority=priority, **where)
+        answer = self.answers[rid] = Answer([], message)
+        self._send(answer, pair)
+        return answer
+
+    def continue_request(self, rid: str, *, pair: tuple[int | None, int] = (0, 0)) -> Answer:
+        """End the present attempt, and make another one that continues after the tokens so far."""
+        answer = self.answers[rid]
+        self.abort(rid)
+        answer.message = replace(answer.message, attempt=answer.attempt + 1, output=answer.output)
+        self._send(answer, pair)
+        return answer
+
+    def _send(self, answer: Answer, pair: tuple[int | None, int]) -> None:
         decode = self.decode[pair[1]]
         prefill = None if pair[0] is None else self.prefill[pair[0]]
-        nodes = [decode] if prefill is None else [prefill, decode]
-        answer = self.answers[rid] = Answer(nodes)
-        message = Generate(
-            rid,
-            0,
-            tuple(prompt),
-            sampling,
-            prefill and prefill.peer,
-            decode.peer,
-            timeout_s=timeout_s,
-            cache_salt=salt,
-            priority=priority,
-            **others,
-        )
-        for node in reversed(nodes):
-            self.tell(node, message)
-        return answer
+        answer.nodes = [decode] if prefill is None else [prefill, decode]
+        answer.message = replace(answer.message, prefill=prefill and prefill.peer, decode=decode.peer)
+        for node in reversed(answer.nodes):
+            self.tell(node, answer.message)
 
     def tell(self, member: Member, message: Message) -> None:
         """Deliver a message of the gateway to a node."""
@@ -273,7 +289,7 @@ class LocalCluster:
 
     def abort(self, rid: str) -> None:
         for node in self.answers[rid].nodes:
-            self.tell(node, Abort(rid, 0))
+            self.tell(node, Abort(rid, self.answers[rid].attempt))
 
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
         """End a node as SIGKILL does. The other nodes notice unless ``is_noticed`` is false, and its requests fail."""
@@ -283,7 +299,7 @@ class LocalCluster:
             member.transport.die()
         for rid, answer in self.answers.items():
             if member in answer.nodes and not answer.is_over:
-                answer.error = Failed(rid, 0, ErrorCode.NODE_LOST, f"{member.name} was killed")
+                answer.error = Failed(rid, answer.attempt, ErrorCode.NODE_LOST, f"{member.name} was killed")
                 self.abort(rid)
         for other in self.members:
             if is_noticed:
@@ -355,9 +371,13 @@ class LocalCluster:
     def _take_grammars(self, member: Member) -> None:
         for effect in member.role.outbox.grammars:
             if isinstance(effect, CompileGrammar):
+                if self._folder is not None:
+                    member.executor.compile_grammar(effect.grammar).result()
                 member.grammars[effect.grammar] = self.wire.num_ticks + self._compile_ticks()
             else:
                 del member.grammars[effect.grammar]
+                if self._folder is not None:
+                    member.executor.drop_grammar(effect.grammar)
         member.role.outbox.grammars.clear()
 
     def _compile_ticks(self) -> int:
@@ -395,6 +415,8 @@ class LocalCluster:
     def _hear(self, sender: Member, message: Message) -> None:
         assert isinstance(message, Tokens | Spans | Failed)
         answer = self.answers[message.rid]
+        if message.attempt != answer.attempt:
+            return  # of an earlier attempt, as in the gateway
         if isinstance(message, Spans):
             answer.spans += message.spans
             return
@@ -413,7 +435,7 @@ class LocalCluster:
         if answer.is_over:
             for node in answer.nodes:
                 if node is not sender:
-                    self.tell(node, Abort(message.rid, 0))
+                    self.tell(node, Abort(message.rid, message.attempt))
 
     def counters(self, member: Member) -> dict[str, float]:
         counters: dict[str, float] = member.role.counters()
