@@ -5,7 +5,7 @@ pages of a broken transfer are safe again. Tokens and errors go straight to the 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.cache.page_allocator import Owner, PageAllocator
@@ -378,6 +378,9 @@ class DecodeRole:
 
     def peers(self) -> Sequence[str]:
         return list(self._peers)
+
+    def requests(self) -> Mapping[RequestKey, Request]:
+        return self._scheduler.requests
 
     def load(self) -> Load:
         num_waiting = self._scheduler.num_waiting

@@ -5,7 +5,7 @@ error go straight to the gateway.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.cache.page_allocator import Owner, PageAllocator
@@ -309,6 +309,9 @@ class PrefillRole:
 
     def peers(self) -> Sequence[str]:
         return self._sender.peers()
+
+    def requests(self) -> Mapping[RequestKey, Request]:
+        return self._scheduler.requests
 
     def load(self) -> Load:
         num_waiting = self._scheduler.num_waiting

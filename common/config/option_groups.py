@@ -34,7 +34,8 @@ SERVING: Groups = {
         "priority_function", "priority_classes", "default_priority_class", "tenant_shares", "tenant_quotas",
     ),
     "Network": (
-        "host", "port", "control_host", "control_port", "gateway", "advertise_host", "data_port", "data_interface",
+        "host", "port", "control_host", "control_port", "gateway", "orphan_timeout",
+        "advertise_host", "data_port", "data_interface",
         "http_host", "http_port", "health_timeout",
         "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "heartbeat_timeout",
     ),

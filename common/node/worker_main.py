@@ -128,7 +128,8 @@ def _serve_model(
         role,
         engine,
         register=lambda: _register(config, model, capacity, role, endpoint=endpoint, http=http),
-        gateway=config.gateway,
+        gateways=config.gateways,
+        orphan_timeout_s=config.orphan_timeout,
         endpoint=endpoint,
         clock=worker.clock,
     )

@@ -282,6 +282,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rid: Id
     attempt: Count
     seed: Annotated[int, Meta(ge=0)]
+    key: ShortText = ""
 
 
 class Generate(RequestMessage, frozen=True, tag="generate"):
@@ -299,6 +300,7 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
     expected_output: Count = 0  # predicted number of output tokens; 0: unknown
     waited_s: Annotated[float, Meta(ge=0)] = 0.0  # seconds since the request reached the gateway
     others: Annotated[tuple[Sample, ...], Meta(max_length=1_024)] = ()  # none with ``output``
+    key: ShortText = ""  # digest of the client's key, with which another gateway may ask for it; empty without one
     output: tuple[Count, ...] = ()  # of earlier attempts; this one continues after it, and sends no token of it again
 
     def __post_init__(self) -> None:
@@ -311,7 +313,8 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
         yield msgspec.structs.replace(self, others=()) if self.others else self
         for other in self.others:
             sampling = self.sampling._replace(seed=other.seed)
-            yield msgspec.structs.replace(self, rid=other.rid, attempt=other.attempt, sampling=sampling, others=())
+            own = {"rid": other.rid, "attempt": other.attempt, "key": other.key, "sampling": sampling}
+            yield msgspec.structs.replace(self, **own, others=())
 
 
 class Abort(RequestMessage, frozen=True, tag="abort"):
@@ -385,6 +388,31 @@ class Failed(RequestMessage, frozen=True, tag="failed"):
     code: ErrorCode
     message: Text
     retry_after_s: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class Find(Message, frozen=True, tag="find"):
+    """gateway -> node: a client asks again for requests with these keys, which another gateway may have sent.
+
+    The node ends them if they still run, and answers with what it has of their outputs.
+    """
+
+    keys: Annotated[tuple[ShortText, ...], Meta(max_length=1_024)]
+    number: Count = 0
+
+
+class KeptOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The output so far of a request with a key."""
+
+    key: ShortText
+    tokens: tuple[Count, ...]  # from the first on; empty if they cannot be continued
+    finish: Literal["", "stop", "length"] = ""
+
+
+class Found(Message, frozen=True, tag="found"):
+    """node -> gateway: answer to ``Find``, with the requests that the node knows."""
+
+    outputs: Annotated[tuple[KeptOutput, ...], Meta(max_length=1_024)]
+    number: Count = 0
 
 
 # ---- a decode node and a prefill node form a pair -------------------------------------------------------------------
@@ -505,6 +533,7 @@ FromNode = (
     | Spans
     | Moved
     | Failed
+    | Found
     | Ping
 )
 FromGateway = (
@@ -520,6 +549,7 @@ FromGateway = (
     | Reprioritize
     | SetPaused
     | Move
+    | Find
     | Flush
     | GetDecisions
     | StartProfile

@@ -17,6 +17,7 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from common.errors import RequestError
+from common.wire.messages import KeptOutput, Tokens
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.errors import Envelope, anthropic_envelope, error_headers, openai_envelope
 from gateway.http.formatters.anthropic import AnthropicFormatter
@@ -46,7 +47,7 @@ from gateway.http.retries import Retries, draws_seeds
 from gateway.http.services import Services
 from gateway.http.streaming import OutputEvents, TurnEnd, send_stream, send_whole
 from gateway.requests.generate_request import GenerateRequest
-from gateway.requests.idempotency import KeyedRequest, RequestIdentity, with_seeds
+from gateway.requests.idempotency import KeyedRequest, RequestIdentity, with_key
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.quotas import charge
 from gateway.tracing.trace_context import TraceContext
@@ -191,8 +192,9 @@ class GenerateApp:
         self._retries = Retries(
             services.idempotency,
             services.dispatcher,
-            services.metrics,
-            services.clock,
+            services.control,
+            metrics=services.metrics,
+            clock=services.clock,
             grace_s=services.config.retry_grace,
         )
         self._on_gap = {model.name: services.metrics.on_gap(model.name) for model in services.models}
@@ -273,20 +275,23 @@ class GenerateApp:
         answer_id = endpoint.id_prefix + secrets.token_hex(16)
         requests = await endpoint.process(body, model, tenant, answer_id)
         requests = services.priorities.assign(requests, body.priority, body.priority_class)
-        if identity is not None and (repeated := self._repeated(identity, body)) is not None:
-            return repeated  # it came again meanwhile
-        events = OutputEvents(self._turn, only_ends=not body.stream)
-        keyed: KeyedRequest | None = None
+        known: dict[str, KeptOutput] = {}
         if identity is not None:
-            if draws_seeds(body):
-                requests = with_seeds(requests, identity)
-            keyed = self._retries.begin(identity, answer_id, events)
+            requests = with_key(requests, identity, draws_seeds=draws_seeds(body))
+            known = await self._retries.take_over(model, requests)
+            if (repeated := self._repeated(identity, body)) is not None:
+                return repeated  # it came again meanwhile
+        events = OutputEvents(self._turn, only_ends=not body.stream)
+        keyed = None if identity is None else self._retries.begin(identity, answer_id, events)
         trace, traceparent = None, state.get(TRACEPARENT, "")
         if traceparent or services.tracer.is_sampling:
             trace = services.tracer.begin(traceparent, answer_id, endpoint.operation)
         wake = events.wake if keyed is None else keyed.wake
         streams = self._streams(requests, model, wake, arrived_at, state[REQUEST_ID], trace)
-        self._submit(streams)
+        for stream in streams if known else ():
+            if (output := known.get(stream.request.key)) is not None and output.tokens:
+                stream.on_tokens(Tokens(stream.request.rid, 0, 0, output.tokens, finish=output.finish), arrived_at)
+        self._submit([stream for stream in streams if not stream.is_ended] if known else streams)
         if keyed is not None:
             self._retries.add(keyed, streams)
         return _Answer(answer_id, streams, events, keyed)
@@ -323,6 +328,8 @@ class GenerateApp:
 
     def _submit(self, streams: list[OutputStream]) -> None:
         """Sends all outputs of a request, or none. Raises RequestError: too many for their tenant or in all."""
+        if not streams:
+            return
         services = self._services
         tenant = streams[0].request.tenant
         if not tenant:

@@ -1,17 +1,29 @@
-"""Answers of requests with a key: a retry takes the outputs over, and outputs without a client go on for a grace."""
+"""Answers of requests with a key: a retry takes the outputs over, and outputs without a client go on for a grace.
+
+A retry that this gateway does not know may repeat a request of another gateway, or of an earlier start of this one. The
+nodes are asked for its outputs so far, which are then continued like those of an attempt that a lost node has ended.
+"""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.clock import Clock
+from common.wire.messages import KeptOutput
 from gateway.http.http_connection import IDEMPOTENCY_KEY
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
 from gateway.http.streaming import OutputEvents
 from gateway.metrics.collectors import Metrics
 from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, RequestIdentity, identify
 from gateway.requests.output_processor import OutputStream
+from gateway.workers.control_plane import ControlPlane
+from gateway.workers.served_models import ServedModel
+
+#: Nodes that do not say in time which requests they know are taken to know none.
+FIND_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,9 +48,11 @@ class Retries:
     """
 
     def __init__(
-        self, store: IdempotencyStore, dispatcher: Dispatcher, metrics: Metrics, clock: Clock, *, grace_s: float
-    ) -> None:
+        self, store: IdempotencyStore, dispatcher: Dispatcher, control: ControlPlane,
+        *, metrics: Metrics, clock: Clock, grace_s: float,
+    ) -> None:  # fmt: skip
         self._store = store
+        self._control = control
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._clock = clock
@@ -61,6 +75,22 @@ class Retries:
             if isinstance(previous, AnswerReader):
                 previous.end()
         return request
+
+    async def take_over(self, model: ServedModel, requests: Sequence[GenerateRequest]) -> dict[str, KeptOutput]:
+        """The outputs so far, by key, of requests that another gateway has sent to the nodes; they end there."""
+        found: dict[str, KeptOutput] = {}
+        answers = await self._control.find(model.name, [request.key for request in requests], FIND_TIMEOUT_S)
+        prompts = {request.key: request for request in requests}
+        for incarnation, outputs in answers.items():
+            for output in outputs:
+                request = prompts.get(output.key)
+                best = found.get(output.key)
+                if request is None or (best is not None and len(best.tokens) >= len(output.tokens)):
+                    continue
+                if output.tokens:
+                    model.pool.router.cached(request.prompt, request.salt, incarnation)
+                found[output.key] = output
+        return found
 
     def begin(self, identity: RequestIdentity, answer_id: str, events: OutputEvents) -> KeyedRequest:
         """A new request with a key, for the answer of this task."""

@@ -307,6 +307,8 @@ class Dispatcher:
                 expected_output=request.expected_output,
                 waited_s=waited_s,
                 others=tuple([_sample(other) for other in others]),
+                key=request.key,
+                output=tuple(flight.stream.ids),
             )
             self._channel.send(generate, *nodes)
 
@@ -429,7 +431,8 @@ class Dispatcher:
         if flight is None:
             self._channel.send(Abort(message.rid, message.attempt), sender)
             return
-        if message.index == 0 and flight.is_prefill_counted and flight.pair is not None:
+        is_prefilled = message.index == 0 or sender == flight.nodes[-1]
+        if is_prefilled and flight.is_prefill_counted and flight.pair is not None:
             flight.is_prefill_counted = False
             flight.pool.router.prefill_done(flight.pair)
         if flight.queued is not None:
@@ -503,12 +506,14 @@ def request_of(stream: OutputStream) -> Request:
 def _group(flight: InFlightRequest) -> tuple[Any, ...]:
     """Equal for samples of one prompt that are sent alike."""
     request = flight.stream.request
+    if flight.stream.ids:  # it continues
+        return (request.rid,)
     return id(flight.siblings), request.prompt_number, flight.nodes, request.priority, request.priority_class
 
 
 def _sample(flight: InFlightRequest) -> Sample:
     request = flight.stream.request
-    return Sample(request.rid, flight.attempt, request.sampling.seed)
+    return Sample(request.rid, flight.attempt, request.sampling.seed, request.key)
 
 
 def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:

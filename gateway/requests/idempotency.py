@@ -69,13 +69,22 @@ def identify(path: str, body: bytes, tenant: str, header: str | None, rid: str |
     return RequestIdentity(tenant, key, header is None, fingerprint)
 
 
-def with_seeds(requests: Sequence[GenerateRequest], identity: RequestIdentity) -> list[GenerateRequest]:
-    """Requests whose seeds follow from their key, so that a new run after a loss samples the same tokens."""
-    first = int(identity.digest[:16], 16)
-    return [
-        msgspec.structs.replace(request, sampling=request.sampling._replace(seed=(first + i) % 2**64))
-        for i, request in enumerate(requests)
-    ]
+def with_key(
+    requests: Sequence[GenerateRequest], identity: RequestIdentity, *, draws_seeds: bool
+) -> list[GenerateRequest]:
+    """Requests that other gateways find at the nodes by their key.
+
+    Args:
+        draws_seeds: their seeds follow from the key too, so that a new run after a loss samples the same tokens.
+    """
+    digest = identity.digest
+    first = int(digest[:16], 16)
+    keyed: list[GenerateRequest] = []
+    for i, request in enumerate(requests):
+        seed = (first + i) % 2**64 if draws_seeds else request.sampling.seed
+        sampling = request.sampling._replace(seed=seed)
+        keyed.append(msgspec.structs.replace(request, sampling=sampling, key=f"{digest}-{i}"))
+    return keyed
 
 
 class Reader(Protocol):
@@ -192,6 +201,7 @@ class IdempotencyStore:
         if not request.has_failed:
             self._drop(request.identity.index)  # an ended request of the same rid
             self._in_flight[request.identity.index] = request
+            self.on_output_ended(request)  # if the nodes had all of its outputs
 
     def on_output_ended(self, request: KeyedRequest) -> None:
         """Keeps a request whose outputs have ended well, and forgets one with an output that failed."""

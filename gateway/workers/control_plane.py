@@ -5,7 +5,7 @@ One bound socket for the nodes of all models, read from the event loop. Requests
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -18,11 +18,14 @@ from common.wire.messages import (  # fmt: skip
     Deregister,
     Done,
     Failed,
+    Find,
     Flush,
     Flushed,
+    Found,
     GetDecisions,
     Heartbeat,
     HeartbeatAck,
+    KeptOutput,
     Message,
     Pairs,
     Ping,
@@ -169,6 +172,7 @@ class ControlPlane:
             Decisions: self._rpc.on_answer,
             ProfileAnswer: self._rpc.on_answer,
             Done: self._rpc.on_answer,
+            Found: self._rpc.on_answer,
             Ping: lambda sender, message: None,
         }
 
@@ -319,6 +323,11 @@ class ControlPlane:
         nodes = self.pools.workers()
         answers = await self._rpc.call([node.incarnation for node in nodes], message, ProfileAnswer, timeout_s)
         return [(node, answers.get(node.incarnation)) for node in nodes]
+
+    async def find(self, model: str, keys: Sequence[str], timeout_s: float) -> dict[str, tuple[KeptOutput, ...]]:
+        """What each node of a model has of the outputs of requests with these keys, by the node's incarnation."""
+        answers = await self._rpc.call(self.pools[model].registry.workers, Find(tuple(keys)), Found, timeout_s)
+        return {incarnation: answer.outputs for incarnation, answer in answers.items()}
 
     def describe(self, node: Worker) -> dict[str, Any]:
         """One row of ``GET /v1/workers``."""

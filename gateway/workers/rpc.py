@@ -8,8 +8,10 @@ import msgspec
 
 from common.wire.messages import (
     Decisions,
+    Find,
     Flush,
     Flushed,
+    Found,
     GetDecisions,
     Message,
     ProfileAnswer,
@@ -17,8 +19,8 @@ from common.wire.messages import (
     StopProfile,
 )
 
-Question = Flush | GetDecisions | StartProfile | StopProfile
-Answer = TypeVar("Answer", Flushed, Decisions, ProfileAnswer)
+Question = Find | Flush | GetDecisions | StartProfile | StopProfile
+Answer = TypeVar("Answer", Found, Flushed, Decisions, ProfileAnswer)
 
 
 class NodeRpc:
@@ -53,7 +55,7 @@ class NodeRpc:
         answers = {incarnation: wait.result() for incarnation, wait in waits.items() if wait.done()}
         return {incarnation: answer for incarnation, answer in answers.items() if isinstance(answer, kind)}
 
-    def on_answer(self, incarnation: str, answer: Flushed | Decisions | ProfileAnswer) -> None:
+    def on_answer(self, incarnation: str, answer: Found | Flushed | Decisions | ProfileAnswer) -> None:
         """Passes on an answer; one that is too late is dropped."""
         self._end(incarnation, answer.number, answer)
 

@@ -24,6 +24,7 @@ from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
 from common.node.memory_plan import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, Capacity, num_pages_that_fit, plan_capacity
 from common.node.outbox import Outbox
 from common.node.role import Load
+from common.request import Request, RequestKey
 from common.node.worker_context import WorkerContext, make_cache
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
@@ -205,6 +206,9 @@ class Watched:
     def pairs(self) -> tuple[()]:
         return ()
 
+    def requests(self) -> dict[RequestKey, Request]:
+        return {}
+
     def stop(self, reason: str, now: float) -> None:
         pass
 
@@ -215,7 +219,7 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
     thread = EngineThread(engine)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     node = EventLoop(
-        role, thread, register=lambda: None, gateway="127.0.0.1:1",
+        role, thread, register=lambda: None, gateways=["127.0.0.1:1"], orphan_timeout_s=1.0,
         endpoint=ControlEndpoint(context, "n" * 32, None), clock=MonotonicClock(),
     )  # type: ignore[arg-type]  # fmt: skip
     role.node = node

@@ -9,7 +9,7 @@ from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.wire.messages import Tokens
 from gateway.requests.generate_request import GenerateRequest
-from gateway.requests.idempotency import IdempotencyStore, identify, with_seeds
+from gateway.requests.idempotency import IdempotencyStore, identify, with_key
 from gateway.requests.output_processor import OutputStream
 from scripts.simulator.gateway import NoText
 
@@ -175,11 +175,19 @@ def test_requests_in_flight_are_known_however_many_results_are_kept():
 
 def test_seeds_follow_from_the_key_the_body_and_the_number_of_the_output():
     requests = [request("a", seed=5), request("b", seed=6)]
-    seeds = [made.sampling.seed for made in with_seeds(requests, identity_of())]
-    assert seeds == [made.sampling.seed for made in with_seeds(requests, identity_of())]
+    made = with_key(requests, identity_of(), draws_seeds=True)
+    assert made == with_key(requests, identity_of(), draws_seeds=True)
+    seeds = [request.sampling.seed for request in made]
     assert seeds[1] == (seeds[0] + 1) % 2**64
     others = (identity_of("other"), identity_of(body=b"other"), identity_of(tenant="other"), rid_of("k"))
-    assert len({seeds[0], *(with_seeds(requests, other)[0].sampling.seed for other in others)}) == 5
+    different = [with_key(requests, other, draws_seeds=True)[0] for other in others]
+    assert len({seeds[0], *(request.sampling.seed for request in different)}) == 5
+    assert len({made[0].key, made[1].key, *(request.key for request in different)}) == 6
+
+
+def test_seeds_of_the_client_are_kept():
+    made = with_key([request("a", seed=5)], identity_of(), draws_seeds=False)
+    assert [one.sampling.seed for one in made] == [5]
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -1,0 +1,122 @@
+"""The connection of a node to one gateway, which it dials until it is stopped.
+
+The node registers whenever the connection comes up.
+"""
+
+import logging
+from collections.abc import Callable
+
+from msgspec import structs
+
+from common.clock import Clock
+from common.reminder import Reminder
+from common.wire.mailbox import HandshakeFailure, Mailbox
+from common.wire.messages import Heartbeat, HeartbeatAck, Message, Pairs, PairState, Register, Registered
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 10.0  # of a gateway after a registration; the node then connects again
+REMEDIES = {
+    HandshakeFailure.KEY: "it does not permit the key of this node: give both --keys folders of one baton keygen, with "
+    "the node's public key in the folder nodes of the gateway's",
+    HandshakeFailure.PROTOCOL: "only one of the two has keys (start both with keys, or both with --insecure), or the "
+    "process there is no gateway of this release of Baton",
+    HandshakeFailure.CLOSED: "the process there closes the connection, as a gateway with another key does: give both "
+    "--keys folders of one baton keygen",
+}
+
+
+class GatewayLink:
+    """Args:
+    mailbox: connected to the gateway.
+    address: ``host:port`` of its control socket.
+    register: makes the message that registers this node.
+
+    Attributes:
+        incarnation: of the gateway process; empty while none has answered.
+        is_registered, is_dialling: whether the gateway has accepted this node, and whether it is not even connected.
+        heartbeat_s: seconds between two heartbeats that the gateway wants.
+    """
+
+    def __init__(self, mailbox: Mailbox, address: str, register: Callable[[], Register], clock: Clock) -> None:
+        self.mailbox = mailbox
+        self.address = address
+        self._register = register
+        self._clock = clock
+        self._connected_at: float | None = None  # to a gateway that has not answered yet
+        self._failures: set[HandshakeFailure] = set()  # logged since the last registration
+        self._heard: tuple[float, float] = (0.0, 0.0)  # when the gateway sent its last instant, and when it came
+        self._sent_pairs: tuple[PairState, ...] | None = None  # since the last registration
+        self._reminder = Reminder(clock.now())
+        self.incarnation = ""
+        self.heartbeat_s = 1.0
+        self.is_registered = False
+        self.is_dialling = True
+
+    def send(self, *messages: Message) -> None:
+        self.mailbox.send(*messages, target=self.incarnation)
+
+    def register(self) -> None:
+        self.send(self._register())
+
+    def follow(self, now: float) -> str:
+        """Follows the connection. Returns the incarnation of a gateway that was lost with it; empty if none was."""
+        events = self.mailbox.connection_events()
+        lost = ""
+        if events.failure is not None:
+            self._report_failure(events.failure)
+        if events.disconnected:
+            if events.failure is None:
+                log.warning("the gateway at %s is gone; dialling it again", self.address)
+            lost, self.incarnation = self.incarnation, ""
+            self.is_registered, self.is_dialling = False, True
+            self._reminder = Reminder(now)
+            self._connected_at = None
+        if events.connected:
+            self._connected_at = now
+            self.is_dialling = False
+            self.register()
+        elif self._connected_at is not None and now - self._connected_at > SILENCE_S:
+            self._connected_at = None
+            self.mailbox.redial()
+        return lost
+
+    def heard_from(self, sender: str) -> str:
+        """A process has answered. Returns the incarnation of another one whose address it has taken over, or ""."""
+        before, self.incarnation = self.incarnation, sender
+        self._connected_at = None
+        return before if before != sender else ""
+
+    def on_registered(self, message: Registered) -> None:
+        self._failures.clear()
+        if not self.is_registered:
+            log.info("registered with the gateway at %s (start %d)", self.address, message.starts)
+        self.is_registered = True
+        self._sent_pairs = None
+        self.heartbeat_s = message.heartbeat_s
+        self.on_instant(message)
+
+    def on_instant(self, message: Registered | HeartbeatAck) -> None:
+        """The gateway tells its time, for the estimate of how far the clocks are apart."""
+        self._heard = (message.sent_at, self._clock.now())  # an instant of the turn may be earlier than it was sent
+
+    def beat(self, heartbeat: Heartbeat, pairs: tuple[PairState, ...]) -> None:
+        """Sends a heartbeat, and the pairs if they have changed."""
+        (gateway_sent_at, received_at), self._heard = self._heard, (0.0, 0.0)
+        self.send(structs.replace(heartbeat, gateway_sent_at=gateway_sent_at, received_at=received_at))
+        if pairs != self._sent_pairs:
+            self._sent_pairs = pairs
+            self.send(Pairs(pairs))
+
+    def remind(self, now: float) -> None:
+        """Says now and then that the gateway is missing."""
+        if not self.is_registered and self._reminder.is_due(now):
+            log.info(
+                "still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT", self.address
+            )
+
+    def _report_failure(self, failure: HandshakeFailure) -> None:
+        """Logs why the gateway cannot be reached: each cause once, since an attacker on the path can forge it."""
+        if failure not in self._failures:
+            self._failures.add(failure)
+            log.error("cannot connect to --gateway %s: %s; trying again", self.address, REMEDIES[failure])
