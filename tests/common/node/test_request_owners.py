@@ -195,7 +195,7 @@ class OwnersMachine(RuleBasedStateMachine):
 
     def drop(self, keys):
         for key in keys:
-            del self.node.requests[key]
+            self.node.requests.pop(key, None)
 
     @invariant()
     def every_request_on_the_node_has_an_owner(self):

@@ -24,8 +24,8 @@ from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
 from common.node.memory_plan import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, Capacity, num_pages_that_fit, plan_capacity
 from common.node.outbox import Outbox
 from common.node.role import Load
-from common.request import Request, RequestKey
 from common.node.worker_context import WorkerContext, make_cache
+from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Connect, Generate, Peer, Ping
