@@ -15,6 +15,7 @@ import zmq
 
 from common.clock import Clock
 from common.errors import ConfigError, ErrorCode, InvariantError
+from common.node.credit import Credit
 from common.node.engine_thread import EngineThread
 from common.node.gateway_link import GatewayLink
 from common.node.request_owners import RequestOwners
@@ -101,6 +102,7 @@ class EventLoop:
         register: makes the message that registers this node.
         gateways: ``host:port`` of each gateway's control socket.
         orphan_timeout_s: how long requests with a key outlive their gateway.
+        room: requests that run at once, which several gateways share.
 
     Attributes:
         gateway_address: as given.
@@ -120,6 +122,7 @@ class EventLoop:
         endpoint: ControlEndpoint,
         clock: Clock,
         orphan_timeout_s: float,
+        room: int,
     ) -> None:
         self._role = role
         self._engine = engine
@@ -128,8 +131,10 @@ class EventLoop:
         self._clock = clock
         key = b"" if endpoint.keys is None else endpoint.keys.gateway
         self._links = [
-            GatewayLink(endpoint.dial(FromGateway, address, key), address, register, clock) for address in gateways
+            GatewayLink(endpoint.dial(FromGateway, address, key), address, register, clock, is_alone=len(gateways) == 1)
+            for address in gateways
         ]
+        self._credit = Credit(room) if len(gateways) > 1 else None
         self._profiling = self._links[0]  # the gateway that has asked for the last profile
         self._owners = RequestOwners(orphan_timeout_s)
         self.gateway_address = ",".join(gateways)
@@ -263,7 +268,7 @@ class EventLoop:
     def _receive(self, now: float) -> None:
         for link in list(self._links):
             if lost := link.follow(now):
-                self._end_requests(self._owners.lose(lost, now), now)
+                self._lose(lost, now)
             for letter in link.mailbox.receive():
                 self._on_gateway(link, letter.sender, letter.message, now)
         if self._listen is not None:
@@ -273,15 +278,19 @@ class EventLoop:
 
     def _on_gateway(self, link: GatewayLink, sender: str, message: Message, now: float) -> None:
         if lost := link.heard_from(sender):
-            self._end_requests(self._owners.lose(lost, now), now)
+            self._lose(lost, now)
         if isinstance(message, RequestMessage):
             self._on_request(sender, message, now)
         elif isinstance(message, Registered):
             link.on_registered(message)
             self._end_requests(self._owners.reclaim(sender), now)
             self._next_heartbeat_at = now
+            if self._credit is not None:
+                self._credit.join(sender)
         elif isinstance(message, HeartbeatAck):
             link.on_instant(message)
+            if self._credit is not None:
+                self._credit.acknowledge(sender, message.demand)
         elif isinstance(message, Unknown):
             self._end_requests(self._owners.reclaim(sender), now)
             link.register()
@@ -318,6 +327,12 @@ class EventLoop:
         link.mailbox.close()
 
     # ---- requests and the gateways that they belong to --------------------------------------------------------------
+
+    def _lose(self, gateway: str, now: float) -> None:
+        """A gateway is lost: end its requests, but for those that another gateway may continue."""
+        self._end_requests(self._owners.lose(gateway, now), now)
+        if self._credit is not None:
+            self._credit.leave(gateway)
 
     def _end_requests(self, keys: Sequence[RequestKey], now: float) -> None:
         """End requests that no gateway wants any more."""
@@ -380,10 +395,12 @@ class EventLoop:
         self._next_heartbeat_at = now + min(link.heartbeat_s for link in self._links)
         snapshot = Snapshot(now, self._heartbeat(), tuple(self._role.pairs())[:MAX_PAIRS])
         self.snapshots = (*self.snapshots[-1:], snapshot)
+        self._end_requests(self._owners.sweep(self._role.requests(), now), now)
+        in_flight = self._owners.num_on_node() if self._credit is not None else {}
         for link in self._links:
             if link.is_registered:
-                link.beat(snapshot.heartbeat, snapshot.pairs)
-        self._end_requests(self._owners.sweep(self._role.requests(), now), now)
+                share = None if self._credit is None else self._credit.offer(link.incarnation, in_flight)
+                link.beat(snapshot.heartbeat, snapshot.pairs, share)
 
     def _flush(self) -> None:
         outbox = self._role.outbox

@@ -31,6 +31,7 @@ class GatewayLink:
     mailbox: connected to the gateway.
     address: ``host:port`` of its control socket.
     register: makes the message that registers this node.
+    is_alone: the node has no other gateway.
 
     Attributes:
         incarnation: of the gateway process; empty while none has answered.
@@ -38,10 +39,13 @@ class GatewayLink:
         heartbeat_s: seconds between two heartbeats that the gateway wants.
     """
 
-    def __init__(self, mailbox: Mailbox, address: str, register: Callable[[], Register], clock: Clock) -> None:
+    def __init__(
+        self, mailbox: Mailbox, address: str, register: Callable[[], Register], clock: Clock, *, is_alone: bool
+    ) -> None:
         self.mailbox = mailbox
         self.address = address
         self._register = register
+        self._is_alone = is_alone
         self._clock = clock
         self._connected_at: float | None = None  # to a gateway that has not answered yet
         self._failures: set[HandshakeFailure] = set()  # logged since the last registration
@@ -57,7 +61,8 @@ class GatewayLink:
         self.mailbox.send(*messages, target=self.incarnation)
 
     def register(self) -> None:
-        self.send(self._register())
+        """Registers the node, for no request until the gateway knows its share, if it must share the node."""
+        self.send(structs.replace(self._register(), share=None if self._is_alone else 0))
 
     def follow(self, now: float) -> str:
         """Follows the connection. Returns the incarnation of a gateway that was lost with it; empty if none was."""
@@ -100,10 +105,15 @@ class GatewayLink:
         """The gateway tells its time, for the estimate of how far the clocks are apart."""
         self._heard = (message.sent_at, self._clock.now())  # an instant of the turn may be earlier than it was sent
 
-    def beat(self, heartbeat: Heartbeat, pairs: tuple[PairState, ...]) -> None:
-        """Sends a heartbeat, and the pairs if they have changed."""
+    def beat(self, heartbeat: Heartbeat, pairs: tuple[PairState, ...], share: int | None) -> None:
+        """Sends a heartbeat, and the pairs if they have changed.
+
+        Args:
+            share: of this gateway in what the node runs at once; None for all.
+        """
         (gateway_sent_at, received_at), self._heard = self._heard, (0.0, 0.0)
-        self.send(structs.replace(heartbeat, gateway_sent_at=gateway_sent_at, received_at=received_at))
+        heard = {"gateway_sent_at": gateway_sent_at, "received_at": received_at}
+        self.send(structs.replace(heartbeat, share=share, **heard))
         if pairs != self._sent_pairs:
             self._sent_pairs = pairs
             self.send(Pairs(pairs))

@@ -5,6 +5,7 @@ again. Requests with a key go on for a time as *orphans*: the client's retry may
 the nodes for the output so far and continues it.
 """
 
+from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
@@ -68,6 +69,10 @@ class RequestOwners:
     @property
     def num_orphans(self) -> int:
         return sum(owned.gateway in self._lost and owned.ended_at is None for owned in self._requests.values())
+
+    def num_on_node(self) -> Mapping[str, int]:
+        """Requests by gateway, those included that have left since the last ``sweep``."""
+        return Counter(owned.gateway for owned in self._requests.values() if owned.ended_at is None)
 
     def add(self, message: Generate, gateway: str, requests: Mapping[RequestKey, Request], *, is_whole: bool) -> None:
         """Records the requests of a message.

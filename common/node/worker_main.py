@@ -130,6 +130,7 @@ def _serve_model(
         register=lambda: _register(config, model, capacity, role, endpoint=endpoint, http=http),
         gateways=config.gateways,
         orphan_timeout_s=config.orphan_timeout,
+        room=capacity.num_slots,
         endpoint=endpoint,
         clock=worker.clock,
     )

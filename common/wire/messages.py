@@ -102,6 +102,7 @@ class Register(Message, frozen=True, tag="register"):
     http_address: Text = ""  # "host:port" of the node's own /health and /metrics; empty: it serves none
     tokenizer_digest: ShortText = ""  # sha256 of tokenizer.json; empty: the node has none and follows no grammar
     public_key: PublicKey = ""  # with which decode nodes verify that they have reached this prefill node
+    share: Count | None = None  # as in ``Heartbeat``
 
 
 class Registered(Message, frozen=True, tag="registered"):
@@ -140,12 +141,14 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     sent_at: Seconds = 0.0  # by the node's clock; 0: unknown
     gateway_sent_at: Seconds = 0.0  # ``sent_at`` of the last ``Registered`` or ``HeartbeatAck``; 0: none since the last
     received_at: Seconds = 0.0  # when the node received that, by its own clock
+    share: Count | None = None  # requests that this gateway may have here at once; None: as many as the node takes
 
 
 class HeartbeatAck(Message, frozen=True, tag="heartbeat_ack"):
     """gateway -> node: answer to ``Heartbeat``."""
 
     sent_at: Seconds  # by the gateway's clock
+    demand: Count = 0  # outputs of the node's model that the gateway has in flight or waiting
 
 
 class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -227,8 +227,9 @@ class ControlPlane:
         if pool is None:
             self._channel.send(Unknown(), sender)
         else:
-            pool.registry.on_heartbeat(sender, message, self._clock.now())
-            self._channel.send(HeartbeatAck(self._clock.now()), sender)
+            self._channel.send(HeartbeatAck(self._clock.now(), pool.admission.num_in_flight), sender)
+            if pool.registry.on_heartbeat(sender, message, self._clock.now()):
+                self._dispatcher.on_workers_added(pool)
 
     def _on_spans(self, sender: str, message: Spans) -> None:
         """Passes spans to their output, or to the timeline of one that has ended."""

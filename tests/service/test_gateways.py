@@ -156,6 +156,29 @@ async def test_a_connection_that_breaks_costs_nothing_with_the_openai_client(ser
         await client.close()
 
 
+async def test_two_gateways_under_load_never_send_a_node_more_than_it_has_room_for(tmp_path: Path) -> None:
+    room, most = 4, 0
+    options: dict[str, Any] = {"gateway_options": {"max_dispatch_ahead": 0}}
+    with running(
+        tmp_path / "logs", gateways=2, decode=2, node_options={"max_running_requests": room}, **options
+    ) as service:
+        async with service.client() as client, service.client("gateway-1") as other:
+            work = [
+                asyncio.create_task(one.generate(prompt_of(8, seed), max_new=24))
+                for seed in range(24)
+                for one in (client, other)
+            ]
+            while not all(task.done() for task in work):
+                for name, row in (await client.fresh()).items():
+                    if name.startswith("decode"):
+                        most = max(most, row["heartbeat"]["num_running"] + row["heartbeat"]["num_waiting"])
+            for answer in await asyncio.gather(*work):
+                assert len(answer["output_ids"]) == 24
+            assert most <= room
+            counters = await client.settled()
+            assert all(counters[f"decode-{i}"]["requests"] > 0 for i in range(2))
+
+
 @contextlib.asynccontextmanager
 async def proxy(url: str, num_cut: int) -> AsyncIterator[str]:
     """A TCP proxy that passes on the request of each of the first connections and then closes them."""

@@ -219,7 +219,7 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
     thread = EngineThread(engine)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     node = EventLoop(
-        role, thread, register=lambda: None, gateways=["127.0.0.1:1"], orphan_timeout_s=1.0,
+        role, thread, register=lambda: None, gateways=["127.0.0.1:1"], orphan_timeout_s=1.0, room=1,
         endpoint=ControlEndpoint(context, "n" * 32, None), clock=MonotonicClock(),
     )  # type: ignore[arg-type]  # fmt: skip
     role.node = node

@@ -83,7 +83,7 @@ def node():
     context = zmq.Context()
     engine = EngineThread(executor)
     loop = EventLoop(
-        role, engine, register=lambda: None, gateways=["127.0.0.1:1"], orphan_timeout_s=1.0,
+        role, engine, register=lambda: None, gateways=["127.0.0.1:1"], orphan_timeout_s=1.0, room=1,
         endpoint=ControlEndpoint(context, "n" * 32, None), clock=clock,
     )  # fmt: skip
     thread = threading.Thread(target=loop.run)
