@@ -124,6 +124,7 @@ class Gateway:
             on_end=self._ended,
             first_attempt=secrets.randbits(31),
         )
+        self._metrics.count_recoveries(self._dispatcher)
         self._timelines = Timelines(config.timeline_requests, self._dispatcher.streams)
         if self._exporter is not None:
             self._metrics.count_exported(self._exporter)

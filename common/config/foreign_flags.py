@@ -1,4 +1,5 @@
-"""Flags of SGLang and vLLM: those that Baton takes under their name, and what to use in place of the others.
+"""Flags of SGLang and vLLM: those that Baton takes under their name, and what to use in place of the others, and of
+flags that were renamed.
 
 A flag is an alias only if its meaning is equal in the server arguments of SGLang or the engine arguments of vLLM. Many
 flags of SGLang have the same name here, and are not listed. Aliases exist on the command line alone: variables and
@@ -28,6 +29,9 @@ ALWAYS_ON: dict[str, str] = {
     "--enable-prompt-tokens-details": "usage always has the number of cached tokens",
     "--enable-chunked-prefill": "long prompts are computed in chunks, unless --chunked-prefill-size is -1",
 }
+
+#: Flags of earlier versions, and their present names.
+RENAMED: dict[str, str] = {"--heartbeat-timeout": "--node-timeout", "--gateway-lookahead": "--max-dispatch-ahead"}
 
 _ONE_DEVICE = "a node is one process on one device; leave it out"
 _MORE_NODES = "Baton has no data parallelism in a node; start more nodes, with --prefill N and --decode N of serve"
@@ -100,7 +104,7 @@ NO_EQUAL: dict[str, str] = {
     **dict.fromkeys(("--disable-log-requests", "--disable-uvicorn-access-log"), "give --no-log-requests"),
     "--log-requests-level": "--log-requests logs counts and times; prompts and outputs are never logged; leave it out",
     "--crash-dump-folder": _CRASH_DUMP,
-    **dict.fromkeys(("--watchdog-timeout",), "give the gateway --heartbeat-timeout: a silent node counts as lost"),
+    **dict.fromkeys(("--watchdog-timeout",), "give the gateway --node-timeout: a silent node counts as lost"),
     **dict.fromkeys(("--ssl-ca-certs", "--ssl-cert-reqs"), _NO_CLIENT_CERTS),
 }
 
@@ -117,6 +121,8 @@ def unknown_flag(flag: str, known: Iterable[str], elsewhere: Mapping[str, list[s
         known: the flags of the command, aliases included.
         elsewhere: commands by the flags that they take.
     """
+    if flag in RENAMED:
+        return f"{flag} has another name now: give {RENAMED[flag]}"
     if flag in NO_EQUAL:
         return f"{flag} of SGLang or vLLM has no equal in Baton: {NO_EQUAL[flag]}"
     if flag in elsewhere:

@@ -103,11 +103,17 @@ class HttpOptions(AccessOptions):
     log_requests: bool = option(
         True, "Log one line for each output that has ended: its ids, counts and times, never its text."
     )
-    heartbeat_interval: float = option(2.0, "Seconds between two heartbeats of a node.", minimum=0.05, maximum=3600)
-    heartbeat_timeout: float = option(
-        30.0,
+    heartbeat_interval: float = option(1.0, "Seconds between two heartbeats of a node.", minimum=0.05, maximum=3600)
+    node_timeout: float = option(
+        5.0,
         "Seconds without a heartbeat after which a node counts as lost. A closed connection counts at once.",
         minimum=0.1,
+    )
+    recovery_timeout: float = option(
+        60.0,
+        "Seconds that an accepted request waits for nodes that can serve it or continue it, before it ends with an "
+        "error.",
+        minimum=0,
     )
 
 
@@ -169,8 +175,8 @@ def check_http(config: Any) -> None:
     for spec in config.app_plugin:
         if not is_user_defined(spec):
             raise ConfigError(f"--app-plugin must be MODULE:NAME, not {spec!r}")
-    if config.heartbeat_timeout < 2 * config.heartbeat_interval:
-        raise ConfigError("--heartbeat-timeout must be at least twice --heartbeat-interval")
+    if config.node_timeout < 2 * config.heartbeat_interval:
+        raise ConfigError("--node-timeout must be at least twice --heartbeat-interval")
     if config.port and config.port == config.control_port and config.host == config.control_host:
         raise ConfigError(f"--port and --control-port are both {config.port}; choose different ports")
     check_access(config)

@@ -37,7 +37,8 @@ SERVING: Groups = {
         "host", "port", "control_host", "control_port", "gateway", "orphan_timeout",
         "advertise_host", "data_port", "data_interface",
         "http_host", "http_port", "health_timeout",
-        "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "heartbeat_timeout",
+        "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "node_timeout",
+        "recovery_timeout",
     ),
     "Security": (
         "keys", "api_key", "api_key_file", "admin_api_key", "tenant_header", "cluster_key", "insecure",

@@ -79,8 +79,11 @@ class Retries:
     async def take_over(self, model: ServedModel, requests: Sequence[GenerateRequest]) -> dict[str, KeptOutput]:
         """The outputs so far, by key, of requests that another gateway has sent to the nodes; they end there."""
         found: dict[str, KeptOutput] = {}
+        nodes = model.pool.registry.workers
         answers = await self._control.find(model.name, [request.key for request in requests], FIND_TIMEOUT_S)
         prompts = {request.key: request for request in requests}
+        if len({node.revision for node in nodes.values()}) > 1:
+            return found  # the weights that made an output are not known
         for incarnation, outputs in answers.items():
             for output in outputs:
                 request = prompts.get(output.key)

@@ -9,11 +9,12 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from common.errors import RequestError
+from common.errors import ErrorCode, RequestError
 from common.metrics.node_series import NodeState, node_families
 from common.metrics.series import LabelledCounter, LabelledHistogram
 from gateway.metrics.queue_metrics import SECONDS, QueueMetrics
 from gateway.requests.output_processor import TIMINGS, OutputStream
+from gateway.requests.recovery import RECOVERABLE
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
 
@@ -51,6 +52,12 @@ class MetricTotals:
 class ExportTotals(Protocol):
     num_exported: int
     num_dropped: int
+
+
+class RecoveryTotals(Protocol):
+    """Further attempts at requests, by model and cause."""
+
+    recoveries: Totals[tuple[str, ErrorCode]]
 
 
 class MailboxCounts(Protocol):
@@ -175,8 +182,34 @@ class Metrics:
         """Shows how many requests an exporter of traces has exported and dropped."""
         self._registry.register(_ExportCollector(exporter))
 
+    def count_recoveries(self, dispatcher: RecoveryTotals) -> None:
+        """Shows how many further attempts a dispatcher has made."""
+        self._registry.register(_RecoveryCollector(self._pools, dispatcher))
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class _RecoveryCollector:
+    def __init__(self, pools: Sequence[WorkerPool], dispatcher: RecoveryTotals) -> None:
+        self._pools = pools
+        self._dispatcher = dispatcher
+
+    def collect(self) -> Iterator[Metric]:
+        recoveries = CounterMetricFamily(
+            "baton_recoveries",
+            "Further attempts at requests whose last attempt ended without their fault, by its code.",
+            labels=["model", "reason"],
+        )
+        resting = GaugeMetricFamily(
+            "baton_resting_pairs", "Pairs of nodes without requests since their transfers failed.", labels=["model"]
+        )
+        for pool in self._pools:
+            for code in sorted(RECOVERABLE):
+                recoveries.add_metric([pool.model, code], self._dispatcher.recoveries[pool.model, code])
+            resting.add_metric([pool.model], len(pool.registry.health.resting()))
+        yield recoveries
+        yield resting
 
 
 class _ExportCollector:

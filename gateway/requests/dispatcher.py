@@ -2,10 +2,15 @@
 
 Requests are sent while the nodes have room. The rest wait in the queue of their model and are sent, in order, as others
 end; the pair of nodes is chosen at that moment. Every output is in the table from its arrival to its end, and leaves it
-in one place, ``_remove``: after the last token, a stop string, a failure or loss of a node, the deadline, or an abort.
-The nodes that may still work on it are told at once.
+in one place, ``_remove``: after the last token, a stop string, an error of its own, the deadline, or an abort. The
+nodes that may still work on it are told at once.
+
+An attempt that ends without the request's fault, such as by the loss of a node, does not end the request: ``_recover``
+puts it back into the queue, and the next attempt continues after the tokens that the stream has
+(``gateway.requests.recovery``).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, islice
@@ -20,6 +25,8 @@ from common.request import Request
 from common.wire.messages import Abort, Failed, Generate, Message, Peer, Reprioritize, Sample, Spans, Tokens
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
+from gateway.requests.recovery import RECOVERABLE, AttemptEnd, Recovery
+from gateway.workers.pair_health import PairKey
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
 from gateway.workers.router import WorkerPair
@@ -58,7 +65,14 @@ class InFlightRequest:
         queued: the request as the queue knows it; None if it never waited and its service is not accounted.
         pair, nodes: None and empty while it waits.
         attempt: nodes know the request by this number and its rid.
+        revision: of its nodes.
+        num_continued: output tokens that the stream had when the attempt began.
+        is_prefill_counted: the router counts the prompt as one that the prefill node has to compute.
         failed_at: the node that failed it and need not be told of its end.
+        recovery: None until an attempt has ended without the request's fault.
+        pause: until the next attempt; None while there is none.
+        is_probe: it probes its pair, which has failed transfers lately.
+        is_alone: its nodes get no other requests, since it may have killed those before.
     """
 
     stream: OutputStream
@@ -69,9 +83,20 @@ class InFlightRequest:
     pair: WorkerPair | None = None
     nodes: tuple[str, ...] = ()
     attempt: int = 0
+    revision: str = ""
+    num_continued: int = 0
     is_prefill_counted: bool = False
     is_evicted: bool = False
     failed_at: str = ""
+    recovery: Recovery | None = None
+    pause: Timer | None = None
+    is_probe: bool = False
+    is_alone: bool = False
+
+    @property
+    def is_prefilled(self) -> bool:
+        """The decode node has sent a token, so it has all pages; the prefill node is done with the request."""
+        return len(self.stream.ids) > max(self.num_continued, 1)
 
     @property
     def is_ended_by_node(self) -> bool:
@@ -106,7 +131,9 @@ class Dispatcher:
         self._clock = clock
         self._on_end = on_end
         self.decisions = DecisionLog()
+        self.recoveries: Counter[tuple[str, ErrorCode]] = Counter()  # further attempts, by model and cause
         self._in_flight: dict[str, InFlightRequest] = {}
+        self._recovering: dict[str, InFlightRequest] = {}  # those that wait for their next attempt
         self._is_shut = False
         self._is_pump_due = False
         self._attempts = count(first_attempt)
@@ -158,9 +185,10 @@ class Dispatcher:
                 self._enqueue(flight)  # removed at once, but the policy accounts all service
             if self._place(flight, now):
                 placed.append(flight)
-            else:
-                message = "no registered nodes have a page pool that is large enough"
-                self._fail(flight, RequestError(ErrorCode.NO_ROUTE, message))
+            else:  # the next pump sets it aside
+                if flight.queued is None:
+                    self._enqueue(flight)
+                self.pump_soon()
         self._send(placed, now)
 
     def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float) -> None:
@@ -222,7 +250,7 @@ class Dispatcher:
                     placed.append(flight)
                 else:
                     pool.queue.strand(queued, now)
-                    self.decisions.note(now, queued.rid, "strand", "no page pool here could hold it")
+                    self.decisions.note(now, queued.rid, "strand", "no pair of nodes with enough pages takes it now")
             self._send(placed, now)
             if not pool.queue.is_idle and self._capacity(pool):
                 self.pump_soon()
@@ -253,19 +281,44 @@ class Dispatcher:
         self.pump_soon()
 
     def tick(self, now: float) -> None:
-        """Ends requests that have waited too long for nodes to come back."""
+        """Ends requests that have waited too long for nodes to come back, and lets failed pairs be probed."""
         for pool in self._pools.values():
-            if len(pool.queue):
-                for queued in pool.queue.expired(now, is_routable=pool.registry.is_ready):
-                    message = "no nodes that can serve the request registered while it waited"
-                    self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
+            if pool.registry.tick(now):
+                self.on_workers_added(pool)
+            for queued in pool.queue.expired(now, is_routable=pool.registry.is_ready):
+                message = "no nodes that can serve the request registered while it waited"
+                self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
+        for flight in list(self._recovering.values()):
+            assert flight.recovery is not None
+            lacking = self._lacking(flight.pool, flight)
+            error = flight.recovery.expired(now, timeout_s=flight.pool.recovery_timeout_s, lacking=lacking)
+            if error is not None:
+                self._fail(flight, error)
+
+    @staticmethod
+    def _lacking(pool: WorkerPool, flight: InFlightRequest) -> str:
+        """What the next attempt at a request waits for, in words."""
+        recovery, registry = flight.recovery, pool.registry
+        if not registry.is_ready:
+            return registry.lacking
+        if recovery is not None and recovery.revision:
+            if all(node.revision != recovery.revision for node in registry.decodes):
+                return "decode node with the weights that began the output"
+        return "pair of nodes with room for it"
 
     def _place(self, flight: InFlightRequest, now: float) -> bool:
         """Chooses the pair of a request, which is sent next; False if no page pool is large enough."""
         stream, pool, request = flight.stream, flight.pool, flight.stream.request
-        pair = self._choose(pool, request, flight.siblings.get(request.prompt_number))
+        if flight.recovery is None:
+            pair = self._choose(pool, request, flight.siblings.get(request.prompt_number))
+        else:
+            pair = _choose_next(pool, stream, flight.recovery)
         if pair is None:
             return False
+        if flight.recovery is not None:
+            self._begin_recovered(flight, flight.recovery, pair)
+        if pool.registry.health.breakers and pair.prefill and pair.decode:
+            flight.is_probe = pool.registry.begins_probe(PairKey(pair.prefill, pair.decode))
         if flight.queued is not None:
             pool.queue.remove(flight.queued)
             num_input = len(request.prompt) if pair.prefill is None else pair.num_compute
@@ -273,12 +326,15 @@ class Dispatcher:
         flight.siblings[request.prompt_number] = flight.pair = pair
         flight.nodes = pair.nodes
         flight.attempt = next(self._attempts)
+        flight.num_continued = len(stream.ids)
         flight.is_prefill_counted = True
-        stream.sent_at = now
+        stream.sent_at = stream.sent_at or now
         stream.is_local_prefill = pair.prefill is None
         stream.attempt = flight.attempt
+        stream.num_attempts += 1
         waited_s = max(now - stream.started_at, 0.0)
         nodes = [pool.registry.workers[incarnation] for incarnation in pair.nodes]
+        flight.revision = nodes[-1].revision
         stream.prefill = "" if pair.prefill is None else nodes[0].name
         stream.decode = "" if pair.decode is None else nodes[-1].name
         self.decisions.note(now, request.rid, "send", SENT[len(nodes)], waited_s, *nodes)
@@ -289,7 +345,7 @@ class Dispatcher:
         for _, samples in groupby(placed, key=_group):
             flight, *others = samples
             request, pool, nodes = flight.stream.request, flight.pool, flight.nodes
-            peers = {incarnation: _peer(pool.registry.workers[incarnation]) for incarnation in nodes}
+            peers = {incarnation: peer_of(pool.registry.workers[incarnation]) for incarnation in nodes}
             assert flight.pair is not None
             waited_s = max(now - flight.stream.started_at, 0.0)
             generate = Generate(
@@ -408,8 +464,12 @@ class Dispatcher:
         flight.timer.cancel()
         if flight.pair is not None:
             self._release_nodes(flight, flight.pair)
+        elif flight.pause is not None:
+            flight.pause.cancel()
         elif flight.queued is not None:
             pool.queue.remove(flight.queued)
+        if flight.recovery is not None:
+            self._recovering.pop(stream.request.rid, None)
         pool.admission.release(stream.ended_at, is_evicted=flight.is_evicted)
         if not pool.queue.is_idle:
             self.pump_soon()
@@ -422,6 +482,72 @@ class Dispatcher:
         if nodes := flight.nodes_to_tell(pair):
             is_finished = flight.is_ended_by_node
             self._channel.send(Abort(flight.stream.request.rid, flight.attempt, is_finished=is_finished), *nodes)
+        if flight.pool.registry.health.breakers:
+            self._end_transfer(flight, pair)
+        if flight.is_alone:
+            self._end_alone(flight, pair)
+
+    # ---- further attempts -------------------------------------------------------------------------------------------
+
+    def _recover(self, flight: InFlightRequest, end: AttemptEnd) -> None:
+        """Ends what is left of an attempt that ended without the request's fault, and prepares the next one."""
+        assert flight.pair is not None
+        now, pool, stream = self._clock.now(), flight.pool, flight.stream
+        if flight.recovery is None:
+            flight.recovery = Recovery(end, now, len(stream.ids))
+        recovery = flight.recovery
+        pause_s = recovery.ended(end, num_output=len(stream.ids), revision=flight.revision, now=now)
+        error = recovery.verdict(now, timeout_s=pool.recovery_timeout_s)
+        if error is not None:
+            self._fail(flight, error)
+            return
+        self._release_nodes(flight, flight.pair)
+        flight.pair, flight.nodes, flight.failed_at = None, (), ""
+        stream.drop_early()
+        budget_s = pool.budget.take(now, num_in_flight=pool.admission.num_in_flight)
+        recovery.waits(budget_s)
+        self.recoveries[pool.model, end.code] += 1
+        self.decisions.note(now, stream.request.rid, "recover", "after {} tokens: {}", len(stream.ids), end.message)
+        self._recovering[stream.request.rid] = flight
+        if pause_s or budget_s:
+            flight.pause = self._timers.call_later(max(pause_s, budget_s), self._on_pause_over, stream.request.rid)
+        else:
+            self._put_back(flight)
+
+    def _on_pause_over(self, rid: str) -> None:
+        self._put_back(self._in_flight[rid])
+
+    def _put_back(self, flight: InFlightRequest) -> None:
+        flight.pause = None
+        if flight.queued is None:
+            flight.queued = request_of(flight.stream)
+        flight.pool.queue.put_back(flight.queued)
+        self.pump_soon()
+
+    def _begin_recovered(self, flight: InFlightRequest, recovery: Recovery, pair: WorkerPair) -> None:
+        del self._recovering[flight.stream.request.rid]
+        if recovery.is_suspect:
+            flight.is_alone = True
+            flight.pool.registry.set_reserved(pair.nodes, True)
+
+    def _end_alone(self, flight: InFlightRequest, pair: WorkerPair) -> None:
+        """The nodes of a suspect request get other requests again."""
+        flight.is_alone = False
+        flight.pool.registry.set_reserved(pair.nodes, False)
+        self.on_workers_added(flight.pool)
+
+    def _end_transfer(self, flight: InFlightRequest, pair: WorkerPair) -> None:
+        """Notes what the end of an attempt says about its pair, one of those that have failed transfers lately."""
+        if pair.prefill is None or pair.decode is None:
+            return
+        registry, key = flight.pool.registry, PairKey(pair.prefill, pair.decode)
+        if flight.is_prefilled:
+            registry.transfer_succeeded(key, is_probe=flight.is_probe)
+        elif flight.is_probe:
+            registry.ends_probe(key)
+        if flight.is_probe:
+            flight.is_probe = False
+            self.on_workers_added(flight.pool)
 
     # ---- messages of nodes ------------------------------------------------------------------------------------------
 
@@ -431,8 +557,7 @@ class Dispatcher:
         if flight is None:
             self._channel.send(Abort(message.rid, message.attempt), sender)
             return
-        is_prefilled = message.index == 0 or sender == flight.nodes[-1]
-        if is_prefilled and flight.is_prefill_counted and flight.pair is not None:
+        if flight.is_prefill_counted and message.index == flight.num_continued and flight.pair is not None:
             flight.is_prefill_counted = False
             flight.pool.router.prefill_done(flight.pair)
         if flight.queued is not None:
@@ -440,6 +565,16 @@ class Dispatcher:
         flight.stream.on_tokens(message, self._clock.now())
         if flight.stream.is_ended:
             self._remove(flight)
+        elif flight.is_probe or flight.is_alone:
+            self._on_progress(flight)
+
+    def _on_progress(self, flight: InFlightRequest) -> None:
+        """Gives a pair or nodes back to all requests as soon as one that probes or suspects them has shown enough."""
+        assert flight.pair is not None
+        if flight.is_probe and flight.is_prefilled:
+            self._end_transfer(flight, flight.pair)
+        if flight.is_alone and flight.recovery is not None and flight.recovery.has_progressed(len(flight.stream.ids)):
+            self._end_alone(flight, flight.pair)
 
     def on_spans(self, sender: str, message: Spans, report: StageReport) -> bool:
         """Passes spans of a node to their stream; False if it has ended."""
@@ -453,16 +588,30 @@ class Dispatcher:
         flight = self._known(sender, message)
         if flight is None:
             return
-        retry_after_s: float | None = None
-        if message.code is ErrorCode.QUEUE_FULL:
-            admission, in_flight = flight.pool.admission, self._streams(flight.pool)
-            retry_after_s = message.retry_after_s or admission.retry_after(1, self._clock.now(), in_flight=in_flight)
         flight.failed_at = sender
+        if message.code in RECOVERABLE:
+            self._recover(flight, self._end_of_attempt(flight, sender, message))
+            return
         text, param = message.message, None
         if message.code is ErrorCode.INVALID_REQUEST and flight.stream.request.grammar_param:
             param = flight.stream.request.grammar_param  # a node refuses nothing else
             text = f"{param}: {text}"
-        self._fail(flight, RequestError(message.code, text, param=param, retry_after_s=retry_after_s))
+        self._fail(flight, RequestError(message.code, text, param=param))
+
+    def _end_of_attempt(self, flight: InFlightRequest, sender: str, message: Failed) -> AttemptEnd:
+        """What a node's failure says about the nodes of the attempt."""
+        pair, registry = flight.pair, flight.pool.registry
+        assert pair is not None
+        cause = sender
+        if message.code in (ErrorCode.NODE_LOST, ErrorCode.TRANSFER_FAILED) and pair.prefill and pair.decode:
+            is_decode_lost = message.code is ErrorCode.NODE_LOST and sender == pair.prefill
+            cause = pair.decode if is_decode_lost else pair.prefill
+            registry.transfer_failed(PairKey(pair.prefill, pair.decode), self._clock.now())
+            flight.is_probe = False
+        elif message.code is ErrorCode.SHUTTING_DOWN:
+            registry.leave(sender)  # its own message may come after this one
+        decode = None if cause == pair.decode else pair.decode
+        return AttemptEnd(message.code, message.message, frozenset({cause}), decode)
 
     def _known(self, sender: str, message: Tokens | Spans | Failed) -> InFlightRequest | None:
         """The request that a message is about; None if it has ended or the sender does not work on it."""
@@ -472,17 +621,18 @@ class Dispatcher:
         return flight
 
     def on_worker_lost(self, incarnation: str, name: str) -> None:
-        """Ends the requests of a node that is no longer registered.
+        """Continues the requests of a node that is no longer registered on others.
 
-        A prefill node is done with a request once the decode node has sent a token; such a request continues.
+        A prefill node is done with a request once the decode node has sent a token; nothing happens to such a request.
         """
         message = f"node {name} was lost while it worked on the request"
         for flight in list(self._in_flight.values()):
             if flight.pair is None:
                 continue  # it waits for any node
-            is_prefilled = len(flight.stream.ids) > 1
-            if incarnation == flight.pair.decode or (incarnation == flight.pair.prefill and not is_prefilled):
-                self._fail(flight, RequestError(ErrorCode.NODE_LOST, message))
+            is_prefill_lost = incarnation == flight.pair.prefill and not flight.is_prefilled
+            if is_prefill_lost or incarnation == flight.pair.decode:
+                decode = flight.pair.decode if is_prefill_lost else None
+                self._recover(flight, AttemptEnd(ErrorCode.NODE_LOST, message, decode=decode, is_seen=True))
 
 
 def request_of(stream: OutputStream) -> Request:
@@ -503,12 +653,42 @@ def request_of(stream: OutputStream) -> Request:
     )
 
 
+def _choose_next(pool: WorkerPool, stream: OutputStream, recovery: Recovery) -> WorkerPair | None:
+    """The pair for a further attempt: with the decode node that has pages of it, or avoiding what ended the last one,
+    or any.
+
+    The prompt and all output tokens but the last are computed like a prompt, and the last one leads to the next, so
+    that there is one more to come than the client still gets.
+    """
+    request, output = stream.request, stream.ids
+    prefills, decodes = pool.registry.prefills, pool.registry.decodes
+    if recovery.revision:
+        prefills = [node for node in prefills if node.revision == recovery.revision]
+        decodes = [node for node in decodes if node.revision == recovery.revision]
+    if recovery.is_suspect:
+        prefills = [node for node in prefills if not pool.router.load(node.incarnation)] or prefills
+        decodes = [node for node in decodes if not pool.router.num_requests(node.incarnation)] or decodes
+    last = recovery.last
+    others = [node for node in prefills if node.incarnation not in last.avoid]
+    kept = [node for node in decodes if node.incarnation == last.decode]
+    calm = [node for node in decodes if node.incarnation not in last.avoid]
+    tokens = (*request.prompt, *output[:-1])
+    num_new = request.sampling.max_new_tokens - len(output) + bool(output)
+    for able_prefills, able_decodes in ((others, kept), (others, calm), (prefills, decodes)):
+        pair = pool.router.choose(
+            able_prefills, able_decodes, tokens, num_new=num_new,
+            num_expected=max(request.expected_output - len(output), 0), salt=request.salt,
+        )  # fmt: skip
+        if pair is not None:
+            return pair
+    return None
+
+
 def _group(flight: InFlightRequest) -> tuple[Any, ...]:
     """Equal for samples of one prompt that are sent alike."""
     request = flight.stream.request
-    if flight.stream.ids:  # it continues
-        return (request.rid,)
-    return id(flight.siblings), request.prompt_number, flight.nodes, request.priority, request.priority_class
+    continued = flight.attempt if flight.stream.ids else 0
+    return id(flight.siblings), request.prompt_number, flight.nodes, request.priority, request.priority_class, continued
 
 
 def _sample(flight: InFlightRequest) -> Sample:
@@ -526,5 +706,5 @@ def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:
     return SENT_AT_ONCE
 
 
-def _peer(node: Worker) -> Peer:
+def peer_of(node: Worker) -> Peer:
     return Peer(node.name, node.incarnation, node.register.address, node.register.public_key)

@@ -31,8 +31,8 @@ TIMINGS = {
     "transfer": "transfer_s",
     "batch_join": "join_s",
 }
-#: Messages with spans that are kept of one output. Nodes send three or four.
-MAX_REPORTS = 8
+#: Messages with spans that are kept of one output. Nodes send three or four for each attempt.
+MAX_REPORTS = 16
 
 
 class StageReport(NamedTuple):
@@ -90,7 +90,8 @@ class OutputStream:
         matched: the token id or stop string that ended it.
         is_local_prefill: the decode node computes the prompt too.
         attempt: nodes know the output by this number and its rid.
-        prefill, decode: names of the nodes it was sent to; empty for none.
+        num_attempts: how many times it was sent to nodes; more than once if nodes were lost.
+        prefill, decode: names of the nodes it was sent to last; empty for none.
         trace: the trace that the client's ``traceparent`` names or that is exported; None for neither.
         reports: spans of the stages that are over on the nodes.
         started_at, sent_at, first_at, last_at, ended_at: instants in seconds; 0 until they are reached.
@@ -116,6 +117,7 @@ class OutputStream:
     is_local_prefill: bool = False
     cached_tokens: int = 0
     attempt: int = 0
+    num_attempts: int = 0
     prefill: str = ""
     decode: str = ""
     reports: list[StageReport] = field(default_factory=list)
@@ -168,6 +170,10 @@ class OutputStream:
                 break
             self._append(early, 0, now)
         self.wake(self)
+
+    def drop_early(self) -> None:
+        """Drops tokens that came before those in front of them: their attempt has ended, and the next sends them."""
+        self._early.clear()
 
     def fail(self, error: RequestError, now: float) -> None:
         """Ends the output with an error, unless it has ended already."""

@@ -21,6 +21,7 @@ def log_request(stream: OutputStream) -> None:
         "prompt_tokens": len(request.prompt),
         "cached_tokens": stream.cached_tokens,
         "output_tokens": len(stream.ids),
+        "num_attempts": stream.num_attempts,
         "ttft_s": round(stream.first_at - stream.started_at, 6) if stream.first_at else None,
         "duration_s": round(stream.ended_at - stream.started_at, 6),
         "prefill": stream.prefill,

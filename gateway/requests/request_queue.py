@@ -1,7 +1,7 @@
 """The queue of requests that wait in the gateway until the nodes have room for them. Pure.
 
 Each model has one. Nodes are sent what they run at once and a few requests more. All others wait here, where a more
-urgent request can still pass them and the loss of a node does not end them.
+urgent request can still pass them. A request whose attempt was ended by the loss of a node comes back here.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,18 @@ class RequestQueue:
         self.order = order
         self._patience_s = patience_s
         self._waiting = WaitingQueue(order)
+        self._recovered: dict[RequestKey, Request] = {}
         self._stranded: dict[RequestKey, None] = {}  # no registered pool could hold these
         self._stranded_at: dict[RequestKey, float] = {}  # since when
         self._unroutable_since: float | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._recovered)
 
     @property
     def is_idle(self) -> bool:
         """No request waits for its turn: the next to arrive may be sent at once."""
-        return len(self._waiting) == len(self._stranded)
+        return len(self._waiting) + len(self._recovered) == len(self._stranded)
 
     @property
     def policy(self) -> str:
@@ -47,16 +48,25 @@ class RequestQueue:
         return list(self.order.rules.class_weights) or [""]
 
     def requests(self) -> list[Request]:
-        return list(self._waiting.values())
+        return [*self._recovered.values(), *self._waiting.values()]
 
     # ---- in and out -----------------------------------------------------------------------------------------------
 
     def push(self, request: Request) -> None:
         self._waiting[request.key] = request
 
+    def put_back(self, request: Request) -> None:
+        """Takes a request again whose attempt has ended. It comes before all that have not been sent yet.
+
+        These wait longer for it, but each request is put back only so often (``gateway.requests.recovery``).
+        """
+        assert request.key not in self._waiting, f"{request.key} is already in the queue"
+        self._recovered[request.key] = request
+
     def remove(self, request: Request) -> None:
         """Removes a request that was sent or has ended."""
-        del self._waiting[request.key]
+        if self._recovered.pop(request.key, None) is None:
+            del self._waiting[request.key]
         self._stranded.pop(request.key, None)
         self._stranded_at.pop(request.key, None)
 
@@ -66,14 +76,18 @@ class RequestQueue:
 
     def first(self, count: int, now: float) -> Sequence[Request]:
         """The next ``count`` requests in order. They stay in the queue until they are removed."""
+        recovered = [request for request in self._recovered.values() if request.key not in self._stranded]
+        if len(recovered) >= count:
+            return recovered[:count]
         waiting = [request for request in self._waiting.values() if request.key not in self._stranded]
-        return self.order.sort(waiting, now)[:count]
+        return [*recovered, *self.order.sort(waiting, now)[: count - len(recovered)]]
 
     # ---- eviction ---------------------------------------------------------------------------------------------------
 
     def eviction_candidates(self, request: Request, count: int, *, sent: Sequence[Request] = ()) -> list[Request]:
         """``count`` requests of the same class to evict for a more urgent one if the queue is full, or none.
 
+        Those that were put back are never evicted: their clients may have seen a part of the output.
         The least urgent comes first, the newest first among equals. Without priority scheduling there are none.
 
         Args:
@@ -81,7 +95,7 @@ class RequestQueue:
         """
         if not self.order.rules.is_enabled:
             return []
-        lower = [*self._lower(request, self.requests()), *self._lower(request, sent)]
+        lower = [*self._lower(request, list(self._waiting.values())), *self._lower(request, sent)]
         return lower[:count] if len(lower) >= count else []
 
     def _lower(self, request: Request, others: Sequence[Request]) -> list[Request]:
@@ -102,11 +116,11 @@ class RequestQueue:
         self._stranded.clear()
 
     def expired(self, now: float, *, is_routable: bool) -> list[Request]:
-        """Requests that have waited too long for nodes to come back."""
+        """Requests that have waited too long for nodes to come back, those that were put back left out."""
         if is_routable:
             self._unroutable_since = None
             vain = [key for key, since in self._stranded_at.items() if now - since > self._patience_s]
-            return [self._waiting[key] for key in vain]
+            return [self._waiting[key] for key in vain if key in self._waiting]
         if self._unroutable_since is None:
             self._unroutable_since = now
-        return self.requests() if now - self._unroutable_since > self._patience_s else []
+        return list(self._waiting.values()) if now - self._unroutable_since > self._patience_s else []

@@ -51,6 +51,7 @@ class Timeline:
 
     Attributes:
         status: ``running``, the reason of a normal end, or the code of an error.
+        num_attempts: how many times it was sent to nodes.
         sent_at, first_at, ended_at: 0 until they are reached.
         reports: spans of nodes; more may come after the end of an output that was aborted.
     """
@@ -67,6 +68,7 @@ class Timeline:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    num_attempts: int
     prefill: str
     decode: str
     max_tokens: int
@@ -92,6 +94,7 @@ class Timeline:
             len(request.prompt),
             stream.cached_tokens,
             len(stream.ids),
+            stream.num_attempts,
             stream.prefill,
             stream.decode,
             sampling.max_new_tokens,
@@ -203,6 +206,7 @@ def summary_of(timeline: Timeline, now: float, unix_now: float) -> dict[str, Any
         "prompt_tokens": timeline.prompt_tokens,
         "cached_tokens": timeline.cached_tokens,
         "output_tokens": timeline.output_tokens,
+        "num_attempts": timeline.num_attempts,
         "prefill": timeline.prefill or None,
         "decode": timeline.decode or None,
     }
@@ -216,6 +220,7 @@ def waterfall(timeline: Timeline, now: float, unix_now: float) -> dict[str, Any]
         "started_at": unix_now - (now - timeline.started_at),
         "duration_s": timeline.end_at(now) - timeline.started_at,
         "status": timeline.status,
+        "num_attempts": timeline.num_attempts,
         "prefill": timeline.prefill or None,
         "decode": timeline.decode or None,
         "clocks": {

@@ -29,6 +29,7 @@ from common.wire.messages import (  # fmt: skip
     Message,
     Pairs,
     Ping,
+    PrefillNodes,
     ProfileAnswer,
     Register,
     Registered,
@@ -38,7 +39,7 @@ from common.wire.messages import (  # fmt: skip
     Tokens,
     Unknown,
 )
-from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.dispatcher import Dispatcher, peer_of
 from gateway.requests.output_processor import StageReport
 from gateway.tracing.timelines import Timelines
 from gateway.workers.pool import WorkerPool, WorkerPools
@@ -274,10 +275,25 @@ class ControlPlane:
             if known_pool is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
                 self._dispatcher.on_workers_added(self.pools[message.model])
+            self._announce_prefill_nodes(self.pools[message.model], sender)
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_pool is not None:
                 known_pool.registry.remove(sender)
+
+    def _announce_prefill_nodes(self, pool: WorkerPool, changed: str) -> None:
+        """Tells decode nodes which prefill nodes may send them pages, so that they connect before the first request.
+
+        Args:
+            changed: incarnation of the node that has come; of a decode node, nothing changes for the others.
+        """
+        workers = pool.registry.workers
+        came = workers.get(changed)
+        is_decode = came is not None and came.register.role == "decode"
+        for node in [came] if came is not None and is_decode else list(workers.values()):
+            if node.register.role == "decode":
+                peers = tuple(map(peer_of, pool.registry.prefill_nodes(node)))
+                self._channel.send(PrefillNodes(peers), node.incarnation)
 
     def _on_leave(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)
@@ -285,7 +301,7 @@ class ControlPlane:
             pool.registry.leave(sender)
 
     def lose(self, incarnation: str) -> None:
-        """Removes a node that is gone or cannot be reached, and ends its requests."""
+        """Removes a node that is gone or cannot be reached; its requests continue on others."""
         pool = self.pools.of(incarnation)
         if pool is None:
             return
@@ -293,9 +309,11 @@ class ControlPlane:
         pool.registry.remove(incarnation)
         log.info("%s node %s is gone", node.register.role, node.name)
         self._clear_state(pool, incarnation, node.name)
+        if node.register.role == "prefill":
+            self._announce_prefill_nodes(pool, incarnation)
 
     def _clear_state(self, pool: WorkerPool, incarnation: str, name: str) -> None:
-        """Clears the state of a node that is no longer registered, and ends its requests."""
+        """Clears the state of a node that is no longer registered; its requests continue on others."""
         pool.router.remove_worker(incarnation)
         self._rpc.on_node_gone(incarnation)
         self._dispatcher.on_worker_lost(incarnation, name)
@@ -332,7 +350,8 @@ class ControlPlane:
 
     def describe(self, node: Worker) -> dict[str, Any]:
         """One row of ``GET /v1/workers``."""
-        register = node.register
+        register, now = node.register, self._clock.now()
+        pool = self.pools[register.model]
         return {
             "name": node.name,
             "role": register.role,
@@ -340,10 +359,26 @@ class ControlPlane:
             "http_address": register.http_address,
             "incarnation": node.incarnation,
             "starts": node.starts,
+            "revision": node.revision,
             "is_leaving": node.is_leaving,
-            "seen_s_ago": round(self._clock.now() - node.seen_at, 3),
-            "load_tokens": self.pools[register.model].router.load(node.incarnation),
+            "is_reserved": node.is_reserved,
+            "seen_s_ago": round(now - node.seen_at, 3),
+            "load_tokens": pool.router.load(node.incarnation),
             "register": register,
             "heartbeat": node.heartbeat,
             "pairs": node.pairs,
+            "failed_pairs": [
+                {
+                    "peer": self._name_of(pool, pair.decode if pair.prefill == node.incarnation else pair.prefill),
+                    "state": breaker.state,
+                    "num_failures": breaker.num_failures,
+                    "probe_in_s": round(max(breaker.until - now, 0.0), 3) if breaker.state == "open" else None,
+                }
+                for pair, breaker in pool.registry.health.breakers.items()
+                if node.incarnation in pair
+            ],
         }
+
+    @staticmethod
+    def _name_of(pool: WorkerPool, incarnation: str) -> str:
+        return pool.registry.workers[incarnation].name

@@ -13,6 +13,7 @@ from common.scheduling.policies.factory import make_ordering
 from common.wire.messages import Refused, Register, Registered
 from gateway.requests.admission import Admission
 from gateway.requests.request_queue import RequestQueue
+from gateway.requests.retry_budget import RetryBudget
 from gateway.workers.registry import Registry, Worker
 from gateway.workers.router import Router
 
@@ -26,6 +27,8 @@ class WorkerPool:
     router: Router
     admission: Admission
     queue: RequestQueue
+    budget: RetryBudget
+    recovery_timeout_s: float
 
     def no_route(self) -> RequestError:
         """The error while the workers cannot serve a request."""
@@ -38,7 +41,7 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
         num_token_ids=num_token_ids,
         tokenizer_digest=tokenizer_digest,
         heartbeat_s=config.heartbeat_interval,
-        lost_after_s=config.heartbeat_timeout,
+        lost_after_s=config.node_timeout,
         needs_prefill=config.local_prefill != "always",
     )
     router = Router(
@@ -49,7 +52,13 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
     max_queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
     order = make_ordering(config, own_policy=load_policy(config.schedule_policy))
     return WorkerPool(
-        model, registry, router, Admission(max_queued), RequestQueue(order, patience_s=config.heartbeat_timeout)
+        model,
+        registry,
+        router,
+        Admission(max_queued),
+        RequestQueue(order, patience_s=config.recovery_timeout),
+        RetryBudget(),
+        config.recovery_timeout,
     )
 
 

@@ -1,31 +1,28 @@
 """The registered nodes of one model. Pure: messages and instants come in, answers go out.
 
 The first node determines what is served; a node that differs from it is refused with a sentence that names the
-difference. A ``Worker`` is one start of one process: a new start under the same name is another worker, accepted once
-the old one is gone.
+difference. Configuration and weights may differ: nodes with the same are one *revision*, and a request is served by
+nodes of one revision. A ``Worker`` is one start of one process: a new start under the same name is another worker,
+accepted once the old one is gone.
 """
 
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from common.cache.page_layout import layout_conflict
 from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered
 from gateway.workers.clock_offset import ClockOffset
+from gateway.workers.pair_health import PairHealth, PairKey
 from gateway.workers.router import can_pair
 
 #: Fields that must be equal on all nodes, and their names in error messages.
 AGREE = {
-    "digest": "configuration digest",
-    "weight_version": "weight version",
     "vocab_size": "vocabulary size",
     "context_length": "context length",
     "eos_token_ids": "end tokens",
     "generation": "generation defaults",
 }
-#: Two checkpoints of one configuration, such as two fine-tunes, differ in nothing else.
-WEIGHT_HINT = (
-    ": their weights differ. Give both nodes the same --model and --revision, or, if their files hold the same weights"
-    " in another form, the same --weight-version"
-)
 MAX_STARTS_REMEMBERED = 64
 
 
@@ -35,10 +32,13 @@ class Worker:
 
     Attributes:
         starts: number of this start among those of nodes with its name.
-        failed_peers: incarnations of workers with which it cannot exchange pages at present.
+        reported_peers: incarnations of workers with which it cannot exchange pages at present, as it says itself.
+        failed_peers: these, and those with which transfers have failed lately.
         clock: how far its clock is ahead of the gateway's.
         is_leaving: it stops on purpose or cannot be reached, and gets no new requests.
         max_running: requests that it runs at once for this gateway.
+        is_reserved: it serves a request that may have killed other nodes, and gets no new ones meanwhile.
+        revision: configuration digest and weight version.
     """
 
     incarnation: str
@@ -47,17 +47,21 @@ class Worker:
     seen_at: float
     heartbeat: Heartbeat | None = None
     pairs: tuple[PairState, ...] = ()
+    reported_peers: frozenset[str] = frozenset()
     failed_peers: frozenset[str] = frozenset()
     is_leaving: bool = False
+    is_reserved: bool = False
     clock: ClockOffset = field(default_factory=ClockOffset)
     name: str = field(init=False)
     capacity_tokens: int = field(init=False)
     max_running: int = field(init=False)
+    revision: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.capacity_tokens = self.register.num_pages * self.register.layout.page_size
         self.max_running = self.register.max_running if self.register.share is None else self.register.share
         self.name = self.register.name
+        self.revision = sys.intern(f"{self.register.digest}/{self.register.weight_version}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class Registry:
         workers: by incarnation, in order of arrival.
         prefills, decodes: those that take new requests.
         limits: None while the workers cannot serve a request.
+        health: of the pairs; only this class changes it.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class Registry:
         self.prefills: list[Worker] = []
         self.decodes: list[Worker] = []
         self.limits: ServingLimits | None = None
+        self.health = PairHealth()
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
         """Adds a worker, or replaces its description. A refused worker is removed."""
@@ -177,12 +183,51 @@ class Registry:
     def set_pairs(self, incarnation: str, pairs: tuple[PairState, ...]) -> bool:
         """Records a worker's pairs; returns whether a pair may work that did not before."""
         node = self.workers[incarnation]
-        failed, before = frozenset(pair.incarnation for pair in pairs if pair.problem), node.failed_peers
+        failed, before = frozenset(pair.incarnation for pair in pairs if pair.problem), node.reported_peers
         node.pairs = pairs
         if failed != before:
-            node.failed_peers = failed
+            node.reported_peers = failed
             self._changed()
         return bool(before - failed)
+
+    # ---- pairs and nodes that get no requests for a while -----------------------------------------------------------
+
+    def transfer_failed(self, pair: PairKey, now: float) -> None:
+        """A transfer between two nodes failed; after several in a row they get no requests together for a while."""
+        if pair.prefill in self.workers and pair.decode in self.workers and self.health.failed(pair, now):
+            self._changed()
+
+    def transfer_succeeded(self, pair: PairKey, *, is_probe: bool) -> None:
+        if self.health.succeeded(pair, is_probe=is_probe):
+            self._changed()
+
+    def begins_probe(self, pair: PairKey) -> bool:
+        """A request is sent to a pair. Returns whether it probes it, so that the pair gets no others meanwhile."""
+        is_probe = self.health.sent(pair)
+        if is_probe:
+            self._changed()
+        return is_probe
+
+    def ends_probe(self, pair: PairKey) -> None:
+        """A request that probed a pair has ended and has not shown whether pages arrive."""
+        self.health.gave_no_answer(pair)
+        self._changed()
+
+    def tick(self, now: float) -> bool:
+        """Lets pairs be probed whose pause is over. Returns whether there are such."""
+        is_due = self.health.tick(now)
+        if is_due:
+            self._changed()
+        return is_due
+
+    def set_reserved(self, incarnations: Iterable[str], is_reserved: bool) -> None:
+        """Sends no new requests to workers while they serve a suspect one, or sends them some again."""
+        for incarnation in incarnations:
+            if incarnation in self.workers:
+                self.workers[incarnation].is_reserved = is_reserved
+        self._changed()
+
+    # ---- workers that go --------------------------------------------------------------------------------------------
 
     def leave(self, incarnation: str) -> None:
         """Sends no new requests to a worker that stops or cannot be reached."""
@@ -193,8 +238,14 @@ class Registry:
     def remove(self, incarnation: str) -> Worker | None:
         """Removes a worker; None if it is not registered."""
         node = self.workers.pop(incarnation, None)
+        self.health.forget(incarnation)
         self._changed()
         return node
+
+    def prefill_nodes(self, decode: Worker) -> list[Worker]:
+        """The prefill nodes that may send pages to a decode node."""
+        nodes = self.workers.values()
+        return [node for node in nodes if node.register.role == "prefill" and node.revision == decode.revision]
 
     def silent_workers(self, now: float) -> list[str]:
         """Incarnations of workers that have sent nothing for too long."""
@@ -203,20 +254,36 @@ class Registry:
     def _changed(self) -> None:
         """Brings ``prefills``, ``decodes`` and ``limits`` up to date.
 
-        A worker takes no new requests while it is leaving, or while it can exchange pages with none of the other role.
+        A worker takes no new requests while it is leaving or reserved, or while it can exchange pages with none of the
+        other role. The limits also count those that take none only for a while: requests wait for them.
         """
+        resting: dict[str, list[str]] = {}
+        for pair in self.health.resting():
+            resting.setdefault(pair.prefill, []).append(pair.decode)
+            resting.setdefault(pair.decode, []).append(pair.prefill)
+        for node in self.workers.values():
+            node.failed_peers = node.reported_peers
+        self.limits = self._limits(*self._able())
+        for node in self.workers.values():
+            node.failed_peers = node.reported_peers.union(resting.get(node.incarnation, ()))
+        prefills, decodes = self._able()
+        self.prefills = [node for node in prefills if not node.is_reserved]
+        self.decodes = [node for node in decodes if not node.is_reserved]
+
+    def _able(self) -> tuple[list[Worker], list[Worker]]:
+        """The prefill and the decode nodes that can serve requests together."""
         staying = [node for node in self.workers.values() if not node.is_leaving]
         prefills = [node for node in staying if node.register.role == "prefill"]
         decodes = [node for node in staying if node.register.role == "decode"]
-        self.prefills, self.decodes = prefills, decodes
-        if prefills and decodes and self._needs_prefill:
-            self.prefills = [node for node in prefills if any(can_pair(node, other) for other in decodes)]
-            self.decodes = [node for node in decodes if any(can_pair(other, node) for other in prefills)]
-        self.limits = self._limits()
+        if not (prefills and decodes and self._needs_prefill):
+            return prefills, decodes
+        return (
+            [node for node in prefills if any(can_pair(node, other) for other in decodes)],
+            [node for node in decodes if any(can_pair(other, node) for other in prefills)],
+        )
 
-    def _limits(self) -> ServingLimits | None:
-        decodes = self.decodes
-        prompts = self.prefills if self._needs_prefill else decodes  # the nodes that compute prompts
+    def _limits(self, prefills: list[Worker], decodes: list[Worker]) -> ServingLimits | None:
+        prompts = prefills if self._needs_prefill else decodes  # the nodes that compute prompts
         if not prompts or not decodes:
             return None
         first = decodes[0].register
@@ -244,16 +311,15 @@ class Registry:
 
 
 def _conflict(new: Register, other: Register) -> str:
-    """Why two nodes cannot be in one deployment, as a sentence; empty if they can."""
+    """Why two nodes cannot serve one model, as a sentence; empty if they can. Pages go only within a revision."""
     if new.name == other.name:
         return f"a node named {new.name} is registered already; give this one another --name"
     for name, words in AGREE.items():
         ours, theirs = getattr(new, name), getattr(other, name)
         if ours != theirs:
-            hint = WEIGHT_HINT if name == "weight_version" else ""
-            return (
-                f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal{hint}"
-            )
+            return f"{words} of node {new.name} is {ours}, that of node {other.name} is {theirs}; they must be equal"
+    if (new.digest, new.weight_version) != (other.digest, other.weight_version):
+        return ""
     theirs = other.layout.layout()
     if new.role == other.role:  # no page is sent between them, so their page sizes may differ
         theirs = replace(theirs, page_size=new.layout.page_size)

@@ -31,14 +31,23 @@ class Candidate(Protocol):
     @property
     def max_running(self) -> int: ...
     @property
+    def revision(self) -> str:
+        """Stands for its weights; pages go only between nodes of one revision."""
+        ...
+
+    @property
     def failed_peers(self) -> frozenset[str]:
-        """Incarnations of nodes with which it cannot exchange pages at present."""
+        """Incarnations of nodes with which it gets no requests at present, since pages do not arrive."""
         ...
 
 
 def can_pair(prefill: Candidate, decode: Candidate) -> bool:
-    """Whether pages can go from one to the other, as far as both have reported."""
-    return prefill.incarnation not in decode.failed_peers and decode.incarnation not in prefill.failed_peers
+    """Whether pages can go from one to the other, as far as is known."""
+    return (
+        prefill.revision == decode.revision
+        and prefill.incarnation not in decode.failed_peers
+        and decode.incarnation not in prefill.failed_peers
+    )
 
 
 class WorkerPair(NamedTuple):

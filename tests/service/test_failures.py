@@ -202,7 +202,7 @@ async def test_pages_stay_quarantined_until_a_frozen_prefill_node_resumes_or_die
 async def test_a_node_without_heartbeats_is_lost_until_the_next_heartbeat(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    options = {"heartbeat_timeout": 5.0}
+    options = {"node_timeout": 5.0}
     with running(tmp_path_factory.mktemp("silent"), node_options=OPTIONS, gateway_options=options) as service:
         async with service.client() as client:
             exchange = client.begin(prompt_of(30, 1), 3000)

@@ -106,6 +106,15 @@ class Profile(Answer):
     nodes: list[ProfiledNode]
 
 
+class FailedPair(msgspec.Struct):
+    """A pair of nodes whose transfers have failed lately: its breaker's state, and when one request may probe it."""
+
+    peer: str
+    state: Literal["closed", "open", "half_open", "probing"]
+    num_failures: int
+    probe_in_s: float | None
+
+
 class Worker(msgspec.Struct, kw_only=True):
     """A node, with its registration and its last heartbeat. It serves its own metrics at ``http_address``."""
 
@@ -115,12 +124,15 @@ class Worker(msgspec.Struct, kw_only=True):
     http_address: str
     incarnation: str
     starts: int
+    revision: str
     is_leaving: bool
+    is_reserved: bool
     seen_s_ago: float
     load_tokens: float
     register: dict[str, Any]
     heartbeat: dict[str, Any] | None
     pairs: Any
+    failed_pairs: list[FailedPair]
 
 
 class WorkerList(Answer):
@@ -198,6 +210,7 @@ class RequestSummary(Answer):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    num_attempts: int
     prefill: str | None
     decode: str | None
 
@@ -229,6 +242,7 @@ class RequestTimeline(Answer):
     started_at: float
     duration_s: float
     status: str
+    num_attempts: int
     prefill: str | None
     decode: str | None
     clocks: dict[str, NodeClock]

@@ -310,7 +310,7 @@ async def test_the_end_token_is_not_shown(folder):
 
 
 async def test_tokens_are_streamed_at_once_and_in_order(folder):
-    async with running(folder, heartbeat_interval=300.0, heartbeat_timeout=900.0) as stack:
+    async with running(folder, heartbeat_interval=300.0, node_timeout=900.0) as stack:
         prefill, decode = await stack.pair()
         stack.gateway._control._tick_handle.cancel()  # nothing but the tokens themselves wakes the gateway
         prefill.on_generate = decode.on_generate = silent

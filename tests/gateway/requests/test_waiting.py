@@ -277,7 +277,7 @@ async def test_waiting_requests_survive_the_loss_of_a_node(folder, which):
 
 
 async def test_waiting_requests_end_in_no_route_without_a_replacement(folder):
-    async with full(folder, heartbeat_timeout=0.3) as (stack, first):
+    async with full(folder, node_timeout=0.3) as (stack, first):
         call = await sent(stack, "a", deadline_ms=30_000)
         await stack.nodes[1].kill()
         del stack.nodes[1]
@@ -286,7 +286,7 @@ async def test_waiting_requests_end_in_no_route_without_a_replacement(folder):
 
 
 async def test_a_request_whose_only_large_pool_is_lost_lets_others_pass(folder):
-    async with full(folder, heartbeat_timeout=1.5, nodes={"num_pages": 8}) as (stack, first):
+    async with full(folder, node_timeout=1.5, nodes={"num_pages": 8}) as (stack, first):
         large = await stack.node("decode", "large", max_running=1)
         large.on_generate = silent
         second = await sent(stack, "second", max_new=200)

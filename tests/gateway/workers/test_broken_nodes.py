@@ -22,7 +22,7 @@ __all__ = ["folder"]
 
 @pytest.fixture
 async def stack(folder: Path) -> AsyncIterator[Any]:
-    async with running(folder, heartbeat_timeout=30.0) as made:
+    async with running(folder, node_timeout=30.0) as made:
         await made.pair()
         yield made
 

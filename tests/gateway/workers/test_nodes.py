@@ -21,13 +21,13 @@ __all__ = ["folder"]
 @pytest.fixture
 async def stack(folder):
     """A gateway and a pair of nodes that send no tokens unless a test makes them."""
-    async with silent_pair(folder, heartbeat_timeout=600.0) as running_stack:
+    async with silent_pair(folder, node_timeout=600.0) as running_stack:
         yield running_stack
 
 
 @contextlib.asynccontextmanager
-async def silent_pair(folder, *, heartbeat_timeout):
-    async with running(folder, heartbeat_interval=0.1, heartbeat_timeout=heartbeat_timeout) as stack:
+async def silent_pair(folder, *, node_timeout):
+    async with running(folder, heartbeat_interval=0.1, node_timeout=node_timeout) as stack:
         for node in await stack.pair():
             node.on_generate = silent
         yield stack
@@ -228,7 +228,7 @@ async def test_the_death_of_a_prefill_node_spares_requests_in_decode(stack):
 
 
 async def test_a_silent_node_is_lost_and_may_register_again(folder):
-    async with silent_pair(folder, heartbeat_timeout=1.0) as stack:
+    async with silent_pair(folder, node_timeout=1.0) as stack:
         call, rid = await start_request(stack)
         prefill, decode = stack.nodes
         decode.is_beating = False

@@ -1,0 +1,123 @@
+"""Decides how a request goes on after an attempt that ended without its fault. Pure.
+
+A further attempt continues after the output so far. When it is made, and on which nodes, follows from how the attempts
+before it ended:
+
+- After a loss that the gateway has seen itself, the next attempt follows at once. After a failure on nodes that live
+  on, it follows after a pause that doubles with every failure in a row, and avoids the nodes that may be the cause.
+- A request whose attempts were ended ``NUM_LOSSES`` times in a row by the loss of a node or an internal error may be
+  what kills the nodes. It is *suspect*: its next attempt has its nodes for itself, and if that is lost too, the request
+  ends.
+- Attempts are in a row if fewer than ``NUM_PROGRESS`` output tokens came between them: a request that kills its nodes
+  does so again where it continues.
+- A request that has got no further token for the whole recovery timeout ends.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.errors import ErrorCode, RequestError
+
+NUM_LOSSES = 2
+NUM_PROGRESS = 8
+MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
+
+RETRY_AFTER_S = {ErrorCode.QUEUE_FULL: MAX_PAUSE_S}
+
+#: Codes with which a node reports that an attempt ended without the fault of the request.
+RECOVERABLE = frozenset(
+    {
+        ErrorCode.NODE_LOST,
+        ErrorCode.TRANSFER_FAILED,
+        ErrorCode.SHUTTING_DOWN,
+        ErrorCode.QUEUE_FULL,
+        ErrorCode.INTERNAL,
+    }
+)
+#: Those that count towards the suspicion that the request kills its nodes.
+LOSSES = frozenset({ErrorCode.NODE_LOST, ErrorCode.INTERNAL})
+#: Those after which the cause is known to be gone: the node takes no more requests.
+GONE = frozenset({ErrorCode.SHUTTING_DOWN})
+
+
+class AttemptEnd(NamedTuple):
+    """How an attempt ended.
+
+    Attributes:
+        avoid: incarnations that the next attempt avoids if others can serve the request.
+        decode: incarnation of the decode node that has pages of the request and should keep it; None for any.
+        is_seen: the gateway itself has seen the loss, so that no later attempt goes to the lost node.
+    """
+
+    code: ErrorCode
+    message: str
+    avoid: frozenset[str] = frozenset()
+    decode: str | None = None
+    is_seen: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Recovery:
+    """What is remembered of a request after the first attempt that ended without its fault.
+
+    Attributes:
+        revision: the weights that made the output so far; empty while there is none.
+        last: how the last attempt ended.
+        since: when the first attempt ended after which no further token came.
+        num_output: output tokens at the end of the last attempt.
+        num_ended, num_losses: attempts in a row that ended, and those that count as losses.
+    """
+
+    last: AttemptEnd
+    since: float
+    num_output: int
+    revision: str = ""
+    num_ended: int = 0
+    num_losses: int = 0
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.num_losses >= NUM_LOSSES
+
+    def has_progressed(self, num_output: int) -> bool:
+        return num_output >= self.num_output + NUM_PROGRESS
+
+    def ended(self, end: AttemptEnd, *, num_output: int, revision: str, now: float) -> float:
+        """Takes the end of one more attempt. Returns the seconds until the next one."""
+        if self.has_progressed(num_output):
+            self.num_ended = self.num_losses = 0
+        if not self.num_ended or num_output > self.num_output:
+            self.since = now
+        self.last, self.num_output = end, num_output
+        self.revision = revision if num_output else ""
+        self.num_ended += 1
+        self.num_losses += end.code in LOSSES
+        if end.is_seen or (end.code in GONE and self.num_ended == 1):
+            return 0.0
+        return float(min(MIN_PAUSE_S * 2.0 ** min(self.num_ended - 1, 16), MAX_PAUSE_S))
+
+    def waits(self, seconds: float) -> None:
+        """The next attempt waits for the retry budget, which does not count towards the recovery timeout."""
+        self.since += seconds
+
+    def verdict(self, now: float, *, timeout_s: float) -> RequestError | None:
+        """The error with which the request ends after its last attempt; None if it is tried again."""
+        if self.num_losses > NUM_LOSSES:
+            message = f"{self.last.message}; {self.num_losses} attempts ended like this, the last with the nodes for"
+            return RequestError(ErrorCode.NODE_LOST, f"{message} itself, so the request is not tried again")
+        if now - self.since > timeout_s:
+            message = f"{self.last.message}; no attempt came further within --recovery-timeout {timeout_s:g} s"
+            return RequestError(self.last.code, message, retry_after_s=RETRY_AFTER_S.get(self.last.code))
+        return None
+
+    def expired(self, now: float, *, timeout_s: float, lacking: str) -> RequestError | None:
+        """The error of a request that has waited too long for its next attempt; None while it may wait on.
+
+        Args:
+            lacking: what it waits for, in words.
+        """
+        if now - self.since <= timeout_s:
+            return None
+        code = ErrorCode.NODE_LOST if self.last.code is ErrorCode.NODE_LOST else ErrorCode.NO_ROUTE
+        message = f"{self.last.message}; no {lacking} came within --recovery-timeout {timeout_s:g} s"
+        return RequestError(code, message)

@@ -1,0 +1,100 @@
+"""Takes pairs of nodes whose transfers fail out of rotation, and lets them prove themselves again. Pure.
+
+Each pair has a circuit breaker. After ``NUM_FAILURES`` failed transfers in a row it opens, and the pair gets no
+requests for 1 s. Then it is half open: one request probes the pair. If that succeeds the breaker closes; if it fails
+it opens for twice as long, up to ``MAX_PAUSE_S``.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+NUM_FAILURES = 3
+MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+
+BreakerState = Literal["closed", "open", "half_open", "probing"]
+
+
+class PairKey(NamedTuple):
+    """Incarnations of the two nodes."""
+
+    prefill: str
+    decode: str
+
+
+@dataclass(slots=True)
+class Breaker:
+    """State of one pair that has failed lately.
+
+    Attributes:
+        num_failures: in a row.
+        pause_s: how long it stays open the next time.
+        until: when it becomes half open.
+    """
+
+    state: BreakerState = "closed"
+    num_failures: int = 0
+    pause_s: float = MIN_PAUSE_S
+    until: float = 0.0
+
+
+class PairHealth:
+    """The breakers of all pairs of one model. A pair without one is healthy.
+
+    Attributes:
+        breakers: of pairs that have failed since their last success.
+    """
+
+    def __init__(self) -> None:
+        self.breakers: dict[PairKey, Breaker] = {}
+
+    def resting(self) -> list[PairKey]:
+        """The pairs that get no requests now."""
+        return [pair for pair, breaker in self.breakers.items() if breaker.state in ("open", "probing")]
+
+    def failed(self, pair: PairKey, now: float) -> bool:
+        """Counts a failed transfer. Returns whether the pair stops to get requests, or goes on to get none."""
+        breaker = self.breakers.setdefault(pair, Breaker())
+        breaker.num_failures += 1
+        if breaker.state == "open":
+            return True  # a request that was sent before it opened
+        if breaker.state == "closed" and breaker.num_failures < NUM_FAILURES:
+            return False
+        breaker.state, breaker.until = "open", now + breaker.pause_s
+        breaker.pause_s = min(2 * breaker.pause_s, MAX_PAUSE_S)
+        return True
+
+    def succeeded(self, pair: PairKey, *, is_probe: bool) -> bool:
+        """A request was handed over. Returns whether the pair gets requests again.
+
+        While the breaker is not closed only the probe counts: the others were handed over before it opened.
+        """
+        breaker = self.breakers.get(pair)
+        if breaker is None or not (is_probe or breaker.state == "closed"):
+            return False
+        del self.breakers[pair]
+        return is_probe
+
+    def sent(self, pair: PairKey) -> bool:
+        """A request was sent to the pair. Returns whether it is the one that probes it."""
+        breaker = self.breakers.get(pair)
+        if breaker is None or breaker.state != "half_open":
+            return False
+        breaker.state = "probing"
+        return True
+
+    def gave_no_answer(self, pair: PairKey) -> None:
+        """The request that probed the pair ended before it could tell; the next one probes it again."""
+        breaker = self.breakers.get(pair)
+        if breaker is not None and breaker.state == "probing":
+            breaker.state = "half_open"
+
+    def tick(self, now: float) -> bool:
+        """Lets pairs whose pause is over be probed. Returns whether there are such."""
+        due = [breaker for breaker in self.breakers.values() if breaker.state == "open" and breaker.until <= now]
+        for breaker in due:
+            breaker.state = "half_open"
+        return bool(due)
+
+    def forget(self, incarnation: str) -> None:
+        """Drops the breakers of a node that is gone."""
+        self.breakers = {pair: breaker for pair, breaker in self.breakers.items() if incarnation not in pair}
