@@ -138,11 +138,16 @@ class PageReservations:
         request.own = own
         request.num_computed = request.num_scheduled = request.num_decodable
 
-    def withdraw(self, request: Request) -> None:
-        """The transfer will not happen. Its pages are the receiver's, which frees them once no write can reach them."""
+    def withdraw(self, request: Request, arrived: Sequence[int] = ()) -> None:
+        """The transfer will not complete. Its first pages, which have arrived, join the cache, or are free without it.
+
+        The other pages are the receiver's, which frees them once no write can reach them.
+        """
         reservation = self.by_key.pop(request.key)
         if reservation.pending is not None:
-            self._cache.drop_pending(reservation.pending)
+            self._cache.drop_pending(reservation.pending, len(arrived))
+        else:
+            self._allocator.free(arrived, Owner.GRANT)
         assert request.node is not None
         self._cache.unlock(request.node)
         request.node = None

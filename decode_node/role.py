@@ -307,12 +307,12 @@ class DecodeRole:
         if isinstance(event, Completed):
             self._received(key, event, now)
         elif key != event.key:
-            self._scheduler.not_received(key, now)
+            self._scheduler.not_received(key, now, event.arrived)
         elif isinstance(event, Finished):
-            self._forget(key)
-        elif (request := self._scheduler.requests.get(key)) is not None:
-            self._report_stages(request, now)
-            self._forget(key)
+            self._forget(key, event.arrived)
+        else:
+            self._report_stages(self._scheduler.requests[key], now)
+            self._forget(key, event.arrived)
             self._answer_failure(key, event.code, event.message)
 
     def _received(self, key: RequestKey, event: Completed, now: float) -> None:
@@ -340,15 +340,13 @@ class DecodeRole:
     def _end(self, key: RequestKey) -> None:
         """End a request that was aborted or failed: give everything back, and call off a transfer in progress."""
         is_receiving = self._scheduler.is_receiving(key)
-        transfer = self._transfer_of(key)
-        self._forget(key)
-        if is_receiving:
-            self._receiver.cancel(transfer)
+        self._forget(key, self._receiver.cancel(self._transfer_of(key)) if is_receiving else ())
 
-    def _forget(self, key: RequestKey) -> Request | None:
+    def _forget(self, key: RequestKey, arrived: Sequence[int] = ()) -> None:
+        """Forget a request; the first pages of its transfer, which have ``arrived``, stay cached."""
         self._output.forget(key)
         self._owners.pop(self._transfers.pop(key, key), None)
-        return self._scheduler.abort(key)
+        self._scheduler.abort(key, arrived)
 
     def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
         self._output.flush(request, now)

@@ -176,25 +176,30 @@ class DecodeScheduler:
             request.output.append(token)
         self._table.move(request, Event.RECEIVED)
 
-    def not_received(self, key: RequestKey, now: float) -> None:
-        """The prefill node does not compute this retracted request again; it is computed here instead."""
+    def not_received(self, key: RequestKey, now: float, arrived: Sequence[int] = ()) -> None:
+        """The prefill node does not compute this retracted request again; it is computed here instead.
+
+        Args:
+            arrived: the first of the granted pages, which have arrived.
+        """
         request = self._table.receiving[key]
-        self._reservations.withdraw(request)
+        self._reservations.withdraw(request, arrived)
         self._table.move(request, Event.TRANSFER_LOST)
         self._table.local[key] = None
         self.decisions.note(now, request.rid, "resume", "here, since no prefill node does")
 
-    def abort(self, key: RequestKey) -> Request | None:
+    def abort(self, key: RequestKey, arrived: Sequence[int] = ()) -> Request | None:
         """Forget a request and give its pages back. None if it is unknown.
 
-        Pages granted to a transfer in progress stay with the receiver, which frees them after its fence.
+        Pages granted to a transfer in progress stay with the receiver, which frees them after its fence, except for
+        the first ones that have ``arrived``.
         """
         is_receiving = key in self._table.receiving
         request = self._table.remove(key)
         if request is None:
             return None
         if is_receiving:
-            self._reservations.withdraw(request)
+            self._reservations.withdraw(request, arrived)
         self._queue.short.pop(key, None)
         release(self._cache, self._allocator, request, keep=True)
         return request

@@ -24,18 +24,29 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request ended with its first token, so nothing is shipped. Its granted pages are free."""
+    """The request ended with its first token, so nothing more is shipped.
+
+    Attributes:
+        arrived: as in ``TransferFailed``.
+    """
 
     key: RequestKey
+    arrived: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """Nothing more will come. The granted pages are free, or in quarantine."""
+    """Nothing more will come. The granted pages are free, or in quarantine, but for those that have arrived.
+
+    Attributes:
+        arrived: the first of the pages granted, as far as they have arrived whole and are full of tokens; still owned
+            as ``GRANT``, and the caller's to move. No write can reach them any more, as in ``Completed``.
+    """
 
     key: RequestKey
     code: ErrorCode
     message: str
+    arrived: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

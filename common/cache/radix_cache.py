@@ -223,15 +223,29 @@ class RadixCache:
         self._watches.node_added(nodes[0])
         return pending.node
 
-    def drop_pending(self, pending: Pending) -> list[int]:
-        """Remove the nodes of a failed transfer. Returns its pages in order; they stay with ``Owner.GRANT``."""
+    def drop_pending(self, pending: Pending, num_arrived: int = 0) -> list[int]:
+        """Remove the nodes of a failed transfer, except for its first pages, which have arrived and become ready.
+
+        Returns:
+            The other pages in order; they stay with ``Owner.GRANT``.
+        """
         nodes, pages = pending.nodes, pending.pages
         assert nodes, "this transfer was already completed or dropped"
-        above = nodes[0].parent
-        for node in reversed(nodes):
-            self._detach(node)
-        self.unlock(above)
-        return pages
+        assert num_arrived <= len(pages)
+        above, num_left = nodes[0].parent, len(pages) - num_arrived
+        while num_left:
+            lowest = pending.node
+            if num_left < len(lowest.pages):
+                self._split(lowest, len(lowest.pages) - num_left)
+            num_left -= len(lowest.pages)
+            assert lowest.parent is not None
+            pending.node = lowest.parent
+            self._detach(lowest)
+        if num_arrived:
+            self.make_ready(pending)
+        else:
+            self.unlock(above)
+        return pages[num_arrived:]
 
     def _raise_priority(self, node: TreeNode, priority: int) -> None:
         """Raise the priority of a node and its ancestors, which are at least as urgent as their descendants."""

@@ -2,7 +2,8 @@
 
 The role reserves pages (``Owner.GRANT``) and gives them to ``begin``; they are granted to the prefill node once it is
 connected. When every page and ``PrefillDone`` are here, the role gets ``Completed`` and the pages with it. In all other
-cases the pages are freed here, on one path, and only when the writer is fenced: by its own word (``Closed``, or
+cases the role gets the first pages, as far as they have arrived: no write to them is left. The other pages are freed
+here, on one path, and only when the writer is fenced: by its own word (``Closed``, or
 ``Connected`` under a later epoch, which it says after it has dropped the earlier connection), or by the transport's
 proof that it cannot write (``poll``). Until then the pages of a transfer that was cancelled, or whose peer is out of
 reach, are in quarantine.
@@ -33,7 +34,7 @@ from common.wire.messages import (
     TransferAck,
 )
 from kv_transfer.checksums import Checksums
-from kv_transfer.events import Event, Finished, PairLost, TransferFailed
+from kv_transfer.events import Event, PairLost
 from kv_transfer.page_mapping import parts_of
 from kv_transfer.receive.connections import PrefillConnection, PrefillConnections
 from kv_transfer.receive.session import ReceiveSession
@@ -120,15 +121,19 @@ class Receiver:
         elif connection is not None and connection.is_usable:
             self._grant(session)
 
-    def cancel(self, key: RequestKey) -> None:
-        """End a transfer at any point; no event of this key comes after. Unknown and ended keys are ignored."""
+    def cancel(self, key: RequestKey) -> tuple[int, ...]:
+        """End a transfer at any point; no event of this key comes after. Unknown and ended keys are ignored.
+
+        Returns:
+            The pages that have arrived, as in ``TransferFailed``.
+        """
         self._table.drop_events(key)
         session = self._table.sessions.get(key)
         if session is None or not session.accepts(ReceiveEvent.CANCEL):
-            return
+            return ()
         if session.peer in self._connections.by_peer:
             self._messages.append((session.peer, AbortTransfer(*key)))
-        self._table.release(session, ReceiveEvent.CANCEL, None)
+        return self._table.release(session, ReceiveEvent.CANCEL)
 
     def peer_lost(self, peer: str) -> None:
         """The control connection is gone: transfers fail, and granted pages stay in quarantine until the fence."""
@@ -310,14 +315,13 @@ class Receiver:
         return False
 
     def _on_closed(self, session: ReceiveSession, message: Closed) -> bool:
-        event: Event | None = None
-        if session.state is not ReceiveState.QUARANTINED:
-            if message.reason == "finished":
-                event = Finished(session.key)
-            else:
-                why = message.message or f"the prefill node has closed the transfer: {message.reason}"
-                event = TransferFailed(session.key, CODES.get(message.reason, message.code), why)
-        self._table.release(session, ReceiveEvent.CLOSE, event)
+        if session.state is ReceiveState.QUARANTINED:
+            self._table.release(session, ReceiveEvent.CLOSE)
+        elif message.reason == "finished":
+            self._table.finish(session)
+        else:
+            why = message.message or f"the prefill node has closed the transfer: {message.reason}"
+            self._table.fail(session, ReceiveEvent.CLOSE, CODES.get(message.reason, message.code), why)
         return True
 
     # ---- what follows -------------------------------------------------------------------------------------------
@@ -345,9 +349,10 @@ class Receiver:
         for session in self._table.of(peer):
             if not 0 < session.epoch <= epoch:
                 continue
-            is_told = session.state is ReceiveState.QUARANTINED
-            failure = None if is_told else TransferFailed(session.key, ErrorCode.NODE_LOST, reason)
-            self._table.release(session, ReceiveEvent.FENCE, failure)
+            if session.state is ReceiveState.QUARANTINED:
+                self._table.release(session, ReceiveEvent.FENCE)
+            else:
+                self._table.fail(session, ReceiveEvent.FENCE, ErrorCode.NODE_LOST, reason)
 
     # ---- results ------------------------------------------------------------------------------------------------
 

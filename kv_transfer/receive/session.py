@@ -19,7 +19,7 @@ class ReceiveSession:
 
     Attributes:
         key, peer: which transfer, and the incarnation of the prefill node.
-        first: index of the first page that is shipped.
+        first: index of the first page that is shipped; of the first that is left after ``take_arrived``.
         pages: destinations of index ``first`` and on, up to the end of the prompt.
         num_tokens, num_pages: of the whole prompt.
         epoch: of the connection when the pages were granted; 0 before.
@@ -116,6 +116,23 @@ class ReceiveSession:
         if whole and self.is_landed:
             self.apply(ReceiveEvent.LAND)
         return whole
+
+    def take_arrived(self) -> list[int]:
+        """Give up the first pages, as far as they have arrived whole and are full of tokens; returns them.
+
+        Each of their parts was written, reported and, where that is wanted, compared; it is not asked for again. So the
+        writer is done with them, as with all pages of a complete transfer.
+        """
+        num_full = self.num_tokens // self._page_size
+        end = self.first
+        while end < num_full and len(self._arrived.get(end, ())) == self._num_parts(end):
+            del self._arrived[end]
+            end += 1
+        count = end - self.first
+        taken, self.pages = self.pages[:count], self.pages[count:]
+        self.first = end
+        self._num_whole -= count
+        return taken
 
     def corrupt(self, indices: Sequence[int], part: int) -> bool:
         """Record that this part of these pages came with other bytes. False: too often to one of them."""

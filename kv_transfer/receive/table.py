@@ -11,7 +11,7 @@ from common.cache.page_allocator import Owner, PageAllocator
 from common.errors import ErrorCode, invariant
 from common.request import RequestKey
 from common.wire.messages import PrefillDone
-from kv_transfer.events import Completed, Event, PairLost, TransferFailed
+from kv_transfer.events import Completed, Event, Finished, PairLost, TransferFailed
 from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.states import ReceiveEvent, ReceiveState
 from kv_transfer.transfer_stats import failure_counter, no_failures
@@ -42,7 +42,7 @@ class ReceiveTable:
         self.prefill_dones: dict[RequestKey, tuple[PrefillDone, float]] = {}
         self.events: list[Event] = []
         self._quarantined_since: dict[RequestKey, float | None] = {}  # None: not seen yet
-        self._totals: Counter[str] = Counter(pages_quarantined=0, transfers_received=0)
+        self._totals: Counter[str] = Counter(pages_quarantined=0, pages_kept=0, transfers_received=0)
         self._totals.update(no_failures())
 
     def of(self, peer: str) -> list[ReceiveSession]:
@@ -56,11 +56,18 @@ class ReceiveTable:
         prefill_done, prefill_done_at = self.prefill_dones.pop(session.key)
         self.events.append(Completed(session.key, prefill_done, tuple(session.pages), prefill_done_at))
 
-    def release(self, session: ReceiveSession, event: ReceiveEvent, event_for_role: Event | None) -> None:
-        """The one place where the pages of a transfer that does not complete change hands."""
-        owner = Owner.QUARANTINE if session.state is ReceiveState.QUARANTINED else Owner.GRANT
+    def release(self, session: ReceiveSession, event: ReceiveEvent) -> tuple[int, ...]:
+        """The one place where the pages of a transfer that does not complete change hands.
+
+        Returns:
+            The first pages, as far as they have arrived. They stay ``GRANT`` and are the role's.
+        """
+        is_quarantined = session.state is ReceiveState.QUARANTINED
+        owner = Owner.QUARANTINE if is_quarantined else Owner.GRANT
         session.apply(event)
         self._forbid(session.pages)
+        arrived = () if is_quarantined else tuple(session.take_arrived())
+        self._totals["pages_kept"] += len(arrived)
         self.prefill_dones.pop(session.key, None)
         self._quarantined_since.pop(session.key, None)
         if session.state is ReceiveState.FREED:
@@ -70,14 +77,18 @@ class ReceiveTable:
             self._allocator.move(session.pages, Owner.GRANT, Owner.QUARANTINE)
             self._quarantined_since[session.key] = None
             self._totals["pages_quarantined"] += len(session.pages)
-        if event_for_role is not None:
-            if isinstance(event_for_role, TransferFailed) and event_for_role.code is not ErrorCode.ABORTED:
-                self._totals[failure_counter(event_for_role.code)] += 1
-            self.events.append(event_for_role)
+        return arrived
 
     def fail(self, session: ReceiveSession, event: ReceiveEvent, code: ErrorCode, message: str) -> None:
         """Release the pages of a transfer, and tell the role why it failed."""
-        self.release(session, event, TransferFailed(session.key, code, message))
+        arrived = self.release(session, event)
+        if code is not ErrorCode.ABORTED:
+            self._totals[failure_counter(code)] += 1
+        self.events.append(TransferFailed(session.key, code, message, arrived))
+
+    def finish(self, session: ReceiveSession) -> None:
+        """Release the pages of a transfer that needs them no more, since the request has ended."""
+        self.events.append(Finished(session.key, self.release(session, ReceiveEvent.CLOSE)))
 
     def overdue(self, now: float) -> list[tuple[str, int]]:
         """(peer, epoch) of pages that have been in quarantine for long and whose writer may never report."""
@@ -90,8 +101,7 @@ class ReceiveTable:
         """Drop events of a key that the role has not taken, and free their pages."""
         for event in [event for event in self.events if not isinstance(event, PairLost) and event.key == key]:
             self.events.remove(event)
-            if isinstance(event, Completed):
-                self._allocator.free(event.pages, Owner.GRANT)
+            self._allocator.free(event.pages if isinstance(event, Completed) else event.arrived, Owner.GRANT)
 
     def counters(self) -> dict[str, float]:
         return {name: float(count) for name, count in self._totals.items()}

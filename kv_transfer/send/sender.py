@@ -302,7 +302,10 @@ class Sender:
     def _end(self, session: SendSession, end: TransferEnd) -> None:
         """Start no further write, and close now, or when the last write under way is over."""
         if session.accepts(SendEvent.END):
-            session.end()
+            pages = session.end()
+            connection = self._connections.usable(session.peer, session.epoch or 0)
+            if connection is not None:
+                connection.granted.difference_update(pages)
             self._queue.stop(session)
             self._table.ends[session.key] = end
         self._close_if_still(session)

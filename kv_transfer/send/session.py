@@ -204,10 +204,18 @@ class SendSession:
         self._due.extend(units)
         return all(self._num_resends[unit] <= MAX_RESENDS for unit in units)
 
-    def end(self) -> None:
+    def end(self) -> list[int]:
+        """Begin no further write.
+
+        Returns:
+            The peer's pages to which no write is under way. The peer may grant them again for another transfer, at once
+            if they had arrived.
+        """
         self.apply(SendEvent.END)
         self._due.clear()
         self._early.clear()
+        awaited = {unit // self.units.per_target for unit in self._in_flight}
+        return [self.targets.pop(index) for index in list(self.targets) if index not in awaited]
 
     def sever(self) -> None:
         """The connection is gone: units under way never arrive."""

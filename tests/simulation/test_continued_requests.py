@@ -277,3 +277,43 @@ def test_a_continued_request_finds_the_pages_of_its_earlier_attempt() -> None:
     cluster.continue_request("a", pair=(0, 1))
     assert_exact(cluster, answer, prompt_of(64))
     assert cluster.counters(prefill)["pages_sent"] == sent + 6
+
+
+@pytest.mark.parametrize("num_steps", range(1, 12))
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_pages_that_had_arrived_before_the_prefill_node_was_lost_do_not_travel_again(
+    num_steps: int, is_cached: bool
+) -> None:
+    cluster = cluster_of(is_cached=is_cached)
+    [first, second], [decode, _] = cluster.prefill, cluster.decode
+    answer = cluster.submit("a", prompt_of(100), sampling(NUM_TOKENS))
+    for _ in range(num_steps):
+        cluster.step()
+    num_arrived = cluster.counters(decode)["pages_received"]
+    is_complete = cluster.counters(decode)["transfers"] == 1
+    cluster.kill(first)
+    cluster.settle(2)
+    answer.error = None
+    if answer.is_over:
+        return
+    cluster.continue_request("a", pair=(1, 0))
+    assert_exact(cluster, answer, prompt_of(100))
+    if not is_complete:
+        num_sent = cluster.counters(second)["pages_sent"]
+        assert cluster.counters(decode)["pages_kept"] == num_arrived
+        assert num_sent == 7 - (num_arrived if is_cached else 0), "six full pages and one that is not full"
+
+
+def test_pages_that_had_arrived_before_an_abort_serve_another_request() -> None:
+    cluster = cluster_of()
+    cluster.submit("a", prompt_of(100), sampling(NUM_TOKENS))
+    while cluster.counters(cluster.decode[0])["pages_received"] < 3:
+        cluster.step()
+    num_arrived = cluster.counters(cluster.decode[0])["pages_received"]
+    cluster.answers["a"].finish = "aborted"
+    cluster.abort("a")
+    cluster.settle()
+    sent = cluster.counters(cluster.prefill[0])["pages_sent"]
+    answer = cluster.submit("b", prompt_of(100), sampling(NUM_TOKENS))
+    assert_exact(cluster, answer, prompt_of(100))
+    assert cluster.counters(cluster.prefill[0])["pages_sent"] == sent + 7 - num_arrived

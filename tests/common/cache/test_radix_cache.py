@@ -231,6 +231,26 @@ def test_dropped_pages_return_to_the_caller() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("num_arrived", [1, 2, 3])
+@pytest.mark.parametrize("is_split", [True, False])
+def test_pages_that_had_arrived_stay_when_the_others_are_dropped(num_arrived: int, is_split: bool) -> None:
+    cache, allocator = cache_of(8)
+    first = fill(cache, allocator, A)
+    pending = pending_over(cache, allocator, A + B + C + D, 3)
+    pages = pending.pages
+    if is_split:
+        assert cache.match(A + B + D).pending is not None
+        assert len(pending.nodes) == 2
+    assert cache.drop_pending(pending, num_arrived) == pages[num_arrived:]
+    allocator.free(pages[num_arrived:], Owner.GRANT)
+    assert cache.match(A + B + C + D).pages == first + pages[:num_arrived]
+    assert cache.match(A + B + C + D).pending is None
+    assert cache.num_evictable_pages == 1 + num_arrived
+    cache.check()
+    assert cache.clear() == 1 + num_arrived
+    assert allocator.num_free == 8
+
+
 def test_both_parts_of_a_split_pending_node_stay_pending() -> None:
     cache, allocator = cache_of(8)
     pending = pending_over(cache, allocator, A + B + C, 3)

@@ -147,9 +147,14 @@ class RadixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
     def drop_pending(self, data: st.DataObject) -> None:
-        handle, _, pages = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
-        assert self.cache.drop_pending(handle) == pages
-        self.allocator.free(pages, Owner.GRANT)
+        handle, keys, pages = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
+        num_arrived = data.draw(st.integers(0, len(pages)))
+        assert self.cache.drop_pending(handle, num_arrived) == pages[num_arrived:]
+        self.allocator.free(pages[num_arrived:], Owner.GRANT)
+        if num_arrived:
+            self.ready.update(zip(keys[:num_arrived], pages[:num_arrived], strict=True))
+            salt, prefix = keys[num_arrived - 1]
+            self.find(self.keys(salt, list(prefix)))
 
     @rule(salt=SALTS, prefix=PREFIXES, tail=st.integers(0, PAGE - 1))
     def watch(self, salt: str, prefix: list[tuple[int, int]], tail: int) -> None:

@@ -148,7 +148,7 @@ class LocalCluster:
         self.num_starts = 0
         self._folder = folder
         self._page_sizes = {"prefill": page_size, "decode": decode_page_size or page_size}
-        self._engine = {"attention": attention, "device": device, "num_slots": max_running}
+        self._engine = {"attention": attention, "device": device, "num_slots": max_running, "num_threads": 1}
         self._is_cached = is_cached
         self._chunk = chunk_tokens
         self._max_running = max_running

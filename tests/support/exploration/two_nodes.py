@@ -163,7 +163,7 @@ class TwoNodes:
 
     def _cancel(self, key: RequestKey) -> None:
         self.decode.ended[key] = "cancelled"
-        self.decode.receiver.cancel(key)
+        self._keep(key, self.decode.receiver.cancel(key))
 
     _deadline_at_decode = _cancel
 
@@ -200,6 +200,15 @@ class TwoNodes:
             for index, page in enumerate(event.pages, self.scope.first):
                 assert set(node.store.read(page)) == {self.content(event.key, index)}, f"page {index} has other bytes"
             node.allocator.free(event.pages, Owner.GRANT)  # an empty response: its pages are free at once
+        else:
+            self._keep(event.key, event.arrived)
+
+    def _keep(self, key: RequestKey, arrived: tuple[int, ...]) -> None:
+        """Free the pages that had arrived when the transfer ended: no write may reach them any more."""
+        node = self.decode
+        for index, page in enumerate(arrived, self.scope.first):
+            assert set(node.store.read(page)) == {self.content(key, index)}, f"page {index} has other bytes"
+        node.allocator.free(arrived, Owner.GRANT)
 
     # ---- the control connections --------------------------------------------------------------------------------
 
@@ -313,7 +322,8 @@ class TwoNodes:
             return
         session = self.decode.receiver._table.sessions.get(key)
         assert session is not None, f"page {target} is written for {key}, which has ended"
-        assert session.pages[index - self.scope.first] == target, f"page {target} is not that of page {index} of {key}"
+        is_lacking = index >= session.first  # else it had arrived, and was given up when the transfer ended
+        assert is_lacking and session.page_of(index) == target, f"page {target} is not that of page {index} of {key}"
 
     def _is_awaited(self, page: int) -> bool:
         """Whether this page of the decode node is reserved for a page that has not arrived."""

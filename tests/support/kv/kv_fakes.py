@@ -125,6 +125,8 @@ class TransferPair:
         self.to_prefill: deque[Message] = deque()
         self.source_pages: dict[RequestKey, list[int]] = {}
         self.grants: dict[RequestKey, list[int]] = {}
+        self.firsts: dict[RequestKey, int] = {}
+        self.num_kept = 0  # pages that had arrived when their transfers ended early
         self.released: dict[RequestKey, Released] = {}
         self.events: dict[RequestKey, Event] = {}
         self.pairs_lost = 0
@@ -172,14 +174,14 @@ class TransferPair:
         assert pages is not None
         for page in pages:
             self.target.fill(page, JUNK)
-        self.grants[key] = list(pages)
+        self.grants[key], self.firsts[key] = list(pages), first
         num_tokens = num_pages * LAYOUT.page_size - 1
         self.receiver.begin(key, PREFILL, first=first, pages=pages, num_tokens=num_tokens)
         self.settle()
         return pages
 
     def cancel(self, key: RequestKey) -> None:
-        self.receiver.cancel(key)
+        self._keep(key, self.receiver.cancel(key))
         self.settle()
 
     def poll(self) -> None:
@@ -268,9 +270,22 @@ class TransferPair:
         if isinstance(event, Completed):
             assert list(event.pages) == self.grants[event.key]
             self.allocator.move(event.pages, Owner.GRANT, Owner.REQUEST)
-            first = LAYOUT.num_pages(event.prefill_done.num_tokens) - len(event.pages)
-            for index, page in enumerate(event.pages, first):
-                assert set(self.target.read(page)) == {content(event.key, index)}, f"page {index} has other bytes"
+            self._compare(event.key, event.pages)
+        else:
+            self._keep(event.key, event.arrived)
+
+    def _compare(self, key: RequestKey, pages: Sequence[int]) -> None:
+        for index, page in enumerate(pages, self.firsts[key]):
+            assert set(self.target.read(page)) == {content(key, index)}, f"page {index} has other bytes"
+
+    def _keep(self, key: RequestKey, arrived: Sequence[int]) -> None:
+        """Take the pages that have arrived of a transfer that ended early, and free them: no write may reach them."""
+        assert list(arrived) == self.grants.get(key, [])[: len(arrived)]
+        self._compare(key, arrived)
+        self.num_kept += len(arrived)
+        self.allocator.free(arrived, Owner.GRANT)
+        for page in arrived:
+            self.target.fill(page, JUNK)
 
     def give_back(self, key: RequestKey) -> None:
         """Free the pages of a completed request at the decode node."""

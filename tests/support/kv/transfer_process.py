@@ -137,6 +137,8 @@ class ReceiverEnd(TransferEnd):
                 self.allocator.move(event.pages, Owner.GRANT, Owner.REQUEST)
                 self.kept[rid] = event.pages
                 self._look_at(rid)
+            else:
+                self.allocator.free(event.arrived, Owner.GRANT)
         messages, events = self.receiver.take()
         assert not events
         self.say(messages)
@@ -165,7 +167,7 @@ class ReceiverEnd(TransferEnd):
         self._settle()
 
     def do_cancel(self, rid: str) -> None:
-        self.receiver.cancel((rid, 0))
+        self.allocator.free(self.receiver.cancel((rid, 0)), Owner.GRANT)
         self._settle()
 
     def do_peer_lost(self, peer: str) -> None:

@@ -118,6 +118,7 @@ class Nodes:
         for event in events:
             if isinstance(event, TransferFailed):
                 self.failed.append(event)
+                self.allocator.free(event.arrived, Owner.GRANT)
                 continue
             assert isinstance(event, Completed)
             self.completed[event.key] = event
