@@ -133,11 +133,6 @@ class DecodeRole:
                 self._forget(key)  # it ended before it had pages here; the gateway has heard of it
         self._settle(now)
 
-    def gateway_lost(self, now: float) -> None:
-        for key in list(self._scheduler.requests):
-            self._abort(key)
-        self._settle(now)
-
     def peer_lost(self, peer: str, now: float) -> None:
         self._drop_peer(peer, "the prefill node was lost", now)
         self._settle(now)

@@ -125,11 +125,6 @@ class PrefillRole:
             self._sender.on_message(peer, message, now)
         self._settle()
 
-    def gateway_lost(self, now: float) -> None:
-        for key in list(self._scheduler.requests):
-            self._end(key, "failed", "the prefill node lost the gateway")
-        self._settle()
-
     def peer_lost(self, peer: str, now: float) -> None:
         self._sender.peer_lost(peer)
         self._settle()

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
+from common.finish_reason import Finish
 from common.request import Request, RequestKey
 from common.wire.messages import Failed, Generate, RequestMessage, Sample, Tokens
 
@@ -31,7 +32,7 @@ class OwnedRequest:
     gateway: str
     digest: str
     request: Request | None
-    finish: str = ""
+    finish: Finish = ""
     ended_at: float | None = None
 
     @property

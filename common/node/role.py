@@ -169,10 +169,6 @@ class Role(Protocol):
         """A message from another node, known by its incarnation."""
         ...
 
-    def gateway_lost(self, now: float) -> None:
-        """No answer can be delivered any more: end every request."""
-        ...
-
     def peer_lost(self, peer: str, now: float) -> None: ...
 
     def grammar_compiled(self, grammar: str, now: float) -> None:

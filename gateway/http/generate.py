@@ -300,7 +300,9 @@ class GenerateApp:
         """The answer from the outputs of the request that this one repeats; None if it is new."""
         events = OutputEvents(self._turn, only_ends=not body.stream)
         known = self._retries.attach(identity, events)
-        return known and _Answer(known.answer_id, known.streams, events, known, is_retry=True)
+        if known is None:
+            return None
+        return _Answer(known.answer_id, known.streams, events, known, is_retry=True)
 
     def _streams(
         self,

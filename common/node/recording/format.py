@@ -18,7 +18,7 @@ from common.node.memory_plan import Capacity
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import FromDecode, FromGateway, FromPrefill, LayoutMessage
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -64,10 +64,6 @@ class PeerLost(Frame, frozen=True, tag="peer lost"):
     peer: str
 
 
-class GatewayLost(Frame, frozen=True, tag="gateway lost"):
-    now: float
-
-
 class GrammarCompiled(Frame, frozen=True, tag="grammar compiled"):
     now: float
     grammar: str
@@ -111,7 +107,6 @@ AnyFrame = (
     | GatewayMessage
     | PeerMessage
     | PeerLost
-    | GatewayLost
     | GrammarCompiled
     | GrammarFailed
     | Planned
