@@ -168,10 +168,16 @@ class Gateway:
             raise
         self._http = HttpServer(app, self._options, self._tls)
         try:
-            await self._http.start(config.host, config.port)
+            await self._http.start(config.host, config.port, is_shared=config.worker_port is not None)
         except OSError as error:
             await self.stop()
             raise _cannot_bind("port", config.port, config.host, error) from error
+        if config.worker_port is not None:
+            try:
+                await self._http.listen(config.host, config.worker_port)
+            except OSError as error:
+                await self.stop()
+                raise _cannot_bind("worker-port", config.worker_port, config.host, error) from error
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -269,5 +275,5 @@ def _without_parameters(path: str) -> str:
 
 def _cannot_bind(flag: str, port: int, host: str, error: OSError | zmq.ZMQError) -> ConfigError:
     reason = (error.strerror or str(error)).lower()
-    host_flag = flag.replace("port", "host")
+    host_flag = "control-host" if flag == "control-port" else "host"
     return ConfigError(f"cannot bind --{host_flag} {host} --{flag} {port}: {reason}")

@@ -145,6 +145,13 @@ class GatewayConfig(Routing, HttpOptions, TracingOptions, TenantOptions, Schedul
     control_port: int = option(
         8001, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
     )
+    worker_port: int | None = option(
+        None,
+        "Another HTTP port, of this gateway alone. With it, several gateways of this machine and user share --port: "
+        "the kernel divides new connections among them.",
+        minimum=0,
+        maximum=65535,
+    )
 
     def __post_init__(self) -> None:
         check_http(self)

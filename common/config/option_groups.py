@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 Groups = Mapping[str, tuple[str, ...]]
 
 SERVING: Groups = {
-    "Processes": ("prefill", "decode", "ready_timeout", "name", "device", "threads", "attention_backend"),
+    "Processes": ("prefill", "decode", "workers", "ready_timeout", "name", "device", "threads", "attention_backend"),
     "Model": (
         "model", "revision", "served_model_name", "also_serve", "weight_version", "dtype", "context_length",
         "chat_template", "tool_call_parser", "reasoning_parser",
@@ -34,7 +34,7 @@ SERVING: Groups = {
         "priority_function", "priority_classes", "default_priority_class", "tenant_shares", "tenant_quotas",
     ),
     "Network": (
-        "host", "port", "control_host", "control_port", "gateway", "orphan_timeout",
+        "host", "port", "worker_port", "control_host", "control_port", "gateway", "orphan_timeout",
         "advertise_host", "data_port", "data_interface",
         "http_host", "http_port", "health_timeout",
         "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "node_timeout",
