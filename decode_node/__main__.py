@@ -1,7 +1,6 @@
 """``python -m decode_node``: runs one decode node until it is stopped."""
 
 import signal
-import sys
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
@@ -9,7 +8,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 from common.config.cli import resolve
 from common.config.node import NodeConfig
 from common.node.worker_context import WorkerContext
-from common.node.worker_main import run
+from common.node.worker_main import end_process, run
 from common.scheduling.new_token_ratio import NewTokenRatio
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
@@ -76,4 +75,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -37,9 +37,11 @@ from common.wire.messages import (
     Message,
     PairState,
     Peer,
+    PrefillNodes,
     Reprioritize,
     Resume,
 )
+from decode_node.prefill_peers import PrefillPeers
 from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled, SamplingFailed
 from decode_node.token_output import TokenOutput
 from kv_transfer.events import Completed, Event, Finished, PairLost
@@ -58,9 +60,6 @@ COUNTERS = (
     "pages_cached",
     "output_tokens",
 )
-
-#: A prefill node that has not answered ``Connect`` by then counts as lost.
-CONNECT_TIMEOUT_S = 10.0
 
 #: When pages are sent again, both nodes know the transfer by an attempt that is higher by this, each time.
 RESUMED = 1 << 32
@@ -91,8 +90,7 @@ class DecodeRole:
         self._cache = cache
         self._allocator = allocator
         self._vocab_size = vocab_size
-        self._peers: dict[str, Peer] = {}  # prefill nodes we have dialled, by incarnation
-        self._unanswered: dict[str, float] = {}  # the instant by which a dialled one must have answered
+        self._peers = PrefillPeers()
         self._transfers: dict[RequestKey, RequestKey] = {}  # request -> transfer, where pages are sent again
         self._owners: dict[RequestKey, RequestKey] = {}  # transfer -> request
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -120,12 +118,15 @@ class DecodeRole:
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
+        elif isinstance(message, PrefillNodes):
+            self._peers.name(message.nodes)
+            self._dial_prefill_nodes(now)
         elif isinstance(message, GetDecisions):
             self.outbox.gateway.append(decisions_message(self._scheduler.decisions, message, now))
         self._settle(now)
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
-        self._unanswered.pop(peer, None)
+        self._peers.answered(peer)
         self._receiver.on_message(peer, message, now)
         if isinstance(message, Closed):
             key = (message.rid, message.attempt)
@@ -167,8 +168,9 @@ class DecodeRole:
             report_missed_deadline(self._scheduler.policy, request, now)
         for request in self._scheduler.grammars.overdue(now):
             self._fail(request, ErrorCode.INVALID_REQUEST, TIMEOUT_MESSAGE, now)
-        for peer in [peer for peer, until in self._unanswered.items() if until <= now]:
-            self._drop_peer(peer, "the prefill node was lost", now)
+        for peer in self._peers.overdue(now):
+            self._drop_peer(peer, "the prefill node did not answer", now)
+        self._dial_prefill_nodes(now)
         self._receiver.poll(now)
         self._settle(now)
         return False
@@ -237,18 +239,22 @@ class DecodeRole:
             self._dial(message.prefill, now)
 
     def _dial(self, peer: Peer, now: float) -> None:
-        if peer.incarnation in self._peers:
-            return
-        self._peers[peer.incarnation] = peer
-        self._unanswered[peer.incarnation] = now + CONNECT_TIMEOUT_S
-        self.outbox.dial.append(peer)
-        self.outbox.peers.append((peer.incarnation, self._receiver.connect(peer.incarnation, peer.name)))
+        if self._peers.dial(peer, now):
+            self.outbox.dial.append(peer)
+            self.outbox.peers.append((peer.incarnation, self._receiver.connect(peer.incarnation, peer.name)))
+
+    def _dial_prefill_nodes(self, now: float) -> None:
+        """Connect to the prefill nodes that the gateway names, and hang up from others that nothing uses any more."""
+        for peer in self._peers.due(now):
+            self._dial(peer, now)
+        for incarnation in self._peers.unnamed():
+            if not self._receiver.has_transfers(incarnation) and not self._scheduler.waiting_for(incarnation):
+                self._drop_peer(incarnation, "the gateway no longer knows the prefill node", now)
 
     def _drop_peer(self, peer: str, why: str, now: float) -> None:
         """Let go of a prefill node, and fail the requests that wait for it."""
-        if self._peers.pop(peer, None) is None:
+        if not self._peers.lost(peer, why, now):
             return
-        self._unanswered.pop(peer, None)
         self._receiver.peer_lost(peer)
         for request in self._scheduler.waiting_for(peer):
             self._fail(request, ErrorCode.NODE_LOST, why, now)
@@ -367,10 +373,13 @@ class DecodeRole:
         return self._receiver.transports()
 
     def pairs(self) -> Sequence[PairState]:
-        return self._receiver.pairs()
+        pairs = self._receiver.pairs()
+        known = {pair.incarnation for pair in pairs}
+        lost = self._peers.problems(self._receiver.transports()[0])
+        return [*pairs, *(pair for pair in lost if pair.incarnation not in known)]
 
     def peers(self) -> Sequence[str]:
-        return list(self._peers)
+        return self._peers.dialled()
 
     def requests(self) -> Mapping[RequestKey, Request]:
         return self._scheduler.requests

@@ -1,7 +1,6 @@
 """``python -m prefill_node``: runs one prefill node until it is stopped."""
 
 import signal
-import sys
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
@@ -9,7 +8,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 from common.config.cli import resolve
 from common.config.node import NodeConfig
 from common.node.worker_context import WorkerContext
-from common.node.worker_main import run
+from common.node.worker_main import end_process, run
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import WriterTransport
 from kv_transfer.transports.negotiation import TransportSettings, open_writer
@@ -58,4 +57,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -51,6 +51,11 @@ class NodeConfig(Batching, EngineOptions, NodeHttpOptions, SchedulingOptions, Mo
     max_queued_requests: int | None = option(
         None, "Requests that may wait at this node; further ones are refused.", minimum=0
     )
+    node_timeout: float = option(
+        5.0,
+        "Seconds without a sign of life after which the connection to another node, or to the gateway, is closed.",
+        minimum=0.1,
+    )
     memory_fraction: float = option(
         0.4, "Largest share of the device's free memory for the KV pool.", minimum=0.001, maximum=0.95
     )

@@ -24,7 +24,7 @@ from common.request import RequestKey
 from common.scheduling.grammar_queue import CompileGrammar
 from common.wire.address import in_url
 from common.wire.curve import KEY_BYTES, CurveKeys
-from common.wire.mailbox import PROBE_EVERY_S, Mailbox
+from common.wire.mailbox import PROBE_EVERY_S, SILENCE_S, Mailbox
 from common.wire.messages import (
     Abort,
     Deregister,
@@ -42,6 +42,7 @@ from common.wire.messages import (
     PairState,
     Peer,
     Ping,
+    PrefillNodes,
     Refused,
     Register,
     Registered,
@@ -80,17 +81,26 @@ class ControlEndpoint:
         incarnation: drawn at each start of a process.
         listen: mailbox on which decode nodes reach a prefill node; None on a decode node.
         keys: of this process; None: connections are neither encrypted nor authenticated.
+        node_timeout_s: silence after which a connection is closed.
     """
 
     context: "zmq.Context[zmq.Socket[bytes]]"
     incarnation: str
     listen: Mailbox | None
     keys: CurveKeys | None = None
+    node_timeout_s: float = SILENCE_S
 
     def dial(self, accepts: Any, address: str, server_key: bytes) -> Mailbox:
         """A mailbox connected to ``address``, which accepts only the owner of ``server_key`` as its server."""
         curve = None if self.keys is None else self.keys.client(server_key)
-        return Mailbox(self.context, self.incarnation, accepts, connect=f"tcp://{address}", curve=curve)
+        return Mailbox(
+            self.context,
+            self.incarnation,
+            accepts,
+            connect=f"tcp://{address}",
+            curve=curve,
+            silence_s=self.node_timeout_s,
+        )
 
 
 class EventLoop:
@@ -301,6 +311,9 @@ class EventLoop:
         elif isinstance(message, StartProfile | StopProfile):
             self._profiling = link
             self._engine.profile(message)
+        elif isinstance(message, PrefillNodes) and not message.nodes:
+            log.info("the gateway has no prefill node yet; until one comes, only local prefill works (--local-prefill)")
+            self._role.on_gateway(message, now)
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)
             said = self._role.outbox.gateway
@@ -464,7 +477,13 @@ class EventLoop:
 
 
 def listen_mailbox(
-    context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str, host: str, port: int, *, keys: CurveKeys | None
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    incarnation: str,
+    host: str,
+    port: int,
+    *,
+    keys: CurveKeys | None,
+    silence_s: float = SILENCE_S,
 ) -> Mailbox:
     """The socket on which decode nodes reach a prefill node; port 0 takes any free one.
 
@@ -473,7 +492,8 @@ def listen_mailbox(
     """
     try:
         curve = None if keys is None else keys.server
-        return Mailbox(context, incarnation, FromDecode, bind=f"tcp://{in_url(host)}:{port}", curve=curve)
+        bind = f"tcp://{in_url(host)}:{port}"
+        return Mailbox(context, incarnation, FromDecode, bind=bind, curve=curve, silence_s=silence_s)
     except zmq.ZMQError as error:
         raise ConfigError(
             f"cannot bind --advertise-host {host} --data-port {port}: {error.strerror or error}"

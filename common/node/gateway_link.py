@@ -15,7 +15,7 @@ from common.wire.messages import Heartbeat, HeartbeatAck, Message, Pairs, PairSt
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 10.0  # of a gateway after a registration; the node then connects again
+REGISTRATION_S = 10.0  # in which a gateway must have answered a registration; the node then connects again
 REMEDIES = {
     HandshakeFailure.KEY: "it does not permit the key of this node: give both --keys folders of one baton keygen, with "
     "the node's public key in the folder nodes of the gateway's",
@@ -81,7 +81,7 @@ class GatewayLink:
             self._connected_at = now
             self.is_dialling = False
             self.register()
-        elif self._connected_at is not None and now - self._connected_at > SILENCE_S:
+        elif self._connected_at is not None and now - self._connected_at > REGISTRATION_S:
             self._connected_at = None
             self.mailbox.redial()
         return lost
@@ -120,10 +120,13 @@ class GatewayLink:
 
     def remind(self, now: float) -> None:
         """Says now and then that the gateway is missing."""
-        if not self.is_registered and self._reminder.is_due(now):
-            log.info(
-                "still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT", self.address
-            )
+        if self.is_registered or not self._reminder.is_due(now):
+            return
+        where = self.address
+        if self.is_dialling:
+            log.info("still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT", where)
+        else:
+            log.info("still waiting for the gateway at %s to answer: it is connected, and has not registered us", where)
 
     def _report_failure(self, failure: HandshakeFailure) -> None:
         """Logs why the gateway cannot be reached: each cause once, since an attacker on the path can forge it."""

@@ -9,11 +9,12 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import zmq
 
@@ -82,6 +83,18 @@ def run(config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole
             writer.close()
 
 
+def end_process(status: int) -> NoReturn:
+    """End this process with an exit status, although a step may still run.
+
+    The interpreter's own end waits until torch's threads have finished their operation, which takes many seconds on a
+    busy machine if that is a large product of matrices. All requests are answered and all sockets closed by now.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildRole) -> int:
     if config.disable_radix_cache and config.schedule_policy in NEED_CACHE:
         log.warning(
@@ -95,10 +108,11 @@ def _serve(config: NodeConfig, open_transport: OpenTransport, build_role: BuildR
     mailbox = http = None
     try:  # refuse ports that are in use before the model is loaded, too
         if config.role == "prefill":
-            mailbox = listen_mailbox(context, incarnation, config.advertise_host, config.data_port, keys=keys)
+            host, port, silence_s = config.advertise_host, config.data_port, config.node_timeout
+            mailbox = listen_mailbox(context, incarnation, host, port, keys=keys, silence_s=silence_s)
         if config.http_port is not None:
             http = listen(config.http_host, config.http_port)
-        endpoint = ControlEndpoint(context, incarnation, mailbox, keys)
+        endpoint = ControlEndpoint(context, incarnation, mailbox, keys, config.node_timeout)
         return _serve_model(config, open_transport, build_role, endpoint, http)
     finally:
         if http is not None:

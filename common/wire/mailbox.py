@@ -44,6 +44,7 @@ MAX_MESSAGES = 1_024  # in one frame
 MAX_HEADERS = 4_096  # kept encoded
 NUM_PROBES = 6
 PROBE_EVERY_S = 0.02
+SILENCE_S = 30.0  # unless a mailbox is given another time
 REDIAL_S = 3.0  # without a connection after one was lost; ZMQ dials again by itself after most losses, but not all
 HANDSHAKE_MS = 10_000  # for all of a handshake; ZMQ closes connections that take longer
 MAX_EVENTS = 1_000  # read from ZMQ in one call
@@ -85,6 +86,8 @@ class Mailbox:
         accepts: union of the message types to accept.
         bind, connect: ``tcp://host:port``; exactly one of the two. Port 0 binds a free port, see ``address``.
         curve: the keys; None neither encrypts nor authenticates. A context can have one bound mailbox with keys.
+        silence_s: a connection over which nothing comes for so long, though the peer is asked for a sign of life, is
+            closed.
 
     Attributes:
         dropped: numbers of malformed messages, by reason.
@@ -102,6 +105,7 @@ class Mailbox:
         bind: str = "",
         connect: str = "",
         curve: CurveServer | CurveClient | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
         assert bool(bind) != bool(connect)
         assert curve is None or isinstance(curve, CurveServer if bind else CurveClient)
@@ -120,7 +124,7 @@ class Mailbox:
         self._probed_at = 0.0
         self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # unsent messages and bytes, by target
         self._socket = context.socket(zmq.ROUTER if bind else zmq.DEALER)
-        self._configure(self._socket, incarnation, is_bound=self._is_bound)
+        self._configure(self._socket, incarnation, is_bound=self._is_bound, silence_s=silence_s)
         self._endpoint = connect
         self._lost_at: float | None = None  # since when a connecting mailbox lacks the connection that it had
         self._authenticator: Authenticator | None = None
@@ -145,15 +149,17 @@ class Mailbox:
             raise
 
     @staticmethod
-    def _configure(socket: zmq.Socket[bytes], incarnation: str, *, is_bound: bool) -> None:
+    def _configure(socket: zmq.Socket[bytes], incarnation: str, *, is_bound: bool, silence_s: float) -> None:
         socket.set(zmq.LINGER, 200)
         socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.set(zmq.SNDHWM, MAX_WAITING)
         socket.set(zmq.RCVHWM, MAX_UNREAD)
         socket.copy_threshold = LARGE_BYTES
         socket.set(zmq.IPV6, 1)
-        socket.set(zmq.HEARTBEAT_IVL, 5_000)  # finds half-open connections; slow peers pass, since libzmq answers
-        socket.set(zmq.HEARTBEAT_TIMEOUT, 30_000)
+        # Finds half-open connections and stopped processes. Slow peers pass, since libzmq's thread answers.
+        interval_ms = max(round(silence_s * 200), 1)
+        socket.set(zmq.HEARTBEAT_IVL, interval_ms)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, max(round(silence_s * 1_000) - interval_ms, 1))
         socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         if is_bound:
             socket.set(zmq.ROUTER_MANDATORY, 1)

@@ -362,6 +362,10 @@ class Receiver:
         self._messages, self._table.events = [], []
         return messages, events
 
+    def has_transfers(self, peer: str) -> bool:
+        """Whether a transfer from this prefill node is in progress, or its pages are in quarantine."""
+        return bool(self._table.of(peer))
+
     def is_connected(self, peer: str) -> bool:
         connection = self._connections.by_peer.get(peer)
         return connection is not None and connection.is_usable

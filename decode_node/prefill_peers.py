@@ -1,0 +1,102 @@
+"""The prefill nodes that a decode node works with: which it has dialled, and when it dials one again. Pure.
+
+The gateway names all prefill nodes that may send pages; they are dialled at once. One that a request names is dialled
+too. A named node that was lost, or did not answer, is dialled again after a pause that doubles with each loss; until it
+answers, its pair has a problem. A node that is no longer named is let go when nothing uses it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from common.wire.messages import PairState, Peer
+
+#: A prefill node that has not answered ``Connect`` by then counts as lost.
+ANSWER_S = 10.0
+#: Pause before a lost node is dialled again; it doubles up to the limit.
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
+
+
+@dataclass(slots=True)
+class PrefillPeer:
+    """One prefill node in one start.
+
+    Attributes:
+        is_dialled: there is a control connection, or one is being made.
+        answer_by: when it must have answered; None once it has.
+        problem: why it was lost last; empty once it has answered.
+        dial_at: when to dial it, if it is not dialled.
+        num_losses: in a row, without an answer in between.
+    """
+
+    peer: Peer
+    is_dialled: bool = False
+    answer_by: float | None = None
+    problem: str = ""
+    dial_at: float = 0.0
+    num_losses: int = 0
+
+
+class PrefillPeers:
+    """All prefill nodes that are dialled or to be dialled, by incarnation."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, PrefillPeer] = {}
+        self._named: dict[str, None] | None = None  # None: the gateway has named none yet
+
+    def name(self, nodes: Iterable[Peer]) -> None:
+        """Take the prefill nodes that the gateway names; they are all that it knows."""
+        self._named = {}
+        for peer in nodes:
+            self._named[peer.incarnation] = None
+            self._peers.setdefault(peer.incarnation, PrefillPeer(peer))
+        for incarnation in [key for key, one in self._peers.items() if not one.is_dialled and key not in self._named]:
+            del self._peers[incarnation]
+
+    def dial(self, peer: Peer, now: float) -> bool:
+        """Note that this node is dialled now. False: it is dialled already."""
+        one = self._peers.setdefault(peer.incarnation, PrefillPeer(peer))
+        if one.is_dialled:
+            return False
+        one.is_dialled, one.answer_by = True, now + ANSWER_S
+        return True
+
+    def answered(self, incarnation: str) -> None:
+        one = self._peers.get(incarnation)
+        if one is not None and one.is_dialled:
+            one.answer_by, one.problem, one.num_losses = None, "", 0
+
+    def lost(self, incarnation: str, why: str, now: float) -> bool:
+        """Note that a connection is gone. False: there was none."""
+        one = self._peers.get(incarnation)
+        if one is None or not one.is_dialled:
+            return False
+        if self._named is None or incarnation not in self._named:
+            del self._peers[incarnation]
+            return True
+        one.is_dialled, one.answer_by, one.problem = False, None, why
+        one.dial_at = now + min(FIRST_PAUSE_S * 2 ** min(one.num_losses, 30), MAX_PAUSE_S)
+        one.num_losses += 1
+        return True
+
+    def due(self, now: float) -> list[Peer]:
+        """The nodes to dial now."""
+        return [one.peer for one in self._peers.values() if not one.is_dialled and one.dial_at <= now]
+
+    def overdue(self, now: float) -> list[str]:
+        """The nodes that have not answered in time."""
+        return [key for key, one in self._peers.items() if one.answer_by is not None and one.answer_by <= now]
+
+    def unnamed(self) -> list[str]:
+        """The nodes with a connection that the gateway no longer names."""
+        if self._named is None:
+            return []
+        return [key for key, one in self._peers.items() if one.is_dialled and key not in self._named]
+
+    def dialled(self) -> list[str]:
+        return [key for key, one in self._peers.items() if one.is_dialled]
+
+    def problems(self, transport: str) -> list[PairState]:
+        """The nodes that were lost and have not answered since, as pairs of this transport that cannot transfer."""
+        return [
+            PairState(one.peer.name, key, transport, "", one.problem) for key, one in self._peers.items() if one.problem
+        ]

@@ -1,0 +1,135 @@
+"""Prefill nodes that the gateway names are dialled at once, dialled again after a loss, and let go when gone."""
+
+from support.cluster.fake_engine import expected_output
+from support.cluster.local_cluster import LocalCluster, Member, assert_all_pages_are_released, prompt_of, sampling
+
+from common.wire.messages import Connect, Generate, PairState, Peer, PrefillNodes
+from decode_node.prefill_peers import ANSWER_S, FIRST_PAUSE_S, MAX_PAUSE_S, PrefillPeers
+
+A, B = Peer("a", "a" * 32, "host:1"), Peer("b", "b" * 32, "host:2")
+
+
+def test_named_nodes_are_dialled_once() -> None:
+    peers = PrefillPeers()
+    peers.name([A, B])
+    assert peers.due(0.0) == [A, B]
+    assert [peers.dial(A, 0.0), peers.dial(A, 0.0)] == [True, False]
+    assert peers.due(0.0) == [B]
+    peers.name([A, B])
+    assert peers.due(0.0) == [B]
+    assert peers.dialled() == [A.incarnation]
+
+
+def test_a_lost_node_is_dialled_again_after_pauses_that_double() -> None:
+    peers, now = PrefillPeers(), 0.0
+    peers.name([A])
+    for pause_s in (FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S):
+        peers.dial(A, now)
+        assert peers.lost(A.incarnation, "it is silent", now)
+        assert not peers.lost(A.incarnation, "it is silent", now)
+        assert peers.problems("tcp") == [PairState("a", A.incarnation, "tcp", "", "it is silent")]
+        assert peers.due(now + pause_s - 0.01) == []
+        now += pause_s
+        assert peers.due(now) == [A]
+    peers.dial(A, now)
+    assert peers.problems("tcp"), "it has not answered yet"
+    peers.answered(A.incarnation)
+    assert peers.problems("tcp") == []
+    peers.lost(A.incarnation, "again", now)
+    assert peers.due(now + FIRST_PAUSE_S) == [A]
+    for _ in range(40):
+        now += MAX_PAUSE_S
+        peers.dial(A, now)
+        peers.lost(A.incarnation, "again", now)
+    assert peers.due(now + MAX_PAUSE_S) == [A]
+
+
+def test_a_node_that_does_not_answer_is_overdue() -> None:
+    peers = PrefillPeers()
+    peers.dial(A, 5.0)
+    assert peers.overdue(5.0 + ANSWER_S - 0.01) == []
+    assert peers.overdue(5.0 + ANSWER_S) == [A.incarnation]
+    peers.answered(A.incarnation)
+    assert peers.overdue(1e9) == []
+
+
+def test_a_node_that_only_a_request_named_is_forgotten_when_it_is_lost() -> None:
+    peers = PrefillPeers()
+    peers.dial(A, 0.0)
+    assert peers.unnamed() == [], "the gateway has named none yet"
+    peers.name([B])
+    assert peers.unnamed() == [A.incarnation]
+    assert peers.lost(A.incarnation, "it is silent", 0.0)
+    assert (peers.due(1e9), peers.problems("tcp")) == ([B], [])
+
+
+def test_a_lost_node_that_is_no_longer_named_is_forgotten() -> None:
+    peers = PrefillPeers()
+    peers.name([A])
+    peers.dial(A, 0.0)
+    peers.lost(A.incarnation, "it is silent", 0.0)
+    peers.name([])
+    assert (peers.due(1e9), peers.problems("tcp")) == ([], [])
+
+
+# ---- the role --------------------------------------------------------------------------------------------------------
+
+
+def named(*members: Member) -> PrefillNodes:
+    return PrefillNodes(tuple(member.peer for member in members))
+
+
+def test_a_decode_node_offers_its_pool_to_named_nodes_before_the_first_request() -> None:
+    cluster = LocalCluster(num_prefill=2)
+    [decode], prefill = cluster.decode, cluster.prefill
+    cluster.tell(decode, named(*prefill))
+    assert decode.role.outbox.dial == [member.peer for member in prefill]
+    assert [to for to, message in decode.role.outbox.peers if isinstance(message, Connect)] == [m.name for m in prefill]
+    cluster.settle(2)
+    assert [(pair.incarnation, pair.problem) for pair in decode.role.pairs()] == [(m.name, "") for m in prefill]
+
+
+def test_a_decode_node_hangs_up_from_a_node_that_is_no_longer_named_once_its_transfers_are_over() -> None:
+    cluster = LocalCluster(num_prefill=2, chunk_tokens=16, latency=3)
+    [decode], [first, second] = cluster.decode, cluster.prefill
+    cluster.tell(decode, named(first, second))
+    answer = cluster.submit("a", prompt_of(64), sampling(20))
+    for _ in range(3):
+        cluster.step()
+    cluster.tell(decode, named(second))
+    assert list(decode.role.peers()) == [first.name, second.name], "a transfer is in progress"
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(64), 20)
+    assert list(decode.role.peers()) == [second.name]
+    cluster.settle()
+    assert_all_pages_are_released(cluster)
+
+
+def test_a_lost_pair_is_reported_with_its_problem_until_it_is_connected_again() -> None:
+    cluster = LocalCluster()
+    [decode], [prefill] = cluster.decode, cluster.prefill
+    cluster.tell(decode, named(prefill))
+    cluster.settle(2)
+    decode.role.peer_lost(prefill.name, cluster.clock.now())
+    [pair] = decode.role.pairs()
+    assert (pair.incarnation, pair.problem) == (prefill.name, "the prefill node was lost")
+    decode.role.tick(cluster.clock.now())
+    assert list(decode.role.peers()) == []
+    cluster.clock.advance(FIRST_PAUSE_S)
+    cluster.settle(2)
+    [pair] = decode.role.pairs()
+    assert (pair.incarnation, pair.problem) == (prefill.name, "")
+    answer = cluster.submit("a", prompt_of(64), sampling(20))
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(64), 20)
+
+
+def test_a_request_dials_a_lost_node_at_once() -> None:
+    cluster = LocalCluster()
+    [decode], [prefill] = cluster.decode, cluster.prefill
+    cluster.tell(decode, named(prefill))
+    cluster.settle(2)
+    decode.role.peer_lost(prefill.name, cluster.clock.now())
+    message = Generate("a", 0, prompt_of(8), sampling(3), prefill.peer, decode.peer, 9.0)
+    decode.role.on_gateway(message, cluster.clock.now())
+    assert decode.role.outbox.dial[-1] == prefill.peer
