@@ -27,6 +27,7 @@ class ErrorCode(StrEnum):
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded", 400
     POOL_TOO_SMALL = "pool_too_small", 400
     NOT_SUPPORTED = "not_supported", 400
+    IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused", 422
     QUEUE_FULL = "queue_full", 429
     NO_ROUTE = "no_route", 503
     NODE_LOST = "node_lost", 502

@@ -5,7 +5,7 @@ pages of a broken transfer are safe again. Tokens and errors go straight to the 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.cache.page_allocator import Owner
@@ -152,11 +152,6 @@ class DecodeRole:
             key = (message.rid, message.attempt)
             if any(request.key == key for request in self._scheduler.waiting_for(peer)):
                 self._forget(key)  # it ended before it had pages here; the gateway has heard of it
-
-    def gateway_lost(self, now: float) -> None:
-        for key in list(self._scheduler.requests):
-            self._abort(key)
-        self._settle(now)
 
     def peer_lost(self, peer: str, now: float) -> None:
         self._drop_peer(peer, "the prefill node was lost", now)
@@ -448,6 +443,9 @@ class DecodeRole:
 
     def peers(self) -> Sequence[str]:
         return self._moves.peers()
+
+    def requests(self) -> Mapping[RequestKey, Request]:
+        return self._scheduler.requests
 
     def load(self) -> Load:
         num_waiting = self._scheduler.num_waiting

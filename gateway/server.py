@@ -43,6 +43,7 @@ from gateway.http.services import Services
 from gateway.metrics.collectors import Metrics
 from gateway.metrics.live import INTERVAL_S, LiveHistory
 from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.idempotency import IdempotencyStore
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.priority import PriorityResolver
@@ -142,6 +143,11 @@ class Gateway:
                 max_bytes=config.max_stored_response_bytes,
                 max_age_s=config.stored_response_ttl,
             ),
+            idempotency=IdempotencyStore(
+                max_results=config.max_idempotent_results,
+                max_bytes=config.max_idempotent_result_bytes,
+                max_age_s=config.idempotency_ttl,
+            ),
             priorities=self._priorities,
             quotas=self._quotas,
             dispatcher=self._dispatcher,
@@ -165,10 +171,16 @@ class Gateway:
             raise
         self._http = HttpServer(app, self._options, self._tls)
         try:
-            await self._http.start(config.host, config.port)
+            await self._http.start(config.host, config.port, is_shared=config.worker_port is not None)
         except OSError as error:
             await self.stop()
             raise _cannot_bind("port", config.port, config.host, error) from error
+        if config.worker_port is not None:
+            try:
+                await self._http.listen(config.host, config.worker_port)
+            except OSError as error:
+                await self.stop()
+                raise _cannot_bind("worker-port", config.worker_port, config.host, error) from error
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -270,5 +282,5 @@ def _without_parameters(path: str) -> str:
 
 def _cannot_bind(flag: str, port: int, host: str, error: OSError | zmq.ZMQError) -> ConfigError:
     reason = (error.strerror or str(error)).lower()
-    host_flag = flag.replace("port", "host")
+    host_flag = "control-host" if flag == "control-port" else "host"
     return ConfigError(f"cannot bind --{host_flag} {host} --{flag} {port}: {reason}")

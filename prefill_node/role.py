@@ -5,7 +5,7 @@ error go straight to the gateway.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.cache.page_allocator import Owner, PageAllocator
@@ -123,11 +123,6 @@ class PrefillRole:
             self._resume(peer, message, now)
         else:
             self._sender.on_message(peer, message, now)
-        self._settle()
-
-    def gateway_lost(self, now: float) -> None:
-        for key in list(self._scheduler.requests):
-            self._end(key, "failed", "the prefill node lost the gateway")
         self._settle()
 
     def peer_lost(self, peer: str, now: float) -> None:
@@ -309,6 +304,9 @@ class PrefillRole:
 
     def peers(self) -> Sequence[str]:
         return self._sender.peers()
+
+    def requests(self) -> Mapping[RequestKey, Request]:
+        return self._scheduler.requests
 
     def load(self) -> Load:
         num_waiting = self._scheduler.num_waiting

@@ -92,6 +92,21 @@ class HttpOptions(AccessOptions):
         64 << 20, "Bytes of all kept responses. The tenant with the most loses those unused for longest.", minimum=0
     )
     stored_response_ttl: float = option(86_400.0, "Seconds after its last use for which a response is kept.", minimum=1)
+    idempotency_ttl: float = option(
+        600.0, "Seconds for which a request with an Idempotency-Key or a rid is known after its end.", minimum=1
+    )
+    max_idempotent_results: int = option(
+        1024, "Ended requests with a key that the gateway keeps in memory, for retries; 0 keeps none.", minimum=0
+    )
+    max_idempotent_result_bytes: int = option(
+        64 << 20, "Bytes of all kept requests with a key. The tenant with the most loses its oldest.", minimum=0
+    )
+    retry_grace: float = option(
+        10.0,
+        "Seconds for which a request with a key goes on after its client has disconnected; 0 ends it at once.",
+        minimum=0,
+        maximum=3600,
+    )
     incremental_streaming_output: bool = option(
         False, "Send only new text in each event of a /generate stream, instead of all text so far."
     )
@@ -139,6 +154,13 @@ class TracingOptions:
 class GatewayConfig(DrainOptions, Routing, HttpOptions, TracingOptions, TenantOptions, SchedulingOptions, ModelOptions):
     control_port: int = option(
         8001, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
+    )
+    worker_port: int | None = option(
+        None,
+        "Another HTTP port, of this gateway alone. With it, several gateways of this machine and user share --port: "
+        "the kernel divides new connections among them.",
+        minimum=0,
+        maximum=65535,
     )
 
     def __post_init__(self) -> None:

@@ -29,7 +29,17 @@ class NodeConfig(Batching, EngineOptions, DrainOptions, NodeHttpOptions, Schedul
     """
 
     role: Role = "prefill"
-    gateway: str = option("127.0.0.1:8001", "Address of the gateway's control port.", metavar="HOST:PORT")
+    gateway: str = option(
+        "127.0.0.1:8001",
+        "Address of the gateway's control port; with several gateways, all of them, separated by commas.",
+        metavar="HOST:PORT[,...]",
+    )
+    orphan_timeout: float = option(
+        10.0,
+        "Seconds for which requests with a key go on, and their outputs are kept, after their gateway is lost.",
+        minimum=0,
+        maximum=3600,
+    )
     name: str | None = option(
         None, "Unique name of this node, the same after a restart. Without it: role, host and process id."
     )
@@ -57,16 +67,23 @@ class NodeConfig(Batching, EngineOptions, DrainOptions, NodeHttpOptions, Schedul
     def __post_init__(self) -> None:
         check_engine(self)
         check_node_http(self)
-        gateway_host, _ = host_and_port(self.gateway, "--gateway")
         has_keys = self.insecure or bool(self.keys)
-        if not is_loopback(gateway_host) and not has_keys:
-            raise ConfigError(
-                f"--gateway {self.gateway} is on another machine: {NEEDS_KEYS}connect without authentication with "
-                "--insecure"
-            )
+        for address in self.gateways:
+            gateway_host, _ = host_and_port(address, "--gateway")
+            if not is_loopback(gateway_host) and not has_keys:
+                raise ConfigError(
+                    f"--gateway {address} is on another machine: {NEEDS_KEYS}connect without authentication with "
+                    "--insecure"
+                )
+        if len(set(self.gateways)) < len(self.gateways):
+            raise ConfigError(f"--gateway {self.gateway} names a gateway twice; leave one of them out")
         check_reach("--advertise-host", self.advertise_host, has_keys, NEEDS_KEYS)
         if self.data_interface is not None and not self.cluster_key:
             check_reach("--data-interface", self.data_interface, self.insecure, "set --cluster-key, or ")
+
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        return tuple(self.gateway.split(","))
 
     @property
     def node_name(self) -> str:

@@ -9,7 +9,8 @@ Groups = Mapping[str, tuple[str, ...]]
 
 SERVING: Groups = {
     "Processes": (
-        "prefill", "decode", "ready_timeout", "drain_timeout", "name", "device", "threads", "attention_backend",
+        "prefill", "decode", "workers", "ready_timeout", "drain_timeout", "name", "device", "threads",
+        "attention_backend",
     ),
     "Model": (
         "model", "revision", "served_model_name", "also_serve", "weight_version", "dtype", "context_length",
@@ -17,7 +18,8 @@ SERVING: Groups = {
     ),
     "Requests and answers": (
         "request_timeout", "strict_fields", "max_body_bytes", "stream_interval", "incremental_streaming_output",
-        "max_unread_tokens", "max_stored_responses", "max_stored_response_bytes", "stored_response_ttl", "app_plugin",
+        "max_unread_tokens", "max_stored_responses", "max_stored_response_bytes", "stored_response_ttl",
+        "idempotency_ttl", "max_idempotent_results", "max_idempotent_result_bytes", "retry_grace", "app_plugin",
     ),
     "Memory": (
         "memory_fraction", "max_total_tokens", "page_size", "disable_radix_cache", "radix_eviction_policy",
@@ -36,7 +38,8 @@ SERVING: Groups = {
         "priority_function", "priority_classes", "default_priority_class", "tenant_shares", "tenant_quotas",
     ),
     "Network": (
-        "host", "port", "control_host", "control_port", "gateway", "advertise_host", "data_port", "data_interface",
+        "host", "port", "worker_port", "control_host", "control_port", "gateway", "orphan_timeout",
+        "advertise_host", "data_port", "data_interface",
         "http_host", "http_port", "health_timeout",
         "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "node_timeout",
         "recovery_timeout",

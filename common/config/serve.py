@@ -26,6 +26,7 @@ class ServeConfig(
 ):
     prefill: int = option(1, "Number of prefill nodes; 0 with --local-prefill always.", minimum=0, maximum=256)
     decode: int = option(1, "Number of decode nodes.", minimum=1, maximum=256)
+    workers: int = option(1, "Number of gateway processes, which share --port and the nodes.", minimum=1, maximum=64)
     control_port: int = option(0, "Port on which the gateway listens for nodes; 0 takes a free port.", maximum=65535)
     memory_fraction: float = option(
         0.8,

@@ -1,13 +1,13 @@
 """The event loop of a node: receive, commit, plan, run, send. One thread, no locks; the role decides everything.
 
-The node dials the gateway until it is stopped. It registers whenever the connection comes up. When the connection goes
-down, no answer can be delivered any more, and every request ends here.
+The node registers with every gateway that it is given. Each request belongs to the gateway that sent it. When the
+connection to a gateway goes down, its requests end here, or go on for a time if a client may ask for them again.
 """
 
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,26 +15,34 @@ import zmq
 
 from common.clock import Clock
 from common.config.shared import Role as RoleName
-from common.errors import ConfigError, InvariantError
+from common.errors import ConfigError, ErrorCode, InvariantError
+from common.node.credit import Credit
 from common.node.engine_thread import EngineThread
+from common.node.gateway_link import GatewayLink
+from common.node.request_owners import RequestOwners
 from common.node.role import Role
-from common.reminder import Reminder
+from common.request import RequestKey
 from common.scheduling.grammar_queue import CompileGrammar
 from common.wire.address import in_url
 from common.wire.curve import KEY_BYTES, CurveKeys
-from common.wire.mailbox import PROBE_EVERY_S, SILENCE_S, HandshakeFailure, Mailbox
+from common.wire.mailbox import PROBE_EVERY_S, SILENCE_S, Mailbox
 from common.wire.messages import (
+    Abort,
     ChangeRole,
     Deregister,
     Done,
     Drain,
+    Failed,
+    Find,
+    Found,
     FromDecode,
     FromGateway,
     FromPrefill,
+    Generate,
     Heartbeat,
     HeartbeatAck,
+    KeptOutput,
     Message,
-    Pairs,
     PairState,
     Peer,
     Ping,
@@ -42,6 +50,7 @@ from common.wire.messages import (
     Refused,
     Register,
     Registered,
+    RequestMessage,
     StartProfile,
     StopProfile,
     Unknown,
@@ -50,21 +59,12 @@ from common.wire.messages import (
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 1.0
-REGISTRATION_S = 10.0  # in which a gateway must have answered a registration; the node then connects again
 MAX_PAIRS = 1_024  # reported to the gateway
 #: How often a node that leaves its role looks whether it may.
 DEPARTURE_CHECK_S = 0.1
 #: How long a node that leaves its role waits for the proof that no peer writes into its pages any more.
 FENCE_WAIT_S = 10.0
 NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
-REMEDIES = {
-    HandshakeFailure.KEY: "it does not permit the key of this node: give both --keys folders of one baton keygen, with "
-    "the node's public key in the folder nodes of the gateway's",
-    HandshakeFailure.PROTOCOL: "only one of the two has keys (start both with keys, or both with --insecure), or the "
-    "process there is no gateway of this release of Baton",
-    HandshakeFailure.CLOSED: "the process there closes the connection, as a gateway with another key does: give both "
-    "--keys folders of one baton keygen",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +130,20 @@ class Departure:
 
 
 class EventLoop:
-    """Connects a role and an engine with the gateway and the other nodes.
+    """Connects a role and an engine with the gateways and the other nodes.
 
     Args:
         role: decides.
         engine: computes.
         register: makes the message that registers this node.
-        gateway: ``host:port`` of the gateway's control socket.
+        gateways: ``host:port`` of each gateway's control socket.
+        orphan_timeout_s: how long requests with a key outlive their gateway.
+        room: requests that run at once, which several gateways share.
 
     Attributes:
         gateway_address: as given.
-        refused: the reason for which the gateway has refused this node; None if it has not.
+        refused: the reason for which the last of all gateways has refused this node; None if one has not.
         next_role: the role in which this node is to go on, once ``run`` has returned; None if it stops.
-        is_registered, is_dialling: whether the gateway has accepted this node, and whether it is not even connected.
         turned_at: the instant at which the loop last began a turn, which it does once a second at least.
         snapshots: the latest two, the newest last; one is taken whenever a heartbeat is due. Other threads may read
             these attributes.
@@ -154,49 +155,58 @@ class EventLoop:
         engine: EngineThread,
         *,
         register: Callable[[], Register],
-        gateway: str,
+        gateways: Sequence[str],
         endpoint: ControlEndpoint,
         clock: Clock,
+        orphan_timeout_s: float,
+        room: int,
     ) -> None:
         self._role = role
         self._engine = engine
-        self._register = register
         self._endpoint = endpoint
         self._listen = endpoint.listen
         self._clock = clock
-        self._gateway = endpoint.dial(FromGateway, gateway, b"" if endpoint.keys is None else endpoint.keys.gateway)
-        self.gateway_address = gateway
-        self._connected_at: float | None = None  # to a gateway that has not answered yet
-        self._failures: set[HandshakeFailure] = set()  # logged since the last registration
-        self._gateway_incarnation = ""
+        key = b"" if endpoint.keys is None else endpoint.keys.gateway
+        self._links = [
+            GatewayLink(endpoint.dial(FromGateway, address, key), address, register, clock, is_alone=len(gateways) == 1)
+            for address in gateways
+        ]
+        self._register = register
+        self._credit = Credit(room) if len(gateways) > 1 else None
+        self._profiling = self._links[0]  # the gateway that has asked for the last profile
+        self._owners = RequestOwners(orphan_timeout_s)
+        self.gateway_address = ",".join(gateways)
         self._prefill_nodes: dict[str, Mailbox] = {}  # whose pages come here, by incarnation
-        self._heartbeat_s = 1.0
         self._next_heartbeat_at = 0.0
-        self._heard: tuple[float, float] = (0.0, 0.0)  # when the gateway sent its last instant, and when it came
         self._is_stopping = False
         self._is_checked = True
         self._num_failed_checks = 0
-        self._sent_pairs: tuple[PairState, ...] | None = None  # since the last registration
         self._num_dropped = self._num_bytes_sent = 0  # by mailboxes that are closed
-        self._reminder = Reminder(clock.now())
-        self.is_registered = False
-        self.is_dialling = True
         self.turned_at = clock.now()
         self.snapshots: tuple[Snapshot, ...] = ()
         self.refused: str | None = None
         self.next_role: RoleName | None = None
         self._departure: Departure | None = None
         self._drain_s: float | None = None  # a drain that was asked for and has not begun
-        self._num_heartbeats = 0  # sent since the last registration
-        self._num_acks = 0
-        self._num_acks_due: int | None = None  # for a departure: that of a heartbeat sent while the role was empty
+        self._is_ack_due = False  # for a departure: of heartbeats that were sent while the role was empty
         self._poller = zmq.Poller()
-        self._watch(self._gateway)
+        for link in self._links:
+            self._watch(link.mailbox)
         self._watch(self._listen)
         self._poller.register(engine.fileno(), zmq.POLLIN)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._files: list[int] = []
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether a gateway has accepted this node. Other threads may ask."""
+        return any(link.is_registered for link in self._links)
+
+    @property
+    def is_dialling(self) -> bool:
+        """Whether no gateway is even connected. Other threads may ask."""
+        return all(link.is_dialling for link in self._links)
 
     def _watch(self, mailbox: Mailbox) -> None:
         for socket in mailbox.sockets:
@@ -209,7 +219,7 @@ class EventLoop:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until ``stop`` is called, the gateway refuses this node, or the node leaves its role."""
+        """Serve until ``stop`` is called, every gateway refuses this node, or the node leaves its role."""
         more = False
         while not self._is_stopping and self.refused is None and self.next_role is None:
             self._wait(0.0 if more else LONGEST_WAIT_S)
@@ -219,7 +229,7 @@ class EventLoop:
             if result is not None:
                 self._role.commit(result, now)
             for answer in self._engine.take_answers():
-                self._gateway.send(answer, target=self._gateway_incarnation)
+                self._profiling.send(answer)
             self._compile_grammars(now)
             self._start_step(now)
             self._send(now)  # first tokens leave, and the engine computes, before pages are moved
@@ -230,15 +240,8 @@ class EventLoop:
             if self._drain_s is not None:
                 self._begin_drain(self._drain_s, now)
             self._depart_when_empty(now)
-            if not self.is_registered and self._reminder.is_due(now):
-                self._log_waiting()
-
-    def _log_waiting(self) -> None:
-        where = self.gateway_address
-        if self.is_dialling:
-            log.info("still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT", where)
-        else:
-            log.info("still waiting for the gateway at %s to answer: it is connected, and has not registered us", where)
+            for link in self._links:
+                link.remind(now)
 
     def _compile_grammars(self, now: float) -> None:
         """Begin to compile what the role needs, and tell it what is ready; a known grammar is ready at once."""
@@ -276,7 +279,7 @@ class EventLoop:
 
     # ---- leaving a role ---------------------------------------------------------------------------------------------
 
-    def _change_role(self, message: ChangeRole, now: float) -> None:
+    def _change_role(self, link: GatewayLink, message: ChangeRole, now: float) -> None:
         """Begin to leave the role, or say why not."""
         register = self._register()
         problem = register.fixed_role
@@ -284,11 +287,11 @@ class EventLoop:
             problem = f"node {register.name} is changing its role already"
         elif message.role == register.role:
             problem = f"node {register.name} is a {message.role} node already"
-        self._gateway.send(Done(problem, message.number), target=self._gateway_incarnation)
+        link.send(Done(problem, message.number))
         if not problem:
             log.info("leaving the %s role to become a %s node", register.role, message.role)
             self._departure = Departure(message.role, now + message.timeout_s)
-            self._gateway.send(Deregister(), target=self._gateway_incarnation)
+            self._send_to_all(Deregister())
 
     def _begin_drain(self, timeout_s: float, now: float) -> None:
         self._drain_s = None
@@ -296,12 +299,12 @@ class EventLoop:
         num_left = load.num_waiting + load.num_running
         log.info("draining: taking no new requests, and stopping in %g s or when %d have ended", timeout_s, num_left)
         self._departure = Departure(None, now + timeout_s)
-        self._gateway.send(Deregister(), target=self._gateway_incarnation)
+        self._send_to_all(Deregister())
 
     def _depart_when_empty(self, now: float) -> None:
-        """Leave the role when nothing is left, here or on its way between the gateway and this node.
+        """Leave the role when nothing is left, here or on its way between a gateway and this node.
 
-        The gateway acknowledges a heartbeat after it has handled all earlier messages of this node, ``Deregister``
+        A gateway acknowledges a heartbeat after it has handled all earlier messages of this node, ``Deregister``
         included; every request that it has sent before arrives before the acknowledgement.
         """
         departure = self._departure
@@ -313,17 +316,19 @@ class EventLoop:
         load, outbox = self._role.load(), self._role.outbox
         is_idle = not (load.num_waiting or load.num_running or self._engine.is_busy or outbox.grammars)
         if is_idle and (departure.role is None or not load.num_quarantined_pages):
-            if self._num_acks_due is None:
-                self._gateway.send(Deregister(is_empty=True), target=self._gateway_incarnation)
-                self._num_acks_due = self._num_heartbeats + 1
+            if not self._is_ack_due:
+                self._is_ack_due = True
+                for link in self._links:
+                    link.send(Deregister(is_empty=True))
+                    link.expect_ack()
                 self._next_heartbeat_at = now
-            if not self.is_registered or self._num_acks >= self._num_acks_due:
+            if all(link.has_acknowledged for link in self._links):
                 self.next_role = departure.role
                 self._is_stopping |= departure.role is None
             return
-        if self._num_acks_due is not None:
-            self._gateway.send(Deregister(), target=self._gateway_incarnation)
-            self._num_acks_due = None
+        if self._is_ack_due:
+            self._is_ack_due = False
+            self._send_to_all(Deregister())
         if departure.role is not None and now >= departure.until + FENCE_WAIT_S:
             log.error(
                 "the role is kept: %d requests and %d pages into which another node may still write are left",
@@ -331,7 +336,8 @@ class EventLoop:
                 load.num_quarantined_pages,
             )
             self._departure = None
-            self._gateway.send(self._register())
+            for link in self._links:
+                link.register()
         elif now >= departure.until:
             self._role.stop("the node changes its role", now)
             self._flush()
@@ -356,7 +362,7 @@ class EventLoop:
         """Answer every open request, deregister, and close every socket."""
         self._role.stop(reason, self._clock.now())
         self._flush()
-        self._gateway.send(Deregister(is_empty=self.next_role is not None), target=self._gateway_incarnation)
+        self._send_to_all(Deregister(is_empty=self.next_role is not None))
         for mailbox in self._mailboxes():
             mailbox.close()
         wake, self._wake = self._wake, -1
@@ -381,74 +387,118 @@ class EventLoop:
     # ---- receiving --------------------------------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
-        events = self._gateway.connection_events()
-        if events.failure is not None:
-            self._report_failure(events.failure)
-        if events.disconnected:
-            if events.failure is None:
-                log.warning("the gateway is gone; ending its requests and dialling it again")
-            self.is_registered, self.is_dialling = False, True
-            self._reminder = Reminder(now)
-            self._gateway_incarnation = ""
-            self._role.gateway_lost(now)
-            self._connected_at = None
-        if events.connected:
-            self._connected_at = now
-            self.is_dialling = False
-            self._gateway.send(self._register())
-        elif self._connected_at is not None and now - self._connected_at > REGISTRATION_S:
-            self._connected_at = None
-            self._gateway.redial()
-        for letter in self._gateway.receive():
-            self._on_gateway(letter.sender, letter.message, now)
+        for link in list(self._links):
+            if lost := link.follow(now):
+                self._lose(lost, now)
+            for letter in link.mailbox.receive():
+                self._on_gateway(link, letter.sender, letter.message, now)
         self._receive_from_decode_nodes(now)
         for incarnation in list(self._prefill_nodes):
             self._receive_from_prefill_node(incarnation, now)
 
-    def _report_failure(self, failure: HandshakeFailure) -> None:
-        """Log why the gateway cannot be reached: each cause once, since an attacker on the path can forge it."""
-        if failure not in self._failures:
-            self._failures.add(failure)
-            log.error("cannot connect to --gateway %s: %s; trying again", self.gateway_address, REMEDIES[failure])
-
-    def _on_gateway(self, sender: str, message: Message, now: float) -> None:
-        if sender != self._gateway_incarnation and self._gateway_incarnation:
-            self._role.gateway_lost(now)  # another process has taken over the address of the first one
-        self._gateway_incarnation = sender
-        self._connected_at = None
-        if isinstance(message, Registered):
-            self._failures.clear()
-            if not self.is_registered:
-                log.info("registered with the gateway (start %d)", message.starts)
-            self.is_registered = True
-            self._sent_pairs = None
-            self._heartbeat_s = message.heartbeat_s
+    def _on_gateway(self, link: GatewayLink, sender: str, message: Message, now: float) -> None:
+        if lost := link.heard_from(sender):
+            self._lose(lost, now)
+        if isinstance(message, RequestMessage):
+            self._on_request(sender, message, now)
+        elif isinstance(message, Registered):
+            link.on_registered(message)
+            self._end_requests(self._owners.reclaim(sender), now)
             self._next_heartbeat_at = now
-            self._num_heartbeats = self._num_acks = 0
             if self._departure is not None:
-                self._num_acks_due = None
-                self._gateway.send(Deregister(), target=self._gateway_incarnation)
-            self._heard = (message.sent_at, self._clock.now())  # ``now`` may be earlier than it was sent
+                self._is_ack_due = False
+                link.send(Deregister())
+            if self._credit is not None:
+                self._credit.join(sender)
         elif isinstance(message, HeartbeatAck):
-            self._heard = (message.sent_at, self._clock.now())  # likewise
-            self._num_acks += 1
+            link.on_acknowledged(message)
+            if self._credit is not None:
+                self._credit.acknowledge(sender, message.demand)
         elif isinstance(message, ChangeRole):
-            self._change_role(message, now)
+            self._change_role(link, message, now)
         elif isinstance(message, Drain):
-            self._gateway.send(Done(number=message.number), target=self._gateway_incarnation)
+            link.send(Done(number=message.number))
             self._begin_drain(message.timeout_s, now)
         elif isinstance(message, Unknown):
-            self._role.gateway_lost(now)
-            self._gateway.send(self._register())
+            self._end_requests(self._owners.reclaim(sender), now)
+            link.register()
         elif isinstance(message, Refused):
-            self.refused = message.reason
+            self._on_refused(link, message.reason)
+        elif isinstance(message, Find):
+            link.send(Found(self._find(message, now), message.number))
         elif isinstance(message, StartProfile | StopProfile):
+            self._profiling = link
             self._engine.profile(message)
         elif isinstance(message, PrefillNodes) and not message.nodes:
             log.info("the gateway has no prefill node yet; until one comes, only local prefill works (--local-prefill)")
             self._role.on_gateway(message, now)
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)
+            said = self._role.outbox.gateway
+            link.send(*[answer for answer in said if not isinstance(answer, RequestMessage)])
+            said[:] = [message for message in said if isinstance(message, RequestMessage)]
+
+    def _on_request(self, gateway: str, message: RequestMessage, now: float) -> None:
+        self._role.on_gateway(message, now)
+        if isinstance(message, Generate):
+            decode = message.decode
+            is_whole = decode is None or decode.incarnation == self._endpoint.incarnation
+            self._owners.add(message, gateway, self._role.requests(), is_whole=is_whole)
+        elif isinstance(message, Abort):
+            self._owners.drop_output((message.rid, message.attempt))
+
+    def _on_refused(self, link: GatewayLink, reason: str) -> None:
+        """Leave a gateway that refuses this node; the node goes on while another one may take it."""
+        if len(self._links) == 1:
+            self.refused = reason
+            return
+        log.error("the gateway at %s refuses this node: %s", link.address, reason)
+        self._links.remove(link)
+        self._unwatch(link.mailbox)
+        link.mailbox.close()
+
+    # ---- requests and the gateways that they belong to --------------------------------------------------------------
+
+    def _lose(self, gateway: str, now: float) -> None:
+        """A gateway is lost: end its requests, but for those that another gateway may continue."""
+        self._end_requests(self._owners.lose(gateway, now), now)
+        if self._credit is not None:
+            self._credit.leave(gateway)
+
+    def _end_requests(self, keys: Sequence[RequestKey], now: float) -> None:
+        """End requests that no gateway wants any more."""
+        for rid, attempt in keys:
+            self._role.on_gateway(Abort(rid, attempt), now)
+
+    def _find(self, message: Find, now: float) -> tuple[KeptOutput, ...]:
+        """Outputs that another gateway continues. They end here, and the gateway that had them is told."""
+        outputs: list[KeptOutput] = []
+        for digest in message.keys:
+            found = self._owners.find(digest)
+            if found is None:
+                continue
+            (rid, attempt), owned = found
+            outputs.append(KeptOutput(digest, owned.output, owned.finish))
+            if owned.ended_at is None and not owned.finish:
+                self._end_requests([(rid, attempt)], now)
+                reason = "another gateway goes on with the request, since its client has asked there again"
+                self._role.outbox.gateway.append(Failed(rid, attempt, ErrorCode.ABORTED, reason))
+        return tuple(outputs)
+
+    def _send_to_owners(self, messages: Sequence[Message]) -> None:
+        """Send each message to the gateway of its request; those about the node go to all."""
+        if len(self._links) == 1 and not self._owners.has_keys:
+            self._links[0].send(*messages)
+            return
+        for message in messages:
+            owner = self._owners.owner(message) if isinstance(message, RequestMessage) else None
+            for link in self._links:
+                if link.is_registered and owner in (link.incarnation, None):
+                    link.send(message)
+
+    def _send_to_all(self, message: Message) -> None:
+        for link in self._links:
+            link.send(message)
 
     def _receive_from_decode_nodes(self, now: float) -> None:
         known = frozenset(self._role.peers())
@@ -474,18 +524,15 @@ class EventLoop:
         self._flush()
         if now < self._next_heartbeat_at:
             return
-        self._next_heartbeat_at = now + self._heartbeat_s
+        self._next_heartbeat_at = now + min(link.heartbeat_s for link in self._links)
         snapshot = Snapshot(now, self._heartbeat(), tuple(self._role.pairs())[:MAX_PAIRS])
         self.snapshots = (*self.snapshots[-1:], snapshot)
-        if self.is_registered:
-            self._num_heartbeats += 1
-            self._gateway.send(snapshot.heartbeat, target=self._gateway_incarnation)
-            self._send_pairs(snapshot.pairs)
-
-    def _send_pairs(self, pairs: tuple[PairState, ...]) -> None:
-        if pairs != self._sent_pairs:
-            self._sent_pairs = pairs
-            self._gateway.send(Pairs(pairs), target=self._gateway_incarnation)
+        self._end_requests(self._owners.sweep(self._role.requests(), now), now)
+        in_flight = self._owners.num_on_node() if self._credit is not None else {}
+        for link in self._links:
+            if link.is_registered:
+                share = None if self._credit is None else self._credit.offer(link.incarnation, in_flight)
+                link.beat(snapshot.heartbeat, snapshot.pairs, share)
 
     def _flush(self) -> None:
         outbox = self._role.outbox
@@ -499,7 +546,7 @@ class EventLoop:
                 mailbox.send(message, target=incarnation)
         outbox.peers.clear()
         if outbox.gateway:
-            self._gateway.send(*outbox.gateway, target=self._gateway_incarnation)
+            self._send_to_owners(outbox.gateway)
             outbox.gateway.clear()
         for incarnation in outbox.hang_up:
             self._hang_up(incarnation)
@@ -521,7 +568,6 @@ class EventLoop:
 
     def _heartbeat(self) -> Heartbeat:
         load = self._role.load()
-        (gateway_sent_at, received_at), self._heard = self._heard, (0.0, 0.0)
         return Heartbeat(
             num_waiting=load.num_waiting,
             num_running=load.num_running,
@@ -538,14 +584,12 @@ class EventLoop:
                 "failed_checks": float(self._num_failed_checks),
                 "busy_seconds": self._engine.steps.seconds.sum,
             },
-            gauges=self._role.gauges(),
-            gateway_sent_at=gateway_sent_at,
-            received_at=received_at,
+            gauges={**self._role.gauges(), "orphans": float(self._owners.num_orphans)},
             sent_at=self._clock.now(),
         )
 
     def _mailboxes(self) -> list[Mailbox]:
-        return [self._gateway, *self._prefill_nodes.values(), self._listen]
+        return [*(link.mailbox for link in self._links), *self._prefill_nodes.values(), self._listen]
 
 
 def listen_mailbox(

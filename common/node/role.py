@@ -4,7 +4,7 @@ Roles are pure except for the transfer endpoint that is handed to them.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish
 from common.node.monitoring.request_stats import RequestStats
 from common.node.outbox import Outbox
-from common.request import Request
+from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.scheduling.policies.base import Policy
 from common.step_plan import StepPlan, StepResult
@@ -169,10 +169,6 @@ class Role(Protocol):
         """A message from another node, known by its incarnation."""
         ...
 
-    def gateway_lost(self, now: float) -> None:
-        """No answer can be delivered any more: end every request."""
-        ...
-
     def peer_lost(self, peer: str, now: float) -> None:
         """The process at the other end is out of reach, whichever way pages went."""
         ...
@@ -225,6 +221,10 @@ class Role(Protocol):
 
     def counters(self) -> dict[str, float]:
         """Monotonic totals since the start of the process."""
+        ...
+
+    def requests(self) -> Mapping[RequestKey, Request]:
+        """The requests that are on this node."""
         ...
 
     def check(self) -> None:

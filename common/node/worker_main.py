@@ -264,7 +264,9 @@ class LoadedNode:
             role,
             self._engine,
             register=lambda: self._register(worker, role, endpoint),
-            gateway=config.gateway,
+            gateways=config.gateways,
+            orphan_timeout_s=config.orphan_timeout,
+            room=worker.capacity.num_slots,
             endpoint=endpoint,
             clock=worker.clock,
         )

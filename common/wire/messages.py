@@ -106,6 +106,7 @@ class Register(Message, frozen=True, tag="register"):
     num_role_changes: Count = 0  # of this process
     previous: Annotated[str, Meta(max_length=32)] = ""  # incarnation of this process in its last role, which has ended
     fixed_role: Sentence = ""  # why the node cannot change its role; empty: it can
+    share: Count | None = None  # as in ``Heartbeat``
 
 
 class Registered(Message, frozen=True, tag="registered"):
@@ -144,12 +145,14 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     sent_at: Seconds = 0.0  # by the node's clock; 0: unknown
     gateway_sent_at: Seconds = 0.0  # ``sent_at`` of the last ``Registered`` or ``HeartbeatAck``; 0: none since the last
     received_at: Seconds = 0.0  # when the node received that, by its own clock
+    share: Count | None = None  # requests that this gateway may have here at once; None: as many as the node takes
 
 
 class HeartbeatAck(Message, frozen=True, tag="heartbeat_ack"):
     """gateway -> node: answer to ``Heartbeat``."""
 
     sent_at: Seconds  # by the gateway's clock
+    demand: Count = 0  # outputs of the node's model that the gateway has in flight or waiting
 
 
 class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -288,6 +291,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rid: Id
     attempt: Count
     seed: Annotated[int, Meta(ge=0)]
+    key: ShortText = ""
 
 
 class Generate(RequestMessage, frozen=True, tag="generate"):
@@ -305,6 +309,7 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
     expected_output: Count = 0  # predicted number of output tokens; 0: unknown
     waited_s: Annotated[float, Meta(ge=0)] = 0.0  # seconds since the request reached the gateway
     others: Annotated[tuple[Sample, ...], Meta(max_length=1_024)] = ()  # none with ``output``
+    key: ShortText = ""  # digest of the client's key, with which another gateway may ask for it; empty without one
     output: tuple[Count, ...] = ()  # of earlier attempts; this one continues after it, and sends no token of it again
 
     def __post_init__(self) -> None:
@@ -317,7 +322,8 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
         yield msgspec.structs.replace(self, others=()) if self.others else self
         for other in self.others:
             sampling = self.sampling._replace(seed=other.seed)
-            yield msgspec.structs.replace(self, rid=other.rid, attempt=other.attempt, sampling=sampling, others=())
+            own = {"rid": other.rid, "attempt": other.attempt, "key": other.key, "sampling": sampling}
+            yield msgspec.structs.replace(self, **own, others=())
 
 
 class Abort(RequestMessage, frozen=True, tag="abort"):
@@ -391,6 +397,31 @@ class Failed(RequestMessage, frozen=True, tag="failed"):
     code: ErrorCode
     message: Text
     retry_after_s: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class Find(Message, frozen=True, tag="find"):
+    """gateway -> node: a client asks again for requests with these keys, which another gateway may have sent.
+
+    The node ends them if they still run, and answers with what it has of their outputs.
+    """
+
+    keys: Annotated[tuple[ShortText, ...], Meta(max_length=1_024)]
+    number: Count = 0
+
+
+class KeptOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The output so far of a request with a key."""
+
+    key: ShortText
+    tokens: tuple[Count, ...]  # from the first on; empty if they cannot be continued
+    finish: Literal["", "stop", "length"] = ""
+
+
+class Found(Message, frozen=True, tag="found"):
+    """node -> gateway: answer to ``Find``, with the requests that the node knows."""
+
+    outputs: Annotated[tuple[KeptOutput, ...], Meta(max_length=1_024)]
+    number: Count = 0
 
 
 # ---- a decode node and a prefill node form a pair -------------------------------------------------------------------
@@ -511,6 +542,7 @@ FromNode = (
     | Spans
     | Moved
     | Failed
+    | Found
     | Ping
 )
 FromGateway = (
@@ -526,6 +558,7 @@ FromGateway = (
     | Reprioritize
     | SetPaused
     | Move
+    | Find
     | Flush
     | GetDecisions
     | StartProfile

@@ -2,7 +2,7 @@
 
 These are plain Starlette routes, which write straight to ``send``: as path functions of FastAPI they would take three
 times the processor time. A client that disconnects cancels the application, whose ``finally`` aborts the outputs still
-in flight.
+in flight, unless the request has a key by which the client may ask for them again.
 """
 
 import asyncio
@@ -17,13 +17,14 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from common.errors import RequestError
+from common.wire.messages import KeptOutput, Tokens
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.errors import Envelope, anthropic_envelope, error_headers, openai_envelope
 from gateway.http.formatters.anthropic import AnthropicFormatter
 from gateway.http.formatters.common import ResponseFormatter, as_error, ignored_header
 from gateway.http.formatters.native import NativeFormatter
 from gateway.http.formatters.openai import ChatFormatter, CompletionFormatter
-from gateway.http.http_connection import REQUEST_ID, TRACEPARENT
+from gateway.http.http_connection import IDEMPOTENCY_KEY, REQUEST_ID, TRACEPARENT
 from gateway.http.json_response import JsonResponse
 from gateway.http.messages import MessagesApi
 from gateway.http.openapi.generated import (
@@ -42,9 +43,11 @@ from gateway.http.protocol.native import NativeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
 from gateway.http.protocol.responses import ResponsesRequest
 from gateway.http.responses import ResponsesApi
+from gateway.http.retries import Retries, draws_seeds
 from gateway.http.services import Services
 from gateway.http.streaming import OutputEvents, TurnEnd, send_stream, send_whole
 from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.idempotency import KeyedRequest, RequestIdentity, with_key
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.quotas import charge
 from gateway.tracing.trace_context import TraceContext
@@ -161,6 +164,22 @@ def _with_header(send: Send, name: bytes, value: bytes) -> Send:
     return send_with_header
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What is written to a client.
+
+    Attributes:
+        keyed: the request by its key; None without one.
+        is_retry: an earlier request has sent the outputs.
+    """
+
+    answer_id: str
+    streams: list[OutputStream]
+    events: OutputEvents
+    keyed: KeyedRequest | None
+    is_retry: bool = False
+
+
 class GenerateApp:
     """The ASGI application of one generating endpoint, which a request finds as its route in ``scope["route"]``."""
 
@@ -170,6 +189,14 @@ class GenerateApp:
         self._services = services
         self._checks = checks
         self._turn = TurnEnd()
+        self._retries = Retries(
+            services.idempotency,
+            services.dispatcher,
+            services.control,
+            metrics=services.metrics,
+            clock=services.clock,
+            grace_s=services.config.retry_grace,
+        )
         self._on_gap = {model.name: services.metrics.on_gap(model.name) for model in services.models}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,48 +216,93 @@ class GenerateApp:
     async def _generate(self, data: bytes, tenant: str, scope: Scope, send: Send) -> None:
         """Answers one request: decodes its body, sends its outputs to the nodes, and formats what they return.
 
-        Outputs that have not ended when this ends are aborted. Refusals are counted by model; the empty name stands
-        for requests that name no served model.
+        Outputs that have not ended when this ends are aborted, or go on for a grace if they have a key. Refusals are
+        counted by model; the empty name stands for requests that name no served model.
         """
         services, endpoint = self._services, self.endpoint
         arrived_at = services.clock.now()
-        answer_id = endpoint.id_prefix + secrets.token_hex(16)
         model_name = ""
         try:
             body: Any
             body, ignored = decode_with_extras(endpoint.body, data, are_refused=services.config.strict_fields)
             model = services.inputs.model(body.model)
             model_name = model.name
-            requests = await endpoint.process(body, model, tenant, answer_id)
-            requests = services.priorities.assign(requests, body.priority, body.priority_class)
-            events = self._events(only_ends=not body.stream)
-            state = scope["state"]
-            trace, traceparent = None, state.get(TRACEPARENT, "")
-            if traceparent or services.tracer.is_sampling:
-                trace = services.tracer.begin(traceparent, answer_id, endpoint.operation)
-            streams = self._streams(requests, model, events, arrived_at, state[REQUEST_ID], trace)
-            self._submit(streams)
+            identity: RequestIdentity | None = None
+            if IDEMPOTENCY_KEY in scope["state"] or getattr(body, "rid", None):
+                identity = self._retries.identity(scope["state"], self.path, data, body, tenant)
+            answer = await self._begin(
+                body, model, tenant, state=scope["state"], arrived_at=arrived_at, identity=identity
+            )
         except RequestError as error:
             services.metrics.rejected(model_name, error)
             raise
+        streams = answer.streams
         try:
-            formatter = endpoint.formatter(model, body, answer_id)
+            formatter = endpoint.formatter(model, body, answer.answer_id)
             headers = ignored_header(ignored)
-            if trace is not None:
-                headers["traceparent"] = trace.traceparent
+            if streams[0].trace is not None:
+                headers["traceparent"] = streams[0].trace.traceparent
+            if answer.is_retry:
+                headers["idempotent-replayed"] = "true"
             if body.stream:
-                await send_stream(scope, send, streams, events, formatter, headers=headers)
+                await send_stream(scope, send, streams, answer.events, formatter, headers=headers)
             else:
-                await send_whole(send, streams, events, formatter, headers=headers)
+                await send_whole(send, streams, answer.events, formatter, headers=headers)
         except asyncio.CancelledError:
             for output in streams:
                 if not output.is_ended:
                     services.metrics.disconnected(output)
             raise
         finally:
-            for output in streams:
-                if not output.is_ended:
-                    services.dispatcher.abort(output.request.rid, "the client has disconnected")
+            if answer.keyed is not None:
+                self._retries.leave(answer.keyed, answer.events)
+            else:
+                for output in streams:
+                    if not output.is_ended:
+                        services.dispatcher.abort(output.request.rid, "the client has disconnected")
+
+    async def _begin(
+        self, body: Any, model: ServedModel, tenant: str,
+        *, state: dict[str, Any], arrived_at: float, identity: RequestIdentity | None,
+    ) -> _Answer:  # fmt: skip
+        """Sends the outputs of a request to the nodes, or finds those of the request that it repeats.
+
+        Raises RequestError: it is refused.
+        """
+        services, endpoint = self._services, self.endpoint
+        if identity is not None and (repeated := self._repeated(identity, body)) is not None:
+            return repeated
+        answer_id = endpoint.id_prefix + secrets.token_hex(16)
+        requests = await endpoint.process(body, model, tenant, answer_id)
+        requests = services.priorities.assign(requests, body.priority, body.priority_class)
+        known: dict[str, KeptOutput] = {}
+        if identity is not None:
+            requests = with_key(requests, identity, draws_seeds=draws_seeds(body))
+            known = await self._retries.take_over(model, requests)
+            if (repeated := self._repeated(identity, body)) is not None:
+                return repeated  # it came again meanwhile
+        events = self._events(only_ends=not body.stream)
+        keyed = None if identity is None else self._retries.begin(identity, answer_id, events)
+        trace, traceparent = None, state.get(TRACEPARENT, "")
+        if traceparent or services.tracer.is_sampling:
+            trace = services.tracer.begin(traceparent, answer_id, endpoint.operation)
+        wake = events.wake if keyed is None else keyed.wake
+        streams = self._streams(requests, model, wake, arrived_at, state[REQUEST_ID], trace)
+        for stream in streams if known else ():
+            if (output := known.get(stream.request.key)) is not None and output.tokens:
+                stream.on_tokens(Tokens(stream.request.rid, 0, 0, output.tokens, finish=output.finish), arrived_at)
+        self._submit([stream for stream in streams if not stream.is_ended] if known else streams)
+        if keyed is not None:
+            self._retries.add(keyed, streams)
+        return _Answer(answer_id, streams, events, keyed)
+
+    def _repeated(self, identity: RequestIdentity, body: Any) -> _Answer | None:
+        """The answer from the outputs of the request that this one repeats; None if it is new."""
+        events = self._events(only_ends=not body.stream)
+        known = self._retries.attach(identity, events)
+        if known is None:
+            return None
+        return _Answer(known.answer_id, known.streams, events, known, is_retry=True)
 
     def _events(self, *, only_ends: bool) -> OutputEvents:
         services = self._services
@@ -241,7 +313,7 @@ class GenerateApp:
         self,
         requests: list[GenerateRequest],
         model: ServedModel,
-        events: OutputEvents,
+        wake: Callable[[OutputStream], None],
         arrived_at: float,
         x_request_id: str,
         trace: TraceContext | None,
@@ -252,7 +324,7 @@ class GenerateApp:
                 request,
                 number,
                 partial(model.tokenizer.detokenizer, skip_special=request.skip_special),
-                events.wake,
+                wake,
                 arrived_at,
                 on_gap,
                 x_request_id,
@@ -263,6 +335,8 @@ class GenerateApp:
 
     def _submit(self, streams: list[OutputStream]) -> None:
         """Sends all outputs of a request, or none. Raises RequestError: too many for their tenant or in all."""
+        if not streams:
+            return
         services = self._services
         tenant = streams[0].request.tenant
         if not tenant:

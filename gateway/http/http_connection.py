@@ -55,6 +55,8 @@ RESPONSE_TIMEOUT = "response_timeout_s"
 REQUEST_ID = "request_id"
 #: Key of ``scope["state"]``: the value of ``traceparent``, if there is one.
 TRACEPARENT = "traceparent"
+#: Key of ``scope["state"]``: the value of ``idempotency-key``, if there is one; empty if there are several.
+IDEMPOTENCY_KEY = "idempotency_key"
 CLIENT_GONE = 499
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -213,6 +215,9 @@ class HttpConnection(HttpToolsProtocol):
         elif name == b"traceparent":
             state = self.scope["state"]
             state[TRACEPARENT] = "" if TRACEPARENT in state else value.decode("latin-1")  # two of them are none
+        elif name == b"idempotency-key":
+            state = self.scope["state"]
+            state[IDEMPOTENCY_KEY] = "" if IDEMPOTENCY_KEY in state else value.decode("latin-1")
         elif name == b"host":
             if self._host is not None:
                 raise self._refused(HttpError(400, "a request has one Host header"))

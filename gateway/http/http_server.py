@@ -41,30 +41,36 @@ class HttpServer:
         self._options = options
         self._state = ServerState()
         self._lifespan = self._config.lifespan_class(self._config)
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, host: str, port: int, *, is_shared: bool = False) -> None:
         """Starts the application and listens.
+
+        Args:
+            is_shared: other processes may listen on the port too.
 
         Raises OSError: the port cannot be bound; ConfigError: the application did not start.
         """
         await self._lifespan.startup()
         if self._lifespan.should_exit:
             raise ConfigError("the HTTP application did not start; the log says why")
-        loop = asyncio.get_running_loop()
-        limits: dict[str, Any] = {"ssl": self._tls}
+        await self.listen(host, port, is_shared=is_shared)
+
+    async def listen(self, host: str, port: int, *, is_shared: bool = False) -> None:
+        """Listens on one more port. Raises OSError: it cannot be bound."""
+        limits: dict[str, Any] = {"ssl": self._tls, "reuse_port": is_shared}
         if self._tls is not None:
             limits |= {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": STALL_S}
-        self._server = await loop.create_server(self._new_connection, host, port, backlog=BACKLOG, **limits)
+        loop = asyncio.get_running_loop()
+        self._servers.append(await loop.create_server(self._new_connection, host, port, backlog=BACKLOG, **limits))
 
     def _new_connection(self) -> HttpConnection:
         return HttpConnection(self._config, self._state, self._lifespan.state, self._options)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port as bound."""
-        assert self._server is not None
-        host, port = self._server.sockets[0].getsockname()[:2]
+        """Host and port as bound first."""
+        host, port = self._servers[0].sockets[0].getsockname()[:2]
         return host, port
 
     @property
@@ -73,8 +79,8 @@ class HttpServer:
 
     def close_listeners(self) -> None:
         """Accepts no further connections."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
 
     async def stop(self) -> None:
         """Closes all connections, each after the answer to its request in flight, and stops the application."""

@@ -8,6 +8,7 @@ from common.config.gateway import GatewayConfig
 from gateway.metrics.collectors import Metrics
 from gateway.metrics.live import LiveHistory
 from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.idempotency import IdempotencyStore
 from gateway.requests.input_processor import InputProcessor
 from gateway.requests.priority import PriorityResolver
 from gateway.requests.quotas import Quotas
@@ -27,6 +28,7 @@ class Services:
     tokenizer: AsyncTokenizer
     inputs: InputProcessor
     responses: ResponseStore
+    idempotency: IdempotencyStore
     priorities: PriorityResolver
     quotas: Quotas
     dispatcher: Dispatcher

@@ -90,6 +90,12 @@ class Metrics:
             "baton_local_prefills", "Outputs whose prompt the decode node computes.", "model"
         )
         self._disconnects = counter("baton_disconnects", "Outputs ended because the client disconnected.", "model")
+        self._retries = counter(
+            "baton_idempotent_retries",
+            "Requests that got outputs of an earlier one: running or ended.",
+            "model",
+            "found",
+        )
         self._first_token = histogram("baton_time_to_first_token_seconds", "Until the first token.", SECONDS, "model")
         self._whole = histogram("baton_request_seconds", "Until the end of an output.", SECONDS, "model")
         self._per_token = histogram(
@@ -126,6 +132,9 @@ class Metrics:
 
     def disconnected(self, output: OutputStream) -> None:
         self._disconnects.add(1, output.request.model)
+
+    def retried(self, model: str, *, is_ended: bool) -> None:
+        self._retries.add(1, model, "ended" if is_ended else "running")
 
     def ended(self, output: OutputStream) -> None:
         timings = output.timings

@@ -844,13 +844,14 @@ def _generate(flight: InFlightRequest, others: Iterable[InFlightRequest], now: f
         expected_output=request.expected_output,
         waited_s=waited_s,
         others=tuple([_sample(other) for other in others]),
+        key=request.key,
         output=tuple(flight.stream.ids),
     )
 
 
 def _sample(flight: InFlightRequest) -> Sample:
     request = flight.stream.request
-    return Sample(request.rid, flight.attempt, request.sampling.seed)
+    return Sample(request.rid, flight.attempt, request.sampling.seed, request.key)
 
 
 def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:

@@ -30,6 +30,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         priority_class, tenant: empty for none.
         expected_output: predicted number of output tokens; 0 without a prediction.
         timeout_s: deadline, counted from the request's arrival.
+        key: digest of the client's key, with which any gateway finds the output at the nodes; empty without one.
     """
 
     rid: str
@@ -53,6 +54,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     tenant: str = ""
     expected_output: int = 0
     timeout_s: float = 600.0
+    key: str = ""
 
 
 def in_pieces(request: GenerateRequest, grammar_param: str) -> GenerateRequest:

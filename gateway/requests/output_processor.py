@@ -197,6 +197,10 @@ class OutputStream:
         num_pieces, self._num_pieces_taken = self._num_pieces_taken, len(self.pieces)
         return Delta(text, first, self.ids[first:], self.logprobs[first:], self.is_ended, self.pieces[num_pieces:])
 
+    def rewind(self) -> None:
+        """Makes ``take`` begin again with the first token, for another reader."""
+        self._num_ids_taken = self._num_text_taken = self._num_pieces_taken = 0
+
     def _append(self, message: Tokens, num_known: int, now: float) -> None:
         if message.index == 0 and not self.first_at:
             self.first_at = now

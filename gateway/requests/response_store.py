@@ -73,6 +73,8 @@ class ResponseStore:
         self._expire(now)
         if not self.is_enabled or stored.num_bytes > self._max_bytes:
             return
+        if (tenant, stored.response_id) in self._entries:  # an answer that was written again
+            self._drop((tenant, stored.response_id))
         self._entries[tenant, stored.response_id] = _Entry(stored, now)
         self._num_bytes[tenant] += stored.num_bytes
         self._use(tenant, stored.response_id, now)

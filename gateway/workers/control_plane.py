@@ -5,7 +5,7 @@ One bound socket for the nodes of all models, read from the event loop. Requests
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -19,11 +19,14 @@ from common.wire.messages import (  # fmt: skip
     Done,
     Drain,
     Failed,
+    Find,
     Flush,
     Flushed,
+    Found,
     GetDecisions,
     Heartbeat,
     HeartbeatAck,
+    KeptOutput,
     Message,
     Moved,
     Pairs,
@@ -178,6 +181,7 @@ class ControlPlane:
             Decisions: self._rpc.on_answer,
             ProfileAnswer: self._rpc.on_answer,
             Done: self._rpc.on_answer,
+            Found: self._rpc.on_answer,
             Ping: lambda sender, message: None,
         }
 
@@ -234,8 +238,9 @@ class ControlPlane:
         if pool is None:
             self._channel.send(Unknown(), sender)
         else:
-            pool.registry.on_heartbeat(sender, message, self._clock.now())
-            self._channel.send(HeartbeatAck(self._clock.now()), sender)
+            self._channel.send(HeartbeatAck(self._clock.now(), pool.admission.num_in_flight), sender)
+            if pool.registry.on_heartbeat(sender, message, self._clock.now()):
+                self._dispatcher.on_workers_added(pool)
 
     def _on_spans(self, sender: str, message: Spans) -> None:
         """Passes spans to their output, or to the timeline of one that has ended."""
@@ -364,6 +369,11 @@ class ControlPlane:
         nodes = self.pools.workers()
         answers = await self._rpc.call([node.incarnation for node in nodes], message, ProfileAnswer, timeout_s)
         return [(node, answers.get(node.incarnation)) for node in nodes]
+
+    async def find(self, model: str, keys: Sequence[str], timeout_s: float) -> dict[str, tuple[KeptOutput, ...]]:
+        """What each node of a model has of the outputs of requests with these keys, by the node's incarnation."""
+        answers = await self._rpc.call(self.pools[model].registry.workers, Find(tuple(keys)), Found, timeout_s)
+        return {incarnation: answer.outputs for incarnation, answer in answers.items()}
 
     def describe(self, node: Worker) -> dict[str, Any]:
         """One row of ``GET /v1/workers``."""

@@ -38,6 +38,7 @@ class Worker:
         failed_peers: these, and those with which transfers have failed lately.
         clock: how far its clock is ahead of the gateway's.
         is_leaving: it stops on purpose or cannot be reached, and gets no new requests.
+        max_running: requests that it runs at once for this gateway.
         is_reserved: it serves a request that may have killed other nodes, and gets no new ones meanwhile.
         revision: configuration digest and weight version.
         is_empty: it is leaving, and done with all requests.
@@ -62,7 +63,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.capacity_tokens = self.register.num_pages * self.register.layout.page_size
-        self.max_running = self.register.max_running
+        self.max_running = self.register.max_running if self.register.share is None else self.register.share
         self.name = self.register.name
         self.revision = sys.intern(f"{self.register.digest}/{self.register.weight_version}")
 
@@ -169,13 +170,19 @@ class Registry:
     def named(self, name: str) -> Worker | None:
         return next((node for node in self.workers.values() if node.name == name), None)
 
-    def on_heartbeat(self, incarnation: str, heartbeat: Heartbeat, now: float) -> None:
+    def on_heartbeat(self, incarnation: str, heartbeat: Heartbeat, now: float) -> bool:
+        """Records the state of a worker; returns whether it takes more requests of this gateway than before."""
         node = self.workers[incarnation]
+        before = node.max_running
+        node.max_running = node.register.max_running if heartbeat.share is None else heartbeat.share
+        if node.max_running != before:
+            self._changed()
         node.heartbeat, node.seen_at = heartbeat, now
         if heartbeat.gateway_sent_at:
             node.clock.sent_by_gateway(heartbeat.gateway_sent_at, heartbeat.received_at, now)
         if heartbeat.sent_at:
             node.clock.sent_by_node(heartbeat.sent_at, now)
+        return node.max_running > before
 
     def set_pairs(self, incarnation: str, pairs: tuple[PairState, ...]) -> bool:
         """Records a worker's pairs; returns whether a pair may work that did not before."""

@@ -238,6 +238,10 @@ class Router:
         if pair.last in self._num_requests:
             self._num_requests[pair.last] += -1 if is_paused else 1
 
+    def cached(self, prompt: Sequence[int], salt: str, incarnation: str) -> None:
+        """A node has this prompt in its cache."""
+        self._remember(self._pieces(prompt, salt), WorkerPair(None, incarnation, 0, 0))
+
     def clear_prefixes(self) -> None:
         """All caches have been emptied."""
         self._holders.clear()

@@ -11,8 +11,10 @@ from common.wire.messages import (
     Decisions,
     Done,
     Drain,
+    Find,
     Flush,
     Flushed,
+    Found,
     GetDecisions,
     Message,
     ProfileAnswer,
@@ -20,8 +22,8 @@ from common.wire.messages import (
     StopProfile,
 )
 
-Question = Flush | GetDecisions | StartProfile | StopProfile | ChangeRole | Drain
-Answer = TypeVar("Answer", Flushed, Decisions, ProfileAnswer, Done)
+Question = Find | Flush | GetDecisions | StartProfile | StopProfile | ChangeRole | Drain
+Answer = TypeVar("Answer", Found, Flushed, Decisions, ProfileAnswer, Done)
 
 
 class NodeRpc:
@@ -56,7 +58,7 @@ class NodeRpc:
         answers = {incarnation: wait.result() for incarnation, wait in waits.items() if wait.done()}
         return {incarnation: answer for incarnation, answer in answers.items() if isinstance(answer, kind)}
 
-    def on_answer(self, incarnation: str, answer: Flushed | Decisions | ProfileAnswer | Done) -> None:
+    def on_answer(self, incarnation: str, answer: Found | Flushed | Decisions | ProfileAnswer | Done) -> None:
         """Passes on an answer; one that is too late is dropped."""
         self._end(incarnation, answer.number, answer)
 

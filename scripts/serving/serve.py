@@ -81,21 +81,47 @@ def with_key(config: ServeConfig) -> ServeConfig:
     return dataclasses.replace(config, api_key=secrets.token_hex(32))
 
 
-def children(config: ServeConfig, shares: Sequence[Share]) -> list[Child]:
-    """The processes to run: gateway, prefill nodes, decode nodes; one share of the cores for each node."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatewayPorts:
+    """The ports of one gateway.
+
+    Attributes:
+        own: HTTP port of this gateway alone; None if it is the only one.
+    """
+
+    name: str
+    control: int
+    own: int | None = None
+
+
+def gateway_ports(config: ServeConfig) -> list[GatewayPorts]:
+    """The gateways to run: one with the ports of the configuration, or several, each with ports of its own too."""
+    if config.workers == 1:
+        return [GatewayPorts("gateway", config.control_port)]
+    controls = [config.control_port]
+    controls += [free_port(config.control_host, 0, "--control-port") for _ in range(1, config.workers)]
+    return [GatewayPorts(f"gateway-{i}", port, free_port(config.host, 0, "--port")) for i, port in enumerate(controls)]
+
+
+def children(config: ServeConfig, shares: Sequence[Share], gateways: Sequence[GatewayPorts] = ()) -> list[Child]:
+    """The processes to run: gateways, prefill nodes, decode nodes; one share of the cores for each node."""
+    gateways = gateways or gateway_ports(config)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     gateway_keys, node_keys = _keys_of(config)
     environ = _environment(config, 1, gateway_keys)
     if config.admin_api_key:
         environ["BATON_ADMIN_API_KEY"] = config.admin_api_key
-    found = [Child("gateway", _argv("gateway", to_flags(GatewayConfig, values)), environ)]
+    found: list[Child] = []
+    for ports in gateways:
+        own = {**values, "control_port": ports.control, "worker_port": ports.own}
+        found.append(Child(ports.name, _argv("gateway", to_flags(GatewayConfig, own)), environ))
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
     first_port = config.http_port
     for number, (name, share) in enumerate(zip(names, shares, strict=True)):
         values |= {
             "http_port": first_port and first_port + number,
             "name": name,
-            "gateway": f"{in_url(_local(config.control_host))}:{config.control_port}",
+            "gateway": ",".join(f"{in_url(_local(config.control_host))}:{ports.control}" for ports in gateways),
             "threads": share.num_threads,
             "memory_fraction": config.memory_fraction / len(names),
             "record": config.record and f"{config.record}.{name}",
@@ -154,20 +180,30 @@ def _url(config: ServeConfig) -> str:
 # ---- readiness ------------------------------------------------------------------------------------------------------
 
 
-async def wait_until_ready(config: ServeConfig, output: Output) -> None:
-    """Return once every node is registered and a small request has succeeded.
+async def wait_until_ready(config: ServeConfig, gateways: Sequence[GatewayPorts], output: Output) -> None:
+    """Return once every node is registered at every gateway and a small request to each has succeeded.
 
     Raises NotReady: not within ``ready_timeout``.
     """
     began = time.monotonic()
     reminder = Reminder(began)
-    while missing := await asyncio.to_thread(_missing, config):
+    while missing := await asyncio.to_thread(_missing_anywhere, config, gateways):
         now = time.monotonic()
         if now - began > config.ready_timeout:
             raise NotReady(f"not ready after --ready-timeout {config.ready_timeout:g} s; still missing: {missing}")
         if reminder.is_due(now):
             output.say(f"{now - began:.0f} s, waiting for {missing}")
         await asyncio.sleep(POLL_S)
+
+
+def _missing_anywhere(config: ServeConfig, gateways: Sequence[GatewayPorts]) -> str:
+    """What is not ready yet at the first gateway that is not; empty once all are. Blocks."""
+    return next(filter(None, (_missing(_at(config, ports)) for ports in gateways)), "")
+
+
+def _at(config: ServeConfig, ports: GatewayPorts) -> ServeConfig:
+    """The configuration with the port of one gateway alone."""
+    return config if ports.own is None else dataclasses.replace(config, port=ports.own)
 
 
 def _missing(config: ServeConfig) -> str:
@@ -228,22 +264,26 @@ def _connection(config: ServeConfig) -> http.client.HTTPConnection:
 async def serve(config: ServeConfig, output: Output) -> int:
     """Run until a signal; returns the exit status."""
     shares = shares_of(config)
-    supervisor = Supervisor(children(config, shares), output, drain_timeout_s=config.drain_timeout)
+    gateways = gateway_ports(config)
+    supervisor = Supervisor(children(config, shares, gateways), output, drain_timeout_s=config.drain_timeout)
     stopping = asyncio.Event()
     _on_signals(supervisor, stopping, output)
     threads = sorted({share.num_threads for share in shares})
     output.say(
-        f"starting a gateway, {config.prefill} prefill and {config.decode} decode for {config.served_name}, "
+        f"starting {config.workers} gateway{'s' if config.workers > 1 else ''}, {config.prefill} prefill and "
+        f"{config.decode} decode for {config.served_name}, "
         f"{' or '.join(map(str, threads))} compute threads each{'' if shares[0].cpus else ', not pinned'}"
     )
     running = asyncio.create_task(supervisor.run())
-    ready = asyncio.create_task(wait_until_ready(config, output))
+    ready = asyncio.create_task(wait_until_ready(config, gateways, output))
     stop = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait({running, ready, stop}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not ready.exception():
             supervisor.mark_ready()
             tell_ready(_url(config), _curl_headers(config), output)
+            for ports in gateways if config.workers > 1 else ():
+                output.say(f"{ports.name} alone, for its metrics: {_url(_at(config, ports))}")
             await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
         return _status(running, ready, output)
     finally:

@@ -154,8 +154,6 @@ def _tell(role: Any, frame: frames.AnyFrame) -> None:
         role.on_peer(frame.peer, frame.message, frame.now)
     elif isinstance(frame, frames.PeerLost):
         role.peer_lost(frame.peer, frame.now)
-    elif isinstance(frame, frames.GatewayLost):
-        role.gateway_lost(frame.now)
     elif isinstance(frame, frames.GrammarCompiled):
         role.grammar_compiled(frame.grammar, frame.now)
     elif isinstance(frame, frames.GrammarFailed):

@@ -111,6 +111,44 @@ def test_a_service_survives_a_killed_node_and_stops_without_leftovers():
         assert not any("Traceback" in line for line in service.lines), "\n".join(service.lines)
 
 
+def test_several_gateways_share_a_port_and_a_killed_one_is_started_again():
+    with serving("--workers", "2") as service:
+        service.wait_until_ready()
+        ends = time.monotonic() + 60
+        while len(own := [line.rsplit(" ", 1)[1] for line in service.lines if "alone, for its metrics" in line]) < 2:
+            assert time.monotonic() < ends, "\n".join(service.lines)
+            time.sleep(0.02)
+        gateways = [child for child in psutil.Process(service.process.pid).children() if "gateway" in child.cmdline()]
+        status, verse = service.complete("ROMEO:\n")
+        assert status == 200
+        gateways[0].kill()
+        gateways[0].wait(60)
+        ends = time.monotonic() + 60
+        while not _all_ready(own):
+            assert time.monotonic() < ends, "\n".join(service.lines)
+            time.sleep(0.1)
+        assert gateways[1].is_running()
+        assert {service.complete("ROMEO:\n") for _ in range(8)} == {(200, verse)}
+        service.stop(signal.SIGTERM)
+        assert service.process.returncode == 0
+        assert not any("Traceback" in line for line in service.lines), "\n".join(service.lines)
+
+
+def _all_ready(urls):
+    """Whether every gateway answers ``/ready`` with 200."""
+    for url in urls:
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=60)
+        try:
+            connection.request("GET", "/ready")
+            if connection.getresponse().status != 200:
+                return False
+        except OSError:
+            return False
+        finally:
+            connection.close()
+    return True
+
+
 def test_a_second_signal_does_not_wait_for_a_node_that_hangs():
     with serving() as service:
         service.wait_until_ready()

@@ -1,5 +1,7 @@
 """Faults in virtual time: nodes that hang, are cut off from each other or slow, clocks that jump, 100 nodes at once."""
 
+import itertools
+
 import pytest
 from support.simulation.simulated_service import SimulatedService, prompt_of
 
@@ -29,7 +31,7 @@ def test_a_node_that_hangs_goes_on_where_it_stopped() -> None:
     service.events.at(0.1, lambda: service.cluster.hang(node, 3.0, node_timeout_s=TIMEOUT_S))
     service.run()
     stamps = service.ended["a"].stamps_s
-    longest = max(after - before for before, after in pairwise(stamps))
+    longest = max(after - before for before, after in itertools.pairwise(stamps))
     assert longest == pytest.approx(3.0, abs=0.05)
     assert service.cluster.gateway.dispatcher.recoveries.total() == 0
     assert_all_are_exact(service, 1)

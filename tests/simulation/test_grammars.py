@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 from support.cluster.fake_engine import expected_output
-from support.cluster.local_cluster import Answer, LocalCluster, assert_all_pages_are_released, prompt_of, sampling
+from support.cluster.local_cluster import (
+    Answer,
+    LocalCluster,
+    assert_all_pages_are_released,
+    lose_gateway,
+    prompt_of,
+    sampling,
+)
 from support.simulation.simulated_service import COSTS, SimulatedService
 
 from common.config.scheduling import PriorityRules
@@ -104,7 +111,7 @@ def test_a_request_may_end_while_its_grammar_is_compiled(why: str) -> None:
     elif why == "gateway":
         answer.finish = "lost"
         for member in cluster.members:
-            member.role.gateway_lost(now)
+            lose_gateway(member.role, now)
     elif why == "peer":
         cluster.kill(cluster.prefill[0])
     else:

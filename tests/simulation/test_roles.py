@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from support.cluster.fake_engine import expected_output
-from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
+from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released, lose_gateway, prompt_of, sampling
 
 from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
@@ -320,7 +320,7 @@ def test_a_lost_gateway_ends_all_requests() -> None:
     for _ in range(8):
         cluster.step()
     for member in cluster.members:
-        member.role.gateway_lost(cluster.clock.now())
+        lose_gateway(member.role, cluster.clock.now())
     cluster.settle(20)
     assert_all_pages_are_released(cluster)
 

@@ -64,10 +64,6 @@ class PeerLost(Frame, frozen=True, tag="peer lost"):
     peer: str
 
 
-class GatewayLost(Frame, frozen=True, tag="gateway lost"):
-    now: float
-
-
 class GrammarCompiled(Frame, frozen=True, tag="grammar compiled"):
     now: float
     grammar: str
@@ -113,7 +109,6 @@ AnyFrame = (
     | GatewayMessage
     | PeerMessage
     | PeerLost
-    | GatewayLost
     | GrammarCompiled
     | GrammarFailed
     | Planned

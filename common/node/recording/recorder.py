@@ -178,10 +178,6 @@ class RecordedRole:
         self._note(frames.PeerMessage(now, peer, message))  # type: ignore[arg-type]  # likewise
         self._role.on_peer(peer, message, now)
 
-    def gateway_lost(self, now: float) -> None:
-        self._note(frames.GatewayLost(now))
-        self._role.gateway_lost(now)
-
     def peer_lost(self, peer: str, now: float) -> None:
         self._note(frames.PeerLost(now, peer))
         self._role.peer_lost(peer, now)

@@ -28,6 +28,7 @@ from common.node.memory_plan import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, Capacity,
 from common.node.outbox import Outbox
 from common.node.role import Load
 from common.node.worker_context import WorkerContext, make_cache
+from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Connect, Generate, Peer, Ping
@@ -210,6 +211,9 @@ class Watched:
 
     peers = pairs
 
+    def requests(self) -> dict[RequestKey, Request]:
+        return {}
+
     def stop(self, reason: str, now: float) -> None:
         pass
 
@@ -221,7 +225,8 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
     node = EventLoop(
-        role, thread, register=lambda: None, gateway="127.0.0.1:1", endpoint=endpoint, clock=MonotonicClock(),
+        role, thread, register=lambda: None, gateways=["127.0.0.1:1"], orphan_timeout_s=1.0, room=1,
+        endpoint=endpoint, clock=MonotonicClock(),
     )  # type: ignore[arg-type]  # fmt: skip
     role.node = node
     os.eventfd_write(node._wake, 1)  # the only wake-up

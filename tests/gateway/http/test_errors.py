@@ -242,19 +242,20 @@ async def test_paths_that_reveal_something_need_a_key(folder):
             assert (await stack.get(path))[0] == 200
 
 
-async def test_an_id_in_use_is_refused_until_its_request_has_ended(folder):
+async def test_an_id_in_use_is_refused_to_another_request_until_its_request_has_ended(folder):
     async with running(folder) as stack:
         prefill, decode = await stack.pair()
         prefill.on_generate = decode.on_generate = silent
         body = {"text": "a", "rid": "mine", "sampling_params": {"max_new_tokens": 2}}
+        other = {**body, "text": "b"}
         first = asyncio.ensure_future(stack.post("/generate", body))
         await prefill.until(lambda: prefill.generates)
-        status, answer = await stack.post("/generate", body)
+        status, answer = await stack.post("/generate", other)
         assert (status, answer["error"]["param"]) == (400, "rid")
         prefill.tokens("mine", 0, (65,), finish="length")
         assert (await first)[0] == 200
         await decode.until(lambda: "mine" in decode.aborts)  # it must not wait for pages
-        again = asyncio.ensure_future(stack.post("/generate", body))
+        again = asyncio.ensure_future(stack.post("/generate", other))
         await prefill.until(lambda: sum(isinstance(message, Generate) for message in prefill.received) == 2)
         prefill.tokens("mine", 0, (65,), finish="length")
         assert (await again)[0] == 200

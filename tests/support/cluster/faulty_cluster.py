@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from support.cluster.local_cluster import Answer, LocalCluster, Member
+from support.cluster.local_cluster import Answer, LocalCluster, Member, lose_gateway
 
 from common.errors import ErrorCode
 from common.wire.messages import (
@@ -120,7 +120,7 @@ class FaultyCluster(LocalCluster):
         elif member is None:
             pass
         elif isinstance(message, Lost) and sender == GATEWAY:
-            member.role.gateway_lost(now)
+            lose_gateway(member.role, now)
         elif isinstance(message, Lost):
             member.role.peer_lost(sender, now)
         elif sender == GATEWAY:

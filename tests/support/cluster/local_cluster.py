@@ -493,6 +493,12 @@ def prompt_of(length: int, first: int = 7) -> tuple[int, ...]:
     return tuple((first + 3 * i) % 101 for i in range(length))
 
 
+def lose_gateway(role: PrefillRole | DecodeRole, now: float) -> None:
+    """Does what the event loop of a node does when the gateway of all its requests is lost."""
+    for rid, attempt in list(role.requests()):
+        role.on_gateway(Abort(rid, attempt), now)
+
+
 def assert_all_pages_are_released(cluster: LocalCluster) -> None:
     for member in cluster.members:
         load = member.role.load()

@@ -33,12 +33,15 @@ from common.wire.messages import (
     Decisions,
     Deregister,
     Failed,
+    Find,
     Flush,
     Flushed,
+    Found,
     FromGateway,
     Generate,
     GetDecisions,
     Heartbeat,
+    KeptOutput,
     LayoutMessage,
     Message,
     ProfileAnswer,
@@ -141,6 +144,7 @@ class FakeNode:
         on_generate: called with the node and each ``Generate``; ``echo`` by default.
         num_cached_pages: the reply to ``Flush``; None for no reply.
         decisions: the reply to ``GetDecisions``; None for no reply.
+        kept: the outputs from which it replies to ``Find``; None for no reply.
         profile: the reply to ``StartProfile`` and ``StopProfile``; None for no reply.
     """
 
@@ -160,6 +164,7 @@ class FakeNode:
         self.is_beating = True
         self.num_cached_pages: int | None = 5
         self.decisions: tuple[Decision, ...] | None = ()
+        self.kept: tuple[KeptOutput, ...] | None = ()
         self.profile: ProfileAnswer | None = ProfileAnswer(file=f"/traces/{self.register.name}.trace.json.gz")
         self._context = zmq.Context()
         self.mailbox = Mailbox(
@@ -252,6 +257,9 @@ class FakeNode:
             elif isinstance(letter.message, Abort):
                 if not letter.message.rid.startswith("round trip"):
                     self.aborts.append(letter.message.rid)
+            elif isinstance(letter.message, Find) and self.kept is not None:
+                outputs = tuple(output for output in self.kept if output.key in letter.message.keys)
+                self.send(Found(outputs, letter.message.number))
             elif isinstance(letter.message, Flush) and self.num_cached_pages is not None:
                 self.send(Flushed(self.num_cached_pages, letter.message.number))
             elif isinstance(letter.message, GetDecisions) and self.decisions is not None:

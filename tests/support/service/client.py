@@ -138,7 +138,7 @@ class Client:
             for name, row in (await self.workers()).items():
                 if row["heartbeat"] is not None and asked - row["seen_s_ago"] > began:
                     rows[name] = row
-            if rows.keys() >= self.service.processes.keys() - {"gateway"}:
+            if rows.keys() >= set(self.service.running_nodes):
                 return rows
             assert time.monotonic() - began < timeout_s, f"heartbeats only from {sorted(rows)}\n{self.service.log()}"
             await asyncio.sleep(HEARTBEAT_S / 2)

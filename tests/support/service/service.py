@@ -47,6 +47,7 @@ class Service:
     Args:
         logs: folder for the logs of this service's processes; ``close`` deletes it.
         model: folder of the checkpoint.
+        gateways: their names are gateway, gateway-1 and so on; ``port`` and ``url`` are those of the first.
         prefill, decode: numbers of nodes; their names are prefill-0, decode-0 and so on.
         gateway_options, node_options: further flags; ``only`` adds flags for single nodes, by name.
         variables: environment variables for every process.
@@ -54,7 +55,7 @@ class Service:
     """
 
     def __init__(
-        self, logs: Path, model: Path = SMALL_MODEL, *, prefill: int = 1, decode: int = 1,
+        self, logs: Path, model: Path = SMALL_MODEL, *, gateways: int = 1, prefill: int = 1, decode: int = 1,
         gateway_options: dict[str, Any] | None = None, node_options: dict[str, Any] | None = None,
         only: dict[str, dict[str, Any]] | None = None, variables: dict[str, str] | None = None, is_forked: bool = True,
     ) -> None:  # fmt: skip
@@ -62,8 +63,10 @@ class Service:
         self.logs = logs
         self.model = model
         self.nodes = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
-        self.port, self.control_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.gateways = ["gateway", *(f"gateway-{i}" for i in range(1, gateways))]
+        self._ports = {name: (free_port(), free_port()) for name in self.gateways}
+        self.port, self.control_port = self._ports["gateway"]
+        self.url = self.url_of("gateway")
         self._gateway_options = {"heartbeat_interval": HEARTBEAT_S, **(gateway_options or {})}
         self._node_options = {"dtype": "float32", "threads": 1, "max_total_tokens": 8192, **(node_options or {})}
         self._only = only or {}
@@ -72,47 +75,57 @@ class Service:
         self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._num_starts = 0
 
+    def url_of(self, gateway: str) -> str:
+        return f"http://127.0.0.1:{self._ports[gateway][0]}"
+
+    @property
+    def running_nodes(self) -> list[str]:
+        return [name for name in self.processes if name not in self.gateways]
+
     # ---- start and stop ----------------------------------------------------------------------------------------
 
     def _argv(self, name: str) -> list[str]:
         shared = {"model": self.model, "served_model_name": "m", "log_level": "info"}
-        if name == "gateway":
-            return flags({**shared, "port": self.port, "control_port": self.control_port, **self._gateway_options})
-        options = {**shared, "gateway": f"127.0.0.1:{self.control_port}", "name": name, **self._node_options}
+        if name in self.gateways:
+            port, control_port = self._ports[name]
+            return flags({**shared, "port": port, "control_port": control_port, **self._gateway_options})
+        gateways = ",".join(f"127.0.0.1:{port}" for _, port in self._ports.values())
+        options = {**shared, "gateway": gateways, "name": name, **self._node_options}
         return flags({**options, **self._only.get(name, {})})
 
     def start(self, *names: str) -> None:
         """Start the named processes, by default all, without waiting until they are ready."""
-        for name in names or ("gateway", *self.nodes):
+        for name in names or (*self.gateways, *self.nodes):
             assert name not in self.processes, f"{name} is already running"
             self._num_starts += 1
             log = self.logs / f"{self._num_starts:03d}-{name}.log"
-            role = name.split("-")[0]
-            if role == "gateway":
-                self.processes[name] = spawn([sys.executable, "-m", role, *self._argv(name)], log, self._variables)
+            if name in self.gateways:
+                argv = [sys.executable, "-m", "gateway", *self._argv(name)]
+                self.processes[name] = spawn(argv, log, self._variables)
                 continue
-            argv = [role, *self._argv(name)]
+            argv = [name.split("-")[0], *self._argv(name)]
             if self._is_forked:
                 self.processes[name] = fork_server().run(WORKER, argv, log, environment() | self._variables)
             else:
                 self.processes[name] = spawn([sys.executable, "-m", WORKER, *argv], log, self._variables)
 
     def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until every running node has registered at the gateway, by its current process id."""
-        wanted = {process.pid for name, process in self.processes.items() if name != "gateway"}
+        """Wait until every running node has registered at every running gateway, by its current process id."""
+        wanted = {self.processes[name].pid for name in self.running_nodes}
         ends = time.monotonic() + timeout_s
-        while (workers := self._workers()) is None or {worker["register"]["pid"] for worker in workers} != wanted:
-            for name, process in self.processes.items():
-                assert process.poll() is None, f"{name} ended with {process.returncode}\n{self.log()}"
-            assert time.monotonic() < ends, f"not ready in {timeout_s:g} s\n{self.log()}"
-            time.sleep(0.02)
+        for gateway in self.processes.keys() & self._ports.keys():
+            while self._pids(gateway) != wanted:
+                for name, process in self.processes.items():
+                    assert process.poll() is None, f"{name} ended with {process.returncode}\n{self.log()}"
+                assert time.monotonic() < ends, f"not ready in {timeout_s:g} s\n{self.log()}"
+                time.sleep(0.02)
 
-    def _workers(self) -> list[dict[str, Any]] | None:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+    def _pids(self, gateway: str) -> set[int] | None:
+        """Process ids of the nodes that are registered at a gateway; None while it does not answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._ports[gateway][0], timeout=60)
         try:
             connection.request("GET", "/v1/workers")
-            found: list[dict[str, Any]] = json.loads(connection.getresponse().read())["workers"]
-            return found
+            return {worker["register"]["pid"] for worker in json.loads(connection.getresponse().read())["workers"]}
         except OSError:
             return None
         finally:
@@ -161,10 +174,10 @@ class Service:
     # ---- clients --------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def client(self) -> AsyncIterator[Client]:
+    async def client(self, gateway: str = "gateway") -> AsyncIterator[Client]:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=150)
-        async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
+        async with aiohttp.ClientSession(self.url_of(gateway), connector=connector, timeout=timeout) as session:
             client = Client(self, session)
             try:
                 yield client

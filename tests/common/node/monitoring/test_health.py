@@ -68,6 +68,9 @@ class Role:
 
     peers = pairs
 
+    def requests(self):
+        return {}
+
     def check(self):
         pass
 
@@ -82,7 +85,10 @@ def node():
     context = zmq.Context()
     engine = EngineThread(executor)
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
-    loop = EventLoop(role, engine, register=lambda: None, gateway="127.0.0.1:1", endpoint=endpoint, clock=clock)
+    loop = EventLoop(
+        role, engine, register=lambda: None, gateways=["127.0.0.1:1"], orphan_timeout_s=1.0, room=1,
+        endpoint=endpoint, clock=clock,
+    )  # fmt: skip
     thread = threading.Thread(target=loop.run)
     thread.start()
     config = NodeConfig(role="decode", name="d0", served_model_name="m", gateway="127.0.0.1:1", health_timeout=2)

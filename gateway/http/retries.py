@@ -1,0 +1,133 @@
+"""Answers of requests with a key: a retry takes the outputs over, and outputs without a client go on for a grace.
+
+A retry that this gateway does not know may repeat a request of another gateway, or of an earlier start of this one. The
+nodes are asked for its outputs so far, which are then continued like those of an attempt that a lost node has ended.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.clock import Clock
+from common.wire.messages import KeptOutput
+from gateway.http.http_connection import IDEMPOTENCY_KEY
+from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
+from gateway.http.streaming import OutputEvents
+from gateway.metrics.collectors import Metrics
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, RequestIdentity, identify
+from gateway.requests.output_processor import OutputStream
+from gateway.workers.control_plane import ControlPlane
+from gateway.workers.served_models import ServedModel
+
+#: Nodes that do not say in time which requests they know are taken to know none.
+FIND_TIMEOUT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnswerReader:
+    """The answer of one HTTP request, which its task writes."""
+
+    events: OutputEvents
+    task: "asyncio.Task[Any] | None"
+
+    def wake(self, stream: OutputStream) -> None:
+        self.events.wake(stream)
+
+    def end(self) -> None:
+        """Ends the answer and its connection, which is presumed dead since its client has asked again."""
+        if self.task is not None:
+            self.task.cancel()
+
+
+class Retries:
+    """Args:
+    grace_s: how long outputs go on after their client has left, for it to come back.
+    """
+
+    def __init__(
+        self, store: IdempotencyStore, dispatcher: Dispatcher, control: ControlPlane,
+        *, metrics: Metrics, clock: Clock, grace_s: float,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._control = control
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._clock = clock
+        self._grace_s = grace_s
+
+    @staticmethod
+    def identity(state: dict[str, Any], path: str, data: bytes, body: Any, tenant: str) -> RequestIdentity:
+        """The identity of a request with a header ``Idempotency-Key`` or a ``rid``. Raises RequestError."""
+        return identify(path, data, tenant, state.get(IDEMPOTENCY_KEY), getattr(body, "rid", None))
+
+    def attach(self, identity: RequestIdentity, events: OutputEvents) -> KeyedRequest | None:
+        """Gives the outputs of the request that this one repeats to a new answer; None if it repeats none.
+
+        Raises RequestError: another request has the same key.
+        """
+        request = self._store.find(identity, self._clock.now())
+        if request is not None:
+            self._metrics.retried(request.streams[0].request.model, is_ended=request.is_ended)
+            previous = request.attach(AnswerReader(events, asyncio.current_task()))
+            if isinstance(previous, AnswerReader):
+                previous.end()
+        return request
+
+    async def take_over(self, model: ServedModel, requests: Sequence[GenerateRequest]) -> dict[str, KeptOutput]:
+        """The outputs so far, by key, of requests that another gateway has sent to the nodes; they end there."""
+        found: dict[str, KeptOutput] = {}
+        nodes = model.pool.registry.workers
+        answers = await self._control.find(model.name, [request.key for request in requests], FIND_TIMEOUT_S)
+        prompts = {request.key: request for request in requests}
+        if len({node.revision for node in nodes.values()}) > 1:
+            return found  # the weights that made an output are not known
+        for incarnation, outputs in answers.items():
+            for output in outputs:
+                request = prompts.get(output.key)
+                best = found.get(output.key)
+                if request is None or (best is not None and len(best.tokens) >= len(output.tokens)):
+                    continue
+                if output.tokens:
+                    model.pool.router.cached(request.prompt, request.salt, incarnation)
+                found[output.key] = output
+        return found
+
+    def begin(self, identity: RequestIdentity, answer_id: str, events: OutputEvents) -> KeyedRequest:
+        """A new request with a key, for the answer of this task."""
+        return self._store.begin(identity, answer_id, AnswerReader(events, asyncio.current_task()))
+
+    def add(self, request: KeyedRequest, streams: list[OutputStream]) -> None:
+        """Makes a request known by its key, once its outputs are sent."""
+        request.streams.extend(streams)
+        self._store.add(request)
+
+    def leave(self, request: KeyedRequest, events: OutputEvents) -> None:
+        """An answer is over. Outputs in flight go on for the grace, unless another answer has taken them over."""
+        reader = request.reader
+        if not isinstance(reader, AnswerReader) or reader.events is not events:
+            return
+        request.detach(reader)
+        if request.has_failed or not self._grace_s:
+            self._abort(request, request.num_readers)
+        elif not request.is_ended:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._grace_s, self._abort, request, request.num_readers)
+
+    def _abort(self, request: KeyedRequest, num_readers: int) -> None:
+        """Ends the outputs that are still in flight, unless a client has come back."""
+        if request.num_readers == num_readers:
+            for stream in request.streams:
+                if not stream.is_ended:
+                    self._dispatcher.abort(stream.request.rid, "the client has disconnected")
+
+
+def draws_seeds(body: Any) -> bool:
+    """Whether the client leaves the seeds of a body to the gateway."""
+    if not isinstance(body, NativeRequest):
+        return getattr(body, "seed", None) is None
+    params = body.sampling_params or []
+    given: list[NativeSamplingParams] = params if isinstance(params, list) else [params]
+    return all(one.seed is None and one.sampling_seed is None for one in given)

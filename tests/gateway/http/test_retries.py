@@ -1,0 +1,226 @@
+"""Requests that clients send again with the same key, over real connections: each runs once."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from support.gateway.fake_nodes import echo, events, folder, running, silent
+from support.gateway.toy_stack import ids_of
+
+from common.errors import ErrorCode
+from common.wire.messages import Generate
+
+__all__ = ["folder"]
+
+KEY = {"Idempotency-Key": "one"}
+HI = [{"role": "user", "content": "Hi"}]
+BODIES = {
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 3},
+    "/v1/chat/completions": {"messages": HI, "max_tokens": 3},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 3},
+    "/v1/messages": {"model": "tiny", "messages": HI, "max_tokens": 3},
+    "/generate": {"text": "Hi", "sampling_params": {"max_new_tokens": 3}},
+}
+COMPLETIONS = "/v1/completions"
+STREAM = {"prompt": "x", "max_tokens": 9, "stream": True}
+
+
+@pytest.fixture
+async def stack(folder):
+    async with running(folder) as running_stack:
+        await running_stack.pair()
+        yield running_stack
+
+
+async def post(stack, path, body, **headers):
+    async with stack.client.post(stack.url + path, json=body, headers=headers) as answer:
+        return answer.status, answer.headers, await answer.read()
+
+
+def num_generates(node):
+    return sum(len(list(message.samples())) for message in node.received if isinstance(message, Generate))
+
+
+def hold(stack):
+    for node in stack.nodes:
+        node.on_generate = silent
+
+
+async def begin_stream(stack, text="a", **headers):
+    """A stream whose first token has reached the client, which then reads no more."""
+    prefill = stack.nodes[0]
+    call = asyncio.ensure_future(stack.client.post(stack.url + COMPLETIONS, json=STREAM, headers=headers or KEY))
+    await prefill.until(lambda: prefill.generates)
+    rid = list(prefill.generates)[-1]
+    prefill.tokens(rid, 0, ids_of(text))
+    answer = await call
+    arriving = events(answer)
+    assert (await anext(arriving))["choices"][0]["text"] == text
+    return rid, answer, arriving
+
+
+async def texts(arriving):
+    return [event["choices"][0]["text"] async for event in arriving if event != "[DONE]"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", BODIES)
+async def test_every_endpoint_answers_a_retry_from_the_first_run(stack, path, is_streamed):
+    body = {**BODIES[path], "stream": is_streamed}
+    first, again = [await post(stack, path, body, **KEY) for _ in range(2)]
+    assert (first[0], again[0]) == (200, 200)
+    assert ("idempotent-replayed" in first[1], again[1].get("idempotent-replayed")) == (False, "true")
+    assert num_generates(stack.nodes[0]) == 1
+    if not is_streamed:
+        before, after = json.loads(first[2]), json.loads(again[2])
+        for name in ("id", "text", "usage", "content"):
+            assert before.get(name) == after.get(name)
+
+
+async def test_all_samples_of_a_request_come_back(stack):
+    body = {"prompt": ["ab", "cd"], "n": 3, "max_tokens": 2, "temperature": 1.0}
+    first, again = [json.loads((await post(stack, COMPLETIONS, body, **KEY))[2]) for _ in range(2)]
+    assert len(first["choices"]) == 6
+    assert first["choices"] == again["choices"]
+    assert num_generates(stack.nodes[0]) == 6
+
+
+async def test_a_stream_that_is_asked_for_again_starts_from_its_first_token_and_goes_on(stack):
+    hold(stack)
+    prefill, decode = stack.nodes
+    rid, answer, _ = await begin_stream(stack)
+    decode.tokens(rid, 1, ids_of("b"))
+    answer.close()  # the client loses its connection
+    again = await stack.client.post(stack.url + COMPLETIONS, json=STREAM, headers=KEY)
+    arriving = events(again)
+    shown = ""
+    while shown != "ab":
+        shown += (await anext(arriving))["choices"][0]["text"]
+        assert "ab".startswith(shown)
+    decode.tokens(rid, 2, ids_of("c"), finish="length")
+    assert "".join(await texts(arriving)) == "c"
+    assert (num_generates(prefill), prefill.aborts) == (1, [])
+
+
+async def test_the_answer_that_a_retry_takes_over_ends(stack):
+    hold(stack)
+    decode = stack.nodes[1]
+    rid, _, arriving = await begin_stream(stack)
+    again = asyncio.ensure_future(post(stack, COMPLETIONS, STREAM, **KEY))
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await texts(arriving)
+    decode.tokens(rid, 1, ids_of("b"), finish="length")
+    status, _, body = await again
+    assert status == 200
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert num_generates(decode) == 1
+
+
+async def test_requests_that_come_at_the_same_time_run_once(stack):
+    hold(stack)
+    prefill, decode = stack.nodes
+    calls = [asyncio.ensure_future(post(stack, COMPLETIONS, {"prompt": "x", "max_tokens": 2}, **KEY)) for _ in range(4)]
+    async with asyncio.timeout(60):
+        while sum(call.done() for call in calls) < 3:  # the newest has taken the answer over
+            await asyncio.sleep(0.01)
+    (rid,) = prefill.generates
+    prefill.tokens(rid, 0, ids_of("a"))
+    decode.tokens(rid, 1, ids_of("b"), finish="length")
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    whole = [answer for answer in answers if not isinstance(answer, BaseException)]
+    assert [status for status, _, _ in whole] == [200]
+    assert num_generates(prefill) == 1
+
+
+@pytest.mark.parametrize("other", [(COMPLETIONS, {"prompt": "y"}), ("/generate", {"text": "x"})])
+async def test_another_request_with_the_same_key_is_refused(stack, other):
+    assert (await post(stack, COMPLETIONS, {"prompt": "x"}, **KEY))[0] == 200
+    status, _, body = await post(stack, *other, **KEY)
+    assert (status, json.loads(body)["error"]["code"]) == (422, "idempotency_key_reused")
+
+
+async def test_keys_belong_to_a_tenant(folder):
+    async with running(folder, tenant_header=True) as stack:
+        await stack.pair()
+        for tenant in ("one", "two"):
+            status, headers, _ = await post(stack, COMPLETIONS, {"prompt": "x"}, **KEY, **{"X-Baton-Tenant": tenant})
+            assert (status, "idempotent-replayed" in headers) == (200, False)
+        assert (await post(stack, COMPLETIONS, {"prompt": "y"}, **KEY, **{"X-Baton-Tenant": "three"}))[0] == 200
+
+
+async def test_two_keys_in_one_request_are_refused(stack):
+    headers = [("Idempotency-Key", "one"), ("Idempotency-Key", "two")]
+    async with stack.client.post(stack.url + COMPLETIONS, json={"prompt": "x"}, headers=headers) as answer:
+        assert answer.status == 400
+        assert "Idempotency-Key" in (await answer.json())["error"]["message"]
+
+
+async def test_a_failed_request_runs_again(stack):
+    prefill, decode = stack.nodes
+    hold(stack)
+    prefill.on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.OUT_OF_PAGES)
+    assert (await post(stack, COMPLETIONS, {"prompt": "x"}, **KEY))[0] == 503
+    prefill.on_generate = decode.on_generate = echo
+    status, headers, _ = await post(stack, COMPLETIONS, {"prompt": "x"}, **KEY)
+    assert (status, "idempotent-replayed" in headers) == (200, False)
+
+
+async def test_a_request_whose_client_has_left_goes_on_for_the_grace_and_then_ends(folder):
+    async with running(folder, retry_grace=0.2) as stack:
+        prefill, _ = await stack.pair()
+        hold(stack)
+        rid, answer, _ = await begin_stream(stack)
+        answer.close()
+        await prefill.until(lambda: rid in prefill.aborts)
+        _, metrics = await stack.get("/metrics")
+        assert 'baton_outputs_total{end="aborted",model="tiny"} 1.0' in metrics
+
+
+async def test_a_request_whose_client_has_left_ends_at_once_without_a_grace(folder):
+    async with running(folder, retry_grace=0) as stack:
+        prefill, _ = await stack.pair()
+        hold(stack)
+        rid, answer, _ = await begin_stream(stack)
+        answer.close()
+        await prefill.until(lambda: rid in prefill.aborts)
+
+
+async def test_a_request_that_ends_in_the_grace_is_there_when_its_client_comes_back(stack):
+    hold(stack)
+    decode = stack.nodes[1]
+    rid, answer, _ = await begin_stream(stack)
+    answer.close()
+    decode.tokens(rid, 1, ids_of("b"), finish="length")
+    status, headers, body = await post(stack, COMPLETIONS, STREAM, **KEY)
+    assert (status, headers["idempotent-replayed"]) == (200, "true")
+    assert body.endswith(b"data: [DONE]\n\n")
+    _, metrics = await stack.get("/metrics")
+    assert "baton_idempotent_retries_total" in metrics
+
+
+async def test_a_request_with_the_same_rid_and_body_attaches(stack):
+    hold(stack)
+    prefill, _ = stack.nodes
+    body = {"text": "a", "rid": "mine", "sampling_params": {"max_new_tokens": 1}}
+    first = asyncio.ensure_future(stack.post("/generate", body))
+    await prefill.until(lambda: prefill.generates)
+    again = asyncio.ensure_future(stack.post("/generate", body))
+    with pytest.raises(aiohttp.ClientError):
+        await first
+    prefill.tokens("mine", 0, (65,), finish="length")
+    assert (await again)[0] == 200
+    assert (await stack.post("/generate", body))[1]["meta_info"]["id"] == "mine"
+    assert num_generates(prefill) == 1
+
+
+async def test_a_new_run_of_a_request_with_a_key_has_the_same_seed(folder):
+    seeds = []
+    for _ in range(2):
+        async with running(folder) as stack:
+            prefill, _ = await stack.pair()
+            await post(stack, COMPLETIONS, {"prompt": "x"}, **KEY)
+            seeds += [generate.sampling.seed for generate in prefill.generates.values()]
+            await post(stack, COMPLETIONS, {"prompt": "x", "seed": 7}, **{"Idempotency-Key": "two"})
+            assert list(prefill.generates.values())[-1].sampling.seed == 7
+    assert seeds[0] == seeds[1]
