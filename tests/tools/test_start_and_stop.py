@@ -66,7 +66,8 @@ def test_a_node_whose_registration_is_not_answered_says_so_again_and_again():
     context = zmq.Context()
     gateway = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*")
     address = f"127.0.0.1:{gateway.port}"
-    with start("prefill", "--gateway", address, "--max-total-tokens", "1024", "--log-format", "json") as process:
+    flags = ["--gateway", address, "--insecure", "--max-total-tokens", "1024", "--log-format", "json"]
+    with start("prefill", *flags) as process:
         assert process.stderr is not None
         messages = (json.loads(line)["message"] for line in process.stderr)
         waiting = f"still waiting for the gateway at {address} to answer: it is connected, and has not registered us"
