@@ -17,8 +17,8 @@ from typing import NamedTuple
 from common.errors import ErrorCode, RequestError
 from gateway.requests.output_processor import OutputStream
 
-#: Ended requests whose times are remembered, and how many must have ended since the last pause for ``estimate``.
-NUM_SAMPLES, NUM_RELIABLE = 64, 16
+#: Ended requests whose times are remembered. ``pace`` needs as many as the second number, the last one as late.
+NUM_SAMPLES, NUM_RELIABLE, RELIABLE_S = 64, 16, 30.0
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -49,7 +49,7 @@ class Admission:
     def __init__(self, max_queued: int) -> None:
         self.max_queued = max_queued
         self._served: deque[tuple[float, int]] = deque(maxlen=NUM_SAMPLES)  # seconds from being sent to the end; tokens
-        self._num_served = 0  # since the last time without requests in flight
+        self._served_at = 0.0  # the last end of those
         self._changed_at = 0.0  # when the last request ended, or the first came
         self._promised: list[tuple[float, int]] = []  # a heap: when how many were told to come back
         self._num_promised = 0
@@ -79,7 +79,6 @@ class Admission:
             raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)
         if self.num_in_flight == 0:
             self._changed_at = now
-            self._num_served = 0
         self.num_in_flight += count
 
     def release(self, now: float, *, served_s: float | None, num_tokens: int = 1) -> None:
@@ -93,8 +92,7 @@ class Admission:
         self.num_in_flight -= 1
         if served_s is not None:
             self._served.append((served_s, max(num_tokens, 1)))
-            self._num_served += 1
-            self._changed_at = now
+            self._served_at = self._changed_at = now
 
     def pace(self, now: float, *, waiting: Sized) -> Pace | None:
         """How fast requests are served now; None if too few have ended lately to tell.
@@ -102,8 +100,8 @@ class Admission:
         Args:
             waiting: requests in flight that are not being served yet.
         """
-        interval_s = self._interval_s(now, len(waiting), ())
-        if interval_s is None or self._num_served < NUM_RELIABLE:
+        is_reliable = len(self._served) >= NUM_RELIABLE and now - self._served_at <= RELIABLE_S
+        if not is_reliable or (interval_s := self._interval_s(now, len(waiting), ())) is None:
             return None
         served_s, num_tokens = (sum(values) / len(self._served) for values in zip(*self._served, strict=True))
         return Pace(interval_s, served_s, num_tokens)

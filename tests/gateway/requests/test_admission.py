@@ -69,7 +69,7 @@ def test_an_evicted_or_aborted_request_tells_nothing():
     assert refused(admission, 1, now=8.0, waiting=range(8)).retry_after_s == 2.0
 
 
-def test_the_pace_is_known_once_enough_requests_have_ended_since_the_last_pause():
+def test_the_pace_is_known_once_enough_requests_have_ended_and_for_half_a_minute():
     admission = Admission(max_queued=100)
     admission.admit(40, max_running=4, now=0.0)
     for number in range(15):
@@ -81,8 +81,9 @@ def test_the_pace_is_known_once_enough_requests_have_ended_since_the_last_pause(
     assert (pace.least_s(5), pace.least_s(1000)) == (0.5, 1.0)
     for _ in range(24):
         admission.release(5.0, served_s=None)
-    admission.admit(40, max_running=4, now=6.0)
-    assert admission.pace(6.0, waiting=range(36)) is None
+    admission.admit(40, max_running=4, now=34.0)
+    assert admission.pace(34.0, waiting=range(36)) == (0.25, 1.0, 10.0)  # all have left and come back
+    assert admission.pace(34.5, waiting=range(36)) is None
 
 
 def test_without_any_data_retry_after_is_the_time_waited_so_far():
