@@ -115,7 +115,7 @@ async def test_waiting_times_and_starved_requests_are_counted_by_class(folder):
             assert changes[f"baton_waiting_seconds_count{label}"] == count
             assert changes[f"baton_starved_total{label}"] == starved
             assert changes[f"baton_requests_waiting{label}"] == -1
-        assert 0.25 <= changes['baton_waiting_seconds_sum{class="low",model="tiny"}'] - 0.35 - 0.0625 < 5
+        assert 0.25 <= changes['baton_waiting_seconds_sum{class="low",model="tiny"}'] - 0.35 - 0.0625 < 60
 
 
 async def test_a_request_that_is_never_sent_has_waited_all_its_time(folder):

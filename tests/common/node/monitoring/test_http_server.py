@@ -118,21 +118,26 @@ def test_a_head_request_has_no_body(server):
 
 
 def test_a_client_that_sends_byte_by_byte_is_cut_off(server, monkeypatch):
-    monkeypatch.setattr(http_server, "EXCHANGE_S", 0.3)
-    with socket.create_connection(server, timeout=60) as client:
-        with pytest.raises(OSError, match=r"reset|Broken pipe"):
-            send_slowly(client)
+    with monkeypatch.context() as patch:
+        patch.setattr(http_server, "EXCHANGE_S", 0.3)
+        with socket.create_connection(server, timeout=60) as client:
+            with pytest.raises(OSError, match=r"reset|Broken pipe"):
+                send_slowly(client)
     assert status(exchange(server, REQUEST)) == 200
 
 
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
     monkeypatch.setattr(http_server, "EXCHANGE_S", 0.3)
-    listener = listen("127.0.0.1", 0)
-    running = HttpServer(listener, {"/health": lambda: Answer(200, "text/plain", bytes(64 << 20))})
+    listener, asked = listen("127.0.0.1", 0), []
+    answer = Answer(200, "text/plain", bytes(64 << 20))
+    running = HttpServer(listener, {"/health": lambda: asked.append(1) or answer})
     address = listener.getsockname()
     with socket.create_connection(address, timeout=60) as client:
         client.sendall(REQUEST)
-        time.sleep(1.0)
+        ends = time.monotonic() + 60
+        while not asked or running._num_connections:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
         received = 0
         with contextlib.suppress(ConnectionError):
             while more := client.recv(1 << 20):
@@ -142,7 +147,7 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
 
 
 def test_idle_connections_are_bounded_and_make_room_in_time(server, monkeypatch):
-    monkeypatch.setattr(http_server, "EXCHANGE_S", 0.5)
+    monkeypatch.setattr(http_server, "EXCHANGE_S", 3.0)  # longer than it takes to open all connections
     idle = [socket.create_connection(server, timeout=60) for _ in range(http_server.MAX_CONNECTIONS)]
     ends = time.monotonic() + 60
     while exchange(server, REQUEST):  # until all of them are accepted, a further one may still be served
