@@ -51,7 +51,7 @@ class RoleChanges:
         wait = self._waiting[key] = asyncio.get_running_loop().create_future()
         try:
             await self._ask(node, ChangeRole(role, timeout_s))
-            back = await asyncio.wait_for(wait, timeout_s + RETURN_TIMEOUT_S)
+            back: Worker = await asyncio.wait_for(wait, timeout_s + RETURN_TIMEOUT_S)
         except TimeoutError:
             message = f"node {node.name} has not come back as a {role} node within {timeout_s + RETURN_TIMEOUT_S:g} s"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message) from None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from common.cache.page_allocator import PageAllocator
+from common.cache.radix_cache import RadixCache
 from common.config.node import NodeConfig
 from common.config.shared import Role
 from common.node.event_loop import LONGEST_WAIT_S
@@ -92,7 +93,7 @@ class Node:
         self.kind: Role = role
         self.incarnation = incarnation
         self.capacity = settings.capacities[role]
-        self.engine = settings.engine(self.capacity) if previous is None else previous.engine
+        self.engine: Engine = settings.engine(self.capacity) if previous is None else previous.engine
         self.is_alive = True
         self.is_busy = False
         self.busy_s = 0.0
@@ -104,8 +105,10 @@ class Node:
         self._bus = bus
         self._has_timer = False
         self._used = (0, 0.0)  # pages in use, since when
-        self.allocator = PageAllocator(self.capacity.num_pages) if previous is None else previous.allocator
-        self.cache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
+        self.allocator: PageAllocator = (
+            PageAllocator(self.capacity.num_pages) if previous is None else previous.allocator
+        )
+        self.cache: RadixCache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
         self._on_empty: Callable[[], None] | None = None
         self.transports = NodeEnds(
             InProcessReader(network, self.engine.pool, incarnation),
