@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from common.errors import BatonError, ErrorCode, invariant
 from common.request import Request, RequestKey
-from common.wire.messages import AttachFailed, Connect, Message, Move, PairState, PrefillDone, Resume
+from common.wire.messages import AttachFailed, Connect, Failed, Message, Move, PairState, PrefillDone, Resume
 from kv_transfer.send.sender import Reason, Sender
 
 log = logging.getLogger(__name__)
@@ -121,19 +121,22 @@ class OutgoingMoves:
                 self._sender.abort(transfer, "failed", why)
         return self._sender.pump(now)
 
-    def take(self) -> tuple[list[tuple[str, Message]], list[RequestKey]]:
-        """Messages to send, and requests whose pages may be released; each is returned once."""
+    def take(self) -> tuple[list[tuple[str, Message]], list[RequestKey], list[Failed]]:
+        """Messages to send to peers, requests whose pages may be released, and what the gateway must hear; each is
+        returned once."""
         if self._sender is None:
-            return [], []
+            return [], [], []
         messages, released = self._sender.take()
-        gone = []
+        gone, failed = [], []
         for release in released:
             key = self._requests.pop(release.key)
             del self._transfers[key]
             self._until.pop(release.key, None)
             self._totals["requests_moved" if release.ok else "failed_moves"] += 1
             gone.append(key)
-        return messages, gone
+            if not (release.ok or release.is_told or release.code is ErrorCode.ABORTED):
+                failed.append(Failed(*release.key, release.code, release.reason))
+        return messages, gone, failed
 
     def _opened(self) -> Sender | None:
         if self._sender is None:

@@ -121,7 +121,7 @@ class DecodeRole:
                 self._abort(key)
             report_missed_deadline(self._scheduler.policy, request, now)
         elif isinstance(message, Move):
-            self._stop_to_move(message)
+            self._stop_to_move(message, now)
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
@@ -289,10 +289,11 @@ class DecodeRole:
 
     # ---- moves to other decode nodes --------------------------------------------------------------------------------
 
-    def _stop_to_move(self, message: Move) -> None:
+    def _stop_to_move(self, message: Move, now: float) -> None:
         key = (message.rid, message.attempt)
         if key in self._scheduler.requests and self._moves.order(message):
             self._scheduler.stop_decoding(key)
+            self._perform(self._scheduler.take_effects(), now)
 
     def _move(self, stopped: Stopped, now: float) -> None:
         """Offer the pages of a request that no step computes any more to the other node, and tell the gateway."""
@@ -311,8 +312,9 @@ class DecodeRole:
 
     def _take_moved(self) -> bool:
         """Send what the sender has queued, and release requests whose pages have gone. True if there were any."""
-        messages, gone = self._moves.take()
+        messages, gone, failed = self._moves.take()
         self.outbox.peers.extend(messages)
+        self.outbox.gateway.extend(failed)
         for key in gone:
             self._forget(key)
         return bool(gone)
@@ -455,8 +457,11 @@ class DecodeRole:
         )
 
     def gauges(self) -> dict[str, float]:
-        transfers = sums(self._receiver.gauges(), self._moves.gauges())
-        return {"evictable_pages": float(self._cache.num_evictable_pages), **transfers}
+        return {
+            "evictable_pages": float(self._cache.num_evictable_pages),
+            "granted_pages": float(self._allocator.count(Owner.GRANT)),
+            **sums(self._receiver.gauges(), self._moves.gauges()),
+        }
 
     def counters(self) -> dict[str, float]:
         return {

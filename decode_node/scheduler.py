@@ -218,7 +218,10 @@ class DecodeScheduler:
         return request
 
     def stop_decoding(self, key: RequestKey) -> None:
-        """Take a request out of the batch after the steps that it is in; queues ``Stopped`` then."""
+        """Take a request out of the batch after the steps that it is in; queues ``Stopped`` then.
+
+        Effects must be taken before ``grant`` is called: it could give pages to a request that has none.
+        """
         self._stopping[key] = self._table.requests[key]
         self._take_out_stopping()
 
@@ -288,7 +291,6 @@ class DecodeScheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if there is nothing to compute. Preempts requests for a more urgent one first."""
-        self._take_out_stopping()  # some may have been retracted
         if self._preemptor.preempt_for_first(now):
             self.grant(now)
         self._join_batch(now)

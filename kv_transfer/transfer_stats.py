@@ -39,7 +39,7 @@ def sums(*ends: Mapping[str, float]) -> dict[str, float]:
     """Figures of both ends of one node, added by name."""
     total: Counter[str] = Counter()
     for figures in ends:
-        total.update(figures)  # type: ignore[arg-type]  # it adds floats as well
+        total.update(figures)  # it adds floats as well
     return dict(total)
 
 

@@ -31,6 +31,10 @@ class Routing:
         "prompts; more of them wait in the gateway, in order. Fewer keep less on the nodes, and delay first tokens.",
         minimum=0,
     )
+    auto_roles: bool = option(
+        False, "Let nodes change their role when prefill or decode nodes are full while the others have one to spare."
+    )
+    auto_roles_per_hour: int = option(6, "With --auto-roles: changes within any hour, for each model.", minimum=1)
     starvation_bound: float = option(
         30.0, "Seconds of waiting after which the metrics count a request as starved.", minimum=0.001
     )
@@ -135,6 +139,11 @@ class GatewayConfig(DrainOptions, Routing, HttpOptions, TracingOptions, TenantOp
         check_http(self)
 
 
+def check_auto_roles(config: Any) -> None:
+    if config.auto_roles and config.local_prefill == "always":
+        raise ConfigError("--auto-roles has no effect with --local-prefill always, which needs no prefill nodes")
+
+
 def also_served(config: Any) -> dict[str, str]:
     """Return the folders or hub ids of the models of ``--also-serve``, by name.
 
@@ -160,6 +169,7 @@ def check_http(config: Any) -> None:
     for spec in config.app_plugin:
         if not is_user_defined(spec):
             raise ConfigError(f"--app-plugin must be MODULE:NAME, not {spec!r}")
+    check_auto_roles(config)
     if config.node_timeout < 2 * config.heartbeat_interval:
         raise ConfigError("--node-timeout must be at least twice --heartbeat-interval")
     if config.port and config.port == config.control_port and config.host == config.control_host:

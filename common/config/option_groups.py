@@ -25,6 +25,7 @@ SERVING: Groups = {
     ),
     "Scheduling": (
         "schedule_policy", "max_running_requests", "max_queued_requests", "max_dispatch_ahead",
+        "auto_roles", "auto_roles_per_hour",
         "local_prefill", "local_prefill_threshold",
         "chunked_prefill_size", "max_prefill_tokens", "prefill_max_requests", "enable_mixed_chunk",
         "enable_dynamic_chunking", "truncation_align_size", "max_skip_ahead", "lpm_degrade_threshold", "schedule_seed",

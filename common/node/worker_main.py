@@ -204,11 +204,13 @@ class LoadedNode:
         """
         ends = self._factory(worker).open_transports(worker)
         while True:
-            status, next_role = self._serve_role(worker, endpoint, ends)
+            try:
+                status, next_role = self._serve_role(worker, endpoint, ends)
+            finally:
+                endpoint.close()
             if next_role is None or self._is_stopping:
                 return status
             ends.close()
-            endpoint.close()
             worker.check_released()
             self._previous = worker.incarnation
             worker, endpoint, ends = self._enter(worker, next_role, endpoint.keys)

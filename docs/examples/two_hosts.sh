@@ -24,7 +24,7 @@ trap 'kill $(jobs -p) 2> /dev/null || true; wait; [ -n "${KEYS:-}" ] || rm -rf "
 ./scripts/prefill --gateway "$host_a:$control_port" --advertise-host "$host_a" --keys "$keys/a" --transport tcp "$@" &
 
 # On host B:
-./scripts/decode --gateway "$host_a:$control_port" --data-interface "$host_b" --keys "$keys/b" --transport tcp "$@" &
+./scripts/decode --gateway "$host_a:$control_port" --advertise-host "$host_b" --keys "$keys/b" --transport tcp "$@" &
 
 # Wait until a request would be served, send one, and show how its pages travelled.
 get() { python3 -c 'import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())' "$@"; }

@@ -190,6 +190,7 @@ class ControlPlane:
         assert not self._dispatcher.num_in_flight
         if self._tick_handle is not None:
             self._tick_handle.cancel()
+        self.role_changes.close()
         self._channel.close()
 
     # ---- messages -------------------------------------------------------------------------------------------------
@@ -226,6 +227,7 @@ class ControlPlane:
             for incarnation in pool.registry.silent_workers(self._clock.now()):
                 self.lose(incarnation)
         self._dispatcher.tick(self._clock.now())
+        self.role_changes.tick(self._clock.now())
 
     def _on_heartbeat(self, sender: str, message: Heartbeat) -> None:
         pool = self.pools.of(sender)
@@ -261,7 +263,6 @@ class ControlPlane:
         if namesake is None or namesake.incarnation == sender:
             self._admit(sender, message)
         elif message.previous == namesake.incarnation:  # the same process in another role, with its cache
-            self.pools[message.model].router.rename_worker(namesake.incarnation, sender)
             self.lose(namesake.incarnation)
             self._admit(sender, message)
         elif self._channel.ping(namesake.incarnation):  # the old node may have died a moment ago
@@ -323,6 +324,7 @@ class ControlPlane:
         node = pool.registry.workers[incarnation]
         pool.registry.remove(incarnation)
         log.info("%s node %s is gone", node.register.role, node.name)
+        self.role_changes.lost(node)
         self._clear_state(pool, incarnation, node.name, is_empty=node.is_empty)
         if node.register.role == "prefill" or node.is_leaving:
             self._announce_prefill_nodes(pool, incarnation)

@@ -1,4 +1,4 @@
-"""The pure parts of one served model: its workers, router, admission and queue.
+"""The pure parts of one served model: its workers, router, admission, queue and automatic roles.
 
 Several models behind one gateway share only the two ports: a worker belongs to the model that it registers for.
 """
@@ -14,6 +14,7 @@ from common.wire.messages import Refused, Register, Registered
 from gateway.requests.admission import Admission
 from gateway.requests.request_queue import RequestQueue
 from gateway.requests.retry_budget import RetryBudget
+from gateway.workers.auto_roles import AutoRoles
 from gateway.workers.registry import Registry, Worker
 from gateway.workers.router import Router
 
@@ -29,6 +30,7 @@ class WorkerPool:
     queue: RequestQueue
     budget: RetryBudget
     recovery_timeout_s: float
+    auto_roles: AutoRoles | None = None
 
     def no_route(self) -> RequestError:
         """The error while the workers cannot serve a request."""
@@ -59,6 +61,7 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
         RequestQueue(order, patience_s=config.recovery_timeout),
         RetryBudget(),
         config.recovery_timeout,
+        AutoRoles(config.auto_roles_per_hour) if config.auto_roles else None,
     )
 
 

@@ -5,14 +5,20 @@ that was meant for its last role reaches the next one.
 """
 
 import asyncio
+import logging
 
 from common.errors import ErrorCode, RequestError
 from common.wire.messages import ChangeRole, Done, Role
+from gateway.workers.auto_roles import RoleDecision, load_of
 from gateway.workers.pool import WorkerPools
 from gateway.workers.registry import Worker
 from gateway.workers.rpc import NodeRpc
 
+log = logging.getLogger(__name__)
+
 ANSWER_TIMEOUT_S = 5.0
+#: How long the requests of a node may take that changes its role automatically.
+AUTO_TIMEOUT_S = 120.0
 #: Beyond the time that requests have: for the proof that no page is written any more, and for the registration.
 RETURN_TIMEOUT_S = 30.0
 
@@ -23,6 +29,7 @@ class RoleChanges:
     def __init__(self, pools: WorkerPools, rpc: NodeRpc) -> None:
         self._pools = pools
         self._rpc = rpc
+        self._tasks: set[asyncio.Task[None]] = set()  # of automatic changes
         self._waiting: dict[tuple[str, str], asyncio.Future[Worker]] = {}  # by model and name of the node
 
     async def change(self, node: Worker, role: Role, timeout_s: float, *, is_forced: bool = False) -> Worker:
@@ -44,12 +51,13 @@ class RoleChanges:
         wait = self._waiting[key] = asyncio.get_running_loop().create_future()
         try:
             await self._ask(node, ChangeRole(role, timeout_s))
-            back = await asyncio.wait_for(wait, timeout_s + RETURN_TIMEOUT_S)
+            back: Worker = await asyncio.wait_for(wait, timeout_s + RETURN_TIMEOUT_S)
         except TimeoutError:
             message = f"node {node.name} has not come back as a {role} node within {timeout_s + RETURN_TIMEOUT_S:g} s"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message) from None
         finally:
             del self._waiting[key]
+            self._pools[node.register.model].router.remove_worker(_parked(node.incarnation))
         if back.register.role != role:
             message = f"node {node.name} is still a {back.register.role} node; its log says why"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
@@ -72,8 +80,45 @@ class RoleChanges:
             if not is_accepted:
                 registry.stay(node.incarnation)
 
+    def tick(self, now: float) -> None:
+        """Begins the changes that ``--auto-roles`` decides. Called once a second."""
+        for pool in self._pools:
+            if pool.auto_roles is None:
+                continue
+            loads = [load_of(node, pool.router) for node in pool.registry.workers.values() if not node.is_leaving]
+            decision = pool.auto_roles.decide(loads, now)
+            if decision is not None:
+                work = asyncio.create_task(self._carry_out(pool.registry.workers[decision.incarnation], decision))
+                self._tasks.add(work)
+                work.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Gives up the automatic changes in progress."""
+        for work in self._tasks:
+            work.cancel()
+
+    async def _carry_out(self, node: Worker, decision: RoleDecision) -> None:
+        log.info("node %s becomes a %s node: %s", node.name, decision.role, decision.reason)
+        try:
+            await self.change(node, decision.role, AUTO_TIMEOUT_S)
+        except RequestError as error:
+            log.warning("the role of node %s has not changed: %s", node.name, error.message)
+
+    def lost(self, node: Worker) -> None:
+        """A node is gone. What it has cached is remembered while it changes its role."""
+        if (node.register.model, node.name) in self._waiting:
+            self._pools[node.register.model].router.rename_worker(node.incarnation, _parked(node.incarnation))
+
     def registered(self, node: Worker) -> None:
         """A node has registered, in whichever role."""
+        if node.register.previous:
+            router = self._pools[node.register.model].router
+            router.rename_worker(_parked(node.register.previous), node.incarnation)
         wait = self._waiting.get((node.register.model, node.name))
         if wait is not None and not wait.done():
             wait.set_result(node)
+
+
+def _parked(incarnation: str) -> str:
+    """The name by which the router knows the cache of a node between two roles."""
+    return f"parked {incarnation}"

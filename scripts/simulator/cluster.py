@@ -5,15 +5,20 @@ from typing import Any
 
 from common.config.shared import Role
 from common.wire.messages import Message
+from gateway.workers.auto_roles import AutoRoles, load_of
 from gateway.workers.pool import WorkerPool
 from scripts.simulator.event_queue import EventQueue
-from scripts.simulator.gateway import Answer, Gateway
+from scripts.simulator.gateway import TICK_S, Answer, Gateway
 from scripts.simulator.network import Network
 from scripts.simulator.node import Node, NodeSettings
 
 
 class Cluster:
-    """The nodes and the gateway of one simulated service, and the delivery of their messages."""
+    """The nodes and the gateway of one simulated service, and the delivery of their messages.
+
+    Attributes:
+        role_changes: instant and new role of each change so far.
+    """
 
     def __init__(
         self,
@@ -29,6 +34,7 @@ class Cluster:
         self.network = Network(self.events, settings.costs, self._passes)
         self.gateway = Gateway(pool, self.events, self._from_gateway, on_end=on_end)
         self.nodes: dict[str, Node] = {}  # by incarnation, including killed nodes
+        self.role_changes: list[tuple[float, Role]] = []
         self._message_s = settings.costs.message_s
         self._cuts: dict[
             frozenset[str], list[tuple[Callable[..., None], tuple[Any, ...]]]
@@ -37,13 +43,47 @@ class Cluster:
             self.start("prefill")
         for _ in range(num_decode):
             self.start("decode")
+        if pool.auto_roles is not None:
+            self._decide_roles(pool.auto_roles)
 
-    def start(self, role: Role) -> Node:
+    def start(self, role: Role, previous: Node | None = None) -> Node:
+        """Add a node; ``previous`` is the same node in its last role."""
         incarnation = f"{role}-{len(self.nodes)}".ljust(16, ".")
-        node = Node(role, incarnation, self._settings, events=self.events, network=self.network, bus=self)
+        node = Node(
+            role, incarnation, self._settings, events=self.events, network=self.network, bus=self, previous=previous
+        )
         self.nodes[incarnation] = node
         self.gateway.register(incarnation, node.register())
         return node
+
+    def change_role(self, node: Node, role: Role) -> None:
+        """Let a node finish its requests and go on in another role, as ``POST /v1/workers/{name}/role`` does."""
+        self.role_changes.append((self.events.now(), role))
+        self.gateway.pool.registry.leave(node.incarnation)
+        # The gateway has sent nothing more; what it has sent arrives one message delay later.
+        self.events.after(2 * self._message_s, node.leave, lambda: self._left(node, role))
+
+    def _left(self, node: Node, role: Role) -> None:
+        for other in self.nodes.values():
+            if other.is_alive and other is not node:
+                self.events.after(self._message_s, other.lose, node.incarnation)
+        self.events.after(self._message_s, self._come_back, node, role)
+
+    def _come_back(self, node: Node, role: Role) -> None:
+        back = self.start(role, node)
+        self.gateway.pool.router.rename_worker(node.incarnation, back.incarnation)
+        self.gateway.lose(node.incarnation, is_empty=True)
+
+    def _decide_roles(self, auto_roles: AutoRoles) -> None:
+        """Do once a second what ``gateway.workers.role_changes.RoleChanges`` does."""
+        self.events.background_after(TICK_S, self._decide_roles, auto_roles)
+        registry, router, now = self.gateway.pool.registry, self.gateway.pool.router, self.events.now()
+        workers = [worker for worker in registry.workers.values() if not worker.is_leaving]
+        for worker in workers:
+            registry.on_heartbeat(worker.incarnation, self.nodes[worker.incarnation].heartbeat(), now)
+        decision = auto_roles.decide([load_of(worker, router) for worker in workers], now)
+        if decision is not None:
+            self.change_role(self.nodes[decision.incarnation], decision.role)
 
     def kill(self, node: Node) -> None:
         """Stop a node as ``kill -9`` would; its peers notice one message delay later."""

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from common.cache.page_layout import PageLayout
 from common.config.batching import Batching, check_batching
-from common.config.gateway import GatewayConfig, Routing
+from common.config.gateway import GatewayConfig, Routing, check_auto_roles
 from common.config.node import NodeConfig
 from common.config.options import option, options_of
 from common.config.scheduling import SchedulingOptions, check_scheduling
@@ -101,6 +101,7 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
         for name in self.faults:
             if name not in FAULT_NAMES:
                 raise ConfigError(f"--faults {name} is not a fault; choose from {', '.join(FAULT_NAMES)}")
+        check_auto_roles(self)
 
     @property
     def costs(self) -> Costs:

@@ -6,7 +6,7 @@
 from collections.abc import Callable, Sequence
 
 from common.errors import RequestError
-from common.wire.messages import Failed, Message, Register, Registered, Spans, Tokens
+from common.wire.messages import Failed, Message, Moved, Register, Registered, Spans, Tokens
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
@@ -104,6 +104,8 @@ class Gateway:
                 dispatcher.on_tokens(sender, message)
             elif isinstance(message, Failed):
                 dispatcher.on_failed(sender, message)
+            elif isinstance(message, Moved):
+                dispatcher.on_moved(sender, message)
             elif isinstance(message, Spans):
                 dispatcher.on_spans(sender, message, StageReport(sender, 0.0, 0.0, message.spans))
 
@@ -112,11 +114,11 @@ class Gateway:
         for incarnation in incarnations:
             self._deliver(incarnation, message)
 
-    def lose(self, incarnation: str) -> None:
+    def lose(self, incarnation: str, *, is_empty: bool = False) -> None:
         node = self.pool.registry.remove(incarnation)
         if node is not None:
             self.pool.router.remove_worker(incarnation)
-            self.dispatcher.on_worker_lost(incarnation, node.name)
+            self.dispatcher.on_worker_lost(incarnation, node.name, is_empty=is_empty)
 
     def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer:
         return self._events.background_after(delay_s, act, rid)

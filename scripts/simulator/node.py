@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from common.cache.page_allocator import PageAllocator
+from common.cache.radix_cache import RadixCache
 from common.config.node import NodeConfig
 from common.config.shared import Role
 from common.node.event_loop import LONGEST_WAIT_S
@@ -17,7 +18,7 @@ from common.node.memory_plan import Capacity
 from common.node.worker_context import WorkerContext, make_cache
 from common.scheduling.grammar_queue import CompileGrammar
 from common.step_plan import StepPlan, StepResult
-from common.wire.messages import LayoutMessage, Message, Peer, Register
+from common.wire.messages import Heartbeat, LayoutMessage, Message, Peer, Register
 from decode_node.factory import build as build_decode
 from prefill_node.factory import build as build_prefill
 from scripts.simulator.costs import Costs, StepWork
@@ -75,6 +76,7 @@ class Node:
 
     Args:
         incarnation: also its name.
+        previous: the node in its last role, which it has left; it goes on with that one's engine, pages and cache.
     """
 
     def __init__(
@@ -86,13 +88,14 @@ class Node:
         events: EventQueue,
         network: Network,
         bus: MessageBus,
-    ) -> None:
+        previous: "Node | None" = None,
+    ) -> None:  # fmt: skip
         self.kind: Role = role
         self.incarnation = incarnation
         self.capacity = settings.capacities[role]
-        self.engine = settings.engine(self.capacity)
-        self.clock = NodeClock(events)
+        self.clock: NodeClock = NodeClock(events) if previous is None else previous.clock
         self._slowness = 1.0  # factor of the duration of steps
+        self.engine: Engine = settings.engine(self.capacity) if previous is None else previous.engine
         self.is_alive = True
         self.is_hanging = False
         self.is_busy = False
@@ -106,8 +109,11 @@ class Node:
         self._has_timer = False
         self._missed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # events while the node hangs
         self._used = (0, 0.0)  # pages in use, since when
-        self.allocator = PageAllocator(self.capacity.num_pages)
-        self.cache = make_cache(settings.config, self.allocator)
+        self.allocator: PageAllocator = (
+            PageAllocator(self.capacity.num_pages) if previous is None else previous.allocator
+        )
+        self.cache: RadixCache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
+        self._on_empty: Callable[[], None] | None = None
         self.transports = NodeEnds(
             InProcessReader(network, self.engine.pool, incarnation),
             NetworkWriter(network, self.engine.pool, incarnation, self.turn),
@@ -210,6 +216,30 @@ class Node:
         """Let steps take so many times as long from here on."""
         self._slowness = factor
 
+    def leave(self, on_empty: Callable[[], None]) -> None:
+        """Stop, as a node that changes its role does, once it is done with all requests; then call ``on_empty``."""
+        self._on_empty = on_empty
+        self.turn()
+
+    def _leave_if_empty(self) -> None:
+        if self._on_empty is not None and not self.is_busy and not self._has_work():
+            self.is_alive = False
+            self.transports.reader.close()
+            self.transports.writer.close()
+            self._on_empty()
+
+    def heartbeat(self) -> Heartbeat:
+        load = self.role.load()
+        return Heartbeat(
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            num_free_pages=load.num_free_pages,
+            num_cached_pages=load.num_cached_pages,
+            num_quarantined_pages=load.num_quarantined_pages,
+            counters={**self.role.counters(), "busy_seconds": self.busy_s},
+            gauges=self.role.gauges(),
+        )
+
     def turn(self) -> None:
         """Do everything that can be done now."""
         if not self.is_alive or self.is_hanging:
@@ -221,6 +251,7 @@ class Node:
             if plan is not None:
                 self._begin(plan)
         self._send_messages()
+        self._leave_if_empty()
         if more:
             self._events.after(0.0, self.turn)
         elif not self._has_timer and self._has_work():

@@ -140,6 +140,7 @@ def figures(
         "classes": _by(good, lambda outcome: outcome.planned.class_name),
         "tenants": _by(good, lambda outcome: outcome.planned.tenant),
         "nodes": {role: _role(cluster.of(role), now) for role in ("prefill", "decode")},
+        "role_changes": [{"at_s": at, "role": role} for at, role in cluster.role_changes],
         "wire_busy_s": cluster.network.busy_s,
     }
 
@@ -216,6 +217,8 @@ def table(found: Figures) -> list[str]:
     lines.append("")
     for role, figures_of in found["nodes"].items():
         lines += _role_lines(role, figures_of)
+    if changes := [f"to {change['role']} at {change['at_s']:,.0f} s" for change in found["role_changes"]]:
+        lines += _wrapped(f"roles       changed {', '.join(changes)}", 12)
     speed = f"{found['row_steps']:,} row-steps, {found['row_steps_per_minute'] / 1e6:.1f} million a minute"
     return lines + _wrapped(f"simulated   {found['virtual_s']:,.1f} s in {found['wall_s']:,.1f} s: {speed}", 12)
 

@@ -118,6 +118,25 @@ def test_pages_that_nobody_asks_for_are_released_after_a_while(cluster: LocalClu
     assert cluster.counters(cluster.decode[0])["failed_moves"] == 1
 
 
+def test_the_gateway_hears_of_a_move_for_which_the_other_node_never_had_room() -> None:
+    cluster = LocalCluster(num_decode=2, page_size=4, decode_pages=16)
+    cluster.submit("big", prompt_of(45, 1), sampling(12), pair=(0, 1))
+    cluster.submit("r", PROMPT, sampling(12))
+    run_until(cluster, "r", 4)
+    run_until(cluster, "big", 1)
+    cluster.move("r", 1)
+    cluster.settle(4)
+    assert cluster.answers["r"].attempt == 1 and not cluster.answers["r"].is_over
+    cluster.decode[1].plans.clear()  # its engine hangs, so that no room comes
+    cluster.clock.advance(MOVE_TIMEOUT_S)
+    cluster.decode[0].role.tick(cluster.clock.now())
+    cluster._deliver()
+    error = cluster.answers["r"].error
+    assert error is not None and (error.attempt, error.code) == (1, ErrorCode.TRANSFER_FAILED)
+    assert cluster.decode[0].role.load().num_running == 0
+    cluster.close()
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_the_loss_of_either_node_during_a_move_releases_the_pages_of_the_other(dead: int) -> None:
     cluster = LocalCluster(num_decode=2, page_size=4, latency=50)

@@ -3,12 +3,24 @@ error, and all pages returned on every node."""
 
 import pytest
 from simulation.test_histories import History
+from support.cluster.local_cluster import Member
 
 from common.errors import ErrorCode
 
 
 class HistoryWithMoves(History):
-    """A history whose requests move now and then. One that cannot move is continued on another pair."""
+    """A history whose requests move now and then. One that cannot move is continued on another pair.
+
+    In most, they move away from one node only, as the gateway has it: a node that drains never gets requests. Requests
+    that move in both directions may wait for each other until their moves time out.
+    """
+
+    def __init__(self, seed: int, num_outstanding: int = 1) -> None:
+        super().__init__(seed, num_outstanding)
+        self.draining = self.random.choice([0, 1, 0, 1, None])
+        if self.draining is None:
+            self.is_faulty = True
+            self.may_fail |= {ErrorCode.TRANSFER_FAILED}
 
     def step(self) -> None:
         super().step()
@@ -22,12 +34,16 @@ class HistoryWithMoves(History):
         able = [
             rid
             for rid, answer in cluster.answers.items()
-            if not answer.is_over and answer.target is None and answer.nodes[-1] in cluster.decode
+            if not answer.is_over and answer.target is None and answer.nodes[-1] in self._sources()
         ]
         if able:
             rid = random.choice(able)
             others = [at for at, node in enumerate(cluster.decode) if node is not cluster.answers[rid].nodes[-1]]
             cluster.move(rid, random.choice(others))
+
+    def _sources(self) -> list[Member]:
+        nodes = self.cluster.decode
+        return nodes if self.draining is None else [nodes[self.draining]]
 
     def _continue_refused(self) -> bool:
         """Continue the requests that could not move; False if there are none."""

@@ -21,7 +21,7 @@ from common.config.gateway import GatewayConfig
 from common.config.options import options_of
 from common.config.shared import OTHER_VARIABLES
 from common.errors import ConfigError
-from scripts.cli import ROLES
+from scripts.cli import PROCESSES
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -55,7 +55,7 @@ def settings_of(unit: Path) -> dict[str, list[str]]:
 
 def test_there_is_a_unit_for_every_role() -> None:
     assert [unit.stem.removeprefix("baton-").removesuffix("@") for unit in UNITS] == ["decode", "gateway", "prefill"]
-    assert {"decode", "gateway", "prefill"} == set(ROLES)
+    assert {"decode", "gateway", "prefill"} == set(PROCESSES)
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
@@ -218,7 +218,8 @@ def test_ports_are_those_of_the_commands() -> None:
         else:
             http = f"{container['name']}-http"
             assert f"--http-port={numbers[http]}" in words
-            assert "peers" not in numbers or f"--data-port={numbers['peers']}" in words
+            peers = "peers" if container["name"] == "prefill" else "decode-peers"
+            assert f"--data-port={numbers[peers]}" in words
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert container.get(probe, {}).get("httpGet", {"port": http})["port"] == http
 
