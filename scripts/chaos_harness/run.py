@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -130,7 +131,6 @@ class Run:
             node_timeout=config.node_timeout,
             heartbeat_interval=0.5,
             request_timeout=config.request_timeout,
-            log_requests=False,
         )
 
     def _hosts(self, stack: contextlib.ExitStack) -> Hosts | None:
@@ -153,6 +153,7 @@ class Run:
             disk.rmdir()
             return None, ""
         stack.callback(subprocess.run, ["umount", "-l", str(disk)], check=False, capture_output=True)
+        stack.callback(_save_logs, disk, self._folder)
         return disk, f"decode-{self._config.decode - 1}"
 
     # ---- the load ----------------------------------------------------------------------------------------------------
@@ -337,3 +338,10 @@ class Run:
         found = {name: num_descriptors(node.pid) for name, node in self._service.nodes.items() if node.is_running}
         gateway = found.pop(GATEWAY, 0)
         return {GATEWAY: gateway, "a node": max(found.values(), default=0)}
+
+
+def _save_logs(disk: Path, folder: Path) -> None:
+    """Copy the logs from a disk that is about to be unmounted."""
+    for log in disk.glob("*.log"):
+        with contextlib.suppress(OSError):
+            shutil.copy(log, folder)

@@ -158,12 +158,8 @@ class ChaosService:
             await self._look()
             dead = [node.name for node in self.nodes.values() if not node.is_running and self._keeper is None]
             if dead or time.monotonic() > ends_at:
-                missing = [node.name for node in self.workers if not node.is_registered]
-                why = (
-                    f"{', '.join(dead)} ended"
-                    if dead
-                    else f"not in rotation after {timeout_s:g} s: {', '.join(missing)}"
-                )
+                missing = ", ".join(node.name for node in self.workers if not node.is_registered)
+                why = f"{', '.join(dead)} ended" if dead else f"not in rotation after {timeout_s:g} s: {missing}"
                 raise ServiceFailed(f"{why}\n{self.log_tail()}")
             await asyncio.sleep(POLL_S)
 

@@ -93,9 +93,9 @@ class Node:
         self.kind: Role = role
         self.incarnation = incarnation
         self.capacity = settings.capacities[role]
-        self.engine: Engine = settings.engine(self.capacity) if previous is None else previous.engine
-        self.clock = NodeClock(events)
+        self.clock: NodeClock = NodeClock(events) if previous is None else previous.clock
         self._slowness = 1.0  # factor of the duration of steps
+        self.engine: Engine = settings.engine(self.capacity) if previous is None else previous.engine
         self.is_alive = True
         self.is_hanging = False
         self.is_busy = False
@@ -109,7 +109,9 @@ class Node:
         self._has_timer = False
         self._missed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # events while the node hangs
         self._used = (0, 0.0)  # pages in use, since when
-        self.allocator: PageAllocator = PageAllocator(self.capacity.num_pages) if previous is None else previous.allocator
+        self.allocator: PageAllocator = (
+            PageAllocator(self.capacity.num_pages) if previous is None else previous.allocator
+        )
         self.cache: RadixCache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
         self._on_empty: Callable[[], None] | None = None
         self.transports = NodeEnds(
