@@ -1,6 +1,6 @@
 """Decides when to repeat a log line about something that has not happened yet, at growing intervals."""
 
-FIRST_S, LAST_S = 2.0, 60.0
+FIRST_S, LAST_S = 2.0, 8.0
 
 
 class Reminder:

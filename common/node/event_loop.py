@@ -38,6 +38,7 @@ from common.wire.messages import (
     PairState,
     Peer,
     Ping,
+    PrefillNodes,
     Refused,
     Register,
     Registered,
@@ -230,10 +231,14 @@ class EventLoop:
                 self._begin_drain(self._drain_s, now)
             self._depart_when_empty(now)
             if not self.is_registered and self._reminder.is_due(now):
-                log.info(
-                    "still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT",
-                    self.gateway_address,
-                )
+                self._log_waiting()
+
+    def _log_waiting(self) -> None:
+        where = self.gateway_address
+        if self.is_dialling:
+            log.info("still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT", where)
+        else:
+            log.info("still waiting for the gateway at %s to answer: it is connected, and has not registered us", where)
 
     def _compile_grammars(self, now: float) -> None:
         """Begin to compile what the role needs, and tell it what is ready; a known grammar is ready at once."""
@@ -439,6 +444,9 @@ class EventLoop:
             self.refused = message.reason
         elif isinstance(message, StartProfile | StopProfile):
             self._engine.profile(message)
+        elif isinstance(message, PrefillNodes) and not message.nodes:
+            log.info("the gateway has no prefill node yet; until one comes, only local prefill works (--local-prefill)")
+            self._role.on_gateway(message, now)
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)
 

@@ -9,11 +9,12 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import zmq
 
@@ -91,6 +92,18 @@ def run(config: NodeConfig, factories: Mapping[RoleName, RoleFactory]) -> int:
     finally:
         if writer is not None:
             writer.close()
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process with an exit status, although a step may still run.
+
+    The interpreter's own end waits until torch's threads have finished their operation, which takes many seconds on a
+    busy machine if that is a large product of matrices. All requests are answered and all sockets closed by now.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _serve(config: NodeConfig, factories: Mapping[RoleName, RoleFactory]) -> int:

@@ -311,6 +311,8 @@ class Dispatcher:
                 self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
         for flight in list(self._recovering.values()):
             assert flight.recovery is not None
+            if flight.pause is not None:
+                continue  # it is tried once more first
             lacking = self._lacking(flight.pool, flight)
             error = flight.recovery.expired(now, timeout_s=flight.pool.recovery_timeout_s, lacking=lacking)
             if error is not None:
@@ -655,7 +657,8 @@ class Dispatcher:
         elif message.code is ErrorCode.SHUTTING_DOWN:
             registry.leave(sender)  # its own message may come after this one
         decode = None if cause == pair.decode else pair.decode
-        return AttemptEnd(message.code, message.message, frozenset({cause}), decode)
+        retry_after_s = (message.retry_after_s or 1.0) if message.code is ErrorCode.QUEUE_FULL else None
+        return AttemptEnd(message.code, message.message, frozenset({cause}), decode, retry_after_s=retry_after_s)
 
     def _known(self, sender: str, message: Tokens | Spans | Moved | Failed) -> InFlightRequest | None:
         """The request that a message is about; None if it has ended or the sender does not work on it."""

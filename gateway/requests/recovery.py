@@ -22,8 +22,6 @@ NUM_LOSSES = 2
 NUM_PROGRESS = 8
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 
-RETRY_AFTER_S = {ErrorCode.QUEUE_FULL: MAX_PAUSE_S}
-
 #: Codes with which a node reports that an attempt ended without the fault of the request.
 RECOVERABLE = frozenset(
     {
@@ -47,6 +45,7 @@ class AttemptEnd(NamedTuple):
         avoid: incarnations that the next attempt avoids if others can serve the request.
         decode: incarnation of the decode node that has pages of the request and should keep it; None for any.
         is_seen: the gateway itself has seen the loss, so that no later attempt goes to the lost node.
+        retry_after_s: what a node that was full said.
     """
 
     code: ErrorCode
@@ -54,6 +53,7 @@ class AttemptEnd(NamedTuple):
     avoid: frozenset[str] = frozenset()
     decode: str | None = None
     is_seen: bool = False
+    retry_after_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +107,7 @@ class Recovery:
             return RequestError(ErrorCode.NODE_LOST, f"{message} itself, so the request is not tried again")
         if now - self.since > timeout_s:
             message = f"{self.last.message}; no attempt came further within --recovery-timeout {timeout_s:g} s"
-            return RequestError(self.last.code, message, retry_after_s=RETRY_AFTER_S.get(self.last.code))
+            return RequestError(self.last.code, message, retry_after_s=self.last.retry_after_s)
         return None
 
     def expired(self, now: float, *, timeout_s: float, lacking: str) -> RequestError | None:

@@ -13,7 +13,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 from common.config.cli import resolve
 from common.config.node import NodeConfig
 from common.config.shared import Role
-from common.node.worker_main import RoleFactory, run
+from common.node.worker_main import RoleFactory, end_process, run
 from decode_node import factory as decode
 from prefill_node import factory as prefill
 
@@ -38,4 +38,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -3,10 +3,10 @@
 from common.reminder import Reminder
 
 
-def test_pauses_double_up_to_a_minute():
+def test_pauses_double_up_to_eight_seconds():
     reminder = Reminder(100.0)
-    due = [now for now in range(100, 340) if reminder.is_due(float(now))]
-    assert due == [102, 106, 114, 130, 162, 222, 282]
+    due = [now for now in range(100, 140) if reminder.is_due(float(now))]
+    assert due == [102, 106, 114, 122, 130, 138]
 
 
 def test_time_that_was_slept_through_is_not_made_up_for():

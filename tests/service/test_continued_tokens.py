@@ -16,16 +16,16 @@ from common.wire.messages import Flush
 PROMPT = tuple(range(300, 340))
 MAX_NEW = 24
 PAGE_SIZE = 16
-GREEDY = SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0, ignore_eos=True, logprobs=2)
+GREEDY = SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0, min_tokens=MAX_NEW, logprobs=2)
 SEEDED = GREEDY._replace(temperature=0.9, top_k=50, top_p=0.95, seed=2**63 + 5)
 GRAMMAR = r"start: /[a-z ]{200,300}\./"
 CASES = {
     "greedy": GREEDY,
     "seeded": SEEDED,
     "penalties": SEEDED._replace(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3),
-    "grammar": SEEDED._replace(grammar=GRAMMAR, ignore_eos=False),
-    "thinking": SEEDED._replace(grammar=GRAMMAR, ignore_eos=False, thinking=Thinking(None, (70, 71), 10)),
-    "min_tokens": SEEDED._replace(min_tokens=18, stop_token_ids=tuple(range(0, 1_000, 3)), ignore_eos=False),
+    "grammar": SEEDED._replace(grammar=GRAMMAR, min_tokens=0),
+    "thinking": SEEDED._replace(grammar=GRAMMAR, min_tokens=0, thinking=Thinking(None, (70, 71), 10)),
+    "min_tokens": SEEDED._replace(min_tokens=18, stop_token_ids=tuple(range(0, 1_000, 3))),
     "bad_words": GREEDY,  # the first words of its own undisturbed output are forbidden
 }
 #: Tokens of the earlier attempt: 8 fill the prompt's last page.
@@ -120,12 +120,11 @@ def test_a_continued_output_that_is_retracted_equals_the_undisturbed_one(small: 
     expected = undisturbed(small, params)
     before = small.counters(small.decode[1])["retractions"]
     rids = [f"cut {len(small.answers)} {number}" for number in range(2)]
-    for rid in rids:
-        small.submit(rid, PROMPT, params)
     for rid, num_tokens in zip(rids, (3, 5), strict=True):
-        cut(small, rid, num_tokens)
-    for rid in rids:
-        small.continue_request(rid, pair=(1, 1))
+        output = expected.output[:num_tokens]
+        answer = small.submit(rid, PROMPT, params, pair=(1, 1), output=output)
+        answer.tokens.update(enumerate(output))
+        answer.logprobs.update({index: expected.logprobs[index] for index in range(num_tokens)})
     small.run()
     for rid in rids:
         assert_equal(small.answers[rid], expected)

@@ -1,6 +1,7 @@
 """Processes are killed, stopped and frozen under load.
 
-Their requests end with a typed error, all other requests continue, every page is released, and a replacement registers.
+Requests of lost nodes continue on others or on the replacement, every page is released, and a replacement registers.
+``test_recovery.py`` compares what they answer.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ from support.service.client import Client, Exchange, prompt_of
 from support.service.service import Service, running
 
 OPTIONS = {"chunked_prefill_size": 16, "max_running_requests": 4, "max_total_tokens": 16384}
-LOST = {"node_lost", "shutting_down", "transfer_failed"}
 
 
 @pytest.fixture(scope="module")
@@ -55,40 +55,38 @@ def begin_load(client: Client, seed: int) -> tuple[list[Exchange], list[Exchange
     return streaming, waiting, computing
 
 
-async def check_ends(exchanges: list[Exchange]) -> tuple[int, int]:
-    """Asserts that every request is complete or failed with a typed error; returns how many did which."""
+async def check_ends(exchanges: list[Exchange]) -> None:
+    """Asserts that every request is complete."""
     await asyncio.gather(*(exchange.end() for exchange in exchanges))
-    failed = [exchange for exchange in exchanges if exchange.error is not None]
-    for exchange in failed:
-        assert exchange.code == "node_lost", exchange.error
-        assert exchange.status in (200, 502, 503)
     for exchange in exchanges:
-        assert not exchange.is_broken
-        if exchange.error is None:
-            assert exchange.body["meta_info"]["finish_reason"]["type"] == "length"
-    return len(exchanges) - len(failed), len(failed)
+        assert (exchange.status, exchange.error, exchange.is_broken) == (200, None, False)
+        assert exchange.body["meta_info"]["finish_reason"]["type"] == "length"
+        assert len(exchange.ids) == exchange.body["meta_info"]["completion_tokens"]
 
 
-async def replace(service: Service, client: Client, name: str) -> None:
-    """Starts a node again under its old name and asserts that it serves requests."""
+async def start_again(service: Service, client: Client, name: str) -> None:
     starts = (await client.workers()).get(name, {}).get("starts")
     assert starts is None, "the dead node is still registered"
     service.start(name)
     await asyncio.to_thread(service.wait_until_ready)
     assert (await client.workers())[name]["starts"] > 1
+
+
+async def replace(service: Service, client: Client, name: str) -> None:
+    """Starts a node again under its old name and asserts that it serves requests."""
+    await start_again(service, client, name)
     await asyncio.gather(*(client.generate(prompt_of(40, 7000 + i), 4) for i in range(4)))
     assert (await client.settled())[name]["requests"] > 0
 
 
 @pytest.mark.parametrize(("victim", "seed"), [("prefill-1", 0), ("decode-0", 500)])
-async def test_a_killed_node_fails_only_its_own_requests(pairs: Service, victim: str, seed: int) -> None:
+async def test_a_killed_node_fails_no_request(pairs: Service, victim: str, seed: int) -> None:
     async with pairs.client() as client:
         streaming, waiting, computing = begin_load(client, seed)
         for exchange in streaming:
             await exchange.has(3)
         pairs.kill(victim)
-        num_complete, num_failed = await check_ends([*streaming, *waiting, *computing])
-        assert num_complete and num_failed, (num_complete, num_failed)
+        await check_ends([*streaming, *waiting, *computing])
         assert (await client.generate(prompt_of(50, 1), 4))["meta_info"]["completion_tokens"] == 4
         await client.settled()
         await replace(pairs, client, victim)
@@ -99,11 +97,7 @@ async def test_killing_an_idle_node_fails_no_later_request(pairs: Service, victi
     async with pairs.client() as client:
         await asyncio.gather(*(client.generate(prompt_of(40, 50 + i), 4) for i in range(4)))
         pairs.kill(victim)
-        answers = await asyncio.gather(
-            *(client.generate(prompt_of(40, i), 4) for i in range(4)), return_exceptions=True
-        )
-        # The gateway may have dispatched one of them before it saw the connection close.
-        assert all("node_lost" in str(answer) for answer in answers if isinstance(answer, BaseException)), answers
+        await asyncio.gather(*(client.generate(prompt_of(40, i), 4) for i in range(4)))
         await asyncio.gather(*(client.generate(prompt_of(40, 70 + i), 4) for i in range(4)))
         await client.settled()
         await replace(pairs, client, victim)
@@ -131,25 +125,26 @@ async def test_a_killed_gateway_ends_all_requests_and_nodes_register_with_its_re
     assert all(counters["requests"] > 4 for counters in totals.values()), "a node was started again"
 
 
-async def test_requests_without_a_route_get_503_until_a_replacement_registers(pair: Service) -> None:
+async def test_new_requests_without_a_route_get_503_and_those_in_flight_wait_for_a_replacement(pair: Service) -> None:
     async with pair.client() as client:
         await client.generate(prompt_of(30, 1), 4)
-        exchange = client.begin(prompt_of(30, 2), 2000)
+        exchange = client.begin(prompt_of(30, 2), 1000)
         await exchange.has(5)
         pair.kill("decode-0")
-        await exchange.end()
-        assert exchange.code == "node_lost"
+        while "decode-0" in await client.workers():
+            await asyncio.sleep(0.02)
         refused = await client.begin(prompt_of(30, 3), 4).end()
         assert (refused.status, refused.code) == (503, "no_route")
         async with client.session.get("/ready") as answer:
             assert answer.status == 503
         async with client.session.get("/health") as answer:
             assert answer.status == 200
+        await start_again(pair, client, "decode-0")
+        await check_ends([exchange])
         await client.settled()
-        await replace(pair, client, "decode-0")
 
 
-async def test_a_node_that_is_stopped_ends_its_requests_with_a_typed_error(pair: Service) -> None:
+async def test_the_requests_of_a_node_that_is_stopped_go_on_with_its_replacement(pair: Service) -> None:
     async with pair.client() as client:
         for name in ("prefill-0", "decode-0"):
             streaming = client.begin(prompt_of(30, 2), 800)
@@ -158,14 +153,9 @@ async def test_a_node_that_is_stopped_ends_its_requests_with_a_typed_error(pair:
             await asyncio.sleep(0.1)
             assert not streaming.ended_at
             assert await asyncio.to_thread(pair.stop, name) == 0
-            await asyncio.gather(streaming.end(), computing.end())
-            assert computing.code in LOST
-            if name == "decode-0":
-                assert streaming.code in LOST
-            else:
-                assert streaming.error is None, "its pages had already been transferred"
+            await start_again(pair, client, name)
+            await check_ends([streaming, computing])
             await client.settled()
-            await replace(pair, client, name)
 
 
 @pytest.mark.parametrize("ending", ["wakes", "dies"])
@@ -184,10 +174,10 @@ async def test_pages_stay_quarantined_until_a_frozen_prefill_node_resumes_or_die
         pair.pause("prefill-0")
         try:
             await exchange.leave()
-            while await num_quarantined() != -(-3500 // 16):
+            while not (num_open := await num_quarantined()):  # those that arrived are cached
                 await asyncio.sleep(0.02)
             await asyncio.sleep(1.0)
-            assert await num_quarantined() == -(-3500 // 16), "pages were released before the prefill node resumed"
+            assert await num_quarantined() == num_open, "pages were released before the prefill node resumed"
         finally:
             if ending == "wakes":
                 pair.resume("prefill-0")
@@ -199,7 +189,7 @@ async def test_pages_stay_quarantined_until_a_frozen_prefill_node_resumes_or_die
         await client.generate(prompt_of(40, 12), 4)
 
 
-async def test_a_node_without_heartbeats_is_lost_until_the_next_heartbeat(
+async def test_a_node_without_heartbeats_is_lost_until_the_next_heartbeat_and_continues_its_request(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     options = {"node_timeout": 5.0}
@@ -208,13 +198,14 @@ async def test_a_node_without_heartbeats_is_lost_until_the_next_heartbeat(
             exchange = client.begin(prompt_of(30, 1), 3000)
             await exchange.has(5)
             service.pause("decode-0")
-            await exchange.end()
-            assert exchange.code == "node_lost"
+            while "decode-0" in await client.workers():
+                await asyncio.sleep(0.02)
             service.resume("decode-0")
             ends = time.monotonic() + 60
             while "decode-0" not in await client.workers():
                 assert time.monotonic() < ends, "the node did not register again"
                 await asyncio.sleep(0.02)
+            await check_ends([exchange])
             await client.settled()
             await client.generate(prompt_of(30, 2), 4)
 

@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import zmq
+
+from common.wire.mailbox import Mailbox
+from common.wire.messages import FromNode
+from common.wire.process_id import new_incarnation
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = ("gateway", "prefill", "decode")
@@ -55,6 +60,24 @@ def test_a_node_without_a_gateway_says_what_it_waits_for_again_and_again():
         assert any("node ready" in line and "dialling the gateway at 127.0.0.1:9" in line for line in said)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+
+
+def test_a_node_whose_registration_is_not_answered_says_so_again_and_again():
+    context = zmq.Context()
+    gateway = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*")
+    address = f"127.0.0.1:{gateway.port}"
+    flags = ["--gateway", address, "--insecure", "--max-total-tokens", "1024", "--log-format", "json"]
+    with start("prefill", *flags) as process:
+        assert process.stderr is not None
+        messages = (json.loads(line)["message"] for line in process.stderr)
+        waiting = f"still waiting for the gateway at {address} to answer: it is connected, and has not registered us"
+        said = []
+        while said.count(waiting) < 2:
+            said.append(next(messages))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    gateway.close()
+    context.term()
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ import os
 import platform
 import select
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -228,6 +230,21 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
     thread.close()
     context.term()
     assert role.seen == (0, True)
+
+
+def test_a_process_ends_although_a_thread_of_it_never_does() -> None:
+    """The interpreter would wait for it, as it waits for a step of torch's."""
+    program = (
+        "import logging, sys, threading, time\n"
+        "from common.node.worker_main import end_process\n"
+        "threading.Thread(target=time.sleep, args=(3_600,)).start()\n"
+        "logging.warning('the last line of the log')\n"
+        "print('the last line', end='')\n"
+        "end_process(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (3, "the last line")
+    assert "the last line of the log" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -385,7 +385,7 @@ async def test_too_many_requests_get_429_with_retry_after(folder):
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_failure_before_the_first_token_sets_the_status(folder, is_stream):
-    async with running(folder) as stack:
+    async with running(folder, recovery_timeout=0.2) as stack:
         prefill, decode = await stack.pair()
         prefill.on_generate = silent
         decode.on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.QUEUE_FULL, "full", 7.0)

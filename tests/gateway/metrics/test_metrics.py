@@ -303,6 +303,24 @@ async def test_refused_control_connections_are_counted(stack):
     context.destroy(linger=0)
 
 
+async def test_further_attempts_and_pairs_that_rest_are_counted(stack):
+    before = await scrape(stack)
+    decode = stack.nodes[1]
+    decode.on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.TRANSFER_FAILED)
+    call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": [65] * 10, "max_tokens": 4}))
+    while not only(await moved(stack, before), "baton_resting_pairs"):
+        await asyncio.sleep(0.01)
+    _, shown = await stack.get("/v1/workers")
+    for worker, peer in zip(shown["workers"], ("decode", "prefill"), strict=True):
+        (pair,) = worker["failed_pairs"]
+        assert (pair["peer"], pair["num_failures"] >= 3) == (peer, True)
+    decode.on_generate = echo
+    assert (await call)[0] == 200
+    changes = await moved(stack, before)
+    assert changes['baton_recoveries_total{model="tiny",reason="transfer_failed"}'] >= 3
+    assert not only(changes, "baton_resting_pairs")
+
+
 async def test_no_series_is_left_out_of_these_tests(stack):
     """A new series needs a test that it moves."""
     await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
@@ -316,4 +334,5 @@ async def test_no_series_is_left_out_of_these_tests(stack):
         "baton_stage_seconds", "baton_nodes", "baton_control_messages_dropped_total",
         "baton_control_connections_refused_total", "baton_waiting_seconds",
         "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy", "baton_adaptive_measured",
+        "baton_recoveries_total", "baton_resting_pairs",
     }  # fmt: skip

@@ -7,7 +7,7 @@ from gateway.requests.recovery import AttemptEnd, Recovery
 
 SEEN = AttemptEnd(ErrorCode.NODE_LOST, "node d was lost", is_seen=True)
 TOLD = AttemptEnd(ErrorCode.NODE_LOST, "the prefill node was lost", frozenset({"p"}), "d")
-FULL = AttemptEnd(ErrorCode.QUEUE_FULL, "5 requests wait", frozenset({"d"}))
+FULL = AttemptEnd(ErrorCode.QUEUE_FULL, "5 requests wait", frozenset({"d"}), retry_after_s=5.0)
 
 
 def ended(recovery, end, *, num_output=0, now=1.0):

@@ -39,6 +39,7 @@ async def test_a_finished_request_has_one_line_with_its_nodes_counts_and_times(f
         "prompt_tokens": answer["usage"]["prompt_tokens"],
         "cached_tokens": answer["usage"]["prompt_tokens_details"]["cached_tokens"],
         "output_tokens": 3,
+        "num_attempts": 1,
         "prefill": "prefill",
         "decode": "decode",
         "priority_class": "high",

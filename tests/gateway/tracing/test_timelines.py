@@ -44,7 +44,7 @@ async def test_a_request_is_listed_and_its_timeline_has_the_spans_of_all_process
         del listed["started_at"], listed["duration_s"], listed["ttft_s"]
         assert listed == {
             "rid": "a", "model": "tiny", "status": "length", "prompt_tokens": 2, "cached_tokens": 1,
-            "output_tokens": 3, "prefill": "prefill", "decode": "decode",
+            "output_tokens": 3, "num_attempts": 1, "prefill": "prefill", "decode": "decode",
         }  # fmt: skip
         status, shown = await timeline(stack, "a")
         assert status == 200

@@ -13,7 +13,7 @@ from support.gateway.fake_nodes import BODY, echo, error_of, events, folder, run
 from support.wire.raw_peers import raw_peer
 
 from common.errors import ErrorCode
-from common.wire.messages import Abort, Registered, Unknown
+from common.wire.messages import Abort, PrefillNodes, Registered, Tokens, Unknown
 
 __all__ = ["folder"]
 
@@ -175,22 +175,27 @@ async def test_streams_continue_while_a_long_prompt_is_tokenized(folder):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-async def test_the_death_of_a_node_ends_its_requests_and_aborts_them_on_the_other(stack, which):
+async def test_after_the_death_of_a_node_its_requests_go_on_with_its_replacement(stack, which):
     call, rid = await start_request(stack)
     dead, sibling = stack.nodes[which], stack.nodes[1 - which]
     await dead.kill()
-    assert await error_of(call) == (502, "node_lost")
     await sibling.until(lambda: rid in sibling.aborts)
     stack.nodes.remove(dead)
     assert (await stack.post("/v1/completions", BODY))[0] == 503
     assert (await stack.get("/ready"))[0] == 503
-    again = await stack.node(dead.role, dead.register.name)
+    sibling.on_generate = echo
+    again = stack.joining(dead.role, dead.register.name)
+    await again.registered()
     assert any(isinstance(message, Registered) and message.starts == 2 for message in again.received)
+    async with await call as answer:
+        assert (await answer.json())["usage"]["completion_tokens"] == 9
+    _, known = await stack.get("/v1/requests")
+    assert next(one for one in known["requests"] if one["rid"] == rid)["num_attempts"] == 2
     assert await serves(stack)
 
 
 async def test_messages_sent_before_a_disconnect_are_handled_first(stack):
-    """A node that stops reports every request as failed and closes its connection at once."""
+    """A node that stops reports every request as failed and closes its connection at once; others take them."""
     calls = []
     for _ in range(8):
         calls.append(await start_request(stack))
@@ -204,7 +209,12 @@ async def test_messages_sent_before_a_disconnect_are_handled_first(stack):
     await decode.kill(last_words)
     time.sleep(0.1)  # both the messages and the disconnect have arrived
     stack.gateway._control.on_disconnect()
-    assert {await error_of(call) for call, _ in calls} == {(503, "shutting_down")}
+    assert (await stack.get("/metrics"))[1].count('reason="shutting_down"} 8.0') == 1
+    stack.nodes[0].on_generate = echo
+    await stack.node("decode", "another")
+    for call, _ in calls:
+        async with await call as answer:
+            assert answer.status == 200
 
 
 async def test_the_death_of_a_prefill_node_spares_requests_in_decode(stack):
@@ -218,40 +228,111 @@ async def test_the_death_of_a_prefill_node_spares_requests_in_decode(stack):
     prefill.tokens(waiting_rid, 0, (65,))
     await prefill.kill()
     stack.nodes.remove(prefill)
-    assert await error_of(waiting) == (502, "node_lost")
+    await decode.until(lambda: waiting_rid in decode.aborts)
+    await stack.node("prefill", "another")
+    await decode.until(lambda: decode.generates[waiting_rid].output == (65,))
+    decode.tokens(waiting_rid, 1, (66,), finish="length")
+    async with await waiting as answer:
+        assert (await answer.json())["usage"]["completion_tokens"] == 2
     decode.tokens(taken_rid, 2, (67,), finish="length")
     async with await taken as answer:
         assert answer.status == 200
         assert (await answer.json())["usage"]["completion_tokens"] == 3
-    await decode.until(lambda: waiting_rid in decode.aborts)
     assert taken_rid not in decode.aborts
 
 
-async def test_a_silent_node_is_lost_and_may_register_again(folder):
+async def test_late_tokens_of_a_silent_node_that_registers_again_harm_nothing(folder):
     async with silent_pair(folder, node_timeout=1.0) as stack:
         call, rid = await start_request(stack)
         prefill, decode = stack.nodes
+        prefill.tokens(rid, 0, (65,))
+        old = decode.generates[rid].attempt
         decode.is_beating = False
-        assert await error_of(call) == (502, "node_lost")
         await prefill.until(lambda: rid in prefill.aborts)
         await decode.until(lambda: rid in decode.aborts)  # it may have been slow only
+        decode.send(Tokens(rid, old, 1, (90, 90, 90)))
         decode.beat()
         await decode.until(lambda: any(isinstance(message, Unknown) for message in decode.received))
         decode.is_beating = True
-        while (await stack.get("/ready"))[0] != 200:
-            await asyncio.sleep(0.01)
+        await decode.until(lambda: decode.generates[rid].attempt != old)
+        assert decode.generates[rid].output == (65,)
+        decode.send(Tokens(rid, old, 1, (90, 90, 90)))
+        decode.tokens(rid, 1, (66, 67), finish="length")
+        async with await call as answer:
+            assert (await answer.json())["usage"]["completion_tokens"] == 3
         assert await serves(stack)
 
 
 @pytest.mark.parametrize("which", [0, 1])
-async def test_a_node_that_registers_again_has_ended_its_requests(stack, which):
-    """The gateway has not noticed the interruption; the node registers again."""
+async def test_the_requests_of_a_node_that_registers_again_begin_anew(stack, which):
+    """The gateway has not noticed the interruption; the node has ended its requests."""
     call, rid = await start_request(stack)
+    for node in stack.nodes:
+        node.on_generate = echo
     node, sibling = stack.nodes[which], stack.nodes[1 - which]
     node.send(node.register)
-    assert await error_of(call) == (502, "node_lost")
     await sibling.until(lambda: rid in sibling.aborts)
+    async with await call as answer:
+        assert (await answer.json())["usage"]["completion_tokens"] == 9
     assert await serves(stack)
+
+
+async def test_decode_nodes_are_told_the_prefill_nodes_of_their_weights(folder):
+    async with running(folder) as stack:
+        old = await stack.node("decode", "old")
+        new = await stack.node("decode", "new", weight_version="w2")
+        for name, weights in (("p0", "w1"), ("p1", "w2"), ("p2", "w1")):
+            await stack.node("prefill", name, weight_version=weights)
+
+        def told(node):
+            lists = [message.nodes for message in node.received if isinstance(message, PrefillNodes)]
+            return [peer.name for peer in lists[-1]]
+
+        await old.until(lambda: told(old) == ["p0", "p2"])
+        await new.until(lambda: told(new) == ["p1"])
+        await stack.nodes[2].kill()
+        await old.until(lambda: told(old) == ["p2"])
+
+
+async def test_weights_are_replaced_under_load_and_no_output_mixes_them(folder):
+    """Pairs with new weights come, then those with the old ones die, while clients keep asking."""
+    tokens = {"w1": 65, "w2": 66}
+
+    def writes(node, generate):
+        token, limit, begun = tokens[node.register.weight_version], generate.sampling.max_new_tokens, generate.output
+        if node.role == "prefill":
+            if not begun:
+                node.tokens(generate.rid, 0, (token,))
+            return
+        for i in range(max(len(begun), 1), limit):
+            node.tokens(generate.rid, i, (token,), finish="length" if i == limit - 1 else "")
+
+    async def ask(stack, answers, stopped):
+        while not stopped:
+            answers.append(await stack.post("/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 9}}))
+
+    async with running(folder) as stack:
+        answers, stopped = [], []
+        for role in ("prefill", "decode"):
+            (await stack.node(role, f"{role}-old")).on_generate = writes
+        clients = [asyncio.ensure_future(ask(stack, answers, stopped)) for _ in range(8)]
+        for role in ("prefill", "decode"):
+            new = stack.joining(role, f"{role}-new", weight_version="w2")
+            new.on_generate = writes
+            await new.registered()
+        old_prefill, old_decode, _, new_decode = stack.nodes
+        await new_decode.until(lambda: len(new_decode.generates) > 20)
+        for node in (old_decode, old_prefill):
+            node.leave()
+        await new_decode.until(lambda: len(new_decode.generates) > 60)
+        for node in (old_decode, old_prefill):
+            await node.kill()
+        await new_decode.until(lambda: len(new_decode.generates) > 100)
+        stopped.append(True)
+        await asyncio.gather(*clients)
+        assert {status for status, _ in answers} == {200}
+        outputs = {tuple(answer["output_ids"]) for _, answer in answers}
+        assert outputs == {(65,) * 9, (66,) * 9}
 
 
 async def test_a_leaving_node_gets_no_new_requests_and_finishes_the_others(stack):
@@ -284,8 +365,8 @@ async def test_a_replacement_with_the_same_name_is_accepted_while_the_old_connec
 
 
 async def test_a_node_of_another_model_is_refused_with_a_sentence(stack):
-    other = await stack.joining("decode", "odd", digest="d2").until_refused()
-    assert "configuration digest of node odd is d2, that of node prefill is d1" in other.refusal
+    other = await stack.joining("decode", "odd", context_length=100).until_refused()
+    assert "context length of node odd is 100, that of node prefill is 512" in other.refusal
     _, answer = await stack.get("/v1/workers")
     assert [worker["name"] for worker in answer["workers"]] == ["prefill", "decode"]
 

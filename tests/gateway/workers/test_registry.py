@@ -53,8 +53,6 @@ def test_a_node_with_another_tokenizer_is_refused_and_one_without_is_not() -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"digest": "other"}, "configuration digest"),
-        ({"weight_version": "w2"}, "weight version of node d2 is w2, that of node p is w1; they must be equal: "),
         ({"vocab_size": 600}, "vocabulary size"),
         ({"context_length": 100}, "context length"),
         ({"eos_token_ids": (1,)}, "end tokens"),
@@ -96,6 +94,19 @@ def test_nodes_of_one_role_need_no_common_transport():
     nodes = registry()
     nodes.register(A, make_register("decode", "d1", transports=("tcp",)), 0.0)
     assert isinstance(nodes.register(B, make_register("decode", "d2", transports=("shm",)), 0.0), Registered)
+
+
+def test_nodes_of_another_revision_serve_the_same_name_once_both_roles_are_there():
+    nodes = pair()
+    new = {"weight_version": "w2", "layout": LayoutMessage(4, 2, 32, 24, "bfloat16"), "transports": ("tcp",)}
+    assert isinstance(nodes.register(C, make_register("decode", "new-d", **new), 0.0), Registered)
+    assert [node.name for node in nodes.decodes] == ["d"], "it has no prefill node yet"
+    assert isinstance(nodes.register(D, make_register("prefill", "new-p", **new), 0.0), Registered)
+    assert [node.name for node in nodes.decodes] == ["d", "new-d"]
+    assert [node.name for node in nodes.prefill_nodes(nodes.workers[C])] == ["new-p"]
+    nodes.remove(A)
+    assert nodes.is_ready
+    assert [node.name for node in nodes.decodes] == ["new-d"]
 
 
 def test_a_prefill_node_needs_an_address():

@@ -14,6 +14,7 @@ class Candidate:
     capacity_tokens: int
     max_running: int = 100
     failed_peers: frozenset[str] = frozenset()
+    revision: str = "w1"
 
 
 P1, P2 = Candidate("p1", 10_000), Candidate("p2", 10_000)
@@ -265,3 +266,11 @@ def test_a_decode_node_that_computes_prompts_makes_the_only_token_too() -> None:
     pair = Router(local_prefill="always").choose([], [D1], [1] * 30, num_new=1)
     assert pair is not None
     assert pair.nodes == ("d1",)
+
+
+def test_pairs_are_chosen_within_one_revision():
+    chosen = router()
+    new_p, new_d = Candidate("new-p", 10_000, revision="w2"), Candidate("new-d", 10_000, revision="w2")
+    pairs = {chosen.choose([P1, new_p], [D1, new_d], [i] * 3, num_new=5).nodes for i in range(8)}
+    assert pairs == {("p1", "d1"), ("new-p", "new-d")}
+    assert chosen.choose([P1], [new_d], [1, 2], num_new=5) is None

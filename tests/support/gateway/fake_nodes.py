@@ -275,7 +275,7 @@ class FakeNode:
 
 
 def echo(node: FakeNode, generate: Generate) -> None:
-    """Repeats the tokens of the prompt up to ``max_new_tokens``."""
+    """Repeats the tokens of the prompt up to ``max_new_tokens``, after those of earlier attempts."""
     prompt, limit = generate.prompt, generate.sampling.max_new_tokens
     output = tuple(prompt[i % len(prompt)] for i in range(limit))
     with_logprobs = generate.sampling.logprobs is not None
@@ -284,7 +284,8 @@ def echo(node: FakeNode, generate: Generate) -> None:
         for token in output
         if with_logprobs
     )
-    if node.role == "prefill" or generate.prefill is None:
+    begun = len(generate.output)
+    if not begun and (node.role == "prefill" or generate.prefill is None):
         node.spans(generate.rid, StageSpan("prefill_queue", 1.0, 0.25), StageSpan("prefill", 1.25, 0.5, len(prompt)))
         node.tokens(
             generate.rid,
@@ -297,7 +298,7 @@ def echo(node: FakeNode, generate: Generate) -> None:
         )
     if node.role == "prefill":
         return
-    for i in range(1, limit):
+    for i in range(max(begun, 1), limit):
         finish = "length" if i == limit - 1 else ""
         if i == 1 and generate.prefill is not None:
             node.spans(generate.rid, StageSpan("decode_queue", 2.0, 0.125), StageSpan("transfer", 2.125, 1.0, 3))

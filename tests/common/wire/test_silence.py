@@ -1,0 +1,81 @@
+"""A connection on which the other end is silent is closed at both ends, even if no end of it is ever told."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from common.wire.mailbox import Mailbox
+from common.wire.messages import Deregister, FromGateway, FromNode
+from common.wire.process_id import new_incarnation
+
+SILENCE_S = 0.5
+
+
+class Cable:
+    """Passes bytes on between a client of its port and ``server``. Once it is cut, nothing passes, without notice."""
+
+    def __init__(self, server: int) -> None:
+        self.is_cut = threading.Event()
+        self._server = server
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        server = socket.create_connection(("127.0.0.1", self._server))
+        for ends in ((client, server), (server, client)):
+            threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(65_536):
+            if self.is_cut.is_set():
+                threading.Event().wait(120)  # the ends stay open until the test is over
+            target.sendall(data)
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    until = time.monotonic() + 60.0
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_both_ends_notice_that_nothing_passes_any_more(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    bound = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*", silence_s=SILENCE_S)
+    cable = Cable(bound.port)
+    address = f"tcp://127.0.0.1:{cable.port}"
+    node = Mailbox(context, new_incarnation(), FromGateway, connect=address, silence_s=SILENCE_S)
+    node.send(Deregister())
+    wait_for(bound.receive)
+    wait_for(lambda: node.connection_events().connected)
+    assert bound.lost_peers([node.incarnation]) == []
+    cable.is_cut.set()
+    wait_for(lambda: node.connection_events().disconnected)
+    wait_for(lambda: bound.lost_peers([node.incarnation]) == [node.incarnation])
+    node.close()
+    bound.close()
+
+
+@pytest.mark.slow
+def test_an_idle_connection_stays_open_for_many_times_the_silence(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    bound = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*", silence_s=5.0)
+    node = Mailbox(context, new_incarnation(), FromGateway, connect=bound.address, silence_s=5.0)
+    node.send(Deregister())
+    wait_for(bound.receive)
+    time.sleep(12.0)
+    assert not node.connection_events().disconnected
+    assert bound.lost_peers([node.incarnation]) == []
+    node.close()
+    bound.close()
