@@ -239,7 +239,9 @@ class LocalCluster:
             is_connected=receiver.is_connected,
         )
         chosen_writer = writer if self.wire.can_recall else NegotiatingWriter([writer])
-        sender = Sender(chosen_writer, digest="model", clock=self.clock, checksums="all" if self._wants_checksums else "off")
+        sender = Sender(
+            chosen_writer, digest="model", clock=self.clock, checksums="all" if self._wants_checksums else "off"
+        )
         role = DecodeRole(
             scheduler,
             receiver,
