@@ -12,9 +12,8 @@ puts it back into the queue, and the next attempt continues after the tokens tha
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count, groupby, islice
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
@@ -29,29 +28,25 @@ from common.wire.messages import (
     Message,
     Move,
     Moved,
-    Peer,
     Reprioritize,
     Sample,
     SetPaused,
     Spans,
     Tokens,
 )  # fmt: skip
-from gateway.requests.admission import Pace
+from gateway.requests.deadlines import is_too_late, refusal_by_deadline
+from gateway.requests.further_attempts import FurtherAttempts, choose_next_pair, end_by_failure, end_by_loss
 from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, request_of
 from gateway.requests.moves import Moves
 from gateway.requests.output_processor import OutputStream, StageReport
-from gateway.requests.recovery import RECOVERABLE, AttemptEnd, Recovery
-from gateway.workers.pair_health import PairKey
+from gateway.requests.recovery import RECOVERABLE, AttemptEnd
+from gateway.requests.trials import begin_trial, end_trial, has_passed_trial
 from gateway.workers.pool import WorkerPool
-from gateway.workers.registry import Worker
 from gateway.workers.router import WorkerPair
 
 #: Outputs, and tokens of their prompts, that are sent before the event loop gets a turn.
 SENT_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 17
-
-#: A request is refused if less than this many times the mean time of service would be left once its turn comes. Times
-#: vary, and a request that is sent just in time would be served in vain about every second time.
-SERVICE_MARGIN = 1.5
 
 #: The decision log's sentence for a request that is sent, by the number of nodes.
 SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.name}, {0:.3f} s after it came"}
@@ -64,73 +59,11 @@ class NodeChannel(Protocol):
         ...
 
 
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
 class Timers(Protocol):
     """The part of an asyncio event loop that the dispatcher uses."""
 
     def call_later(self, delay_s: float, act: Callable[[str], None], rid: str, /) -> Timer: ...
     def call_soon(self, act: Callable[[], None], /) -> object: ...
-
-
-@dataclass(slots=True, eq=False)
-class InFlightRequest:
-    """Gateway state of one in-flight request.
-
-    Attributes:
-        siblings: pairs chosen for the outputs of the same HTTP request, by prompt number.
-        queued: the request as the queue knows it; None if it never waited and its service is not accounted.
-        pair, nodes: None and empty while it waits.
-        attempt: nodes know the request by this number and its rid.
-        revision: of its nodes.
-        num_continued: output tokens that the stream had when the attempt began.
-        is_prefill_counted: the router counts the prompt as one that the prefill node has to compute.
-        is_paused: its client is too far behind; see ``set_paused``.
-        failed_at: the node that failed it and need not be told of its end.
-        recovery: None until an attempt has ended without the request's fault.
-        pause: until the next attempt; None while there is none.
-        is_probe: it probes its pair, which has failed transfers lately.
-        is_alone: its nodes get no other requests, since it may have killed those before.
-    """
-
-    stream: OutputStream
-    pool: WorkerPool
-    timer: Timer
-    siblings: dict[int, WorkerPair]
-    queued: Request | None = None
-    pair: WorkerPair | None = None
-    nodes: tuple[str, ...] = ()
-    attempt: int = 0
-    revision: str = ""
-    num_continued: int = 0
-    is_prefill_counted: bool = False
-    is_evicted: bool = False
-    is_paused: bool = False
-    failed_at: str = ""
-    recovery: Recovery | None = None
-    pause: Timer | None = None
-    is_probe: bool = False
-    is_alone: bool = False
-
-    @property
-    def is_prefilled(self) -> bool:
-        """The decode node has sent a token, so it has all pages; the prefill node is done with the request."""
-        return len(self.stream.ids) > max(self.num_continued, 1)
-
-    @property
-    def is_ended_by_node(self) -> bool:
-        """A node has sampled the last token; the gateway itself finds stop strings."""
-        return bool(self.stream.finish) and not isinstance(self.stream.matched, str)
-
-    def nodes_to_tell(self, pair: WorkerPair) -> Sequence[str]:
-        """Nodes that may not know that the request has ended."""
-        stream = self.stream
-        if self.is_ended_by_node:
-            is_ended_by_prefill = pair.prefill is not None and len(stream.ids) <= 1
-            return (pair.decode,) if is_ended_by_prefill and pair.decode else ()  # it may still wait for pages
-        return [node for node in pair.nodes if node != self.failed_at]
 
 
 class Dispatcher:
@@ -152,9 +85,8 @@ class Dispatcher:
         self._clock = clock
         self._on_end = on_end
         self.decisions = DecisionLog()
-        self.recoveries: Counter[tuple[str, ErrorCode]] = Counter()  # further attempts, by model and cause
-        self._in_flight: dict[str, InFlightRequest] = {}
-        self._recovering: dict[str, InFlightRequest] = {}  # those that wait for their next attempt
+        self._in_flight = InFlightTable()
+        self._further = FurtherAttempts()
         self._is_shut = False
         self._is_pump_due = False
         self._attempts = count(first_attempt)
@@ -164,13 +96,21 @@ class Dispatcher:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def recoveries(self) -> Counter[tuple[str, ErrorCode]]:
+        """Further attempts since the start, by model and cause."""
+        return self._further.num_by_cause
+
     def num_at(self, incarnation: str) -> int:
         """Requests in flight that a node works on, or whose pages it still sends."""
-        return sum(incarnation in flight.nodes for flight in self._in_flight.values())
+        return self._in_flight.num_at(incarnation)
 
     def streams(self) -> Iterator[OutputStream]:
         """All outputs in flight, oldest first."""
         return (flight.stream for flight in self._in_flight.values())
+
+    def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
+        return (flight.stream for flight in self._in_flight.values() if flight.pool is pool)
 
     # ---- arrival ----------------------------------------------------------------------------------------------------
 
@@ -188,8 +128,8 @@ class Dispatcher:
         pool = self._pools[streams[0].request.model]
         now = self._clock.now()
         is_idle = pool.queue.is_idle
-        if not is_idle:
-            self._refuse_if_hopeless(pool, streams[0], now)
+        if not is_idle and (refusal := refusal_by_deadline(pool, streams[0], self._streams(pool), now)):
+            self._refuse(streams[0], refusal, now)
         self._admit(pool, streams, now)
         siblings: dict[int, WorkerPair] = {}
         flights: list[InFlightRequest] = []
@@ -239,27 +179,11 @@ class Dispatcher:
                 in_flight=self._streams(pool),
             )
         except RequestError as error:
-            self.decisions.note(now, streams[0].request.rid, "refuse", "{}", error.message)
-            raise
+            self._refuse(streams[0], error, now)
 
-    def _refuse_if_hopeless(self, pool: WorkerPool, stream: OutputStream, now: float) -> None:
-        """Raises RequestError: the requests ahead of this one will probably take longer than its deadline allows."""
-        queue, request = pool.queue, stream.request
-        if (pace := pool.admission.pace(now, waiting=queue)) is None:
-            return
-        left_s = request.timeout_s - (now - stream.started_at) - SERVICE_MARGIN * pace.least_s(num_expected(request))
-        if len(queue) * pace.interval_s <= left_s:
-            return
-        num_ahead = queue.num_ahead(request_of(stream))
-        wait_s = num_ahead * pace.interval_s
-        if wait_s > left_s:
-            message = (
-                f"its deadline of {request.timeout_s:g} s is too early: {num_ahead} requests wait ahead of this one,"
-            )
-            message += f" and will take about {wait_s:.1f} s; retry later, or allow more time"
-            self.decisions.note(now, request.rid, "refuse", "{}", message)
-            retry_after_s = max(wait_s - left_s, self._retry_after_s(pool, now))
-            raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)
+    def _refuse(self, stream: OutputStream, error: RequestError, now: float) -> NoReturn:
+        self.decisions.note(now, stream.request.rid, "refuse", "{}", error.message)
+        raise error
 
     def _eviction_candidates(self, pool: WorkerPool, request: Request, count: int) -> list[InFlightRequest]:
         """Requests that make room for a more urgent one: those in the queue, or if it is empty, those at nodes that
@@ -282,9 +206,6 @@ class Dispatcher:
     def _retry_after_s(self, pool: WorkerPool, now: float) -> float:
         return pool.admission.retry_after(1, now, waiting=pool.queue, in_flight=self._streams(pool))
 
-    def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
-        return (flight.stream for flight in self._in_flight.values() if flight.pool is pool)
-
     @staticmethod
     def _enqueue(flight: InFlightRequest) -> None:
         flight.queued = request_of(flight.stream)
@@ -305,7 +226,7 @@ class Dispatcher:
             pace = pool.admission.pace(now, waiting=pool.queue)
             for queued in waiting[: _num_in_turn(request.prompt for request in waiting)]:
                 flight = self._in_flight[queued.rid]
-                if pace is not None and self._is_too_late(flight, pace, now):
+                if pace is not None and is_too_late(flight.stream, pace, now):
                     self._fail_by_deadline(flight, "there is too little time left before its deadline of {:g} s")
                 elif self._place(flight, now):
                     placed.append(flight)
@@ -315,13 +236,6 @@ class Dispatcher:
             self._send(placed, now)
             if not pool.queue.is_idle and self._capacity(pool):
                 self.pump_soon()
-
-    @staticmethod
-    def _is_too_late(flight: InFlightRequest, pace: Pace, now: float) -> bool:
-        """Whether a request would not end before its deadline even at twice the speed of the latest ones."""
-        request = flight.stream.request
-        left_s = request.timeout_s - (now - flight.stream.started_at)
-        return left_s < pace.least_s(num_expected(request)) / 2
 
     @staticmethod
     def _capacity(pool: WorkerPool) -> int:
@@ -358,25 +272,8 @@ class Dispatcher:
             for queued in pool.queue.expired(now, is_routable=pool.registry.is_ready):
                 message = "no nodes that can serve the request registered while it waited"
                 self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
-        for flight in list(self._recovering.values()):
-            assert flight.recovery is not None
-            if flight.pause is not None:
-                continue  # it is tried once more first
-            lacking = self._lacking(flight.pool, flight)
-            error = flight.recovery.expired(now, timeout_s=flight.pool.recovery_timeout_s, lacking=lacking)
-            if error is not None:
-                self._fail(flight, error)
-
-    @staticmethod
-    def _lacking(pool: WorkerPool, flight: InFlightRequest) -> str:
-        """What the next attempt at a request waits for, in words."""
-        recovery, registry = flight.recovery, pool.registry
-        if not registry.is_ready:
-            return registry.lacking
-        if recovery is not None and recovery.revision:
-            if all(node.revision != recovery.revision for node in registry.decodes):
-                return "decode node with the weights that began the output"
-        return "pair of nodes with room for it"
+        for flight, error in self._further.expired(now):
+            self._fail(flight, error)
 
     def _place(self, flight: InFlightRequest, now: float) -> bool:
         """Chooses the pair of a request, which is sent next; False if no page pool is large enough."""
@@ -384,13 +281,13 @@ class Dispatcher:
         if flight.recovery is None:
             pair = self._choose(pool, request, flight.siblings.get(request.prompt_number))
         else:
-            pair = _choose_next(pool, stream, flight.recovery)
+            pair = choose_next_pair(pool, stream, flight.recovery)
         if pair is None:
             return False
         if flight.recovery is not None:
-            self._begin_recovered(flight, flight.recovery, pair)
-        if pool.registry.health.breakers and pair.prefill and pair.decode:
-            flight.is_probe = pool.registry.begins_probe(PairKey(pair.prefill, pair.decode))
+            self._further.begin(flight)
+        if flight.recovery is not None or pool.registry.health.breakers:
+            begin_trial(flight, pair)
         if flight.queued is not None:
             pool.queue.remove(flight.queued)
             num_input = len(request.prompt) if pair.prefill is None else pair.num_compute
@@ -444,7 +341,7 @@ class Dispatcher:
         Args:
             tenant: changes only this tenant's requests; None those of all.
         """
-        flights = self._matching(request_id, tenant)
+        flights = self._in_flight.matching(request_id, tenant)
         now = self._clock.now()
         for flight in flights:
             request = flight.stream.request
@@ -491,15 +388,7 @@ class Dispatcher:
             request_id: None matches all.
             tenant: ends only this tenant's requests; None those of all.
         """
-        return sum(self.abort(flight.stream.request.rid) for flight in self._matching(request_id, tenant))
-
-    def _matching(self, request_id: str | None, tenant: str | None) -> list[InFlightRequest]:
-        return [
-            flight
-            for rid, flight in self._in_flight.items()
-            if (request_id is None or request_id in (rid, flight.stream.request.request_id))
-            and (tenant is None or flight.stream.request.tenant == tenant)
-        ]
+        return sum(self.abort(flight.stream.request.rid) for flight in self._in_flight.matching(request_id, tenant))
 
     def shut_down(self) -> None:
         """Ends all requests and refuses new ones: the gateway stops."""
@@ -537,12 +426,12 @@ class Dispatcher:
         flight.timer.cancel()
         if flight.pair is not None:
             self._release_nodes(flight, flight.pair)
-        elif flight.pause is not None:
-            flight.pause.cancel()
+        elif flight.backoff is not None:
+            flight.backoff.cancel()
         elif flight.queued is not None:
             pool.queue.remove(flight.queued)
         if flight.recovery is not None:
-            self._recovering.pop(stream.request.rid, None)
+            self._further.drop(stream.request.rid)
         is_served = stream.sent_at and (stream.error is None or stream.error.code is ErrorCode.DEADLINE_EXCEEDED)
         served_s = stream.ended_at - stream.sent_at if is_served else None
         pool.admission.release(stream.ended_at, served_s=served_s, num_tokens=len(stream.ids))
@@ -565,72 +454,38 @@ class Dispatcher:
         if flight.is_paused and pair.decode is not None:
             flight.pool.router.set_paused(pair, is_paused=False)
         flight.pool.router.decode_done(pair)
-        if flight.pool.registry.health.breakers:
-            self._end_transfer(flight, pair)
-        if flight.is_alone:
-            self._end_alone(flight, pair)
+        if (flight.is_alone or flight.pool.registry.health.breakers) and end_trial(flight, pair):
+            self.on_workers_added(flight.pool)
 
     # ---- further attempts -------------------------------------------------------------------------------------------
 
     def _recover(self, flight: InFlightRequest, end: AttemptEnd) -> None:
         """Ends what is left of an attempt that ended without the request's fault, and prepares the next one."""
         assert flight.pair is not None
-        now, pool, stream = self._clock.now(), flight.pool, flight.stream
-        if flight.recovery is None:
-            flight.recovery = Recovery(end, now, len(stream.ids))
-        recovery = flight.recovery
-        pause_s = recovery.ended(end, num_output=len(stream.ids), revision=flight.revision, now=now)
-        error = recovery.verdict(now, timeout_s=pool.recovery_timeout_s)
-        if error is not None:
-            self._fail(flight, error)
+        now, rid = self._clock.now(), flight.stream.request.rid
+        backoff_s = self._further.attempt_ended(flight, end, now)
+        if isinstance(backoff_s, RequestError):
+            self._fail(flight, backoff_s)
             return
         self._release_nodes(flight, flight.pair)
-        flight.pair, flight.nodes, flight.failed_at = None, (), ""
-        stream.drop_early()
-        budget_s = pool.budget.take(now, num_in_flight=pool.admission.num_in_flight)
-        recovery.waits(budget_s)
-        self.recoveries[pool.model, end.code] += 1
-        self.decisions.note(now, stream.request.rid, "recover", "after {} tokens: {}", len(stream.ids), end.message)
-        self._recovering[stream.request.rid] = flight
-        if pause_s or budget_s:
-            flight.pause = self._timers.call_later(max(pause_s, budget_s), self._on_pause_over, stream.request.rid)
+        wait_s = self._further.wait(flight, backoff_s, now)
+        self.decisions.note(now, rid, "recover", "after {} tokens: {}", len(flight.stream.ids), end.message)
+        if wait_s:
+            flight.backoff = self._timers.call_later(wait_s, self._on_backoff_over, rid)
         else:
             self._put_back(flight)
 
-    def _on_pause_over(self, rid: str) -> None:
-        self._put_back(self._in_flight[rid])
+    def _on_backoff_over(self, rid: str) -> None:
+        flight = self._in_flight[rid]
+        flight.backoff = None
+        self._put_back(flight)
 
     def _put_back(self, flight: InFlightRequest) -> None:
-        flight.pause = None
+        """Lets a request join the queue again, for its next attempt."""
         if flight.queued is None:
             flight.queued = request_of(flight.stream)
         flight.pool.queue.put_back(flight.queued)
         self.pump_soon()
-
-    def _begin_recovered(self, flight: InFlightRequest, recovery: Recovery, pair: WorkerPair) -> None:
-        del self._recovering[flight.stream.request.rid]
-        if recovery.is_suspect:
-            flight.is_alone = True
-            flight.pool.registry.set_reserved(pair.nodes, True)
-
-    def _end_alone(self, flight: InFlightRequest, pair: WorkerPair) -> None:
-        """The nodes of a suspect request get other requests again."""
-        flight.is_alone = False
-        flight.pool.registry.set_reserved(pair.nodes, False)
-        self.on_workers_added(flight.pool)
-
-    def _end_transfer(self, flight: InFlightRequest, pair: WorkerPair) -> None:
-        """Notes what the end of an attempt says about its pair, one of those that have failed transfers lately."""
-        if pair.prefill is None or pair.decode is None:
-            return
-        registry, key = flight.pool.registry, PairKey(pair.prefill, pair.decode)
-        if flight.is_prefilled:
-            registry.transfer_succeeded(key, is_probe=flight.is_probe)
-        elif flight.is_probe:
-            registry.ends_probe(key)
-        if flight.is_probe:
-            flight.is_probe = False
-            self.on_workers_added(flight.pool)
 
     # ---- moves away from draining nodes -----------------------------------------------------------------------------
 
@@ -639,7 +494,7 @@ class Dispatcher:
         for order in self._moves.begin(pool, flights):
             attempt = self._in_flight[order.rid].attempt
             self.decisions.note(now, order.rid, "move", "to {}, since its node drains", order.target.name)
-            self._channel.send(Move(order.rid, attempt, order.attempt, peer_of(order.target)), order.source)
+            self._channel.send(Move(order.rid, attempt, order.attempt, order.target.peer), order.source)
 
     def _go_on_at_target(self, flight: InFlightRequest) -> None:
         """Continues a request that has stopped to move, once all of its tokens are here."""
@@ -668,7 +523,7 @@ class Dispatcher:
 
     def on_tokens(self, sender: str, message: Tokens) -> None:
         """Passes tokens to their stream; the sender of tokens that belong to no request is told to stop."""
-        flight = self._known(sender, message)
+        flight = self._in_flight.concerned(sender, message)
         if flight is None:
             self._channel.send(Abort(message.rid, message.attempt), sender)
             return
@@ -680,22 +535,14 @@ class Dispatcher:
         flight.stream.on_tokens(message, self._clock.now())
         if flight.stream.is_ended:
             self._remove(flight)
-        elif flight.is_probe or flight.is_alone:
-            self._on_progress(flight)
+        elif (flight.is_probe or flight.is_alone) and has_passed_trial(flight):
+            self.on_workers_added(flight.pool)
         if self._moves and not flight.stream.is_ended:
             self._go_on_at_target(flight)
 
-    def _on_progress(self, flight: InFlightRequest) -> None:
-        """Gives a pair or nodes back to all requests as soon as one that probes or suspects them has shown enough."""
-        assert flight.pair is not None
-        if flight.is_probe and flight.is_prefilled:
-            self._end_transfer(flight, flight.pair)
-        if flight.is_alone and flight.recovery is not None and flight.recovery.has_progressed(len(flight.stream.ids)):
-            self._end_alone(flight, flight.pair)
-
     def on_spans(self, sender: str, message: Spans, report: StageReport) -> bool:
         """Passes spans of a node to their stream; False if it has ended."""
-        flight = self._known(sender, message)
+        flight = self._in_flight.concerned(sender, message)
         if flight is None:
             return False
         flight.stream.on_spans(report)
@@ -703,47 +550,24 @@ class Dispatcher:
 
     def on_moved(self, sender: str, message: Moved) -> None:
         """A draining node has stopped a request, whose pages wait for the node that it moves to."""
-        flight = self._known(sender, message)
+        flight = self._in_flight.concerned(sender, message)
         if flight is not None:
             self._moves.stopped(message.rid, message.num_output)
             self._go_on_at_target(flight)
 
     def on_failed(self, sender: str, message: Failed) -> None:
-        flight = self._known(sender, message)
+        flight = self._in_flight.concerned(sender, message)
         if flight is None:
             return
         flight.failed_at = sender
         if message.code in RECOVERABLE:
-            self._recover(flight, self._end_of_attempt(flight, sender, message))
+            self._recover(flight, end_by_failure(flight, sender, message, self._clock.now()))
             return
         text, param = message.message, None
         if message.code is ErrorCode.INVALID_REQUEST and flight.stream.request.grammar_param:
             param = flight.stream.request.grammar_param  # a node refuses nothing else
             text = f"{param}: {text}"
         self._fail(flight, RequestError(message.code, text, param=param))
-
-    def _end_of_attempt(self, flight: InFlightRequest, sender: str, message: Failed) -> AttemptEnd:
-        """What a node's failure says about the nodes of the attempt."""
-        pair, registry = flight.pair, flight.pool.registry
-        assert pair is not None
-        cause = sender
-        if message.code in (ErrorCode.NODE_LOST, ErrorCode.TRANSFER_FAILED) and pair.prefill and pair.decode:
-            is_decode_lost = message.code is ErrorCode.NODE_LOST and sender == pair.prefill
-            cause = pair.decode if is_decode_lost else pair.prefill
-            registry.transfer_failed(PairKey(pair.prefill, pair.decode), self._clock.now())
-            flight.is_probe = False
-        elif message.code is ErrorCode.SHUTTING_DOWN:
-            registry.leave(sender)  # its own message may come after this one
-        decode = None if cause == pair.decode else pair.decode
-        retry_after_s = (message.retry_after_s or 1.0) if message.code is ErrorCode.QUEUE_FULL else None
-        return AttemptEnd(message.code, message.message, frozenset({cause}), decode, retry_after_s=retry_after_s)
-
-    def _known(self, sender: str, message: Tokens | Spans | Moved | Failed) -> InFlightRequest | None:
-        """The request that a message is about; None if it has ended or the sender does not work on it."""
-        flight = self._in_flight.get(message.rid)
-        if flight is None or message.attempt != flight.attempt or sender not in flight.nodes:
-            return None
-        return flight
 
     def on_worker_lost(self, incarnation: str, name: str, *, is_empty: bool = False) -> None:
         """Continues the requests of a node that is no longer registered on others.
@@ -753,68 +577,10 @@ class Dispatcher:
         Args:
             is_empty: the node was done with all requests.
         """
-        message = f"node {name} was lost while it worked on the request"
         for flight in list(self._in_flight.values()):
-            if flight.pair is None:
-                continue  # it waits for any node
-            is_prefill_lost = incarnation == flight.pair.prefill and not (is_empty or flight.is_prefilled)
-            if is_prefill_lost or incarnation == flight.pair.decode:
-                decode = flight.pair.decode if is_prefill_lost else None
-                self._recover(flight, AttemptEnd(ErrorCode.NODE_LOST, message, decode=decode, is_seen=True))
-
-
-def num_expected(request: GenerateRequest) -> int:
-    """Output tokens that a request is expected to get, or may get."""
-    return request.expected_output or request.sampling.max_new_tokens
-
-
-def request_of(stream: OutputStream) -> Request:
-    """An output as a queue sees it."""
-    request = stream.request
-    return Request(
-        rid=request.rid,
-        attempt=0,
-        prompt=request.prompt,
-        sampling=request.sampling,
-        salt=request.salt,
-        priority=request.priority,
-        priority_class=request.priority_class,
-        tenant=request.tenant,
-        expected_output=request.expected_output,
-        arrived_at=stream.started_at,
-        deadline_at=stream.started_at + request.timeout_s,
-    )
-
-
-def _choose_next(pool: WorkerPool, stream: OutputStream, recovery: Recovery) -> WorkerPair | None:
-    """The pair for a further attempt: with the decode node that has pages of it, or avoiding what ended the last one,
-    or any.
-
-    The prompt and all output tokens but the last are computed like a prompt, and the last one leads to the next, so
-    that there is one more to come than the client still gets.
-    """
-    request, output = stream.request, stream.ids
-    prefills, decodes = pool.registry.prefills, pool.registry.decodes
-    if recovery.revision:
-        prefills = [node for node in prefills if node.revision == recovery.revision]
-        decodes = [node for node in decodes if node.revision == recovery.revision]
-    if recovery.is_suspect:
-        prefills = [node for node in prefills if not pool.router.load(node.incarnation)] or prefills
-        decodes = [node for node in decodes if not pool.router.num_requests(node.incarnation)] or decodes
-    last = recovery.last
-    others = [node for node in prefills if node.incarnation not in last.avoid]
-    kept = [node for node in decodes if node.incarnation == last.decode]
-    calm = [node for node in decodes if node.incarnation not in last.avoid]
-    tokens = (*request.prompt, *output[:-1])
-    num_new = request.sampling.max_new_tokens - len(output) + bool(output)
-    for able_prefills, able_decodes in ((others, kept), (others, calm), (prefills, decodes)):
-        pair = pool.router.choose(
-            able_prefills, able_decodes, tokens, num_new=num_new,
-            num_expected=max(request.expected_output - len(output), 0), salt=request.salt,
-        )  # fmt: skip
-        if pair is not None:
-            return pair
-    return None
+            end = end_by_loss(flight, incarnation, name, is_empty=is_empty)
+            if end is not None:
+                self._recover(flight, end)
 
 
 def _group(flight: InFlightRequest) -> tuple[Any, ...]:
@@ -834,8 +600,8 @@ def _generate(flight: InFlightRequest, others: Iterable[InFlightRequest], now: f
         attempt=flight.attempt,
         prompt=request.prompt,
         sampling=request.sampling,
-        prefill=None if pair.prefill is None else peer_of(workers[pair.prefill]),
-        decode=None if pair.decode is None else peer_of(workers[pair.decode]),
+        prefill=None if pair.prefill is None else workers[pair.prefill].peer,
+        decode=None if pair.decode is None else workers[pair.decode].peer,
         timeout_s=max(request.timeout_s - waited_s, 0.001),
         cache_salt=request.salt,
         priority=request.priority,
@@ -862,7 +628,3 @@ def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:
         if num_tokens > TOKENS_AT_ONCE:
             return max(number, 1)
     return SENT_AT_ONCE
-
-
-def peer_of(node: Worker) -> Peer:
-    return Peer(node.name, node.incarnation, node.register.address, node.register.public_key)

@@ -8,8 +8,8 @@ move, or whose move fails, is continued like one whose node was lost. Pure.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
+from gateway.requests.in_flight import InFlightRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
@@ -17,17 +17,6 @@ from gateway.workers.router import WorkerPair
 
 #: Requests of one node that move at the same time.
 MAX_AT_ONCE = 8
-
-
-class Flight(Protocol):
-    """The part of an in-flight request that a move needs."""
-
-    stream: OutputStream
-    pool: WorkerPool
-    pair: WorkerPair | None
-
-    @property
-    def is_prefilled(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -69,7 +58,7 @@ class Moves:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def begin(self, pool: WorkerPool, flights: Iterable[Flight]) -> list[MoveOrder]:
+    def begin(self, pool: WorkerPool, flights: Iterable[InFlightRequest]) -> list[MoveOrder]:
         """Moves to order now: of requests that decode on nodes which are leaving, as far as others have room."""
         leaving = {node.incarnation for node in pool.registry.workers.values() if node.is_leaving}
         orders: list[MoveOrder] = []
@@ -109,14 +98,14 @@ class Moves:
         if rid in self._pending:
             self._pending[rid].num_output = num_output
 
-    def take_complete(self, flight: Flight) -> PendingMove | None:
+    def take_complete(self, flight: InFlightRequest) -> PendingMove | None:
         """The move of a request that has stopped and whose tokens are all here. It is not pending any more."""
         move = self._pending.get(flight.stream.request.rid)
         if move is None or move.num_output is None or len(flight.stream.ids) < move.num_output:
             return None
         return self._pending.pop(flight.stream.request.rid)
 
-    def drop(self, flight: Flight) -> bool:
+    def drop(self, flight: InFlightRequest) -> bool:
         """The request has ended, or begins another attempt. False: it was not moving."""
         move = self._pending.pop(flight.stream.request.rid, None)
         if move is not None:

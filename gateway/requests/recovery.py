@@ -4,7 +4,7 @@ A further attempt continues after the output so far. When it is made, and on whi
 before it ended:
 
 - After a loss that the gateway has seen itself, the next attempt follows at once. After a failure on nodes that live
-  on, it follows after a pause that doubles with every failure in a row, and avoids the nodes that may be the cause.
+  on, it follows after a back-off that doubles with every failure in a row, and avoids the nodes that may be the cause.
 - A request whose attempts were ended ``NUM_LOSSES`` times in a row by the loss of a node or an internal error may be
   what kills the nodes. It is *suspect*: its next attempt has its nodes for itself, and if that is lost too, the request
   ends.
@@ -20,7 +20,7 @@ from common.errors import ErrorCode, RequestError
 
 NUM_LOSSES = 2
 NUM_PROGRESS = 8
-MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 
 #: Codes with which a node reports that an attempt ended without the fault of the request.
 RECOVERABLE = frozenset(
@@ -94,7 +94,7 @@ class Recovery:
         self.num_losses += end.code in LOSSES
         if end.is_seen or (end.code in GONE and self.num_ended == 1):
             return 0.0
-        return float(min(MIN_PAUSE_S * 2.0 ** min(self.num_ended - 1, 16), MAX_PAUSE_S))
+        return float(min(MIN_BACKOFF_S * 2.0 ** min(self.num_ended - 1, 16), MAX_BACKOFF_S))
 
     def waits(self, seconds: float) -> None:
         """The next attempt waits for the retry budget, which does not count towards the recovery timeout."""

@@ -41,7 +41,7 @@ from common.wire.messages import (  # fmt: skip
     Tokens,
     Unknown,
 )
-from gateway.requests.dispatcher import Dispatcher, peer_of
+from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.output_processor import StageReport
 from gateway.tracing.timelines import Timelines
 from gateway.workers.pool import WorkerPool, WorkerPools
@@ -307,7 +307,7 @@ class ControlPlane:
         is_new = came is not None and came.register.role == "decode" and not came.is_leaving
         for node in [came] if came is not None and is_new else list(workers.values()):
             if node.register.role == "decode":
-                peers = tuple(map(peer_of, pool.registry.prefill_nodes(node)))
+                peers = tuple(other.peer for other in pool.registry.prefill_nodes(node))
                 self._channel.send(PrefillNodes(peers), node.incarnation)
 
     def _on_leave(self, sender: str, message: Deregister) -> None:

@@ -2,14 +2,14 @@
 
 Each pair has a circuit breaker. After ``NUM_FAILURES`` failed transfers in a row it opens, and the pair gets no
 requests for 1 s. Then it is half open: one request probes the pair. If that succeeds the breaker closes; if it fails
-it opens for twice as long, up to ``MAX_PAUSE_S``.
+it opens for twice as long, up to ``MAX_BACKOFF_S``.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 NUM_FAILURES = 3
-MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 
 BreakerState = Literal["closed", "open", "half_open", "probing"]
 
@@ -27,13 +27,13 @@ class Breaker:
 
     Attributes:
         num_failures: in a row.
-        pause_s: how long it stays open the next time.
+        backoff_s: how long it stays open the next time.
         until: when it becomes half open.
     """
 
     state: BreakerState = "closed"
     num_failures: int = 0
-    pause_s: float = MIN_PAUSE_S
+    backoff_s: float = MIN_BACKOFF_S
     until: float = 0.0
 
 
@@ -59,8 +59,8 @@ class PairHealth:
             return True  # a request that was sent before it opened
         if breaker.state == "closed" and breaker.num_failures < NUM_FAILURES:
             return False
-        breaker.state, breaker.until = "open", now + breaker.pause_s
-        breaker.pause_s = min(2 * breaker.pause_s, MAX_PAUSE_S)
+        breaker.state, breaker.until = "open", now + breaker.backoff_s
+        breaker.backoff_s = min(2 * breaker.backoff_s, MAX_BACKOFF_S)
         return True
 
     def succeeded(self, pair: PairKey, *, is_probe: bool) -> bool:
@@ -89,7 +89,7 @@ class PairHealth:
             breaker.state = "half_open"
 
     def tick(self, now: float) -> bool:
-        """Lets pairs whose pause is over be probed. Returns whether there are such."""
+        """Lets pairs whose back-off is over be probed. Returns whether there are such."""
         due = [breaker for breaker in self.breakers.values() if breaker.state == "open" and breaker.until <= now]
         for breaker in due:
             breaker.state = "half_open"

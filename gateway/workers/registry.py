@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from common.cache.page_layout import layout_conflict
-from common.wire.messages import Heartbeat, PairState, Refused, Register, Registered, Role
+from common.wire.messages import Heartbeat, PairState, Peer, Refused, Register, Registered, Role
 from gateway.workers.clock_offset import ClockOffset
 from gateway.workers.pair_health import PairHealth, PairKey
 from gateway.workers.router import can_pair
@@ -36,6 +36,7 @@ class Worker:
         starts: number of this start among those of nodes with its name.
         reported_peers: incarnations of workers with which it cannot exchange pages at present, as it says itself.
         failed_peers: these, and those with which transfers have failed lately.
+        peer: how other nodes reach it.
         clock: how far its clock is ahead of the gateway's.
         is_leaving: it stops on purpose or cannot be reached, and gets no new requests.
         max_running: requests that it runs at once for this gateway.
@@ -57,6 +58,7 @@ class Worker:
     is_empty: bool = False
     clock: ClockOffset = field(default_factory=ClockOffset)
     name: str = field(init=False)
+    peer: Peer = field(init=False)
     capacity_tokens: int = field(init=False)
     max_running: int = field(init=False)
     revision: str = field(init=False)
@@ -65,6 +67,7 @@ class Worker:
         self.capacity_tokens = self.register.num_pages * self.register.layout.page_size
         self.max_running = self.register.max_running if self.register.share is None else self.register.share
         self.name = self.register.name
+        self.peer = Peer(self.name, self.incarnation, self.register.address, self.register.public_key)
         self.revision = sys.intern(f"{self.register.digest}/{self.register.weight_version}")
 
 
@@ -218,7 +221,7 @@ class Registry:
         self._changed()
 
     def tick(self, now: float) -> bool:
-        """Lets pairs be probed whose pause is over. Returns whether there are such."""
+        """Lets pairs be probed whose back-off is over. Returns whether there are such."""
         is_due = self.health.tick(now)
         if is_due:
             self._changed()

@@ -1,0 +1,116 @@
+"""The requests in flight: what the gateway knows of each, beside its output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.request import Request
+from common.wire.messages import Failed, Moved, Spans, Tokens
+from gateway.requests.output_processor import OutputStream
+from gateway.requests.recovery import Recovery
+from gateway.workers.pool import WorkerPool
+from gateway.workers.router import WorkerPair
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class InFlightRequest:
+    """Gateway state of one in-flight request.
+
+    Attributes:
+        siblings: pairs chosen for the outputs of the same HTTP request, by prompt number.
+        queued: the request as the queue knows it; None if it never waited and its service is not accounted.
+        pair, nodes: None and empty while it waits.
+        attempt: nodes know the request by this number and its rid.
+        revision: configuration and weights of its nodes.
+        num_continued: output tokens that the stream had when the attempt began.
+        is_prefill_counted: the router counts the prompt as one that the prefill node has to compute.
+        is_paused: its client is slow to read, so its decode node does not compute it.
+        failed_at: the node that failed it and need not be told of its end.
+        recovery: what decides about further attempts; None while no attempt has ended without the request's fault.
+        backoff: runs until the request joins the queue for its next attempt; None while it does not wait for that.
+        is_probe: it tries a pair whose transfers have failed lately.
+        is_alone: its nodes get no other requests, since it may have killed those before.
+    """
+
+    stream: OutputStream
+    pool: WorkerPool
+    timer: Timer
+    siblings: dict[int, WorkerPair]
+    queued: Request | None = None
+    pair: WorkerPair | None = None
+    nodes: tuple[str, ...] = ()
+    attempt: int = 0
+    revision: str = ""
+    num_continued: int = 0
+    is_prefill_counted: bool = False
+    is_evicted: bool = False
+    is_paused: bool = False
+    failed_at: str = ""
+    recovery: Recovery | None = None
+    backoff: Timer | None = None
+    is_probe: bool = False
+    is_alone: bool = False
+
+    @property
+    def is_prefilled(self) -> bool:
+        """The decode node has sent a token, so it has all pages; the prefill node is done with the request."""
+        return len(self.stream.ids) > max(self.num_continued, 1)
+
+    @property
+    def is_ended_by_node(self) -> bool:
+        """A node has sampled the last token; the gateway itself finds stop strings."""
+        return bool(self.stream.finish) and not isinstance(self.stream.matched, str)
+
+    def nodes_to_tell(self, pair: WorkerPair) -> Sequence[str]:
+        """Nodes that may not know that the request has ended."""
+        stream = self.stream
+        if self.is_ended_by_node:
+            is_ended_by_prefill = pair.prefill is not None and len(stream.ids) <= 1
+            return (pair.decode,) if is_ended_by_prefill and pair.decode else ()  # it may still wait for pages
+        return [node for node in pair.nodes if node != self.failed_at]
+
+
+class InFlightTable(dict[str, InFlightRequest]):
+    """All requests in flight by rid, oldest first."""
+
+    def num_at(self, incarnation: str) -> int:
+        """Requests that a node works on, or whose pages it still sends."""
+        return sum(incarnation in flight.nodes for flight in self.values())
+
+    def matching(self, request_id: str | None, tenant: str | None) -> list[InFlightRequest]:
+        """A request, or all outputs of a batch, by the id that the client knows; None matches all."""
+        return [
+            flight
+            for rid, flight in self.items()
+            if (request_id is None or request_id in (rid, flight.stream.request.request_id))
+            and (tenant is None or flight.stream.request.tenant == tenant)
+        ]
+
+    def concerned(self, sender: str, message: Tokens | Spans | Moved | Failed) -> InFlightRequest | None:
+        """The request that a node's message is about; None if it has ended or the sender does not work on it."""
+        flight = self.get(message.rid)
+        if flight is None or message.attempt != flight.attempt or sender not in flight.nodes:
+            return None
+        return flight
+
+
+def request_of(stream: OutputStream) -> Request:
+    """An output as a queue sees it."""
+    request = stream.request
+    return Request(
+        rid=request.rid,
+        attempt=0,
+        prompt=request.prompt,
+        sampling=request.sampling,
+        salt=request.salt,
+        priority=request.priority,
+        priority_class=request.priority_class,
+        tenant=request.tenant,
+        expected_output=request.expected_output,
+        arrived_at=stream.started_at,
+        deadline_at=stream.started_at + request.timeout_s,
+    )
