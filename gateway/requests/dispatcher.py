@@ -10,6 +10,7 @@ puts it back into the queue, and the next attempt continues after the tokens tha
 (``gateway.requests.recovery``).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class InFlightRequest:
         attempt: nodes know the request by this number and its rid.
         revision: of its nodes.
         num_continued: output tokens that the stream had when the attempt began.
+        began_at: when the attempt was sent.
         is_prefill_counted: the router counts the prompt as one that the prefill node has to compute.
         is_paused: its client is too far behind; see ``set_paused``.
         failed_at: the node that failed it and need not be told of its end.
@@ -105,6 +107,7 @@ class InFlightRequest:
     attempt: int = 0
     revision: str = ""
     num_continued: int = 0
+    began_at: float = 0.0
     is_prefill_counted: bool = False
     is_evicted: bool = False
     is_paused: bool = False
@@ -398,7 +401,7 @@ class Dispatcher:
         flight.siblings[request.prompt_number] = flight.pair = pair
         flight.nodes = pair.nodes
         flight.attempt = next(self._attempts)
-        flight.num_continued = len(stream.ids)
+        flight.num_continued, flight.began_at = len(stream.ids), now
         flight.is_prefill_counted = True
         stream.sent_at = stream.sent_at or now
         stream.is_local_prefill = pair.prefill is None
@@ -609,6 +612,7 @@ class Dispatcher:
 
     def _begin_recovered(self, flight: InFlightRequest, recovery: Recovery, pair: WorkerPair) -> None:
         del self._recovering[flight.stream.request.rid]
+        recovery.begins(is_alone=recovery.is_suspect and not any(map(self.num_at, pair.nodes)))
         if recovery.is_suspect:
             flight.is_alone = True
             flight.pool.registry.set_reserved(pair.nodes, True)
@@ -651,7 +655,7 @@ class Dispatcher:
         self.pump_soon()  # the next request may move
         self._end_attempt(flight, flight.pair)
         flight.pair, flight.nodes, flight.attempt = move.pair, move.pair.nodes, move.attempt
-        flight.num_continued, flight.is_prefill_counted = len(stream.ids), True
+        flight.num_continued, flight.began_at, flight.is_prefill_counted = len(stream.ids), now, True
         stream.attempt = flight.attempt
         stream.num_attempts += 1
         source, target = (workers.get(incarnation) for incarnation in flight.nodes)
@@ -734,9 +738,17 @@ class Dispatcher:
             flight.is_probe = False
         elif message.code is ErrorCode.SHUTTING_DOWN:
             registry.leave(sender)  # its own message may come after this one
-        decode = None if cause == pair.decode else pair.decode
         retry_after_s = (message.retry_after_s or 1.0) if message.code is ErrorCode.QUEUE_FULL else None
-        return AttemptEnd(message.code, message.message, frozenset({cause}), decode, retry_after_s=retry_after_s)
+        return AttemptEnd(
+            message.code,
+            message.message,
+            avoid=frozenset({cause}),
+            decode=None if cause == pair.decode else pair.decode,
+            is_loss=message.code is ErrorCode.INTERNAL,
+            reported=cause if message.code is ErrorCode.NODE_LOST else "",
+            began_at=flight.began_at,
+            retry_after_s=retry_after_s,
+        )
 
     def _known(self, sender: str, message: Tokens | Spans | Moved | Failed) -> InFlightRequest | None:
         """The request that a message is about; None if it has ended or the sender does not work on it."""
@@ -745,22 +757,33 @@ class Dispatcher:
             return None
         return flight
 
-    def on_worker_lost(self, incarnation: str, name: str, *, is_empty: bool = False) -> None:
+    def on_worker_lost(
+        self, incarnation: str, name: str, *, is_empty: bool = False, alive_until: float = math.inf
+    ) -> None:
         """Continues the requests of a node that is no longer registered on others.
 
         A prefill node is done with a request once the decode node has sent a token; nothing happens to such a request.
 
         Args:
             is_empty: the node was done with all requests.
+            alive_until: it was probably alive until then; later requests have nothing to do with its loss.
         """
         message = f"node {name} was lost while it worked on the request"
         for flight in list(self._in_flight.values()):
+            if flight.recovery is not None and flight.recovery.confirms(incarnation, alive_until):
+                error = flight.recovery.verdict(self._clock.now(), timeout_s=flight.pool.recovery_timeout_s)
+                if error is not None:
+                    self._fail(flight, error)
+                    continue
             if flight.pair is None:
                 continue  # it waits for any node
             is_prefill_lost = incarnation == flight.pair.prefill and not (is_empty or flight.is_prefilled)
             if is_prefill_lost or incarnation == flight.pair.decode:
                 decode = flight.pair.decode if is_prefill_lost else None
-                self._recover(flight, AttemptEnd(ErrorCode.NODE_LOST, message, decode=decode, is_seen=True))
+                is_loss = flight.began_at <= alive_until
+                self._recover(
+                    flight, AttemptEnd(ErrorCode.NODE_LOST, message, decode=decode, is_seen=True, is_loss=is_loss)
+                )
 
 
 def num_expected(request: GenerateRequest) -> int:
