@@ -9,23 +9,23 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 
 from common.clock import Clock
 from common.config.shared import Role as RoleName
-from common.errors import ConfigError, ErrorCode, InvariantError
+from common.errors import ErrorCode, InvariantError
 from common.node.credit import Credit
+from common.node.departure import Departure, DepartureStep, Remainder
+from common.node.endpoint import ControlEndpoint
 from common.node.engine_thread import EngineThread
 from common.node.gateway_link import GatewayLink
 from common.node.request_owners import RequestOwners
 from common.node.role import Role
 from common.request import RequestKey
 from common.scheduling.grammar_queue import CompileGrammar
-from common.wire.address import in_url
-from common.wire.curve import KEY_BYTES, CurveKeys
-from common.wire.mailbox import PROBE_EVERY_S, SILENCE_S, Mailbox
+from common.wire.curve import KEY_BYTES
+from common.wire.mailbox import PROBE_EVERY_S, Mailbox
 from common.wire.messages import (
     Abort,
     ChangeRole,
@@ -35,7 +35,6 @@ from common.wire.messages import (
     Failed,
     Find,
     Found,
-    FromDecode,
     FromGateway,
     FromPrefill,
     Generate,
@@ -62,8 +61,6 @@ LONGEST_WAIT_S = 1.0
 MAX_PAIRS = 1_024  # reported to the gateway
 #: How often a node that leaves its role looks whether it may.
 DEPARTURE_CHECK_S = 0.1
-#: How long a node that leaves its role waits for the proof that no peer writes into its pages any more.
-FENCE_WAIT_S = 10.0
 NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
 
 
@@ -78,55 +75,6 @@ class Snapshot:
     at: float
     heartbeat: Heartbeat
     pairs: tuple[PairState, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ControlEndpoint:
-    """The control plane's end in this process.
-
-    Attributes:
-        context: of all sockets.
-        incarnation: drawn at each start of a process, and again for each other role that it takes.
-        listen: mailbox on which decode nodes reach this node, to receive pages.
-        keys: of this process; None: connections are neither encrypted nor authenticated.
-        node_timeout_s: silence after which a connection is closed.
-    """
-
-    context: "zmq.Context[zmq.Socket[bytes]]"
-    incarnation: str
-    listen: Mailbox
-    keys: CurveKeys | None = None
-    node_timeout_s: float = SILENCE_S
-
-    def close(self) -> None:
-        """Close the listening socket and the context; all other sockets must be closed."""
-        self.listen.close()
-        self.context.term()
-
-    def dial(self, accepts: Any, address: str, server_key: bytes) -> Mailbox:
-        """A mailbox connected to ``address``, which accepts only the owner of ``server_key`` as its server."""
-        curve = None if self.keys is None else self.keys.client(server_key)
-        return Mailbox(
-            self.context,
-            self.incarnation,
-            accepts,
-            connect=f"tcp://{address}",
-            curve=curve,
-            silence_s=self.node_timeout_s,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """An order to leave the role: take no new requests, finish those that are here, and come back in another role.
-
-    Attributes:
-        role: None: stop for good.
-        until: the instant at which the requests that are left are ended.
-    """
-
-    role: RoleName | None
-    until: float
 
 
 class EventLoop:
@@ -188,7 +136,6 @@ class EventLoop:
         self.next_role: RoleName | None = None
         self._departure: Departure | None = None
         self._drain_s: float | None = None  # a drain that was asked for and has not begun
-        self._is_ack_due = False  # for a departure: of heartbeats that were sent while the role was empty
         self._poller = zmq.Poller()
         for link in self._links:
             self._watch(link.mailbox)
@@ -239,7 +186,8 @@ class EventLoop:
             self._check_when_idle()
             if self._drain_s is not None:
                 self._begin_drain(self._drain_s, now)
-            self._depart_when_empty(now)
+            if self._departure is not None:
+                self._depart(self._departure, now)
             for link in self._links:
                 link.remind(now)
 
@@ -301,46 +249,36 @@ class EventLoop:
         self._departure = Departure(None, now + timeout_s)
         self._send_to_all(Deregister())
 
-    def _depart_when_empty(self, now: float) -> None:
-        """Leave the role when nothing is left, here or on its way between a gateway and this node.
-
-        A gateway acknowledges a heartbeat after it has handled all earlier messages of this node, ``Deregister``
-        included; every request that it has sent before arrives before the acknowledgement.
-        """
-        departure = self._departure
-        if departure is None:
-            return
-        if departure.role is None and (now >= departure.until or not self.is_registered):
-            self._is_stopping = True  # without a gateway, no answer can be delivered and no request can move
-            return
-        load, outbox = self._role.load(), self._role.outbox
-        is_idle = not (load.num_waiting or load.num_running or self._engine.is_busy or outbox.grammars)
-        if is_idle and (departure.role is None or not load.num_quarantined_pages):
-            if not self._is_ack_due:
-                self._is_ack_due = True
+    def _depart(self, departure: Departure, now: float) -> None:
+        """Take the next step of leaving the role."""
+        load = self._role.load()
+        num_left = load.num_waiting + load.num_running
+        is_idle = not (num_left or self._engine.is_busy or self._role.outbox.grammars)
+        has_acknowledged = all(link.has_acknowledged for link in self._links)
+        left = Remainder(is_idle, load.num_quarantined_pages, self.is_registered, has_acknowledged)
+        match departure.next_step(left, now):
+            case DepartureStep.SAY_EMPTY:
                 for link in self._links:
                     link.send(Deregister(is_empty=True))
                     link.expect_ack()
                 self._next_heartbeat_at = now
-            if all(link.has_acknowledged for link in self._links):
-                self.next_role = departure.role
-                self._is_stopping |= departure.role is None
-            return
-        if self._is_ack_due:
-            self._is_ack_due = False
-            self._send_to_all(Deregister())
-        if departure.role is not None and now >= departure.until + FENCE_WAIT_S:
-            log.error(
-                "the role is kept: %d requests and %d pages into which another node may still write are left",
-                load.num_waiting + load.num_running,
-                load.num_quarantined_pages,
-            )
-            self._departure = None
-            for link in self._links:
-                link.register()
-        elif now >= departure.until:
-            self._role.stop("the node changes its role", now)
-            self._flush()
+            case DepartureStep.SAY_DRAINING:
+                self._send_to_all(Deregister())
+            case DepartureStep.END_REQUESTS:
+                self._role.stop("the node changes its role", now)
+                self._flush()
+            case DepartureStep.LEAVE:
+                self.next_role = departure.next_role
+                self._is_stopping |= departure.next_role is None
+            case DepartureStep.STAY:
+                log.error(
+                    "the role is kept: %d requests and %d pages into which another node may still write are left",
+                    num_left,
+                    load.num_quarantined_pages,
+                )
+                self._departure = None
+                for link in self._links:
+                    link.register()
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -406,7 +344,7 @@ class EventLoop:
             self._end_requests(self._owners.reclaim(sender), now)
             self._next_heartbeat_at = now
             if self._departure is not None:
-                self._is_ack_due = False
+                self._departure.registered()
                 link.send(Deregister())
             if self._credit is not None:
                 self._credit.join(sender)
@@ -590,27 +528,3 @@ class EventLoop:
 
     def _mailboxes(self) -> list[Mailbox]:
         return [*(link.mailbox for link in self._links), *self._prefill_nodes.values(), self._listen]
-
-
-def listen_mailbox(
-    context: "zmq.Context[zmq.Socket[bytes]]",
-    incarnation: str,
-    host: str,
-    port: int,
-    *,
-    keys: CurveKeys | None,
-    silence_s: float = SILENCE_S,
-) -> Mailbox:
-    """The socket on which decode nodes reach this node, to receive pages; port 0 takes any free one.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
-    try:
-        curve = None if keys is None else keys.server
-        bind = f"tcp://{in_url(host)}:{port}"
-        return Mailbox(context, incarnation, FromDecode, bind=bind, curve=curve, silence_s=silence_s)
-    except zmq.ZMQError as error:
-        raise ConfigError(
-            f"cannot bind --advertise-host {host} --data-port {port}: {error.strerror or error}"
-        ) from error

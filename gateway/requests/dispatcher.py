@@ -10,6 +10,7 @@ puts it back into the queue, and the next attempt continues after the tokens tha
 (``gateway.requests.recovery``).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, groupby, islice
@@ -35,7 +36,13 @@ from common.wire.messages import (
     Tokens,
 )  # fmt: skip
 from gateway.requests.deadlines import is_too_late, refusal_by_deadline
-from gateway.requests.further_attempts import FurtherAttempts, choose_next_pair, end_by_failure, end_by_loss
+from gateway.requests.further_attempts import (
+    FurtherAttempts,
+    choose_next_pair,
+    confirm_loss,
+    end_by_failure,
+    end_by_loss,
+)
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, request_of
 from gateway.requests.moves import Moves
@@ -285,7 +292,8 @@ class Dispatcher:
         if pair is None:
             return False
         if flight.recovery is not None:
-            self._further.begin(flight)
+            is_suspect = flight.recovery.is_suspect
+            self._further.begin(flight, is_alone=is_suspect and not any(map(self.num_at, pair.nodes)))
         if flight.recovery is not None or pool.registry.health.breakers:
             begin_trial(flight, pair)
         if flight.queued is not None:
@@ -295,7 +303,7 @@ class Dispatcher:
         flight.siblings[request.prompt_number] = flight.pair = pair
         flight.nodes = pair.nodes
         flight.attempt = next(self._attempts)
-        flight.num_continued = len(stream.ids)
+        flight.num_continued, flight.began_at = len(stream.ids), now
         flight.is_prefill_counted = True
         stream.sent_at = stream.sent_at or now
         stream.is_local_prefill = pair.prefill is None
@@ -454,7 +462,7 @@ class Dispatcher:
         if flight.is_paused and pair.decode is not None:
             flight.pool.router.set_paused(pair, is_paused=False)
         flight.pool.router.decode_done(pair)
-        if (flight.is_alone or flight.pool.registry.health.breakers) and end_trial(flight, pair):
+        if (flight.has_reserved_nodes or flight.pool.registry.health.breakers) and end_trial(flight, pair):
             self.on_workers_added(flight.pool)
 
     # ---- further attempts -------------------------------------------------------------------------------------------
@@ -506,7 +514,7 @@ class Dispatcher:
         self.pump_soon()  # the next request may move
         self._end_attempt(flight, flight.pair)
         flight.pair, flight.nodes, flight.attempt = move.pair, move.pair.nodes, move.attempt
-        flight.num_continued, flight.is_prefill_counted = len(stream.ids), True
+        flight.num_continued, flight.began_at, flight.is_prefill_counted = len(stream.ids), now, True
         stream.attempt = flight.attempt
         stream.num_attempts += 1
         source, target = (workers.get(incarnation) for incarnation in flight.nodes)
@@ -535,7 +543,7 @@ class Dispatcher:
         flight.stream.on_tokens(message, self._clock.now())
         if flight.stream.is_ended:
             self._remove(flight)
-        elif (flight.is_probe or flight.is_alone) and has_passed_trial(flight):
+        elif (flight.is_probe or flight.has_reserved_nodes) and has_passed_trial(flight):
             self.on_workers_added(flight.pool)
         if self._moves and not flight.stream.is_ended:
             self._go_on_at_target(flight)
@@ -569,16 +577,22 @@ class Dispatcher:
             text = f"{param}: {text}"
         self._fail(flight, RequestError(message.code, text, param=param))
 
-    def on_worker_lost(self, incarnation: str, name: str, *, is_empty: bool = False) -> None:
+    def on_worker_lost(
+        self, incarnation: str, name: str, *, is_empty: bool = False, alive_until: float = math.inf
+    ) -> None:
         """Continues the requests of a node that is no longer registered on others.
-
-        A prefill node is done with a request once the decode node has sent a token; nothing happens to such a request.
 
         Args:
             is_empty: the node was done with all requests.
+            alive_until: it was probably alive until then; later requests have nothing to do with its loss.
         """
+        now = self._clock.now()
         for flight in list(self._in_flight.values()):
-            end = end_by_loss(flight, incarnation, name, is_empty=is_empty)
+            error = confirm_loss(flight, incarnation, alive_until, now)
+            if error is not None:
+                self._fail(flight, error)
+                continue
+            end = end_by_loss(flight, incarnation, name, is_empty=is_empty, alive_until=alive_until)
             if end is not None:
                 self._recover(flight, end)
 

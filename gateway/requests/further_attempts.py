@@ -50,8 +50,10 @@ class FurtherAttempts:
         self._waiting[flight.stream.request.rid] = flight
         return max(backoff_s, budget_s)
 
-    def begin(self, flight: InFlightRequest) -> None:
-        """The next attempt at a request begins."""
+    def begin(self, flight: InFlightRequest, *, is_alone: bool) -> None:
+        """The next attempt at a request begins; ``is_alone``: no other request is at its nodes."""
+        assert flight.recovery is not None
+        flight.recovery.begins(is_alone=is_alone)
         del self._waiting[flight.stream.request.rid]
 
     def drop(self, rid: str) -> None:
@@ -92,12 +94,31 @@ def end_by_failure(flight: InFlightRequest, sender: str, message: Failed, now: f
         flight.is_probe = False
     elif message.code is ErrorCode.SHUTTING_DOWN:
         registry.leave(sender)  # its own message may come after this one
-    decode = None if cause == pair.decode else pair.decode
     retry_after_s = (message.retry_after_s or 1.0) if message.code is ErrorCode.QUEUE_FULL else None
-    return AttemptEnd(message.code, message.message, frozenset({cause}), decode, retry_after_s=retry_after_s)
+    return AttemptEnd(
+        message.code,
+        message.message,
+        avoid=frozenset({cause}),
+        decode=None if cause == pair.decode else pair.decode,
+        is_loss=message.code is ErrorCode.INTERNAL,
+        reported=cause if message.code is ErrorCode.NODE_LOST else "",
+        began_at=flight.began_at,
+        retry_after_s=retry_after_s,
+    )
 
 
-def end_by_loss(flight: InFlightRequest, incarnation: str, name: str, *, is_empty: bool) -> AttemptEnd | None:
+def confirm_loss(flight: InFlightRequest, incarnation: str, alive_until: float, now: float) -> RequestError | None:
+    """Takes the loss of a node as the proof of what another node has reported before. Returns the error of a request
+    that ends by that."""
+    recovery = flight.recovery
+    if recovery is None or not recovery.confirms(incarnation, alive_until):
+        return None
+    return recovery.verdict(now, timeout_s=flight.pool.recovery_timeout_s)
+
+
+def end_by_loss(
+    flight: InFlightRequest, incarnation: str, name: str, *, is_empty: bool, alive_until: float
+) -> AttemptEnd | None:
     """How an attempt ends when a node is lost; None if the attempt goes on without that node.
 
     A prefill node is done with a request once the decode node has sent a token, or if it left with ``is_empty``.
@@ -109,7 +130,13 @@ def end_by_loss(flight: InFlightRequest, incarnation: str, name: str, *, is_empt
     if not is_prefill_lost and incarnation != pair.decode:
         return None
     message = f"node {name} was lost while it worked on the request"
-    return AttemptEnd(ErrorCode.NODE_LOST, message, decode=pair.decode if is_prefill_lost else None, is_seen=True)
+    return AttemptEnd(
+        ErrorCode.NODE_LOST,
+        message,
+        decode=pair.decode if is_prefill_lost else None,
+        is_seen=True,
+        is_loss=flight.began_at <= alive_until,
+    )
 
 
 def choose_next_pair(pool: WorkerPool, stream: OutputStream, recovery: Recovery) -> WorkerPair | None:

@@ -27,13 +27,14 @@ class InFlightRequest:
         attempt: nodes know the request by this number and its rid.
         revision: configuration and weights of its nodes.
         num_continued: output tokens that the stream had when the attempt began.
+        began_at: when the attempt was sent.
         is_prefill_counted: the router counts the prompt as one that the prefill node has to compute.
         is_paused: its client is slow to read, so its decode node does not compute it.
         failed_at: the node that failed it and need not be told of its end.
         recovery: what decides about further attempts; None while no attempt has ended without the request's fault.
         backoff: runs until the request joins the queue for its next attempt; None while it does not wait for that.
         is_probe: it tries a pair whose transfers have failed lately.
-        is_alone: its nodes get no other requests, since it may have killed those before.
+        has_reserved_nodes: its nodes get no new requests, since it may have killed those before.
     """
 
     stream: OutputStream
@@ -46,6 +47,7 @@ class InFlightRequest:
     attempt: int = 0
     revision: str = ""
     num_continued: int = 0
+    began_at: float = 0.0
     is_prefill_counted: bool = False
     is_evicted: bool = False
     is_paused: bool = False
@@ -53,7 +55,7 @@ class InFlightRequest:
     recovery: Recovery | None = None
     backoff: Timer | None = None
     is_probe: bool = False
-    is_alone: bool = False
+    has_reserved_nodes: bool = False
 
     @property
     def is_prefilled(self) -> bool:

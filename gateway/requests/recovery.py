@@ -6,8 +6,10 @@ before it ended:
 - After a loss that the gateway has seen itself, the next attempt follows at once. After a failure on nodes that live
   on, it follows after a back-off that doubles with every failure in a row, and avoids the nodes that may be the cause.
 - A request whose attempts were ended ``NUM_LOSSES`` times in a row by the loss of a node or an internal error may be
-  what kills the nodes. It is *suspect*: its next attempt has its nodes for itself, and if that is lost too, the request
-  ends.
+  what kills the nodes. It is *suspect*: its next attempts get no other requests on their nodes. If one is lost that had
+  its nodes for itself from the beginning, the request ends; a loss that others shared says too little.
+- The loss of a node that was silent since before it got the request says nothing about the request. Nor does a loss
+  that only another node reports, until the gateway itself has lost that node.
 - Attempts are in a row if fewer than ``NUM_PROGRESS`` output tokens came between them: a request that kills its nodes
   does so again where it continues.
 - A request that has got no further token for the whole recovery timeout ends.
@@ -32,8 +34,6 @@ RECOVERABLE = frozenset(
         ErrorCode.INTERNAL,
     }
 )
-#: Those that count towards the suspicion that the request kills its nodes.
-LOSSES = frozenset({ErrorCode.NODE_LOST, ErrorCode.INTERNAL})
 #: Those after which the cause is known to be gone: the node takes no more requests.
 GONE = frozenset({ErrorCode.SHUTTING_DOWN})
 
@@ -45,6 +45,9 @@ class AttemptEnd(NamedTuple):
         avoid: incarnations that the next attempt avoids if others can serve the request.
         decode: incarnation of the decode node that has pages of the request and should keep it; None for any.
         is_seen: the gateway itself has seen the loss, so that no later attempt goes to the lost node.
+        is_loss: it counts towards the suspicion that the request kills its nodes.
+        reported: incarnation of a node that another node calls lost; empty for none.
+        began_at: when the attempt was sent.
         retry_after_s: what a node that was full said.
     """
 
@@ -53,6 +56,9 @@ class AttemptEnd(NamedTuple):
     avoid: frozenset[str] = frozenset()
     decode: str | None = None
     is_seen: bool = False
+    is_loss: bool = False
+    reported: str = ""
+    began_at: float = 0.0
     retry_after_s: float | None = None
 
 
@@ -66,6 +72,9 @@ class Recovery:
         since: when the first attempt ended after which no further token came.
         num_output: output tokens at the end of the last attempt.
         num_ended, num_losses: attempts in a row that ended, and those that count as losses.
+        is_alone: the latest attempt has its nodes for itself from the beginning.
+        was_alone: the last attempt that has ended had.
+        is_guilty: such an attempt of a suspect request was lost.
     """
 
     last: AttemptEnd
@@ -74,10 +83,17 @@ class Recovery:
     revision: str = ""
     num_ended: int = 0
     num_losses: int = 0
+    is_alone: bool = False
+    was_alone: bool = False
+    is_guilty: bool = False
 
     @property
     def is_suspect(self) -> bool:
         return self.num_losses >= NUM_LOSSES
+
+    def begins(self, *, is_alone: bool) -> None:
+        """The next attempt is sent."""
+        self.is_alone = is_alone
 
     def has_progressed(self, num_output: int) -> bool:
         return num_output >= self.num_output + NUM_PROGRESS
@@ -88,13 +104,32 @@ class Recovery:
             self.num_ended = self.num_losses = 0
         if not self.num_ended or num_output > self.num_output:
             self.since = now
-        self.last, self.num_output = end, num_output
+        self.last, self.num_output, self.was_alone = end, num_output, self.is_alone
         self.revision = revision if num_output else ""
         self.num_ended += 1
-        self.num_losses += end.code in LOSSES
+        if end.is_loss:
+            self._count_loss()
         if end.is_seen or (end.code in GONE and self.num_ended == 1):
             return 0.0
         return float(min(MIN_BACKOFF_S * 2.0 ** min(self.num_ended - 1, 16), MAX_BACKOFF_S))
+
+    def confirms(self, incarnation: str, alive_until: float) -> bool:
+        """The gateway has lost a node. Returns whether this counts as the loss that another node has reported.
+
+        Args:
+            alive_until: the node was probably alive until then.
+        """
+        if self.last.reported != incarnation:
+            return False
+        is_loss = self.last.began_at <= alive_until
+        self.last = self.last._replace(reported="")
+        if is_loss:
+            self._count_loss()
+        return is_loss
+
+    def _count_loss(self) -> None:
+        self.is_guilty |= self.is_suspect and self.was_alone
+        self.num_losses += 1
 
     def waits(self, seconds: float) -> None:
         """The next attempt waits for the retry budget, which does not count towards the recovery timeout."""
@@ -102,7 +137,7 @@ class Recovery:
 
     def verdict(self, now: float, *, timeout_s: float) -> RequestError | None:
         """The error with which the request ends after its last attempt; None if it is tried again."""
-        if self.num_losses > NUM_LOSSES:
+        if self.is_guilty:
             message = f"{self.last.message}; {self.num_losses} attempts ended like this, the last with the nodes for"
             return RequestError(ErrorCode.NODE_LOST, f"{message} itself, so the request is not tried again")
         if now - self.since > timeout_s:

@@ -1,7 +1,7 @@
 """Attempts that show whether nodes can be trusted again.
 
-A request may *probe* a pair of nodes whose transfers have failed lately, or be *alone* on its nodes, since it may have
-killed those before. Meanwhile the pair, or the nodes, get no other requests.
+A request may *probe* a pair of nodes whose transfers have failed lately, or reserve its nodes, since it may have
+killed those before. Meanwhile the pair, or the nodes, get no new requests.
 """
 
 from gateway.requests.in_flight import InFlightRequest
@@ -13,7 +13,7 @@ def begin_trial(flight: InFlightRequest, pair: WorkerPair) -> None:
     """Makes an attempt a trial if its request is suspect, or if its pair is to be probed."""
     registry = flight.pool.registry
     if flight.recovery is not None and flight.recovery.is_suspect:
-        flight.is_alone = True
+        flight.has_reserved_nodes = True
         registry.set_reserved(pair.nodes, True)
     if pair.prefill and pair.decode and registry.health.breakers:
         flight.is_probe = registry.begins_probe(PairKey(pair.prefill, pair.decode))
@@ -25,15 +25,19 @@ def has_passed_trial(flight: InFlightRequest) -> bool:
     is_passed = False
     if flight.is_probe and flight.is_prefilled:
         is_passed = _end_probe(flight, flight.pair)
-    if flight.is_alone and flight.recovery is not None and flight.recovery.has_progressed(len(flight.stream.ids)):
-        is_passed = _end_alone(flight, flight.pair)
+    if (
+        flight.has_reserved_nodes
+        and flight.recovery is not None
+        and flight.recovery.has_progressed(len(flight.stream.ids))
+    ):
+        is_passed = _release(flight, flight.pair)
     return is_passed
 
 
 def end_trial(flight: InFlightRequest, pair: WorkerPair) -> bool:
     """Notes what the end of an attempt says about its nodes. Returns whether these get other requests again."""
     is_probe = bool(flight.pool.registry.health.breakers) and _end_probe(flight, pair)
-    return (flight.is_alone and _end_alone(flight, pair)) or is_probe
+    return (flight.has_reserved_nodes and _release(flight, pair)) or is_probe
 
 
 def _end_probe(flight: InFlightRequest, pair: WorkerPair) -> bool:
@@ -49,7 +53,7 @@ def _end_probe(flight: InFlightRequest, pair: WorkerPair) -> bool:
     return is_probe
 
 
-def _end_alone(flight: InFlightRequest, pair: WorkerPair) -> bool:
-    flight.is_alone = False
+def _release(flight: InFlightRequest, pair: WorkerPair) -> bool:
+    flight.has_reserved_nodes = False
     flight.pool.registry.set_reserved(pair.nodes, False)
     return True

@@ -5,6 +5,7 @@ One bound socket for the nodes of all models, read from the event loop. Requests
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -330,15 +331,18 @@ class ControlPlane:
         pool.registry.remove(incarnation)
         log.info("%s node %s is gone", node.register.role, node.name)
         self.role_changes.lost(node)
-        self._clear_state(pool, incarnation, node.name, is_empty=node.is_empty)
+        alive_until = pool.registry.alive_until(node, self._clock.now())
+        self._clear_state(pool, incarnation, node.name, is_empty=node.is_empty, alive_until=alive_until)
         if node.register.role == "prefill" or node.is_leaving:
             self._announce_prefill_nodes(pool, incarnation)
 
-    def _clear_state(self, pool: WorkerPool, incarnation: str, name: str, *, is_empty: bool = False) -> None:
+    def _clear_state(
+        self, pool: WorkerPool, incarnation: str, name: str, *, is_empty: bool = False, alive_until: float = math.inf
+    ) -> None:
         """Clears the state of a node that is no longer registered; its requests continue on others."""
         pool.router.remove_worker(incarnation)
         self._rpc.on_node_gone(incarnation)
-        self._dispatcher.on_worker_lost(incarnation, name, is_empty=is_empty)
+        self._dispatcher.on_worker_lost(incarnation, name, is_empty=is_empty, alive_until=alive_until)
 
     # ---- for the admin endpoints ------------------------------------------------------------------------------------
 

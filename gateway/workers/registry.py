@@ -291,6 +291,13 @@ class Registry:
             and node.revision == decode.revision
         ]
 
+    def alive_until(self, node: Worker, now: float) -> float:
+        """Until when a worker that is lost now was probably alive.
+
+        One that was not silent for longer than usual may have failed at this moment.
+        """
+        return now if now - node.seen_at <= 2 * self._heartbeat_s else node.seen_at
+
     def silent_workers(self, now: float) -> list[str]:
         """Incarnations of workers that have sent nothing for too long."""
         return [node.incarnation for node in self.workers.values() if now - node.seen_at > self._lost_after_s]

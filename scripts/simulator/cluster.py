@@ -97,8 +97,11 @@ class Cluster:
         """Stop a node for a while; the gateway counts it as lost after ``node_timeout_s`` of silence."""
         node.hang()
         if seconds > node_timeout_s:
-            self.events.after(node_timeout_s, self.gateway.lose, node.incarnation)
+            self.events.after(node_timeout_s, self._miss, node.incarnation, self.events.now())
         self.events.after(seconds, self._wake, node)
+
+    def _miss(self, incarnation: str, silent_since: float) -> None:
+        self.gateway.lose(incarnation, alive_until=silent_since)
 
     def _wake(self, node: Node) -> None:
         if not node.is_alive or not node.is_hanging:

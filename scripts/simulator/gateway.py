@@ -3,6 +3,7 @@
 ``Gateway`` does what ``gateway.workers.control_plane.ControlPlane`` does in the real gateway.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from common.errors import RequestError
@@ -114,11 +115,11 @@ class Gateway:
         for incarnation in incarnations:
             self._deliver(incarnation, message)
 
-    def lose(self, incarnation: str, *, is_empty: bool = False) -> None:
+    def lose(self, incarnation: str, *, is_empty: bool = False, alive_until: float = math.inf) -> None:
         node = self.pool.registry.remove(incarnation)
         if node is not None:
             self.pool.router.remove_worker(incarnation)
-            self.dispatcher.on_worker_lost(incarnation, node.name, is_empty=is_empty)
+            self.dispatcher.on_worker_lost(incarnation, node.name, is_empty=is_empty, alive_until=alive_until)
 
     def call_later(self, delay_s: float, act: Callable[[str], None], rid: str) -> Timer:
         return self._events.background_after(delay_s, act, rid)

@@ -30,8 +30,8 @@ from common.node.recording.recorder import (
     config_from,
     plain_config,
 )
+from common.node.recording.start import start_recording
 from common.node.worker_context import WorkerContext, make_cache
-from common.node.worker_main import start_recording
 from common.sampling_params import SamplingParams
 from common.scheduling.in_batch_prefix_caching import prefix_limits_from_environ
 from common.scheduling.new_token_ratio import ratio_constants_from_environ

@@ -3,6 +3,8 @@
 The nodes are played by the tests. Token i of a prompt is ``(sum of the prompt + 7 * i) % 250``, on every node.
 """
 
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cluster.manual_clock import ManualClock
@@ -93,12 +95,12 @@ class Cluster:
         self.turn()
         return incarnation
 
-    def lose(self, incarnation):
+    def lose(self, incarnation, alive_until=math.inf):
         """As ``gateway.workers.control_plane.ControlPlane.lose``."""
         del self.work[incarnation]
         self.pool.registry.remove(incarnation)
         self.pool.router.remove_worker(incarnation)
-        self.dispatcher.on_worker_lost(incarnation, self.names[incarnation])
+        self.dispatcher.on_worker_lost(incarnation, self.names[incarnation], alive_until=alive_until)
         self.turn()
 
     def turn(self):
@@ -155,6 +157,10 @@ class Cluster:
         start = max(len(self.stream(rid).ids), 1) if start is None else start
         for i in range(start, min(start + num_tokens, message.sampling.max_new_tokens)):
             self.say(node, message, i)
+
+    def finish(self, rid):
+        self.prefill(rid)
+        self.decode(rid, 100)
 
     def say(self, node, message, i):
         is_last = i == message.sampling.max_new_tokens - 1
@@ -395,6 +401,63 @@ def test_a_suspect_request_has_its_nodes_for_itself_and_ends_if_they_are_lost_ag
         cluster.prefill(f"b{i}")
         cluster.decode(f"b{i}", 20)
     cluster.check_idle()
+
+
+def test_a_request_is_not_suspected_for_nodes_that_were_silent_before_they_got_it() -> None:
+    cluster = Cluster(prefills=3, decodes=1)
+    stream = cluster.come("a")
+    for i in range(6):
+        node = cluster.node_of("decode", "a")
+        silent_since = cluster.clock.now() - 0.5
+        cluster.wait(5.0)
+        cluster.start("decode", f"decode-{i + 1}")
+        cluster.lose(node, alive_until=silent_since)
+    assert stream.num_attempts == 7
+    assert not cluster.pool.registry.workers[cluster.node_of("decode", "a")].is_reserved
+    cluster.finish("a")
+    assert stream.ids == output_of(stream)
+    cluster.check_idle()
+
+
+def test_a_suspect_request_does_not_end_by_a_loss_that_others_share() -> None:
+    cluster = Cluster(prefills=1, decodes=1)
+    cluster.come("other", max_new=100)
+    suspect = cluster.come("suspect")
+    for i in range(6):
+        cluster.prefill("other")
+        cluster.decode("other", 9)
+        cluster.lose(cluster.node_of("decode", "other"))
+        cluster.start("decode", f"decode-{i + 1}")
+    assert suspect.error is None and suspect.num_attempts == 7
+    assert len(cluster.work[cluster.node_of("decode", "suspect")]) == 2
+    cluster.finish("other")
+    cluster.finish("suspect")
+    cluster.check_idle()
+
+
+def test_a_loss_that_a_node_reports_counts_against_a_request_once_the_gateway_sees_it() -> None:
+    cluster = Cluster(prefills=1, decodes=1)
+    stream = cluster.come("a")
+    for i in range(3):
+        prefill, decode = cluster.node_of("prefill", "a"), cluster.node_of("decode", "a")
+        cluster.fail(decode, "a", ErrorCode.NODE_LOST)
+        assert stream.error is None
+        cluster.lose(prefill)
+        cluster.start("prefill", f"prefill-{i + 1}")
+        cluster.wait(5.0)
+    assert stream.error is not None and "the last with the nodes for itself" in stream.error.message
+    cluster.check_idle()
+
+
+def test_nodes_that_only_lose_each_other_do_not_make_a_request_suspect() -> None:
+    cluster = Cluster(prefills=1, decodes=1)
+    stream = cluster.come("a")
+    for _ in range(4):
+        cluster.fail(cluster.node_of("decode", "a"), "a", ErrorCode.NODE_LOST)
+        for _ in range(8):
+            cluster.wait(1.0)
+    cluster.finish("a")
+    assert stream.ids == output_of(stream)
 
 
 def test_requests_wait_while_the_only_nodes_serve_a_suspect_one_that_shows_no_progress() -> None:

@@ -5,8 +5,8 @@ import pytest
 from common.errors import ErrorCode
 from gateway.requests.recovery import AttemptEnd, Recovery
 
-SEEN = AttemptEnd(ErrorCode.NODE_LOST, "node d was lost", is_seen=True)
-TOLD = AttemptEnd(ErrorCode.NODE_LOST, "the prefill node was lost", frozenset({"p"}), "d")
+SEEN = AttemptEnd(ErrorCode.NODE_LOST, "node d was lost", is_seen=True, is_loss=True)
+TOLD = AttemptEnd(ErrorCode.NODE_LOST, "the prefill node was lost", frozenset({"p"}), "d", reported="p", began_at=2.0)
 FULL = AttemptEnd(ErrorCode.QUEUE_FULL, "5 requests wait", frozenset({"d"}), retry_after_s=5.0)
 
 
@@ -25,19 +25,50 @@ def test_pauses_double_up_to_five_seconds_while_nodes_refuse():
     assert not recovery.is_suspect
 
 
-def test_after_two_losses_in_a_row_a_request_is_suspect_and_a_third_ends_it():
+def test_after_two_losses_in_a_row_a_request_is_suspect_and_a_third_one_alone_ends_it():
     recovery = Recovery(SEEN, 1.0, 0)
     for is_suspect in (False, True):
         ended(recovery, SEEN)
         assert recovery.is_suspect is is_suspect
         assert recovery.verdict(1.0, timeout_s=60.0) is None
-    ended(recovery, AttemptEnd(ErrorCode.INTERNAL, "a step failed"))
+    recovery.begins(is_alone=True)
+    ended(recovery, AttemptEnd(ErrorCode.INTERNAL, "a step failed", is_loss=True))
     error = recovery.verdict(1.0, timeout_s=60.0)
     assert error.code is ErrorCode.NODE_LOST
     assert error.message == (
         "a step failed; 3 attempts ended like this, the last with the nodes for itself, so the request is not tried"
         " again"
     )
+
+
+def test_losses_that_other_requests_shared_never_end_a_request():
+    recovery = Recovery(SEEN, 1.0, 0)
+    for _ in range(20):
+        recovery.begins(is_alone=False)
+        ended(recovery, SEEN)
+        assert recovery.verdict(1.0, timeout_s=60.0) is None
+    assert recovery.is_suspect
+
+
+def test_a_suspect_request_survives_the_loss_of_a_node_that_was_silent_before():
+    recovery = Recovery(SEEN, 1.0, 0)
+    for _ in range(2):
+        ended(recovery, SEEN)
+    recovery.begins(is_alone=True)
+    ended(recovery, SEEN._replace(is_loss=False))
+    assert recovery.verdict(1.0, timeout_s=60.0) is None
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "alive_until", "is_loss"), [("p", 2.0, True), ("p", 1.9, False), ("q", 3.0, False)]
+)
+def test_a_reported_loss_counts_once_the_gateway_has_lost_the_node_too(incarnation, alive_until, is_loss):
+    recovery = Recovery(TOLD, 1.0, 0)
+    ended(recovery, TOLD, now=2.0)
+    assert recovery.num_losses == 0
+    assert recovery.confirms(incarnation, alive_until) is is_loss
+    assert not recovery.confirms("p", 0.0), "a loss counts once"
+    assert recovery.num_losses == is_loss
 
 
 @pytest.mark.parametrize(("num_output", "is_suspect"), [(7, True), (8, False)])

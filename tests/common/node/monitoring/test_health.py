@@ -9,8 +9,9 @@ import zmq
 
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
+from common.node.endpoint import ControlEndpoint, listen_mailbox
 from common.node.engine_thread import EngineThread
-from common.node.event_loop import ControlEndpoint, EventLoop, listen_mailbox
+from common.node.event_loop import EventLoop
 from common.node.monitoring.health import HealthCheck, stall
 from common.node.monitoring.request_stats import RequestStats
 from common.node.outbox import Outbox

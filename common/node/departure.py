@@ -1,0 +1,77 @@
+"""Decides how a node leaves its role, to stop or to take the other role. Pure.
+
+A node that leaves takes no new requests and goes on with those that it has. It may leave when nothing is left, here or
+on its way between a gateway and this node. A gateway acknowledges a heartbeat after it has handled all earlier messages
+of this node, ``Deregister`` included; every request that it has sent before arrives before the acknowledgement. So the
+node says that it is empty, and leaves once every gateway has acknowledged a later heartbeat and it is still empty.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from common.config.shared import Role
+
+#: How long a node that changes its role waits for the proof that no peer writes into its pages any more.
+FENCE_WAIT_S = 10.0
+
+
+class DepartureStep(Enum):
+    """What the event loop does next."""
+
+    WAIT = "wait"
+    SAY_EMPTY = "tell every gateway that no request is left, and ask for its acknowledgement"
+    SAY_DRAINING = "tell every gateway that the node is not empty after all"
+    END_REQUESTS = "end the requests that are left"
+    LEAVE = "leave the role"
+    STAY = "keep the role, and register again"
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """What a node still has.
+
+    Attributes:
+        is_idle: no request is left, and the engine computes nothing.
+        num_quarantined_pages: pages into which a peer may still write.
+        is_registered: with one gateway at least.
+        has_acknowledged: every gateway has answered since the node said that it is empty.
+    """
+
+    is_idle: bool
+    num_quarantined_pages: int
+    is_registered: bool
+    has_acknowledged: bool
+
+
+class Departure:
+    """An order to leave the role.
+
+    Args:
+        next_role: None: the node stops for good.
+        until: the instant at which the requests that are left are ended.
+    """
+
+    def __init__(self, next_role: Role | None, until: float) -> None:
+        self.next_role = next_role
+        self._until = until
+        self._has_said_empty = False
+
+    def registered(self) -> None:
+        """A gateway has registered the node anew, and has yet to be told that it leaves."""
+        self._has_said_empty = False
+
+    def next_step(self, left: Remainder, now: float) -> DepartureStep:
+        is_due = now >= self._until
+        if self.next_role is None and (is_due or not left.is_registered):
+            return DepartureStep.LEAVE  # without a gateway, no answer can be delivered and no request can move
+        if left.is_idle and (self.next_role is None or not left.num_quarantined_pages):
+            if not self._has_said_empty:
+                self._has_said_empty = True
+                return DepartureStep.SAY_EMPTY
+            return DepartureStep.LEAVE if left.has_acknowledged else DepartureStep.WAIT
+        if self._has_said_empty:
+            self._has_said_empty = False
+            return DepartureStep.SAY_DRAINING
+        if self.next_role is not None and now >= self._until + FENCE_WAIT_S:
+            return DepartureStep.STAY
+        return DepartureStep.END_REQUESTS if is_due else DepartureStep.WAIT
