@@ -60,7 +60,7 @@ class Run:
         self._undoing: set[asyncio.Task[None]] = set()
         self._injected: list[Injected] = []
         self._descriptors: dict[str, int] = {}
-        self.tally = Tally()
+        self.tally = Tally(is_exact=config.dtype == "float32")
 
     @property
     def injected(self) -> list[str]:
@@ -119,7 +119,7 @@ class Run:
             served_model_name=MODEL,
             prefill=config.prefill,
             decode=config.decode,
-            dtype="float32",
+            dtype=config.dtype,
             device="cpu",
             threads=1,
             transport="tcp" if config.namespaces else config.transport,
