@@ -201,7 +201,7 @@ class Run:
         while True:
             answer = await self._service.client.send(request, timeout_s)
             verdict = self.tally.add(request, answer, self._reference[request.number])
-            if verdict is not Verdict.EQUAL:
+            if verdict not in (Verdict.EQUAL, Verdict.ROUNDED):
                 self._tell(f"request {request.number} ({request.kind}): {verdict.value} {answer.code}")
             if verdict is not Verdict.REFUSED or self._is_stopping:
                 return
