@@ -321,9 +321,8 @@ def checksums(layout: str, count: int) -> dict[str, float]:
         pool.close()
     gigabytes_s = count * LAYOUTS[layout].page_bytes / 1e9 / statistics.median(times)
     per_token_us = statistics.median(times) / (count * LAYOUTS[layout].page_size) * 1e6
-    print(
-        f"{layout:13} checksum, {count} pages: {gigabytes_s:.1f} GB/s, {per_token_us:.1f} us of CPU per token at each end"
-    )
+    what = f"{gigabytes_s:.1f} GB/s, {per_token_us:.1f} us of CPU per token at each end"
+    print(f"{layout:13} checksum, {count} pages: {what}", flush=True)
     return {f"{layout}, checksum, GB/s": gigabytes_s, f"{layout}, checksum, us per token": per_token_us}
 
 
