@@ -252,7 +252,7 @@ class Gateway:
 
     def _max_values(self) -> int:
         """Values that a body may have: all token ids of the longest possible prompt, or ``MAX_VALUES``."""
-        limits = [model.pool.registry.limits for model in self._models.values()]
+        limits = [model.pool.registry.accepted for model in self._models.values()]
         return max([MAX_VALUES, *(known.context_length for known in limits if known is not None)])
 
     def _answered(self, scope: Mapping[str, Any], status: int) -> None:

@@ -47,6 +47,6 @@ def baton_version() -> str:
 
 
 def context_length(model: ServedModel) -> int | None:
-    """Maximum tokens of prompt and output together; None while the nodes cannot serve a request."""
-    limits = model.pool.registry.limits
+    """Maximum tokens of prompt and output together; None while no requests are accepted."""
+    limits = model.pool.registry.accepted
     return limits.context_length if limits else None

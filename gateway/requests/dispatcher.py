@@ -169,7 +169,7 @@ class Dispatcher:
 
     def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float) -> None:
         """Counts the outputs in. If there are too many, less urgent requests are evicted, or these are refused."""
-        limits = pool.registry.limits
+        limits = pool.registry.accepted
         if limits is None:
             raise pool.no_route()
         max_running = limits.max_running

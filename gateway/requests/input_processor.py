@@ -194,7 +194,7 @@ class InputProcessor:
     def _context(
         self, body: OpenAIRequest | NativeRequest, model: ServedModel, tenant: str, request_id: str
     ) -> _Context:
-        limits = model.pool.registry.limits
+        limits = model.pool.registry.accepted
         if limits is None:
             raise model.pool.no_route()
         timeout_s = self._request_timeout_s if body.deadline_ms is None else body.deadline_ms / 1000

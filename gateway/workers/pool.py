@@ -45,6 +45,7 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
         heartbeat_s=config.heartbeat_interval,
         lost_after_s=config.node_timeout,
         needs_prefill=config.local_prefill != "always",
+        patience_s=config.recovery_timeout,
     )
     router = Router(
         local_prefill=config.local_prefill,

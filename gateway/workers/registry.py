@@ -98,11 +98,14 @@ class Registry:
     Args:
         num_token_ids, tokenizer_digest: of the gateway's tokenizer; an empty digest is not compared.
         needs_prefill: a request needs a prefill node; otherwise decode nodes compute prompts.
+        patience_s: how long new requests are accepted after the loss of the last node of a kind.
 
     Attributes:
         workers: by incarnation, in order of arrival.
         prefills, decodes: those that take new requests.
         limits: None while the workers cannot serve a request.
+        accepted: the limits of new requests: those of the workers, or the last ones while a request may still wait for
+            workers to come back; None if new requests are refused.
         health: of the pairs; only this class changes it.
     """
 
@@ -114,6 +117,7 @@ class Registry:
         heartbeat_s: float = 1.0,
         lost_after_s: float = 10.0,
         needs_prefill: bool = True,
+        patience_s: float = 0.0,
     ) -> None:
         self._needs_prefill = needs_prefill
         self._num_token_ids = num_token_ids
@@ -125,6 +129,9 @@ class Registry:
         self.prefills: list[Worker] = []
         self.decodes: list[Worker] = []
         self.limits: ServingLimits | None = None
+        self.accepted: ServingLimits | None = None
+        self._patience_s = patience_s
+        self._served_at = 0.0  # when the workers could last serve a request
         self.health = PairHealth()
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
@@ -145,6 +152,8 @@ class Registry:
             worker = replace(worker, heartbeat=known.heartbeat, clock=known.clock)
         self.workers[incarnation] = worker
         self._changed()
+        if self.limits is not None:
+            self._served_at = now
         return Registered(starts[incarnation], self._heartbeat_s, sent_at=now)
 
     def _refusal(self, incarnation: str, register: Register, others: list[Worker]) -> str:
@@ -221,7 +230,15 @@ class Registry:
         self._changed()
 
     def tick(self, now: float) -> bool:
-        """Lets pairs be probed whose back-off is over. Returns whether there are such."""
+        """Lets pairs be probed whose back-off is over, and gives up nodes that do not come back. Called once a second.
+
+        Returns:
+            Whether there are such pairs.
+        """
+        if self.limits is not None:
+            self._served_at = now
+        elif now - self._served_at > self._patience_s:
+            self.accepted = None
         is_due = self.health.tick(now)
         if is_due:
             self._changed()
@@ -315,6 +332,7 @@ class Registry:
         for node in self.workers.values():
             node.failed_peers = node.reported_peers
         self.limits = self._limits(*self._able())
+        self.accepted = self.limits or self.accepted
         for node in self.workers.values():
             node.failed_peers = node.reported_peers.union(resting.get(node.incarnation, ()))
         prefills, decodes = self._able()
