@@ -1,8 +1,8 @@
 """Which gateway each request of a node belongs to, and the outputs of requests whose clients may ask again. Pure.
 
-A node answers the gateway that sent a request. When it loses that gateway, it ends the requests that nobody can ask for
-again. Requests with a key go on for a time as *orphans*: the client's retry may reach another gateway, which then asks
-the nodes for the output so far and continues it.
+A node answers the gateway that sent a request. When it loses that gateway, it ends the requests without a key, which no
+client can ask for again. Requests with a key go on for a time as *orphans*: the client's retry may reach another
+gateway, which then asks the nodes for the output so far and continues it.
 """
 
 from collections import Counter

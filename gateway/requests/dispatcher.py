@@ -1,13 +1,14 @@
-"""The table of requests in flight: which ones wait, where each was sent, and how each ends.
+"""Follows each request from its arrival to its end: which ones wait, where each was sent, and how each ends.
 
 Requests are sent while the nodes have room. The rest wait in the queue of their model and are sent, in order, as others
-end; the pair of nodes is chosen at that moment. Every output is in the table from its arrival to its end, and leaves it
-in one place, ``_remove``: after the last token, a stop string, an error of its own, the deadline, or an abort. The
-nodes that may still work on it are told at once.
+end; the pair of nodes is chosen at that moment. Every output is in the table (``gateway.requests.in_flight``) from its
+arrival to its end, and leaves it in one place, ``_remove``: after the last token, a stop string, an error of its own,
+the deadline, or an abort. The nodes that may still work on it are told at once.
 
 An attempt that ends without the request's fault, such as by the loss of a node, does not end the request: ``_recover``
 puts it back into the queue, and the next attempt continues after the tokens that the stream has
-(``gateway.requests.recovery``).
+(``gateway.requests.further_attempts``). A request on a decode node that drains moves to another one
+(``gateway.requests.moves``).
 """
 
 import math
@@ -265,7 +266,7 @@ class Dispatcher:
             self._timers.call_soon(self.pump)
 
     def on_workers_added(self, pool: WorkerPool) -> None:
-        """A node has registered: there is more room, and perhaps a pool that holds stranded requests."""
+        """Nodes take requests, or take them again: there is more room, and perhaps for stranded requests too."""
         pool.queue.retry_stranded()
         self.pump_soon()
 

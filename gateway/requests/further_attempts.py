@@ -93,7 +93,7 @@ def end_by_failure(flight: InFlightRequest, sender: str, message: Failed, now: f
         registry.transfer_failed(PairKey(pair.prefill, pair.decode), now)
         flight.is_probe = False
     elif message.code is ErrorCode.SHUTTING_DOWN:
-        registry.leave(sender)  # its own message may come after this one
+        registry.begin_drain(sender)  # its own message may come after this one
     retry_after_s = (message.retry_after_s or 1.0) if message.code is ErrorCode.QUEUE_FULL else None
     return AttemptEnd(
         message.code,

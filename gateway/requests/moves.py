@@ -59,14 +59,14 @@ class Moves:
         return len(self._pending)
 
     def begin(self, pool: WorkerPool, flights: Iterable[InFlightRequest]) -> list[MoveOrder]:
-        """Moves to order now: of requests that decode on nodes which are leaving, as far as others have room."""
-        leaving = {node.incarnation for node in pool.registry.workers.values() if node.is_leaving}
+        """Moves to order now: of requests that decode on draining nodes, as far as others have room."""
+        draining = {node.incarnation for node in pool.registry.workers.values() if node.is_draining}
         orders: list[MoveOrder] = []
-        if not leaving or not pool.registry.decodes:
+        if not draining or not pool.registry.decodes:
             return orders
         num_free = {
             source: MAX_AT_ONCE - sum(move.pair.prefill == source for move in self._pending.values())
-            for source in leaving
+            for source in draining
         }
         for flight in flights:
             source = "" if flight.pair is None else flight.pair.decode

@@ -16,12 +16,12 @@ class RequestQueue:
     """The waiting requests of one model.
 
     Args:
-        patience_s: how long requests wait for nodes to come back.
+        recovery_timeout_s: how long requests wait for nodes to come back.
     """
 
-    def __init__(self, order: RequestOrdering, *, patience_s: float) -> None:
+    def __init__(self, order: RequestOrdering, *, recovery_timeout_s: float) -> None:
         self.order = order
-        self._patience_s = patience_s
+        self._recovery_timeout_s = recovery_timeout_s
         self._waiting = WaitingQueue(order)
         self._recovered: dict[RequestKey, Request] = {}
         self._stranded: dict[RequestKey, None] = {}  # no registered pool could hold these
@@ -128,8 +128,8 @@ class RequestQueue:
         """Requests that have waited too long for nodes to come back, those that were put back left out."""
         if is_routable:
             self._unroutable_since = None
-            vain = [key for key, since in self._stranded_at.items() if now - since > self._patience_s]
+            vain = [key for key, since in self._stranded_at.items() if now - since > self._recovery_timeout_s]
             return [self._waiting[key] for key in vain if key in self._waiting]
         if self._unroutable_since is None:
             self._unroutable_since = now
-        return list(self._waiting.values()) if now - self._unroutable_since > self._patience_s else []
+        return list(self._waiting.values()) if now - self._unroutable_since > self._recovery_timeout_s else []

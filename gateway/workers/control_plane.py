@@ -305,7 +305,7 @@ class ControlPlane:
         """
         workers = pool.registry.workers
         came = workers.get(changed)
-        is_new = came is not None and came.register.role == "decode" and not came.is_leaving
+        is_new = came is not None and came.register.role == "decode" and not came.is_draining
         for node in [came] if came is not None and is_new else list(workers.values()):
             if node.register.role == "decode":
                 peers = tuple(other.peer for other in pool.registry.prefill_nodes(node))
@@ -316,8 +316,8 @@ class ControlPlane:
         if pool is not None:
             name, num_left = pool.registry.workers[sender].name, self._dispatcher.num_at(sender)
             log.info("node %s takes no new requests; %d are left on it", name, num_left)
-            is_known = pool.registry.workers[sender].is_leaving
-            pool.registry.leave(sender, is_empty=message.is_empty)
+            is_known = pool.registry.workers[sender].is_draining
+            pool.registry.begin_drain(sender, is_empty=message.is_empty)
             if not is_known:
                 self._announce_prefill_nodes(pool, sender)
             self._dispatcher.pump_soon()
@@ -333,7 +333,7 @@ class ControlPlane:
         self.role_changes.lost(node)
         alive_until = pool.registry.alive_until(node, self._clock.now())
         self._clear_state(pool, incarnation, node.name, is_empty=node.is_empty, alive_until=alive_until)
-        if node.register.role == "prefill" or node.is_leaving:
+        if node.register.role == "prefill" or node.is_draining:
             self._announce_prefill_nodes(pool, incarnation)
 
     def _clear_state(
@@ -392,7 +392,7 @@ class ControlPlane:
             "starts": node.starts,
             "revision": node.revision,
             "num_role_changes": register.num_role_changes,
-            "is_draining": node.is_leaving,
+            "is_draining": node.is_draining,
             "is_reserved": node.is_reserved,
             "num_requests": self._dispatcher.num_at(node.incarnation),
             "seen_s_ago": round(now - node.seen_at, 3),

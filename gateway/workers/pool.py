@@ -45,7 +45,7 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
         heartbeat_s=config.heartbeat_interval,
         lost_after_s=config.node_timeout,
         needs_prefill=config.local_prefill != "always",
-        patience_s=config.recovery_timeout,
+        recovery_timeout_s=config.recovery_timeout,
     )
     router = Router(
         local_prefill=config.local_prefill,
@@ -59,7 +59,7 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
         registry,
         router,
         Admission(max_queued),
-        RequestQueue(order, patience_s=config.recovery_timeout),
+        RequestQueue(order, recovery_timeout_s=config.recovery_timeout),
         RetryBudget(),
         config.recovery_timeout,
         AutoRoles(config.auto_roles_per_hour) if config.auto_roles else None,

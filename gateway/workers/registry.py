@@ -38,11 +38,11 @@ class Worker:
         failed_peers: these, and those with which transfers have failed lately.
         peer: how other nodes reach it.
         clock: how far its clock is ahead of the gateway's.
-        is_leaving: it stops on purpose or cannot be reached, and gets no new requests.
+        is_draining: it gets no new requests, since it stops, changes its role or cannot be reached.
         max_running: requests that it runs at once for this gateway.
         is_reserved: it serves a request that may have killed other nodes, and gets no new ones meanwhile.
         revision: configuration digest and weight version.
-        is_empty: it is leaving, and done with all requests.
+        is_empty: it drains, and is done with all requests.
     """
 
     incarnation: str
@@ -53,7 +53,7 @@ class Worker:
     pairs: tuple[PairState, ...] = ()
     reported_peers: frozenset[str] = frozenset()
     failed_peers: frozenset[str] = frozenset()
-    is_leaving: bool = False
+    is_draining: bool = False
     is_reserved: bool = False
     is_empty: bool = False
     clock: ClockOffset = field(default_factory=ClockOffset)
@@ -98,7 +98,7 @@ class Registry:
     Args:
         num_token_ids, tokenizer_digest: of the gateway's tokenizer; an empty digest is not compared.
         needs_prefill: a request needs a prefill node; otherwise decode nodes compute prompts.
-        patience_s: how long new requests are accepted after the loss of the last node of a kind.
+        recovery_timeout_s: how long new requests are accepted after the loss of the last node of a kind.
 
     Attributes:
         workers: by incarnation, in order of arrival.
@@ -117,7 +117,7 @@ class Registry:
         heartbeat_s: float = 1.0,
         lost_after_s: float = 10.0,
         needs_prefill: bool = True,
-        patience_s: float = 0.0,
+        recovery_timeout_s: float = 0.0,
     ) -> None:
         self._needs_prefill = needs_prefill
         self._num_token_ids = num_token_ids
@@ -130,7 +130,7 @@ class Registry:
         self.decodes: list[Worker] = []
         self.limits: ServingLimits | None = None
         self.accepted: ServingLimits | None = None
-        self._patience_s = patience_s
+        self._recovery_timeout_s = recovery_timeout_s
         self._served_at = 0.0  # when the workers could last serve a request
         self.health = PairHealth()
 
@@ -237,7 +237,7 @@ class Registry:
         """
         if self.limits is not None:
             self._served_at = now
-        elif now - self._served_at > self._patience_s:
+        elif now - self._served_at > self._recovery_timeout_s:
             self.accepted = None
         is_due = self.health.tick(now)
         if is_due:
@@ -253,17 +253,17 @@ class Registry:
 
     # ---- workers that go --------------------------------------------------------------------------------------------
 
-    def leave(self, incarnation: str, *, is_empty: bool = False) -> None:
+    def begin_drain(self, incarnation: str, *, is_empty: bool = False) -> None:
         """Sends no new requests to a worker that stops or cannot be reached; ``is_empty``: it has none left."""
         if incarnation in self.workers:
-            self.workers[incarnation].is_leaving = True
+            self.workers[incarnation].is_draining = True
             self.workers[incarnation].is_empty = is_empty
             self._changed()
 
-    def stay(self, incarnation: str) -> None:
-        """Takes back ``leave``."""
+    def end_drain(self, incarnation: str) -> None:
+        """Takes back ``begin_drain``."""
         if incarnation in self.workers:
-            self.workers[incarnation].is_leaving = False
+            self.workers[incarnation].is_draining = False
             self._changed()
 
     def role_refusal(self, node: Worker, role: Role, *, is_forced: bool) -> str:
@@ -275,8 +275,8 @@ class Registry:
         register = node.register
         if register.role == role:
             return f"node {node.name} is a {role} node already"
-        if node.is_leaving:
-            return f"node {node.name} is leaving"
+        if node.is_draining:
+            return f"node {node.name} drains"
         if register.fixed_role:
             return register.fixed_role
         others = [other for other in self.workers.values() if other is not node]
@@ -284,7 +284,7 @@ class Registry:
             if conflict := _conflict(msgspec.structs.replace(register, role=role), other.register):
                 return conflict
         is_needed = register.role == "decode" or self._needs_prefill
-        staying = [other for other in others if other.register.role == register.role and not other.is_leaving]
+        staying = [other for other in others if other.register.role == register.role and not other.is_draining]
         if is_needed and not staying and not is_forced:
             return (
                 f"node {node.name} is the last {register.role} node: start another one, or give force: true, and no"
@@ -304,7 +304,7 @@ class Registry:
         return [
             node
             for node in self.workers.values()
-            if (node.register.role == "prefill" or (node.is_leaving and node is not decode))
+            if (node.register.role == "prefill" or (node.is_draining and node is not decode))
             and node.revision == decode.revision
         ]
 
@@ -322,7 +322,7 @@ class Registry:
     def _changed(self) -> None:
         """Brings ``prefills``, ``decodes`` and ``limits`` up to date.
 
-        A worker takes no new requests while it is leaving or reserved, or while it can exchange pages with none of the
+        A worker takes no new requests while it drains or is reserved, or while it can exchange pages with none of the
         other role. The limits also count those that take none only for a while: requests wait for them.
         """
         resting: dict[str, list[str]] = {}
@@ -341,7 +341,7 @@ class Registry:
 
     def _able(self) -> tuple[list[Worker], list[Worker]]:
         """The prefill and the decode nodes that can serve requests together."""
-        staying = [node for node in self.workers.values() if not node.is_leaving]
+        staying = [node for node in self.workers.values() if not node.is_draining]
         prefills = [node for node in staying if node.register.role == "prefill"]
         decodes = [node for node in staying if node.register.role == "decode"]
         if not (prefills and decodes and self._needs_prefill):

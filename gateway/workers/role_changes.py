@@ -66,7 +66,7 @@ class RoleChanges:
     async def _ask(self, node: Worker, order: ChangeRole) -> None:
         """Takes the node out of rotation first, so that no request is sent to it after the order."""
         registry, is_accepted = self._pools[node.register.model].registry, False
-        registry.leave(node.incarnation)
+        registry.begin_drain(node.incarnation)
         try:
             answers = await self._rpc.call([node.incarnation], order, Done, ANSWER_TIMEOUT_S)
             answer = answers.get(node.incarnation)
@@ -78,14 +78,14 @@ class RoleChanges:
             is_accepted = True
         finally:
             if not is_accepted:
-                registry.stay(node.incarnation)
+                registry.end_drain(node.incarnation)
 
     def tick(self, now: float) -> None:
         """Begins the changes that ``--auto-roles`` decides. Called once a second."""
         for pool in self._pools:
             if pool.auto_roles is None:
                 continue
-            loads = [load_of(node, pool.router) for node in pool.registry.workers.values() if not node.is_leaving]
+            loads = [load_of(node, pool.router) for node in pool.registry.workers.values() if not node.is_draining]
             decision = pool.auto_roles.decide(loads, now)
             if decision is not None:
                 work = asyncio.create_task(self._carry_out(pool.registry.workers[decision.incarnation], decision))

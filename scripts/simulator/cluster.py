@@ -59,7 +59,7 @@ class Cluster:
     def change_role(self, node: Node, role: Role) -> None:
         """Let a node finish its requests and go on in another role, as ``POST /v1/workers/{name}/role`` does."""
         self.role_changes.append((self.events.now(), role))
-        self.gateway.pool.registry.leave(node.incarnation)
+        self.gateway.pool.registry.begin_drain(node.incarnation)
         # The gateway has sent nothing more; what it has sent arrives one message delay later.
         self.events.after(2 * self._message_s, node.leave, lambda: self._left(node, role))
 
@@ -78,7 +78,7 @@ class Cluster:
         """Do once a second what ``gateway.workers.role_changes.RoleChanges`` does."""
         self.events.background_after(TICK_S, self._decide_roles, auto_roles)
         registry, router, now = self.gateway.pool.registry, self.gateway.pool.router, self.events.now()
-        workers = [worker for worker in registry.workers.values() if not worker.is_leaving]
+        workers = [worker for worker in registry.workers.values() if not worker.is_draining]
         for worker in workers:
             registry.on_heartbeat(worker.incarnation, self.nodes[worker.incarnation].heartbeat(), now)
         decision = auto_roles.decide([load_of(worker, router) for worker in workers], now)

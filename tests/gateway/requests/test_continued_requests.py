@@ -598,7 +598,7 @@ class RandomHistory:
         """Starts what is missing and lets everything end."""
         cluster = self.cluster
         for node in list(cluster.work):
-            if cluster.pool.registry.workers[node].is_leaving:
+            if cluster.pool.registry.workers[node].is_draining:
                 cluster.lose(node)
         for _ in range(4):
             self.perform("start", 0)

@@ -21,7 +21,7 @@ def request(rid, priority=0, arrived_at=0.0, **fields):
 
 def queue_of(*requests, is_enabled=True, aging_per_s=0.0):
     rules = PriorityRules(is_enabled=is_enabled, aging_per_s=aging_per_s)
-    waiting = RequestQueue(RequestOrdering(FirstComeFirstServed(), rules), patience_s=10.0)
+    waiting = RequestQueue(RequestOrdering(FirstComeFirstServed(), rules), recovery_timeout_s=10.0)
     for one in requests:
         waiting.push(one)
     return waiting
@@ -139,7 +139,7 @@ def test_the_order_equals_that_of_sorting_all_requests(
     rules: PriorityRules, steps: list[tuple[str, int, int, str]]
 ) -> None:
     """The queue gives the same order as sorting all requests, after any sequence of changes."""
-    waiting = RequestQueue(RequestOrdering(FirstComeFirstServed(), rules), patience_s=10.0)
+    waiting = RequestQueue(RequestOrdering(FirstComeFirstServed(), rules), recovery_timeout_s=10.0)
     there: dict[int, Request] = {}
     stranded: set[int] = set()
     for at, (what, number, priority, name) in enumerate(steps):

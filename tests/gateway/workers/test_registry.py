@@ -28,7 +28,7 @@ def test_ready_needs_a_node_of_each_role_that_is_not_leaving():
     assert not nodes.is_ready
     nodes.register(B, make_register("decode", "d"), 0.0)
     assert nodes.is_ready
-    nodes.leave(A)
+    nodes.begin_drain(A)
     assert not nodes.is_ready
 
 
@@ -161,7 +161,7 @@ def test_with_local_prefill_decode_nodes_are_enough():
     limits = nodes.limits
     assert limits is not None
     assert (limits.prompt_tokens, limits.total_tokens) == (32 * 16, 32 * 16)
-    nodes.leave(B)
+    nodes.begin_drain(B)
     assert not nodes.is_ready
 
 
