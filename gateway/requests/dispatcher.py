@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -126,6 +126,13 @@ class InFlightRequest:
     def is_ended_by_node(self) -> bool:
         """A node has sampled the last token; the gateway itself finds stop strings."""
         return bool(self.stream.finish) and not isinstance(self.stream.matched, str)
+
+    @property
+    def end_reason(self) -> Literal["aborted", "stopped", "finished"]:
+        """Why nodes are told to end the attempt."""
+        if not self.stream.finish:
+            return "aborted"
+        return "finished" if self.is_ended_by_node else "stopped"
 
     def nodes_to_tell(self, pair: WorkerPair) -> Sequence[str]:
         """Nodes that may not know that the request has ended."""
@@ -555,8 +562,7 @@ class Dispatcher:
 
     def _release_nodes(self, flight: InFlightRequest, pair: WorkerPair) -> None:
         if nodes := flight.nodes_to_tell(pair):
-            is_finished = flight.is_ended_by_node
-            self._channel.send(Abort(flight.stream.request.rid, flight.attempt, is_finished=is_finished), *nodes)
+            self._channel.send(Abort(flight.stream.request.rid, flight.attempt, flight.end_reason), *nodes)
         if self._moves and self._moves.drop(flight):
             self.pump_soon()
         self._end_attempt(flight, pair)
@@ -811,7 +817,7 @@ def request_of(stream: OutputStream) -> Request:
 
 def _choose_next(pool: WorkerPool, stream: OutputStream, recovery: Recovery) -> WorkerPair | None:
     """The pair for a further attempt: with the decode node that has pages of it, or avoiding what ended the last one,
-    or any.
+    or any, or a decode node alone if no prefill node can hold the output too.
 
     The prompt and all output tokens but the last are computed like a prompt, and the last one leads to the next, so
     that there is one more to come than the client still gets.
@@ -830,10 +836,11 @@ def _choose_next(pool: WorkerPool, stream: OutputStream, recovery: Recovery) -> 
     calm = [node for node in decodes if node.incarnation not in last.avoid]
     tokens = (*request.prompt, *output[:-1])
     num_new = request.sampling.max_new_tokens - len(output) + bool(output)
-    for able_prefills, able_decodes in ((others, kept), (others, calm), (prefills, decodes)):
+    choices = ((others, kept, False), (others, calm, False), (prefills, decodes, False), ((), decodes, True))
+    for able_prefills, able_decodes, is_local in choices:
         pair = pool.router.choose(
             able_prefills, able_decodes, tokens, num_new=num_new,
-            num_expected=max(request.expected_output - len(output), 0), salt=request.salt,
+            num_expected=max(request.expected_output - len(output), 0), salt=request.salt, is_local=is_local,
         )  # fmt: skip
         if pair is not None:
             return pair
