@@ -116,7 +116,9 @@ class DecodeRole:
             request = self._scheduler.requests.get(key)
             if request is not None and not self._moves.is_sending(key):
                 self._report_stages(request, now)
-            if message.is_finished and not self._moves.is_sending(key):
+            if request is not None and not self._moves.is_sending(key) and message.reason != "aborted":
+                if message.reason == "stopped":
+                    self.stats.finished(request, "stop", now)
                 self._end(key)
             else:
                 self._abort(key)

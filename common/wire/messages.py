@@ -329,7 +329,9 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
 class Abort(RequestMessage, frozen=True, tag="abort"):
     """gateway -> both nodes: end this attempt, since the client left, has all it needs, or the other node failed."""
 
-    is_finished: bool = False  # the prefill node has sampled the last token, and counts the request
+    #: ``finished``: the prefill node has sampled the last token, and counts the request. ``stopped``: the gateway has
+    #: found a stop string, and the decode node counts the request as one that has stopped.
+    reason: Literal["aborted", "stopped", "finished"] = "aborted"
 
 
 class Reprioritize(RequestMessage, frozen=True, tag="reprioritize"):

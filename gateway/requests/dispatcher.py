@@ -450,8 +450,7 @@ class Dispatcher:
 
     def _release_nodes(self, flight: InFlightRequest, pair: WorkerPair) -> None:
         if nodes := flight.nodes_to_tell(pair):
-            is_finished = flight.is_ended_by_node
-            self._channel.send(Abort(flight.stream.request.rid, flight.attempt, is_finished=is_finished), *nodes)
+            self._channel.send(Abort(flight.stream.request.rid, flight.attempt, flight.end_reason), *nodes)
         if self._moves and self._moves.drop(flight):
             self.pump_soon()
         self._end_attempt(flight, pair)

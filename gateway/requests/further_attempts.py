@@ -141,7 +141,7 @@ def end_by_loss(
 
 def choose_next_pair(pool: WorkerPool, stream: OutputStream, recovery: Recovery) -> WorkerPair | None:
     """The pair for a further attempt: with the decode node that has pages of it, or avoiding what ended the last one,
-    or any.
+    or any, or a decode node alone if no prefill node can hold the output too.
 
     The prompt and all output tokens but the last are computed like a prompt, and the last one leads to the next, so
     that there is one more to come than the client still gets.
@@ -160,10 +160,11 @@ def choose_next_pair(pool: WorkerPool, stream: OutputStream, recovery: Recovery)
     calm = [node for node in decodes if node.incarnation not in last.avoid]
     tokens = (*request.prompt, *output[:-1])
     num_new = request.sampling.max_new_tokens - len(output) + bool(output)
-    for able_prefills, able_decodes in ((others, kept), (others, calm), (prefills, decodes)):
+    choices = ((others, kept, False), (others, calm, False), (prefills, decodes, False), ((), decodes, True))
+    for able_prefills, able_decodes, is_local in choices:
         pair = pool.router.choose(
             able_prefills, able_decodes, tokens, num_new=num_new,
-            num_expected=max(request.expected_output - len(output), 0), salt=request.salt,
+            num_expected=max(request.expected_output - len(output), 0), salt=request.salt, is_local=is_local,
         )  # fmt: skip
         if pair is not None:
             return pair

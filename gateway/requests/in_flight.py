@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from common.request import Request
 from common.wire.messages import Failed, Moved, Spans, Tokens
@@ -66,6 +66,13 @@ class InFlightRequest:
     def is_ended_by_node(self) -> bool:
         """A node has sampled the last token; the gateway itself finds stop strings."""
         return bool(self.stream.finish) and not isinstance(self.stream.matched, str)
+
+    @property
+    def end_reason(self) -> Literal["aborted", "stopped", "finished"]:
+        """Why nodes are told to end the attempt."""
+        if not self.stream.finish:
+            return "aborted"
+        return "finished" if self.is_ended_by_node else "stopped"
 
     def nodes_to_tell(self, pair: WorkerPair) -> Sequence[str]:
         """Nodes that may not know that the request has ended."""

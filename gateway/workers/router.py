@@ -114,7 +114,7 @@ class Router:
 
     def choose(
         self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], prompt: Sequence[int],
-        *, num_new: int, num_expected: int = 0, salt: str = "",
+        *, num_new: int, num_expected: int = 0, salt: str = "", is_local: bool = False,
     ) -> WorkerPair | None:  # fmt: skip
         """The pair for one request, counted as sent to it; None if no pair that can exchange pages has large enough
         pools.
@@ -122,11 +122,12 @@ class Router:
         Args:
             num_new: maximum of output tokens; a pool must hold them.
             num_expected: predicted output tokens, for which the request is counted; 0 without a prediction.
+            is_local: the decode node computes the prompt, whatever ``local_prefill`` says.
         """
         num_prompt = len(prompt)
         num_most = num_prompt + num_new
         num_hold = num_prompt + (min(num_expected, num_new) or num_new)
-        is_always = self._local_prefill == "always"
+        is_always = is_local or self._local_prefill == "always"
         prefills = [] if is_always else [node for node in prefills if node.capacity_tokens >= num_prompt]
         decodes = [node for node in decodes if node.capacity_tokens >= num_most]
         if not is_always:

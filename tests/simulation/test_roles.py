@@ -90,9 +90,25 @@ def test_an_output_that_its_prefill_node_has_ended_is_counted_there_alone() -> N
     cluster = LocalCluster(latency=5)
     cluster.submit("a", prompt_of(40), sampling(1))
     cluster.step()
-    cluster.tell(cluster.decode[0], Abort("a", 0, is_finished=True))
+    cluster.tell(cluster.decode[0], Abort("a", 0, "finished"))
     cluster.settle(20)
     assert sum(sum(node.role.stats.ends.values()) for node in cluster.decode) == 0
+    assert_all_pages_are_released(cluster)
+
+
+@pytest.mark.parametrize("num_steps", [1, 12])
+def test_an_output_that_a_stop_string_has_ended_counts_as_stopped_on_its_decode_node(num_steps: int) -> None:
+    cluster = LocalCluster(latency=5)
+    answer = cluster.submit("a", prompt_of(40), sampling(500))
+    for _ in range(num_steps):
+        cluster.step()
+    assert (len(answer.output) > 1) == (num_steps > 1)
+    cluster.tell(cluster.decode[0], Abort("a", 0, "stopped"))
+    cluster.tell(cluster.prefill[0], Abort("a", 0, "stopped"))
+    cluster.settle(20)
+    assert [node.role.stats.ends["abort"] for node in cluster.members] == [0, 0]
+    assert cluster.decode[0].role.stats.ends["stop"] == 1
+    assert cluster.decode[0].role.stats.decode.sum < 60.0
     assert_all_pages_are_released(cluster)
 
 

@@ -93,10 +93,10 @@ class RequestStats:
             self.inter_token.add(now - before, num_alike)
 
     def finished(self, request: Request, finish: Finish, now: float) -> None:
-        """The last token of a request was sampled."""
+        """The last token of a request was sampled, or a stop string has ended it, perhaps in its first token."""
         self.ends[finish] += 1
         self.end_to_end.add(now - request.arrived_at)
-        self.decode.add(now - request.first_token_at)
+        self.decode.add(now - (request.first_token_at or now))
         self.prompt_tokens.add(len(request.prompt))
         self.output_tokens.add(len(request.output))
         self.max_tokens.add(request.sampling.max_new_tokens)

@@ -359,6 +359,22 @@ def test_a_request_that_fits_no_other_node_ends_with_an_error_unless_a_large_one
         cluster.check_idle()
 
 
+def test_an_output_that_no_prefill_node_can_hold_is_continued_by_a_decode_node_alone() -> None:
+    cluster = Cluster(prefills=0, decodes=0)
+    cluster.start("prefill", "prefill-small", num_pages=1)
+    for name in ("decode-0", "decode-1"):
+        cluster.start("decode", name, num_pages=64)
+    stream = cluster.come("a", max_new=30)
+    cluster.prefill("a")
+    cluster.decode("a", 20)
+    cluster.lose(cluster.node_of("decode", "a"))
+    generate = cluster.generate(cluster.node_of("decode", "a"), "a")
+    assert (generate.prefill, len(generate.output)) == (None, 21)
+    cluster.decode("a", 30)
+    assert stream.ids == output_of(stream)
+    cluster.check_idle()
+
+
 def test_a_full_node_is_avoided_and_asked_again_after_a_pause() -> None:
     cluster = Cluster(prefills=1, decodes=1)
     stream = cluster.come("a")

@@ -136,8 +136,8 @@ def test_a_decode_node_is_told_whether_the_prefill_node_has_finished_the_output(
     table.come("b")
     table.requests.abort("b")
     aborts = [message for message, node in table.post.sent if isinstance(message, Abort) and node == DECODE]
-    told = [(abort.rid, abort.is_finished) for abort in aborts]
-    assert told == [("a", True), ("b", False)]
+    told = [(abort.rid, abort.reason) for abort in aborts]
+    assert told == [("a", "finished"), ("b", "aborted")]
 
 
 def test_tokens_of_an_earlier_attempt_with_the_same_id_are_refused():

@@ -180,7 +180,7 @@ async def test_after_the_death_of_a_node_its_requests_go_on_with_its_replacement
     await dead.kill()
     await sibling.until(lambda: rid in sibling.aborts)
     stack.nodes.remove(dead)
-    assert (await stack.post("/v1/completions", BODY))[0] == 503
+    new = asyncio.ensure_future(stack.post("/v1/completions", BODY))
     assert (await stack.get("/ready"))[0] == 503
     sibling.on_generate = echo
     again = stack.joining(dead.role, dead.register.name)
@@ -188,6 +188,7 @@ async def test_after_the_death_of_a_node_its_requests_go_on_with_its_replacement
     assert any(isinstance(message, Registered) and message.starts == 2 for message in again.received)
     async with await call as answer:
         assert (await answer.json())["usage"]["completion_tokens"] == 9
+    assert (await new)[0] == 200
     _, known = await stack.get("/v1/requests")
     assert next(one for one in known["requests"] if one["rid"] == rid)["num_attempts"] == 2
     assert await serves(stack)
