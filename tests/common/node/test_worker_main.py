@@ -21,6 +21,7 @@ from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.errors import ConfigError
 from common.finish_reason import finish_reason
+from common.node import model_loading
 from common.node import worker_main as process
 from common.node.endpoint import ControlEndpoint, listen_mailbox
 from common.node.engine_thread import EngineThread
@@ -98,8 +99,8 @@ def test_a_pool_of_default_size_takes_most_of_the_memory_that_the_weights_leave(
 def test_the_pool_of_a_gpu_is_reduced_to_the_memory_that_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     page = 2 * 8 * 16 * 4
     free = iter([1000 * page, 100 * page])  # before the weights are read, and after
-    monkeypatch.setattr(process, "free_bytes", lambda device: next(free) if device == "cuda:0" else 0)
-    num_pages = process.pages_of(NodeConfig(), TINY, 600, "cuda:0")
+    monkeypatch.setattr(model_loading, "free_bytes", lambda device: next(free) if device == "cuda:0" else 0)
+    num_pages = model_loading.pages_of(NodeConfig(), TINY, 600, "cuda:0")
     assert num_pages() == 600
     assert num_pages() == 80
 
@@ -107,7 +108,7 @@ def test_the_pool_of_a_gpu_is_reduced_to_the_memory_that_the_weights_leave(monke
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_missing_gpu_is_refused_by_flag() -> None:
     with pytest.raises(ConfigError, match=r"^--device cuda:3: torch finds no CUDA device"):
-        process.pick_device("cuda:3")
+        model_loading.pick_device("cuda:3")
 
 
 def test_a_port_in_use_is_refused_by_flag_and_leaves_no_socket() -> None:
