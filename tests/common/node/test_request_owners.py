@@ -213,10 +213,11 @@ class OwnersMachine(RuleBasedStateMachine):
     def teardown(self):
         for gateway in (A, B):
             self.drop(self.node.owners.lose(gateway, self.now))
-        self.drop(self.node.sweep(self.now + TIMEOUT_S + 1.0))  # beyond what sums of floats round off
+        after = self.now + TIMEOUT_S + 1.0  # a second later: `now + TIMEOUT_S` may round down to less than the timeout
+        self.drop(self.node.sweep(after))
         assert self.node.requests == {}
-        self.node.sweep(self.now + 2 * TIMEOUT_S)
-        self.node.sweep(self.now + 3 * TIMEOUT_S)
+        self.node.sweep(after + TIMEOUT_S)
+        self.node.sweep(after + 2 * TIMEOUT_S + 1.0)
         assert len(self.node.owners) == 0
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from common.stage_spans import StageSpan
-from common.wire.messages import MAX_AMOUNT, MAX_SECONDS
+from common.wire.messages import MAX_AMOUNT, MAX_SECONDS, Generate
 
 MAX_ITEMS = 3
 
@@ -25,6 +25,9 @@ def strategy_of(told: inspect.Type) -> st.SearchStrategy[Any]:
             return st.tuples(*fields.values()).map(list)
         if told.tag_field is not None:
             fields[told.tag_field] = st.just(told.tag)
+        if told.cls is Generate:  # samples of one prompt have outputs of their own
+            alone, several = fields | {"others": st.just([])}, fields | {"output": st.just([])}
+            return st.fixed_dictionaries(alone) | st.fixed_dictionaries(several)
         return st.fixed_dictionaries(fields)
     if isinstance(told, inspect.DataclassType):
         return st.fixed_dictionaries({field.encode_name: strategy_of(field.type) for field in told.fields})
