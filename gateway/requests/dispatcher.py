@@ -57,6 +57,9 @@ SERVICE_MARGIN = 1.5
 #: The decision log's sentence for a request that is sent, by the number of nodes.
 SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.name}, {0:.3f} s after it came"}
 
+#: How the last attempt ended at an output that another gateway has begun.
+TAKEN_OVER = AttemptEnd(ErrorCode.ABORTED, "another gateway has begun the output")
+
 
 class NodeChannel(Protocol):
     def send(self, message: Message, *incarnations: str) -> None:
@@ -391,10 +394,10 @@ class Dispatcher:
     def _place(self, flight: InFlightRequest, now: float) -> bool:
         """Chooses the pair of a request, which is sent next; False if no page pool is large enough."""
         stream, pool, request = flight.stream, flight.pool, flight.stream.request
-        if flight.recovery is None:
+        if flight.recovery is None and not stream.ids:
             pair = self._choose(pool, request, flight.siblings.get(request.prompt_number))
         else:
-            pair = _choose_next(pool, stream, flight.recovery)
+            pair = _choose_next(pool, stream, flight.recovery or Recovery(TAKEN_OVER, now, len(stream.ids)))
         if pair is None:
             return False
         if flight.recovery is not None:

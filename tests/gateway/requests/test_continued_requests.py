@@ -375,6 +375,19 @@ def test_an_output_that_no_prefill_node_can_hold_is_continued_by_a_decode_node_a
     cluster.check_idle()
 
 
+def test_an_output_of_another_gateway_is_continued_even_if_no_prefill_node_can_hold_it() -> None:
+    cluster = Cluster(prefills=0, decodes=1)
+    cluster.start("prefill", "prefill-small", num_pages=1)
+    request = GenerateRequest("a", "a", (1, 2, 3), SamplingParams(max_new_tokens=30), "tiny", timeout_s=1e9)
+    stream = OutputStream(request, 0, Text, lambda s: None, cluster.clock.now())
+    stream.on_tokens(Tokens("a", 0, 0, tuple(token_of(request.prompt, i) for i in range(20))), cluster.clock.now())
+    cluster.dispatcher.dispatch([stream])
+    assert cluster.generate(cluster.node_of("decode", "a"), "a").prefill is None
+    cluster.decode("a", 30)
+    assert stream.ids == output_of(stream)
+    cluster.check_idle()
+
+
 def test_a_request_whose_target_comes_back_without_memory_while_it_moves_is_continued() -> None:
     """A node that has reconnected has the same incarnation, and nothing of what the router had counted for it."""
     cluster = Cluster(prefills=1, decodes=2)
@@ -630,6 +643,8 @@ class RandomHistory:
 
     def decoded(self, node, message):
         key = (message.rid, message.attempt)
+        if message.prefill is None:  # it computes the prompt, too
+            self.next_index.setdefault(key, len(message.output))
         if key in self.next_index and self.next_index[key] < message.sampling.max_new_tokens:
             self.next_index[key] += 1
             self.cluster.say(node, message, self.next_index[key] - 1)
