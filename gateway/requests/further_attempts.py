@@ -16,6 +16,9 @@ from gateway.workers.pair_health import PairKey
 from gateway.workers.pool import WorkerPool
 from gateway.workers.router import WorkerPair
 
+#: How the last attempt ended at an output that another gateway has begun.
+TAKEN_OVER = AttemptEnd(ErrorCode.ABORTED, "another gateway has begun the output")
+
 
 class FurtherAttempts:
     """The requests that wait for their next attempt.
@@ -139,14 +142,18 @@ def end_by_loss(
     )
 
 
-def choose_next_pair(pool: WorkerPool, stream: OutputStream, recovery: Recovery) -> WorkerPair | None:
+def choose_next_pair(pool: WorkerPool, stream: OutputStream, recovery: Recovery | None) -> WorkerPair | None:
     """The pair for a further attempt: with the decode node that has pages of it, or avoiding what ended the last one,
     or any, or a decode node alone if no prefill node can hold the output too.
 
     The prompt and all output tokens but the last are computed like a prompt, and the last one leads to the next, so
     that there is one more to come than the client still gets.
+
+    Args:
+        recovery: None if another gateway has made the attempts so far.
     """
     request, output = stream.request, stream.ids
+    recovery = recovery or Recovery(TAKEN_OVER, 0.0, len(output))
     prefills, decodes = pool.registry.prefills, pool.registry.decodes
     if recovery.revision:
         prefills = [node for node in prefills if node.revision == recovery.revision]

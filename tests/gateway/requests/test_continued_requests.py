@@ -13,7 +13,7 @@ from support.gateway.fake_nodes import make_register
 from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
-from common.wire.messages import Abort, Failed, Generate, Tokens
+from common.wire.messages import Abort, Failed, Generate, Move, Moved, Tokens
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
@@ -375,6 +375,43 @@ def test_an_output_that_no_prefill_node_can_hold_is_continued_by_a_decode_node_a
     cluster.check_idle()
 
 
+def test_an_output_of_another_gateway_is_continued_even_if_no_prefill_node_can_hold_it() -> None:
+    cluster = Cluster(prefills=0, decodes=1)
+    cluster.start("prefill", "prefill-small", num_pages=1)
+    request = GenerateRequest("a", "a", (1, 2, 3), SamplingParams(max_new_tokens=30), "tiny", timeout_s=1e9)
+    stream = OutputStream(request, 0, Text, lambda s: None, cluster.clock.now())
+    stream.on_tokens(Tokens("a", 0, 0, tuple(token_of(request.prompt, i) for i in range(20))), cluster.clock.now())
+    cluster.dispatcher.dispatch([stream])
+    assert cluster.generate(cluster.node_of("decode", "a"), "a").prefill is None
+    cluster.decode("a", 30)
+    assert stream.ids == output_of(stream)
+    cluster.check_idle()
+
+
+def test_a_request_whose_target_comes_back_without_memory_while_it_moves_is_continued() -> None:
+    """A node that has reconnected has the same incarnation, and nothing of what the router had counted for it."""
+    cluster = Cluster(prefills=1, decodes=2)
+    stream = cluster.come("a", prompt=(1,) * 100)
+    cluster.prefill("a")
+    cluster.decode("a", 3)
+    source = cluster.node_of("decode", "a")
+    [target] = [one for one in cluster.work if cluster.names[one].startswith("decode") and one != source]
+    cluster.dispatcher.set_paused("a", True)
+    cluster.pool.registry.begin_drain(source)
+    cluster.dispatcher.pump()
+    [(move, _)] = [(message, node) for message, node in cluster.sent if isinstance(message, Move)]
+    cluster.pool.router.remove_worker(target)
+    cluster.dispatcher.on_worker_lost(target, cluster.names[target])
+    cluster.come("b")
+    cluster.dispatcher.on_moved(source, Moved("a", move.attempt, 4))
+    cluster.turn()
+    cluster.wait(1.0)
+    for rid in "ab":
+        cluster.finish(rid)
+    assert stream.ids == output_of(stream)
+    cluster.check_idle()
+
+
 def test_a_full_node_is_avoided_and_asked_again_after_a_pause() -> None:
     cluster = Cluster(prefills=1, decodes=1)
     stream = cluster.come("a")
@@ -606,6 +643,8 @@ class RandomHistory:
 
     def decoded(self, node, message):
         key = (message.rid, message.attempt)
+        if message.prefill is None:  # it computes the prompt, too
+            self.next_index.setdefault(key, len(message.output))
         if key in self.next_index and self.next_index[key] < message.sampling.max_new_tokens:
             self.next_index[key] += 1
             self.cluster.say(node, message, self.next_index[key] - 1)
