@@ -30,6 +30,7 @@ from common.errors import ConfigError
 from common.wire.mailbox import Mailbox
 from common.wire.messages import Connect, FromDecode, FromPrefill, Grant, LayoutMessage, PagesWritten
 from common.wire.process_id import new_incarnation
+from kv_transfer.checksums import Checksums
 from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl.writer import HOLD_S
 from kv_transfer.transports.tcp.protocol import tune
@@ -304,6 +305,27 @@ def _compare(
     return {f"{name}, GB/s": payload / seconds, f"{name}, CPU s/GB": cpu / payload, f"{name}, of memcpy": of_copy}
 
 
+def checksums(layout: str, count: int) -> dict[str, float]:
+    """Measure the checksums of pages that are not in a cache, which each end of a transfer computes once."""
+    pool = KVPool(LAYOUTS[layout], count)
+    try:
+        _touch(pool)
+        sums = Checksums(pool)
+        times = []
+        for _ in range(5):
+            begun_at = time.process_time()
+            for page in range(count):
+                sums.of_source(page, None)
+            times.append(time.process_time() - begun_at)
+    finally:
+        pool.close()
+    gigabytes_s = count * LAYOUTS[layout].page_bytes / 1e9 / statistics.median(times)
+    per_token_us = statistics.median(times) / (count * LAYOUTS[layout].page_size) * 1e6
+    what = f"{gigabytes_s:.1f} GB/s, {per_token_us:.1f} us of CPU per token at each end"
+    print(f"{layout:13} checksum, {count} pages: {what}", flush=True)
+    return {f"{layout}, checksum, GB/s": gigabytes_s, f"{layout}, checksum, us per token": per_token_us}
+
+
 def round_trip(arguments: argparse.Namespace) -> dict[str, float]:
     """Measure the round trip of a grant and its confirmation, through the mailboxes of nodes."""
     child = ReaderProcess(arguments, "qwen3-0.6b", "shm", 1)
@@ -343,6 +365,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     figures = round_trip(options)
     counts = sorted(options.pages)
     for layout in options.layouts:
+        figures |= checksums(layout, counts[-1])
         for transport in options.transports:
             try:
                 figures |= measure(options, layout, transport, counts)

@@ -9,7 +9,7 @@ from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 from scripts.load_tester.client.connection import Exchange
@@ -24,6 +24,7 @@ REFUSALS = ("queue_full", "rate_limit_exceeded", "no_route", "quota_exceeded")
 
 class Verdict(Enum):
     EQUAL = "equal to the reference"
+    ROUNDED = "complete, with other tokens by rounding"
     REFUSED = "refused"
     FAILED = "ended with an error"
     WRONG = "wrong"
@@ -139,10 +140,15 @@ def _take_native(answer: Answer, event: dict[str, Any]) -> None:
     answer.usage = (meta["prompt_tokens"], meta["completion_tokens"])
 
 
-def judge(answer: Answer, reference: Answer) -> tuple[Verdict, str]:
-    """The verdict about an answer, and what differs; the reference is a complete answer to the same request."""
+def judge(answer: Answer, reference: Answer, *, is_exact: bool = True) -> tuple[Verdict, str]:
+    """The verdict about an answer, and what differs; the reference is a complete answer to the same request.
+
+    Args:
+        is_exact: tokens do not depend on the batch that they are computed in. Otherwise, an answer may have other
+            tokens than the reference.
+    """
     difference = _wrong_beginning(answer, reference)
-    if difference:
+    if difference and is_exact:
         return Verdict.WRONG, difference
     if answer.is_late:
         return Verdict.HANGING, f"{_so_far(answer)} after {answer.ended_at - answer.began_at:.0f} s"
@@ -152,8 +158,22 @@ def judge(answer: Answer, reference: Answer) -> tuple[Verdict, str]:
         return Verdict.FAILED, f"{answer.code}: {answer.message} ({_so_far(answer)})"
     if not answer.is_complete:
         return Verdict.LOST, f"the connection ended with status {answer.status}, {_so_far(answer)}"
+    if not is_exact and answer.outputs.keys() == reference.outputs.keys() and answer.usage[:1] == reference.usage[:1]:
+        difference = difference or _incomplete(answer, reference)
+        return (Verdict.ROUNDED, difference) if difference else (Verdict.EQUAL, "")
     difference = _incomplete(answer, reference)
     return (Verdict.WRONG, difference) if difference else (Verdict.EQUAL, "")
+
+
+def num_agreeing(answer: Answer, reference: Answer) -> tuple[int, int]:
+    """Tokens of the answer before the first that differs from the reference, in all outputs, and all of its tokens."""
+    agreeing = total = 0
+    for index, output in answer.outputs.items():
+        expected = reference.outputs.get(index, Output()).ids
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(output.ids, expected, strict=False))
+        agreeing += sum(1 for _ in same)
+        total += len(output.ids)
+    return agreeing, total
 
 
 def _so_far(answer: Answer) -> str:

@@ -16,6 +16,11 @@ class ChaosConfig:
     prefill: int = option(2, "Prefill nodes.", minimum=1, maximum=64)
     decode: int = option(2, "Decode nodes.", minimum=1, maximum=64)
     model: str = option(SMALL_MODEL, "Model folder or Hugging Face hub id.")
+    dtype: Literal["float32", "bfloat16"] = option(
+        "float32",
+        "Data type of the nodes. In bfloat16, tokens depend on the batch that they are computed in; the report then has"
+        " the share of answers and of tokens that agree with the reference.",
+    )
     transport: Literal["auto", "shm", "tcp", "nixl"] = option("auto", "Transport of KV pages.")
     max_total_tokens: int = option(4096, "KV tokens of each node; few make nodes retract requests.", minimum=1024)
     namespaces: bool = option(

@@ -17,6 +17,8 @@ def figures(tally: Tally, found: Findings, *, broken: Sequence[str], injected: S
         "took_s": took_s,
         "sent": tally.num_sent,
         "equal": verdicts[Verdict.EQUAL],
+        "other_tokens_by_rounding": verdicts[Verdict.ROUNDED],
+        "agreeing_tokens": tally.num_agreeing / tally.num_tokens if tally.num_tokens else None,
         "recovered": found.num_recovered,
         "refused": verdicts[Verdict.REFUSED],
         "failed": verdicts[Verdict.FAILED],
@@ -54,6 +56,11 @@ def table(shown: Figures, repeat: str) -> list[str]:
         ("hanging", f"{shown['hanging']:,}"),
         ("faults", ", ".join(f"{name} {count}" for name, count in shown["faults"].items()) or "none"),
     ]
+    if rounded := shown["other_tokens_by_rounding"]:
+        of_all = 1 - rounded / (shown["equal"] + rounded)
+        rows.insert(
+            2, ("agreement", f"{of_all:.1%} of answers, {shown['agreeing_tokens']:.1%} of tokens; others by rounding")
+        )
     lines = ["", *(f"{name:12}{value}" for name, value in rows)]
     if shown["pauses_s"]:
         lines += ["", f"{'pauses in s':14}{'streams':>9}{'p50':>9}{'p99':>9}{'max':>9}"]

@@ -60,7 +60,7 @@ class Run:
         self._undoing: set[asyncio.Task[None]] = set()
         self._injected: list[Injected] = []
         self._descriptors: dict[str, int] = {}
-        self.tally = Tally()
+        self.tally = Tally(is_exact=config.dtype == "float32")
 
     @property
     def injected(self) -> list[str]:
@@ -119,7 +119,7 @@ class Run:
             served_model_name=MODEL,
             prefill=config.prefill,
             decode=config.decode,
-            dtype="float32",
+            dtype=config.dtype,
             device="cpu",
             threads=1,
             transport="tcp" if config.namespaces else config.transport,
@@ -201,7 +201,7 @@ class Run:
         while True:
             answer = await self._service.client.send(request, timeout_s)
             verdict = self.tally.add(request, answer, self._reference[request.number])
-            if verdict is not Verdict.EQUAL:
+            if verdict not in (Verdict.EQUAL, Verdict.ROUNDED):
                 self._tell(f"request {request.number} ({request.kind}): {verdict.value} {answer.code}")
             if verdict is not Verdict.REFUSED or self._is_stopping:
                 return

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from scripts.chaos_harness.answers import Answer, Verdict, judge
+from scripts.chaos_harness.answers import Answer, Verdict, judge, num_agreeing
 from scripts.chaos_harness.pauses import Stream, quantiles
 from scripts.chaos_harness.workload import LoadRequest
 
@@ -15,12 +15,20 @@ SPARE_DESCRIPTORS = 8
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of answers, and the first answers that were not as they should be."""
+    """Counts of answers, and the first answers that were not as they should be.
 
+    Attributes:
+        is_exact: every answer must equal its reference.
+        num_agreeing, num_tokens: tokens of complete answers before the first that differs from the reference, and all.
+    """
+
+    is_exact: bool = True
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
+    num_agreeing: int = 0
+    num_tokens: int = 0
 
     @property
     def num_sent(self) -> int:
@@ -28,11 +36,15 @@ class Tally:
         return self.verdicts.total() - self.verdicts[Verdict.REFUSED]
 
     def add(self, request: LoadRequest, answer: Answer, reference: Answer) -> Verdict:
-        verdict, why = judge(answer, reference)
+        verdict, why = judge(answer, reference, is_exact=self.is_exact)
         self.verdicts[verdict] += 1
+        if verdict in (Verdict.EQUAL, Verdict.ROUNDED):
+            agreeing, total = num_agreeing(answer, reference)
+            self.num_agreeing += agreeing
+            self.num_tokens += total
         if answer.code:
             self.errors[answer.code] += 1
-        if verdict not in (Verdict.EQUAL, Verdict.REFUSED) and len(self.examples) < MAX_EXAMPLES:
+        if verdict not in (Verdict.EQUAL, Verdict.ROUNDED, Verdict.REFUSED) and len(self.examples) < MAX_EXAMPLES:
             self.examples.append(f"request {request.number} ({request.kind}) {verdict.value}: {why}")
         if len(answer.stamps) > 1:
             self.streams.append(Stream(answer.stamps, answer.ended_at))

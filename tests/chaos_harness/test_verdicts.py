@@ -52,6 +52,18 @@ def test_one_bad_answer_among_good_ones_breaks_an_invariant(verdict: Verdict) ->
     assert "repeat with: ./scripts/chaos --seed=7" in "\n".join(table(shown, "./scripts/chaos --seed=7"))
 
 
+def test_without_exact_arithmetic_other_tokens_are_counted_and_lost_answers_still_break_an_invariant() -> None:
+    tally = Tally(is_exact=False)
+    assert tally.add(REQUEST, answer(1, 2, 3), REFERENCE) is Verdict.EQUAL
+    assert tally.add(REQUEST, answer(1, 7, 3), REFERENCE) is Verdict.ROUNDED
+    assert broken_invariants(tally, Findings()) == []
+    assert (tally.num_agreeing, tally.num_tokens) == (4, 6)  # all three, and the one before the 7
+    shown = figures(tally, Findings(), broken=[], injected=["kill"], took_s=1.0)
+    assert "50.0% of answers, 66.7% of tokens" in "\n".join(table(shown, ""))
+    assert tally.add(REQUEST, answer(1, 7, is_complete=False), REFERENCE) is Verdict.LOST
+    assert len(broken_invariants(tally, Findings())) == 1
+
+
 def test_a_refused_request_breaks_nothing() -> None:
     tally = Tally()
     tally.add(REQUEST, Answer(status=429, code="queue_full"), REFERENCE)

@@ -54,19 +54,21 @@ class Serve:
 
     @contextlib.asynccontextmanager
     async def load(self) -> AsyncIterator[list[asyncio.Task[str]]]:
-        """Starts four long streams."""
+        """Starts four long streams, and waits until all of them have begun."""
         async with self.client() as session:
-            streams = [asyncio.create_task(self.stream(session)) for _ in range(4)]
-            await asyncio.sleep(0.3)
+            begun = [asyncio.Event() for _ in range(4)]
+            streams = [asyncio.create_task(self.stream(session, event)) for event in begun]
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), TIMEOUT_S)
             yield streams
 
-    async def stream(self, session: aiohttp.ClientSession) -> str:
+    async def stream(self, session: aiohttp.ClientSession, begun: asyncio.Event) -> str:
         """Returns the last line of a long stream, up to its end or the break of the connection."""
         body = {"text": "ROMEO:", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
         last = b""
         with contextlib.suppress(aiohttp.ClientError):
             async with session.post("/generate", json=body) as answer:
                 async for line in answer.content:
+                    begun.set()
                     last = line if line.strip() else last
         return last.decode()
 
