@@ -18,7 +18,7 @@ from common.node.memory_plan import Capacity
 from common.node.worker_context import WorkerContext, make_cache
 from common.scheduling.grammar_queue import CompileGrammar
 from common.step_plan import StepPlan, StepResult
-from common.wire.messages import Heartbeat, LayoutMessage, Message, Peer, Register
+from common.wire.messages import Abort, Heartbeat, LayoutMessage, Message, Peer, Register
 from decode_node.factory import build as build_decode
 from prefill_node.factory import build as build_prefill
 from scripts.simulator.costs import Costs, StepWork
@@ -191,8 +191,12 @@ class Node:
         self._happens(self.role.peer_lost, peer)
 
     def lose_gateway(self) -> None:
-        """Handle that the gateway no longer knows this node."""
-        self._happens(self.role.gateway_lost)
+        """Handle that the gateway no longer knows this node: end its requests."""
+        self._happens(self._end_requests)
+
+    def _end_requests(self, now: float) -> None:
+        for rid, attempt in list(self.role.requests()):
+            self.role.on_gateway(Abort(rid, attempt), now)
 
     def die(self) -> None:
         """Stop as ``kill -9`` would."""
