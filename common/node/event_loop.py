@@ -367,9 +367,14 @@ class EventLoop:
         elif isinstance(message, StartProfile | StopProfile):
             self._profiling = link
             self._engine.profile(message)
-        elif isinstance(message, PrefillNodes) and not message.nodes:
-            log.info("the gateway has no prefill node yet; until one comes, only local prefill works (--local-prefill)")
-            self._role.on_gateway(message, now)
+        elif isinstance(message, PrefillNodes):
+            link.on_prefill_nodes(message)
+            nodes = {peer.incarnation: peer for one in self._links for peer in one.prefill_nodes}
+            if not nodes:
+                log.info(
+                    "no gateway has a prefill node yet; until one comes, only local prefill works (--local-prefill)"
+                )
+            self._role.on_gateway(PrefillNodes(tuple(nodes.values())), now)
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)
             said = self._role.outbox.gateway

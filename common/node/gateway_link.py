@@ -11,7 +11,17 @@ from msgspec import structs
 from common.clock import Clock
 from common.reminder import Reminder
 from common.wire.mailbox import HandshakeFailure, Mailbox
-from common.wire.messages import Heartbeat, HeartbeatAck, Message, Pairs, PairState, Register, Registered
+from common.wire.messages import (
+    Heartbeat,
+    HeartbeatAck,
+    Message,
+    Pairs,
+    PairState,
+    Peer,
+    PrefillNodes,
+    Register,
+    Registered,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +47,7 @@ class GatewayLink:
         incarnation: of the gateway process; empty while none has answered.
         is_registered, is_dialling: whether the gateway has accepted this node, and whether it is not even connected.
         heartbeat_s: seconds between two heartbeats that the gateway wants.
+        prefill_nodes: those that the gateway knows.
     """
 
     def __init__(
@@ -57,6 +68,7 @@ class GatewayLink:
         self._num_heartbeats = self._num_acks = self._num_acks_due = 0  # since the last registration
         self.is_registered = False
         self.is_dialling = True
+        self.prefill_nodes: tuple[Peer, ...] = ()
 
     def send(self, *messages: Message) -> None:
         self.mailbox.send(*messages, target=self.incarnation)
@@ -76,6 +88,7 @@ class GatewayLink:
                 log.warning("the gateway at %s is gone; dialling it again", self.address)
             lost, self.incarnation = self.incarnation, ""
             self.is_registered, self.is_dialling = False, True
+            self.prefill_nodes = ()
             self._reminder = Reminder(now)
             self._connected_at = None
         if events.connected:
@@ -102,6 +115,9 @@ class GatewayLink:
         self.heartbeat_s = message.heartbeat_s
         self._num_heartbeats = self._num_acks = self._num_acks_due = 0
         self._on_instant(message)
+
+    def on_prefill_nodes(self, message: PrefillNodes) -> None:
+        self.prefill_nodes = message.nodes
 
     def on_acknowledged(self, message: HeartbeatAck) -> None:
         self._num_acks += 1

@@ -91,10 +91,13 @@ class RequestOwners:
                 self._keys[sample.key] = key
 
     def owner(self, message: RequestMessage) -> str:
-        """The gateway that a message is for; empty if the request is unknown."""
+        """The gateway that a message is for; empty if the request is unknown.
+
+        A request that moves to another node fails under its next attempt, which this node was never sent.
+        """
         owned = self._requests.get((message.rid, message.attempt))
         if owned is None:
-            return ""
+            return next((one.gateway for (rid, _), one in self._requests.items() if rid == message.rid), "")
         if isinstance(message, Tokens):
             owned.finish = message.finish
         elif isinstance(message, Failed):

@@ -512,16 +512,16 @@ class Dispatcher:
         assert flight.pair is not None
         now, stream, workers = self._clock.now(), flight.stream, flight.pool.registry.workers
         self.pump_soon()  # the next request may move
+        if move.is_lost:
+            message = "a decode node was lost while the request moved to it"
+            self._recover(flight, AttemptEnd(ErrorCode.NODE_LOST, message, is_seen=True))
+            return
         self._end_attempt(flight, flight.pair)
         flight.pair, flight.nodes, flight.attempt = move.pair, move.pair.nodes, move.attempt
         flight.num_continued, flight.began_at, flight.is_prefill_counted = len(stream.ids), now, True
         stream.attempt = flight.attempt
         stream.num_attempts += 1
-        source, target = (workers.get(incarnation) for incarnation in flight.nodes)
-        if source is None or target is None:
-            message = "a decode node was lost while the request moved from one to another"
-            self._recover(flight, AttemptEnd(ErrorCode.NODE_LOST, message, is_seen=True))
-            return
+        source, target = (workers[incarnation] for incarnation in flight.nodes)
         stream.prefill, stream.decode = source.name, target.name
         self._channel.send(_generate(flight, (), now), target.incarnation)
         if flight.is_paused:
@@ -587,6 +587,7 @@ class Dispatcher:
             alive_until: it was probably alive until then; later requests have nothing to do with its loss.
         """
         now = self._clock.now()
+        self._moves.lose_target(incarnation)
         for flight in list(self._in_flight.values()):
             error = confirm_loss(flight, incarnation, alive_until, now)
             if error is not None:

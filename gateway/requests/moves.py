@@ -27,11 +27,13 @@ class PendingMove:
         pair: the draining node and the target, as the router counts them.
         attempt: under which the request goes on.
         num_output: tokens after which the node has stopped it; None: it has not yet.
+        is_lost: the target is gone, and what the router counted for it.
     """
 
     pair: WorkerPair
     attempt: int
     num_output: int | None = None
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,11 @@ class Moves:
         if rid in self._pending:
             self._pending[rid].num_output = num_output
 
+    def lose_target(self, incarnation: str) -> None:
+        """A node is gone, or has forgotten its requests. Those that were to move there are continued in another way."""
+        for move in self._pending.values():
+            move.is_lost |= move.pair.decode == incarnation
+
     def take_complete(self, flight: InFlightRequest) -> PendingMove | None:
         """The move of a request that has stopped and whose tokens are all here. It is not pending any more."""
         move = self._pending.get(flight.stream.request.rid)
@@ -108,6 +115,6 @@ class Moves:
     def drop(self, flight: InFlightRequest) -> bool:
         """The request has ended, or begins another attempt. False: it was not moving."""
         move = self._pending.pop(flight.stream.request.rid, None)
-        if move is not None:
+        if move is not None and not move.is_lost:
             flight.pool.router.decode_done(move.pair)
         return move is not None

@@ -53,6 +53,14 @@ def test_a_message_goes_to_the_gateway_that_sent_the_request():
     assert [node.owner(rid) for rid in ("x", "x2", "y", "unknown")] == [A, A, B, ""]
 
 
+def test_a_move_that_fails_is_reported_to_the_gateway_of_the_request_under_its_next_attempt():
+    node = Node()
+    node.take(A, "x", key="k")
+    node.take(B, "y")
+    failed = Failed("y", 2, ErrorCode.TRANSFER_FAILED, "the other decode node did not ask for the pages")
+    assert node.owners.owner(failed) == B
+
+
 def test_a_request_is_forgotten_once_it_is_no_longer_on_the_node():
     node = Node()
     node.take(A, "x")

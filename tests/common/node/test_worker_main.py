@@ -33,7 +33,7 @@ from common.node.worker_context import WorkerContext, make_cache
 from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
-from common.wire.messages import Connect, Generate, Peer, Ping
+from common.wire.messages import Connect, Generate, Peer, Ping, PrefillNodes
 from decode_node.factory import build
 from scripts.simulator.inprocess_transport import InProcessReader, Wire
 
@@ -237,6 +237,35 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
     thread.close()
     context.term()
     assert role.seen == (0, True)
+
+
+class Named(Watched):
+    """Keeps the prefill nodes that gateways name."""
+
+    def on_gateway(self, message: object, now: float) -> None:
+        if isinstance(message, PrefillNodes):
+            self.named = [peer.name for peer in message.nodes]
+
+
+def test_prefill_nodes_are_those_of_all_gateways() -> None:
+    """Gateways that differ for a moment cost no connection."""
+    engine, role = Engine(), Named()
+    thread = EngineThread(engine)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
+    node = EventLoop(
+        role, thread, register=lambda: None, gateways=["127.0.0.1:1", "127.0.0.1:2"], orphan_timeout_s=1.0, room=1,
+        endpoint=endpoint, clock=MonotonicClock(),
+    )  # type: ignore[arg-type]  # fmt: skip
+    first, second = (Peer(f"prefill-{i}", str(i) * 32, f"host:{i}") for i in range(2))
+    expected = [(0, (first,), {0}), (1, (first, second), {0, 1}), (0, (), {0, 1}), (1, (second,), {1}), (1, (), set())]
+    for gateway, nodes, names in expected:
+        node._on_gateway(node._links[gateway], str(gateway) * 32, PrefillNodes(nodes), 0.0)
+        assert sorted(role.named) == [f"prefill-{i}" for i in sorted(names)]
+    node.close("the test is over")
+    engine.may_run.set()
+    thread.close()
+    context.term()
 
 
 def test_a_process_ends_although_a_thread_of_it_never_does() -> None:

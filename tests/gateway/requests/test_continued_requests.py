@@ -13,7 +13,7 @@ from support.gateway.fake_nodes import make_register
 from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
-from common.wire.messages import Abort, Failed, Generate, Tokens
+from common.wire.messages import Abort, Failed, Generate, Move, Moved, Tokens
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
@@ -371,6 +371,30 @@ def test_an_output_that_no_prefill_node_can_hold_is_continued_by_a_decode_node_a
     generate = cluster.generate(cluster.node_of("decode", "a"), "a")
     assert (generate.prefill, len(generate.output)) == (None, 21)
     cluster.decode("a", 30)
+    assert stream.ids == output_of(stream)
+    cluster.check_idle()
+
+
+def test_a_request_whose_target_comes_back_without_memory_while_it_moves_is_continued() -> None:
+    """A node that has reconnected has the same incarnation, and nothing of what the router had counted for it."""
+    cluster = Cluster(prefills=1, decodes=2)
+    stream = cluster.come("a", prompt=(1,) * 100)
+    cluster.prefill("a")
+    cluster.decode("a", 3)
+    source = cluster.node_of("decode", "a")
+    [target] = [one for one in cluster.work if cluster.names[one].startswith("decode") and one != source]
+    cluster.dispatcher.set_paused("a", True)
+    cluster.pool.registry.leave(source)
+    cluster.dispatcher.pump()
+    [(move, _)] = [(message, node) for message, node in cluster.sent if isinstance(message, Move)]
+    cluster.pool.router.remove_worker(target)
+    cluster.dispatcher.on_worker_lost(target, cluster.names[target])
+    cluster.come("b")
+    cluster.dispatcher.on_moved(source, Moved("a", move.attempt, 4))
+    cluster.turn()
+    cluster.wait(1.0)
+    for rid in "ab":
+        cluster.finish(rid)
     assert stream.ids == output_of(stream)
     cluster.check_idle()
 

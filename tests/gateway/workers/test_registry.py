@@ -32,6 +32,30 @@ def test_ready_needs_a_node_of_each_role_that_is_not_leaving():
     assert not nodes.is_ready
 
 
+def test_new_requests_are_accepted_for_a_while_after_the_last_node_of_a_role_is_gone():
+    nodes = Registry(num_token_ids=320, patience_s=60.0)
+    nodes.register(A, make_register("prefill", "p"), 0.0)
+    assert nodes.accepted is None, "there was no decode node yet"
+    nodes.register(B, make_register("decode", "d"), 0.0)
+    known = nodes.limits
+    nodes.tick(5.0)
+    nodes.remove(B)
+    nodes.register(C, make_register("prefill", "p2"), 50.0)
+    nodes.tick(65.0)
+    assert (nodes.limits, nodes.accepted) == (None, known)
+    nodes.tick(65.1)
+    assert nodes.accepted is None
+    nodes.register(D, make_register("decode", "d"), 70.0)
+    assert nodes.accepted is nodes.limits is not None
+
+
+@pytest.mark.parametrize(("lost_at", "until"), [(11.9, 11.9), (15.0, 10.0)])
+def test_a_node_that_was_silent_for_long_was_alive_only_until_it_was_last_heard(lost_at, until):
+    nodes = pair()
+    nodes.on_heartbeat(A, Heartbeat(0, 0, 0, 0, 0, {}), 10.0)
+    assert nodes.alive_until(nodes.workers[A], lost_at) == until
+
+
 def test_limits_are_those_of_the_largest_pools():
     nodes = pair()
     nodes.register(C, make_register("decode", "d2", num_pages=100), 0.0)
