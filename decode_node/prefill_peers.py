@@ -92,9 +92,6 @@ class PrefillPeers:
             return []
         return [key for key, one in self._peers.items() if one.is_dialled and key not in self._named]
 
-    def dialled(self) -> list[str]:
-        return [key for key, one in self._peers.items() if one.is_dialled]
-
     def problems(self, transport: str) -> list[PairState]:
         """The nodes that were lost and have not answered since, as pairs of this transport that cannot transfer."""
         return [

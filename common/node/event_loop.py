@@ -449,8 +449,12 @@ class EventLoop:
             if not isinstance(letter.message, Ping):
                 self._role.on_peer(letter.sender, letter.message, now)
         for peer in self._listen.lost_peers(self._role.peers()):
-            log.warning("decode node %s is gone", peer[:8])
+            log.warning("decode node %s is gone", self._name_of(peer))
             self._role.peer_lost(peer, now)
+
+    def _name_of(self, peer: str) -> str:
+        """Name of a node that pages go to or come from; the end of its incarnation if the role has dropped it."""
+        return next((pair.peer for pair in self._role.pairs() if pair.incarnation == peer), peer[-8:])
 
     def _receive_from_prefill_node(self, incarnation: str, now: float) -> None:
         mailbox = self._prefill_nodes[incarnation]
@@ -458,7 +462,7 @@ class EventLoop:
             if letter.sender == incarnation and not isinstance(letter.message, Ping):
                 self._role.on_peer(incarnation, letter.message, now)
         if mailbox.connection_events().disconnected:
-            log.warning("node %s is gone, from which pages came", incarnation[:8])
+            log.warning("node %s is gone, from which pages came", self._name_of(incarnation))
             self._role.peer_lost(incarnation, now)
 
     # ---- sending ----------------------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ class ExportTotals(Protocol):
 class RecoveryTotals(Protocol):
     """Further attempts at requests, by model and cause."""
 
-    recoveries: Totals[tuple[str, ErrorCode]]
+    @property
+    def recoveries(self) -> Totals[tuple[str, ErrorCode]]: ...
 
 
 class MailboxCounts(Protocol):

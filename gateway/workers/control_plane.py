@@ -314,11 +314,12 @@ class ControlPlane:
     def _on_leave(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)
         if pool is not None:
-            name, num_left = pool.registry.workers[sender].name, self._dispatcher.num_at(sender)
-            log.info("node %s takes no new requests; %d are left on it", name, num_left)
-            is_known = pool.registry.workers[sender].is_draining
+            node = pool.registry.workers[sender]
+            is_known = node.is_draining
             pool.registry.begin_drain(sender, is_empty=message.is_empty)
             if not is_known:
+                num_left = self._dispatcher.num_at(sender)
+                log.info("node %s takes no new requests; %d are left on it", node.name, num_left)
                 self._announce_prefill_nodes(pool, sender)
             self._dispatcher.pump_soon()
 

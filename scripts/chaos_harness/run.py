@@ -259,7 +259,10 @@ class Run:
             return self._service.nodes[self._site.disk_user]
         counts = {"prefill": self._config.prefill, "decode": self._config.decode}
         lone = [role for role, count in counts.items() if count == 1]
-        name = choose_target(planned, self._service.states(), lone)
+        states = self._service.states()
+        if planned.kind.name == "role":  # a node that records keeps its role
+            states = [state for state in states if state.name != self._site.disk_user]
+        name = choose_target(planned, states, lone)
         return self._service.nodes[name] if name else None
 
     async def _inject(self, planned: PlannedFault, node: Node) -> None:

@@ -191,7 +191,7 @@ class Node:
         self._happens(self.role.peer_lost, peer)
 
     def lose_gateway(self) -> None:
-        """Handle that the gateway no longer knows this node."""
+        """Handle that the gateway no longer knows this node: end its requests."""
         self._happens(self._end_requests)
 
     def _end_requests(self, now: float) -> None:

@@ -13,6 +13,7 @@ from common.config.cli import CLASSES
 from common.config.foreign_flags import ALWAYS_ON, NO_EQUAL, aliases_of
 from common.config.options import options_of
 from common.config.shared import OTHER_VARIABLES
+from scripts.chaos_harness.config import ChaosConfig
 from scripts.load_tester.config import LoadtestConfig
 from scripts.simulator.config import SimulateConfig
 
@@ -28,7 +29,7 @@ MOST_LINES = {
     "benchmarks.md": 250,
     "CONTRIBUTING.md": 200,
 }
-CONFIGURATIONS = {**CLASSES, "loadtest": LoadtestConfig, "simulate": SimulateConfig}
+CONFIGURATIONS = {**CLASSES, "loadtest": LoadtestConfig, "simulate": SimulateConfig, "chaos": ChaosConfig}
 #: Flags of other programs, and of ./scripts/test.
 OTHER_FLAGS = {
     "--all", "--help", "--config", "--timeout", "--enable-metrics", "--enable-cache-report", "--network", "--pid",

@@ -100,7 +100,7 @@ async def test_sigterm_under_load_ends_every_process(serve: Serve) -> None:
     assert sum("serving.worker" in name for name in pids) == 2, pids
     resources = ProcessResources.of(list(pids.values()))
     assert serve.port in resources.ports
-    assert len(resources.ports) == 6, "HTTP, control, one port per node for the other, and one for its metrics"
+    assert len(resources.ports) == 7, "HTTP, control; control and metrics of each node; pages of the decode node"
     assert any(name.startswith("@baton-") for name in resources.unix)
     assert not resources.files, "named files outlive a killed process"
     async with serve.load() as streams:

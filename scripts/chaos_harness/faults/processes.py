@@ -104,25 +104,27 @@ class ChangeRole(Fault):
         return (3.0, 8.0)
 
     async def inject(self, site: Site, node: Node) -> str:
-        self._role = node.role
-        other = "prefill" if node.role == "decode" else "decode"
-        await self._change(site, node, other)
+        before, other = node.role, "prefill" if node.role == "decode" else "decode"
+        if await self._change(site, node, other):
+            self._role = before
         return f"{node.name} becomes a {other} node"
 
     async def undo(self, site: Site, node: Node) -> None:
         if self._role:
             await self._change(site, node, self._role)
 
-    async def _change(self, site: Site, node: Node, role: str) -> None:
+    async def _change(self, site: Site, node: Node, role: str) -> bool:
+        """Order another role, and wait until the node has it; False if the order was refused."""
         if not await post(site, node, "role", {"role": role, "timeout_s": site.config.drain_timeout}):
-            return
+            return False
         limit_s = site.config.drain_timeout + DRAIN_GRACE_S
         ends_at = time.monotonic() + limit_s
         while node.is_running and not (node.is_registered and node.role == role):
             if time.monotonic() > ends_at:
                 site.problems.append(f"role: {node.name} was no {role} node {limit_s:g} s after it was told to be one")
-                return
+                break
             await asyncio.sleep(0.1)
+        return True
 
 
 async def post(site: Site, node: Node, what: str, body: dict[str, object]) -> bool:

@@ -35,8 +35,9 @@ async def test_every_node_is_asked_with_the_options_of_the_body(stack):
 
 
 async def test_no_body_is_needed(stack):
-    assert (await stack.client.post(stack.url + "/start_profile")).status == 200
-    assert (await stack.client.post(stack.url + "/stop_profile")).status == 200
+    for path in ("/start_profile", "/stop_profile"):
+        async with stack.client.post(stack.url + path) as answer:
+            assert answer.status == 200
 
 
 @pytest.mark.parametrize(

@@ -106,10 +106,11 @@ async def test_a_stream_that_is_asked_for_again_starts_from_its_first_token_and_
 async def test_the_answer_that_a_retry_takes_over_ends(stack):
     hold(stack)
     decode = stack.nodes[1]
-    rid, _, arriving = await begin_stream(stack)
+    rid, answer, arriving = await begin_stream(stack)
     again = asyncio.ensure_future(post(stack, COMPLETIONS, STREAM, **KEY))
     with pytest.raises(aiohttp.ClientPayloadError):
         await texts(arriving)
+    answer.close()
     decode.tokens(rid, 1, ids_of("b"), finish="length")
     status, _, body = await again
     assert status == 200

@@ -319,6 +319,16 @@ async def test_further_attempts_and_pairs_that_rest_are_counted(stack):
     assert not only(changes, "baton_resting_pairs")
 
 
+async def test_requests_that_are_sent_again_are_counted(stack):
+    body, key = {"prompt": "abc", "max_tokens": 2}, {"Idempotency-Key": "one"}
+    first = await stack.post("/v1/completions", body, **key)
+    before = await scrape(stack)
+    assert await stack.post("/v1/completions", body, **key) == first
+    changes = await moved(stack, before)
+    assert only(changes, "baton_idempotent") == {'baton_idempotent_retries_total{found="ended",model="tiny"}': 1.0}
+    assert not only(changes, "baton_outputs")
+
+
 async def test_no_series_is_left_out_of_these_tests(stack):
     """A new series needs a test that it moves."""
     await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
@@ -332,5 +342,5 @@ async def test_no_series_is_left_out_of_these_tests(stack):
         "baton_stage_seconds", "baton_nodes", "baton_control_messages_dropped_total",
         "baton_control_connections_refused_total", "baton_waiting_seconds",
         "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy", "baton_adaptive_measured",
-        "baton_recoveries_total", "baton_resting_pairs",
+        "baton_recoveries_total", "baton_resting_pairs", "baton_idempotent_retries_total",
     }  # fmt: skip
