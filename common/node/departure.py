@@ -49,28 +49,31 @@ class Departure:
     Args:
         next_role: None: the node stops for good.
         until: the instant at which the requests that are left are ended.
+
+    Attributes:
+        has_said_empty: the gateways were told that nothing is left here, and nothing has come since.
     """
 
     def __init__(self, next_role: Role | None, until: float) -> None:
         self.next_role = next_role
         self._until = until
-        self._has_said_empty = False
+        self.has_said_empty = False
 
     def registered(self) -> None:
         """A gateway has registered the node anew, and has yet to be told that it leaves."""
-        self._has_said_empty = False
+        self.has_said_empty = False
 
     def next_step(self, left: Remainder, now: float) -> DepartureStep:
         is_due = now >= self._until
         if self.next_role is None and (is_due or not left.is_registered):
             return DepartureStep.LEAVE  # without a gateway, no answer can be delivered and no request can move
         if left.is_idle and (self.next_role is None or not left.num_quarantined_pages):
-            if not self._has_said_empty:
-                self._has_said_empty = True
+            if not self.has_said_empty:
+                self.has_said_empty = True
                 return DepartureStep.SAY_EMPTY
             return DepartureStep.LEAVE if left.has_acknowledged else DepartureStep.WAIT
-        if self._has_said_empty:
-            self._has_said_empty = False
+        if self.has_said_empty:
+            self.has_said_empty = False
             return DepartureStep.SAY_DRAINING
         if self.next_role is not None and now >= self._until + FENCE_WAIT_S:
             return DepartureStep.STAY

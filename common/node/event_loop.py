@@ -135,6 +135,7 @@ class EventLoop:
         self.refused: str | None = None
         self.next_role: RoleName | None = None
         self._departure: Departure | None = None
+        self._is_empty = False  # nothing is left here, as every gateway knows
         self._drain_s: float | None = None  # a drain that was asked for and has not begun
         self._poller = zmq.Poller()
         for link in self._links:
@@ -268,6 +269,7 @@ class EventLoop:
                 self._role.stop("the node changes its role", now)
                 self._flush()
             case DepartureStep.LEAVE:
+                self._is_empty = departure.has_said_empty and has_acknowledged
                 self.next_role = departure.next_role
                 self._is_stopping |= departure.next_role is None
             case DepartureStep.STAY:
@@ -300,7 +302,7 @@ class EventLoop:
         """Answer every open request, deregister, and close every socket."""
         self._role.stop(reason, self._clock.now())
         self._flush()
-        self._send_to_all(Deregister(is_empty=self.next_role is not None))
+        self._send_to_all(Deregister(is_empty=self._is_empty))
         for mailbox in self._mailboxes():
             mailbox.close()
         wake, self._wake = self._wake, -1
