@@ -213,10 +213,10 @@ def test_every_node_gets_its_name_gateway_threads_and_memory_share(monkeypatch):
     )
     found = children(config, [Share(2, (0, 1)), Share(1, (2,)), Share(1, (3,)), Share(1)])
     assert [child.name for child in found] == ["gateway", "prefill-0", "decode-0", "decode-1", "decode-2"]
-    assert found[0].argv[1:] == ["-m", "gateway", "--insecure"]
+    assert found[0].argv[1:] == ["-m", "gateway", "--insecure", "--drain-timeout=2.0"]
     assert found[1].argv[1:] == [
-        *("-m", WORKER, "prefill", "--insecure", "--threads=2", "--page-size=64", "--name=prefill-0"),
-        "--memory-fraction=0.2",
+        *("-m", WORKER, "prefill", "--insecure", "--drain-timeout=2.0", "--threads=2", "--page-size=64"),
+        *("--name=prefill-0", "--memory-fraction=0.2"),
     ]
     assert [child.cpus for child in found] == [(), (0, 1), (2,), (3,), ()]
     assert [child.env["OMP_NUM_THREADS"] for child in found] == ["1", "2", "1", "1", "1"]
@@ -246,7 +246,7 @@ def test_without_prefill_nodes_the_gateway_prefills_on_decode_nodes():
     )
     found = children(config, [Share(1), Share(1)])
     assert [child.name for child in found] == ["gateway", "decode-0", "decode-1"]
-    assert found[0].argv[1:] == ["-m", "gateway", "--also-serve=b=/x", "--local-prefill=always"]
+    assert found[0].argv[1:] == ["-m", "gateway", "--also-serve=b=/x", "--local-prefill=always", "--drain-timeout=2.0"]
 
 
 def test_serve_makes_its_own_key_if_all_keys_are_hashed() -> None:
