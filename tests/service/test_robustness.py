@@ -188,7 +188,7 @@ async def test_a_burst_over_the_queue_limit_gets_429_with_retry_after(
             await client.generate(prompt_of(30, 99), 4)
 
 
-async def test_nodes_enforce_their_own_queue_limit_below_that_of_the_gateway(
+async def test_requests_that_nodes_refuse_for_their_own_queue_limit_are_sent_again(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     nodes = {"max_queued_requests": 3, "max_running_requests": 2}
@@ -196,13 +196,9 @@ async def test_nodes_enforce_their_own_queue_limit_below_that_of_the_gateway(
         async with service.client() as client:
             exchanges = [client.begin(prompt_of(30, i), 60) for i in range(40)]
             await asyncio.gather(*(exchange.end() for exchange in exchanges))
-            codes = {exchange.code for exchange in exchanges}
-            assert codes == {"", "queue_full"}
-            for exchange in exchanges:
-                if exchange.code and exchange.status == 429:
-                    assert 1 <= int(exchange.headers["Retry-After"]) <= 60
+            assert {exchange.code for exchange in exchanges} == {""}
             await client.settled()
-            await client.generate(prompt_of(30, 99), 4)
+            assert sum(node["failed_requests"] for node in (await client.counters()).values()) > 0, "none was refused"
 
 
 # ---- garbage --------------------------------------------------------------------------------------------------------
