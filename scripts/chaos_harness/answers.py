@@ -165,6 +165,15 @@ def judge(answer: Answer, reference: Answer, *, is_exact: bool = True) -> tuple[
     return (Verdict.WRONG, difference) if difference else (Verdict.EQUAL, "")
 
 
+def smallest_margin(body: bytes) -> float:
+    """The smallest difference between the log-probabilities of the two likeliest tokens, in a response of completions
+    with two of them at each position.
+    """
+    choices = json.loads(body)["choices"]
+    tops = [sorted(top.values()) for choice in choices for top in choice["logprobs"]["top_logprobs"]]
+    return min((top[-1] - top[-2] for top in tops if len(top) > 1), default=float("inf"))
+
+
 def num_agreeing(answer: Answer, reference: Answer) -> tuple[int, int]:
     """Tokens of the answer before the first that differs from the reference, in all outputs, and all of its tokens."""
     agreeing = total = 0

@@ -98,6 +98,16 @@ KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 }
 
 
+def margin_body(request: LoadRequest) -> bytes:
+    """A request for the same greedy output with the log-probabilities of the two likeliest tokens; empty if the output
+    is not simply greedy.
+    """
+    if request.kind not in ("greedy", "logprobs", "long"):
+        return b""
+    fields = {name: value for name, value in json.loads(request.body).items() if name != "stream_options"}
+    return json.dumps({**fields, "stream": False, "logprobs": 2}).encode()
+
+
 def distinct_requests(count: int, seed: int, model: str) -> list[LoadRequest]:
     drawn = random.Random(f"requests of {seed}")
     names = list(KINDS)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scripts.chaos_harness.answers import Answer, Verdict, judge, read_answer
+from scripts.chaos_harness.answers import Answer, Verdict, judge, read_answer, smallest_margin
 from scripts.load_tester.client.connection import Exchange
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -114,3 +114,9 @@ def test_an_answer_without_streaming_is_read() -> None:
     body = json.dumps({"choices": [choice], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}).encode()
     assert judge(received([body], head=head), REFERENCE) == (Verdict.EQUAL, "")
     assert judge(received([body[:40]], head=head, error="dropped"), REFERENCE)[0] is Verdict.LOST
+
+
+def test_the_smallest_margin_is_that_of_the_two_likeliest_tokens_at_any_position() -> None:
+    tops = [{"a": -0.5, "b": -1.0}, {"c": -0.75, "d": -0.625}, {"e": -0.1}]
+    body = json.dumps({"choices": [{"logprobs": {"top_logprobs": tops}}]}).encode()
+    assert smallest_margin(body) == 0.125
