@@ -72,7 +72,7 @@ def check_exported(spans: list[ReceivedSpan]) -> None:
 
 
 async def test_an_aborted_request_shows_where_it_was(tmp_path: Path) -> None:
-    with running(tmp_path) as service:
+    with running(tmp_path, gateway_options={"retry_grace": 0}) as service:
         async with service.client() as client:
             exchange = client.begin(prompt_of(40, 5), 2_000, rid="a")
             await exchange.has(5)

@@ -1,7 +1,9 @@
 """Node processes with different weights serve one name, each output with one of them."""
 
 import asyncio
+import json
 import shutil
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,6 @@ async def test_new_weights_replace_the_old_ones_under_load(tmp_path: Path) -> No
 def test_nodes_with_the_same_weight_version_are_accepted(tmp_path: Path) -> None:
     only: dict[str, Any] = {"decode-0": {"model": fine_tune(tmp_path / "tuned")}}
     with running(tmp_path / "logs", only=only, node_options={"weight_version": "v1"}) as service:
-        workers = service._workers()
-        assert workers is not None
+        with urllib.request.urlopen(f"http://127.0.0.1:{service.port}/v1/workers", timeout=60) as answer:
+            workers = json.load(answer)["workers"]
         assert [worker["register"]["weight_version"] for worker in workers] == ["v1", "v1"]

@@ -211,7 +211,8 @@ class History:
             cluster.kill(member)
             cluster.replace(member, member.executor.pool.num_pages)
         self.is_faulty = True
-        self.may_fail |= {ErrorCode.NODE_LOST, ErrorCode.TRANSFER_FAILED}
+        # A node hears of the end of an attempt from its peer before it hears it from the gateway.
+        self.may_fail |= {ErrorCode.NODE_LOST, ErrorCode.TRANSFER_FAILED, ErrorCode.ABORTED}
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
