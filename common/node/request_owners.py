@@ -131,7 +131,7 @@ class RequestOwners:
         return ended
 
     def reclaim(self, gateway: str) -> list[RequestKey]:
-        """A gateway registers this node anew, and knows none of its requests here. Returns those to be ended."""
+        """A gateway has registered this node anew and dropped its requests here. Returns those to be ended."""
         self._lost.pop(gateway, None)
         running = [key for key, owned in self._requests.items() if owned.gateway == gateway and owned.ended_at is None]
         for key in running:

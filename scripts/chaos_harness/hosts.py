@@ -89,7 +89,7 @@ class Hosts:
             run("ip", "netns", "exec", self.namespace(name), "tc", "qdisc", "del", "dev", "eth0", "root")
 
     def cut(self, name: str) -> None:
-        """Let nothing pass to or from a host; nobody is told."""
+        """Drop all packets to and from a host, without an error to either end."""
         run("ip", "link", "set", self.link(name), "nomaster")
 
     def heal(self, name: str) -> None:

@@ -99,7 +99,7 @@ def test_an_abort_of_either_attempt_releases_the_pages(cluster: LocalCluster, at
     run_until(cluster, "r", 6)
     answer = cluster.answers["r"]
     cluster.tell(cluster.decode[0], Move("r", 0, 1, cluster.decode[1].peer))
-    cluster.settle(3)  # nobody asks for the pages
+    cluster.settle(3)  # no node asks for the pages
     assert cluster.decode[0].role.load().num_running == 1
     cluster.tell(cluster.decode[0], Abort("r", attempt))
     answer.finish = "aborted"

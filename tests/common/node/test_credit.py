@@ -40,7 +40,7 @@ def test_a_gateway_that_joins_gets_its_share_once_the_other_has_acknowledged_les
     credit.acknowledge("a", demand=20)
     credit.join("b")
     assert credit.offer("b", {"a": 8}) == 0
-    assert credit.offer("a", {"a": 8}) == 8, "nobody else wants anything"
+    assert credit.offer("a", {"a": 8}) == 8, "no other gateway wants anything"
     credit.acknowledge("a", demand=20)
     credit.acknowledge("b", demand=20)
     assert credit.offer("a", {"a": 8}) == 4

@@ -1,4 +1,4 @@
-"""Peers that have not registered are read little; nobody else is delayed by them."""
+"""Little is read of peers that have not registered, and they delay no other peer."""
 
 import msgspec
 import zmq
