@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from common.node.outbox import Outbox
+from common.node.gateways.outbox import Outbox
 from common.node.role import first_token_message
 from common.request import Request, RequestKey
 from common.stage_spans import StageSpan, between

@@ -42,12 +42,12 @@ from gateway.http.limits import MAX_VALUES
 from gateway.http.services import Services
 from gateway.metrics.collectors import Metrics
 from gateway.metrics.live import INTERVAL_S, LiveHistory
+from gateway.requests.admission.priority import PriorityResolver
+from gateway.requests.admission.quotas import Quotas
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.idempotency import IdempotencyStore
-from gateway.requests.input_processor import InputProcessor
+from gateway.requests.input.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
-from gateway.requests.priority import PriorityResolver
-from gateway.requests.quotas import Quotas
 from gateway.requests.request_log import log_request
 from gateway.requests.response_store import ResponseStore
 from gateway.text.tokenizer import AsyncTokenizer

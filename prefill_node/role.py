@@ -11,8 +11,8 @@ from typing import Any
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.errors import ErrorCode, RequestError
+from common.node.gateways.outbox import Outbox
 from common.node.monitoring.request_stats import RequestStats
-from common.node.outbox import Outbox
 from common.node.planned_chunks import PlannedChunks
 from common.node.role import (
     DEADLINE_GRACE_S,

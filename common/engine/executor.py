@@ -19,14 +19,14 @@ from common.engine.attention import make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionBackend
 from common.engine.batch import RowArrays, make_batch
 from common.engine.kv_pool import KVPool
-from common.engine.model import Decoder
-from common.engine.model_config import ModelConfig
+from common.engine.models.config import ModelConfig
+from common.engine.models.decoder import Decoder
+from common.engine.models.weights import load_weights
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, StepMasks, TokenMasks
 from common.engine.sampling.grammar import GrammarCompiler, load_compiler
 from common.engine.sampling.penalties import TokenHistory
 from common.engine.sampling.sampler import SamplingRow, prompt_logprobs, sample
 from common.engine.sampling.token_masks import TokenMask
-from common.engine.weights import load_weights
 from common.errors import ConfigError
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.step_plan import Admit, PageDelta, Row, StepPlan, StepResult

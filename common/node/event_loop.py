@@ -15,12 +15,12 @@ import zmq
 from common.clock import Clock
 from common.config.shared import Role as RoleName
 from common.errors import ErrorCode, InvariantError
-from common.node.credit import Credit
 from common.node.departure import Departure, DepartureStep, Remainder
 from common.node.endpoint import ControlEndpoint
 from common.node.engine_thread import EngineThread
-from common.node.gateway_link import GatewayLink
-from common.node.request_owners import RequestOwners
+from common.node.gateways.credit import Credit
+from common.node.gateways.gateway_link import GatewayLink
+from common.node.gateways.request_owners import RequestOwners
 from common.node.role import Role
 from common.request import RequestKey
 from common.scheduling.grammar_queue import CompileGrammar

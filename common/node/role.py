@@ -13,8 +13,8 @@ from common.cache.radix_cache import RadixCache
 from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish
+from common.node.gateways.outbox import Outbox
 from common.node.monitoring.request_stats import RequestStats
-from common.node.outbox import Outbox
 from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.scheduling.policies.base import Policy

@@ -10,7 +10,7 @@ from common.cache.radix_cache import RadixCache
 from common.clock import Clock
 from common.config.node import NodeConfig
 from common.errors import invariant
-from common.node.memory_plan import Capacity
+from common.node.loading.memory_plan import Capacity
 from common.plugins import load_policy
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits, prefix_limits_from_environ
 from common.scheduling.new_token_ratio import RatioConstants, ratio_constants_from_environ

@@ -22,9 +22,9 @@ from common.errors import ConfigError
 from common.logs import configure_logging
 from common.node.endpoint import ControlEndpoint, open_endpoint
 from common.node.engine_thread import EngineThread
-from common.node.loaded_node import LoadedNode, RoleFactory
-from common.node.memory_plan import Capacity
-from common.node.model_loading import load_model
+from common.node.loading.loaded_node import LoadedNode, RoleFactory
+from common.node.loading.memory_plan import Capacity
+from common.node.loading.model_loading import load_model
 from common.node.monitoring.http_server import listen
 from common.node.profiler import Profiler
 from common.node.worker_context import WorkerContext, make_cache
@@ -34,7 +34,7 @@ from common.wire.key_folder import load_keys
 
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor
-    from common.engine.model_config import ModelConfig
+    from common.engine.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 

@@ -46,10 +46,10 @@ from gateway.http.responses import ResponsesApi
 from gateway.http.retries import Retries, draws_seeds
 from gateway.http.services import Services
 from gateway.http.streaming import OutputEvents, TurnEnd, send_stream, send_whole
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.admission.quotas import charge
 from gateway.requests.idempotency import KeyedRequest, RequestIdentity, with_key
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
-from gateway.requests.quotas import charge
 from gateway.tracing.trace_context import TraceContext
 from gateway.tracing.tracer import another_span
 from gateway.workers.served_models import ServedModel

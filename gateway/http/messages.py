@@ -7,8 +7,8 @@ from gateway.http.protocol.anthropic import CountTokensRequest, MessagesRequest
 from gateway.http.protocol.openai import ChatCompletionRequest
 from gateway.http.translation.anthropic import FIELD_NAMES, to_chat
 from gateway.http.translation.common import own_name, with_own_names
-from gateway.requests.generate_request import GenerateRequest, in_pieces
-from gateway.requests.input_processor import InputProcessor
+from gateway.requests.input.generate_request import GenerateRequest, in_pieces
+from gateway.requests.input.input_processor import InputProcessor
 from gateway.workers.served_models import ServedModel
 
 

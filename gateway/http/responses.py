@@ -23,8 +23,8 @@ from gateway.http.translation.responses import (
     turn_starts,
     without_turns,
 )
-from gateway.requests.generate_request import GenerateRequest, in_pieces
-from gateway.requests.input_processor import InputProcessor
+from gateway.requests.input.generate_request import GenerateRequest, in_pieces
+from gateway.requests.input.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.response_store import ResponseStore, StoredResponse
 from gateway.workers.served_models import ServedModel

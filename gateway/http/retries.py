@@ -16,8 +16,8 @@ from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
 from gateway.http.streaming import OutputEvents
 from gateway.metrics.collectors import Metrics
 from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, RequestIdentity, identify
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.control_plane import ControlPlane
 from gateway.workers.served_models import ServedModel

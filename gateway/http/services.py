@@ -7,11 +7,11 @@ from common.clock import Clock
 from common.config.gateway import GatewayConfig
 from gateway.metrics.collectors import Metrics
 from gateway.metrics.live import LiveHistory
+from gateway.requests.admission.priority import PriorityResolver
+from gateway.requests.admission.quotas import Quotas
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.idempotency import IdempotencyStore
-from gateway.requests.input_processor import InputProcessor
-from gateway.requests.priority import PriorityResolver
-from gateway.requests.quotas import Quotas
+from gateway.requests.input.input_processor import InputProcessor
 from gateway.requests.response_store import ResponseStore
 from gateway.text.tokenizer import AsyncTokenizer
 from gateway.tracing.timelines import Timelines

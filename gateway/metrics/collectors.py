@@ -13,8 +13,8 @@ from common.errors import ErrorCode, RequestError
 from common.metrics.node_series import NodeState, node_families
 from common.metrics.series import LabelledCounter, LabelledHistogram
 from gateway.metrics.queue_metrics import SECONDS, QueueMetrics
+from gateway.requests.attempts.recovery import RECOVERABLE
 from gateway.requests.output_processor import TIMINGS, OutputStream
-from gateway.requests.recovery import RECOVERABLE
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
 

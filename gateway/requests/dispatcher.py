@@ -7,8 +7,8 @@ the deadline, or an abort. The nodes that may still work on it are told at once.
 
 An attempt that ends without the request's fault, such as by the loss of a node, does not end the request: ``_recover``
 puts it back into the queue, and the next attempt continues after the tokens that the stream has
-(``gateway.requests.further_attempts``). A request on a decode node that drains moves to another one
-(``gateway.requests.moves``).
+(``gateway.requests.attempts.further_attempts``). A request on a decode node that drains moves to another one
+(``gateway.requests.attempts.moves``).
 """
 
 import math
@@ -36,20 +36,20 @@ from common.wire.messages import (
     Spans,
     Tokens,
 )  # fmt: skip
-from gateway.requests.deadlines import is_too_late, refusal_by_deadline
-from gateway.requests.further_attempts import (
+from gateway.requests.admission.deadlines import is_too_late, refusal_by_deadline
+from gateway.requests.attempts.further_attempts import (
     FurtherAttempts,
     choose_next_pair,
     confirm_loss,
     end_by_failure,
     end_by_loss,
 )
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.attempts.moves import Moves
+from gateway.requests.attempts.recovery import RECOVERABLE, AttemptEnd
+from gateway.requests.attempts.trials import begin_trial, end_trial, has_passed_trial
 from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, request_of
-from gateway.requests.moves import Moves
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
-from gateway.requests.recovery import RECOVERABLE, AttemptEnd
-from gateway.requests.trials import begin_trial, end_trial, has_passed_trial
 from gateway.workers.pool import WorkerPool
 from gateway.workers.router import WorkerPair
 

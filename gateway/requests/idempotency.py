@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from common.errors import ErrorCode, RequestError
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 
 MAX_KEY_LENGTH = 255

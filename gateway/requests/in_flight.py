@@ -6,8 +6,8 @@ from typing import Literal, Protocol
 
 from common.request import Request
 from common.wire.messages import Failed, Moved, Spans, Tokens
+from gateway.requests.attempts.recovery import Recovery
 from gateway.requests.output_processor import OutputStream
-from gateway.requests.recovery import Recovery
 from gateway.workers.pool import WorkerPool
 from gateway.workers.router import WorkerPair
 

@@ -16,7 +16,7 @@ from common.errors import RequestError
 from common.sampling_params import TokenLogprobs
 from common.stage_spans import StageSpan
 from common.wire.messages import Tokens
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.output_parser import OutputParser, OutputPiece, ReasoningPiece, TextPiece
 from gateway.text.stop_strings import StopMatcher

@@ -11,9 +11,9 @@ from common.errors import ErrorCode, RequestError
 from common.plugins import load_policy
 from common.scheduling.policies.factory import make_ordering
 from common.wire.messages import Refused, Register, Registered
-from gateway.requests.admission import Admission
-from gateway.requests.request_queue import RequestQueue
-from gateway.requests.retry_budget import RetryBudget
+from gateway.requests.admission.admission import Admission
+from gateway.requests.admission.request_queue import RequestQueue
+from gateway.requests.attempts.retry_budget import RetryBudget
 from gateway.workers.auto_roles import AutoRoles
 from gateway.workers.registry import Registry, Worker
 from gateway.workers.router import Router

@@ -18,8 +18,8 @@ from common.cache.page_layout import ITEM_BYTES
 from common.engine.attention import make_attention
 from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import TORCH_DTYPES, KVPool
-from common.engine.model import Decoder, allocate_weights
-from common.engine.model_config import ModelConfig, RopeConfig
+from common.engine.models.config import ModelConfig, RopeConfig
+from common.engine.models.decoder import Decoder, allocate_weights
 from common.engine.sampling.grammar import GrammarCompiler
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan

@@ -19,7 +19,7 @@ import torch
 from llguidance import LLTokenizer
 
 from common.engine.executor import TorchExecutor
-from common.engine.model_config import ModelConfig
+from common.engine.models.config import ModelConfig
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, TokenMasks
 from common.engine.sampling.grammar import GrammarCompiler, token_ids
 from common.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from functools import partial
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import TOKEN_BYTES, RadixCache, pack
 from common.errors import ConfigError
-from common.node.memory_plan import MAX_QUEUED
+from common.node.loading.memory_plan import MAX_QUEUED
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants

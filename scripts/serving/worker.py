@@ -13,7 +13,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 from common.config.cli import resolve
 from common.config.node import NodeConfig
 from common.config.shared import Role
-from common.node.loaded_node import RoleFactory
+from common.node.loading.loaded_node import RoleFactory
 from common.node.worker_main import end_process, run
 from decode_node import factory as decode
 from prefill_node import factory as prefill

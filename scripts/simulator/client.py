@@ -12,8 +12,8 @@ import numpy as np
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.scheduling.output_length_predictor import OutputLengthPredictor
-from gateway.requests.generate_request import GenerateRequest
-from gateway.requests.priority import PriorityResolver
+from gateway.requests.admission.priority import PriorityResolver
+from gateway.requests.input.generate_request import GenerateRequest
 from scripts.load_tester.workload.plan import Plan
 from scripts.load_tester.workload.planned_request import ANSWER, PlannedRequest, Segment, segment_key
 from scripts.load_tester.workload.session_sampling import Session

@@ -11,7 +11,7 @@ from common.config.options import option, options_of
 from common.config.scheduling import SchedulingOptions, check_scheduling
 from common.config.serve import check_local_prefill
 from common.errors import ConfigError
-from common.node.memory_plan import Capacity, plan_capacity
+from common.node.loading.memory_plan import Capacity, plan_capacity
 from gateway.workers.pool import WorkerPool, make_pool
 from scripts.load_tester.config import SECONDS, LoadOptions, check_load, parse_seconds
 from scripts.simulator.costs import Costs

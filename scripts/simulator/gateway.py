@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from common.errors import RequestError
 from common.wire.messages import Failed, Message, Moved, Register, Registered, Spans, Tokens
 from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool, WorkerPools
 from scripts.simulator.event_queue import EventQueue, Timer

@@ -16,7 +16,7 @@ from common.config.cli import resolve
 from common.errors import ConfigError
 from common.node.recording.format import RecordingError
 from common.plugins import load_priority_function
-from gateway.requests.priority import PriorityResolver
+from gateway.requests.admission.priority import PriorityResolver
 from scripts.load_tester.workload.plan import Plan, make_plan
 from scripts.simulator.client import Client, PlannedTokens
 from scripts.simulator.cluster import Cluster

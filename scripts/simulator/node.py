@@ -14,7 +14,7 @@ from common.cache.radix_cache import RadixCache
 from common.config.node import NodeConfig
 from common.config.shared import Role
 from common.node.event_loop import LONGEST_WAIT_S
-from common.node.memory_plan import Capacity
+from common.node.loading.memory_plan import Capacity
 from common.node.worker_context import WorkerContext, make_cache
 from common.scheduling.grammar_queue import CompileGrammar
 from common.step_plan import StepPlan, StepResult

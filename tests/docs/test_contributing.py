@@ -12,8 +12,8 @@ from support.engine.reference_models import FAMILIES, make_model
 from support.gateway.outputs import TOOLS, calls, cut, parse, texts
 
 from common.config.scheduling import POLICIES
-from common.engine import model_config
-from common.engine.model_config import ModelConfig
+from common.engine.models import config as model_config
+from common.engine.models.config import ModelConfig
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.policies import factory

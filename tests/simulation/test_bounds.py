@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.cluster.fake_engine import FakeExecutor
 from support.simulation.simulated_service import NodeLimits, SimulatedService
 
-from common.node.memory_plan import Capacity
+from common.node.loading.memory_plan import Capacity
 from common.scheduling.policies.fair import INPUT_WEIGHT, OUTPUT_WEIGHT
 from common.step_plan import StepPlan, StepResult
 from scripts.simulator.costs import Costs

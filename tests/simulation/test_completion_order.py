@@ -12,8 +12,8 @@ from support.simulation.simulated_service import NodeLimits, SimulatedService
 from common.config.scheduling import SchedulingOptions
 from common.sampling_params import SamplingParams
 from decode_node.request_state import Event
-from gateway.requests.generate_request import GenerateRequest
-from gateway.requests.priority import PriorityResolver
+from gateway.requests.admission.priority import PriorityResolver
+from gateway.requests.input.generate_request import GenerateRequest
 
 Both = tuple[int, int]
 

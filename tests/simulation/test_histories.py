@@ -330,8 +330,8 @@ def test_random_histories_end_in_exact_tokens_or_an_error_and_return_all_pages(s
     live(seed, num_outstanding)
 
 
-#: Histories in which the cluster of the tests counts as idle too early: the prefill node plans the prompts that wait as
-#: soon as it is asked again, as the event loop does at least once a second. Why it planned nothing before is not known yet.
+#: Histories in which the cluster of the tests counts as idle too early: the prefill node plans the prompts that wait
+#: as soon as it is asked again, as the event loop does at least once a second. Why it planned nothing before is open.
 STANDSTILLS = (1668, 1716)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from common.engine.model_config import ModelConfig
+from common.engine.models.config import ModelConfig
 from scripts.benchmarks.disagg import Options, Point, Run, add_options, minutes, points, pooled, table
 from scripts.models.random_model import QWEN3_600M, random_model, shapes
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config.shared import SMALL_MODEL
-from common.engine.model_config import ModelConfig
+from common.engine.models.config import ModelConfig
 from gateway.text.tool_parsers.registry import tool_format
 from scripts.models import make_small_model as maker
 

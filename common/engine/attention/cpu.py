@@ -14,7 +14,7 @@ from torch import Tensor
 from common.engine.attention.protocol import AttentionBackend
 from common.engine.attention.torch_sdpa import ExtendRow, TorchAttention
 from common.engine.batch import StepBatch
-from common.engine.kernels import LANES, MAX_DIM, MAX_QUERIES, Kernels, Paged, load_kernels
+from common.engine.cpu.kernels import LANES, MAX_DIM, MAX_QUERIES, Kernels, Paged, load_kernels
 from common.engine.kv_pool import KVPool
 
 #: New tokens from which on matrix instructions or flash attention are faster for a row.

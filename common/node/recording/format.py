@@ -14,7 +14,7 @@ from typing import IO, Any, Literal
 import msgspec
 
 from common.errors import BatonError
-from common.node.memory_plan import Capacity
+from common.node.loading.memory_plan import Capacity
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import FromDecode, FromGateway, FromPrefill, LayoutMessage
 

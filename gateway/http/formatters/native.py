@@ -13,8 +13,8 @@ from gateway.http.formatters.common import (
     token_text,
 )
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
+from gateway.requests.input.prompts import is_list_of_prompts
 from gateway.requests.output_processor import Delta, OutputStream
-from gateway.requests.prompts import is_list_of_prompts
 from gateway.workers.served_models import ServedModel
 
 

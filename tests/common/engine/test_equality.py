@@ -12,7 +12,7 @@ from support.engine.engine_driver import Driver
 from support.engine.reference_models import LLAMA3_ROPE, YARN_ROPE, draw_prompts, make_model
 
 from common.engine.executor import TorchExecutor, load_executor
-from common.engine.model_config import ModelConfig
+from common.engine.models.config import ModelConfig
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),

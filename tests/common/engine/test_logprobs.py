@@ -11,7 +11,7 @@ from support.engine.reference_models import load_reference, make_model
 from support.engine.reference_models import prompt_logprobs as reference_logprobs
 
 from common.engine.executor import load_executor
-from common.engine.model_config import ModelConfig
+from common.engine.models.config import ModelConfig
 from common.engine.sampling.sampler import ROWS_AT_ONCE, prompt_logprobs, token_logprobs
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan

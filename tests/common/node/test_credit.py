@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from common.node.credit import Credit, divide
+from common.node.gateways.credit import Credit, divide
 
 ROOM = 8
 NAMES = ("a", "b", "c")

@@ -20,7 +20,7 @@ from common.cache.page_allocator import PageAllocator
 from common.config.node import NodeConfig
 from common.config.shared import SCHEDULING_VARIABLES
 from common.errors import ConfigError
-from common.node.memory_plan import Capacity
+from common.node.loading.memory_plan import Capacity
 from common.node.recording import format as frames
 from common.node.recording.recorder import (
     RecordedRole,

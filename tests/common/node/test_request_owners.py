@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import ErrorCode
-from common.node.request_owners import MAX_KEPT, RequestOwners
+from common.node.gateways.request_owners import MAX_KEPT, RequestOwners
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.wire.messages import Failed, Generate, Sample, Spans, Tokens

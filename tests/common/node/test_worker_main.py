@@ -21,13 +21,19 @@ from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.errors import ConfigError
 from common.finish_reason import finish_reason
-from common.node import model_loading
 from common.node import worker_main as process
 from common.node.endpoint import ControlEndpoint, listen_mailbox
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import EventLoop
-from common.node.memory_plan import CPU_CHUNK_TOKENS, CPU_POOL_TOKENS, Capacity, num_pages_that_fit, plan_capacity
-from common.node.outbox import Outbox
+from common.node.gateways.outbox import Outbox
+from common.node.loading import model_loading
+from common.node.loading.memory_plan import (
+    CPU_CHUNK_TOKENS,
+    CPU_POOL_TOKENS,
+    Capacity,
+    num_pages_that_fit,
+    plan_capacity,
+)
 from common.node.role import Load
 from common.node.worker_context import WorkerContext, make_cache
 from common.request import Request, RequestKey

@@ -9,9 +9,9 @@ from common.cache.page_layout import PageLayout
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import cache_computed
 from common.config.node import NodeConfig
-from common.engine.model_config import ModelConfig
+from common.engine.models.config import ModelConfig
 from common.errors import ConfigError
-from common.node.memory_plan import plan_capacity
+from common.node.loading.memory_plan import plan_capacity
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within

@@ -1,5 +1,7 @@
 """A connection on which the other end is silent is closed at both ends, even if no end of it is ever told."""
 
+import contextlib
+import select
 import socket
 import threading
 import time
@@ -19,23 +21,36 @@ class Cable:
     """Passes bytes on between a client of its port and ``server``. Once it is cut, nothing passes, without notice."""
 
     def __init__(self, server: int) -> None:
-        self.is_cut = threading.Event()
-        self._server = server
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._server = server
+        self._is_cut = threading.Event()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+        self._thread.start()
 
-    def _accept(self) -> None:
+    def cut(self) -> None:
+        self._is_cut.set()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join(60.0)
+        self._listener.close()
+
+    def _pass_on(self) -> None:
         client, _ = self._listener.accept()
-        server = socket.create_connection(("127.0.0.1", self._server))
-        for ends in ((client, server), (server, client)):
-            threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        while data := source.recv(65_536):
-            if self.is_cut.is_set():
-                threading.Event().wait(120)  # the ends stay open until the test is over
-            target.sendall(data)
+        with client, socket.create_connection(("127.0.0.1", self._server)) as server:
+            others = {client: server, server: client}
+            while not self._is_over.is_set():
+                for source in select.select(list(others), [], [], 0.02)[0]:
+                    try:
+                        data = source.recv(65_536)
+                        if not self._is_cut.is_set():
+                            others[source].sendall(data)
+                    except OSError:
+                        return
+                    if not data:
+                        del others[source]
 
 
 @pytest.fixture
@@ -54,18 +69,18 @@ def wait_for(what: Callable[[], object]) -> None:
 
 def test_both_ends_notice_that_nothing_passes_any_more(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     bound = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*", silence_s=SILENCE_S)
-    cable = Cable(bound.port)
-    address = f"tcp://127.0.0.1:{cable.port}"
-    node = Mailbox(context, new_incarnation(), FromGateway, connect=address, silence_s=SILENCE_S)
-    node.send(Deregister())
-    wait_for(bound.receive)
-    wait_for(lambda: node.connection_events().connected)
-    assert bound.lost_peers([node.incarnation]) == []
-    cable.is_cut.set()
-    wait_for(lambda: node.connection_events().disconnected)
-    wait_for(lambda: bound.lost_peers([node.incarnation]) == [node.incarnation])
-    node.close()
-    bound.close()
+    with contextlib.closing(Cable(bound.port)) as cable:
+        address = f"tcp://127.0.0.1:{cable.port}"
+        node = Mailbox(context, new_incarnation(), FromGateway, connect=address, silence_s=SILENCE_S)
+        node.send(Deregister())
+        wait_for(bound.receive)
+        wait_for(lambda: node.connection_events().connected)
+        assert bound.lost_peers([node.incarnation]) == []
+        cable.cut()
+        wait_for(lambda: node.connection_events().disconnected)
+        wait_for(lambda: bound.lost_peers([node.incarnation]) == [node.incarnation])
+        node.close()
+        bound.close()
 
 
 @pytest.mark.slow

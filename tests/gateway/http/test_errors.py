@@ -303,7 +303,7 @@ async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch
     ],
 )
 async def test_a_chat_of_many_messages_or_parts_is_rendered_on_a_thread(folder, monkeypatch, messages, is_elsewhere):
-    monkeypatch.setattr("gateway.requests.input_processor.MANY_PARTS", 10)
+    monkeypatch.setattr("gateway.requests.input.input_processor.MANY_PARTS", 10)
     threads = []
 
     class Template:

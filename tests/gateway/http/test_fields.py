@@ -12,9 +12,9 @@ from common.sampling_params import SamplingParams, TokenLogprobs
 from common.wire.messages import Tokens
 from gateway.http.formatters.openai import CompletionFormatter
 from gateway.http.protocol.openai import CompletionRequest
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest
+from gateway.requests.input.structured_output import GrammarChecker
 from gateway.requests.output_processor import OutputStream
-from gateway.requests.structured_output import GrammarChecker
 from gateway.text.tokenizer import Tokenizer
 
 __all__ = ["folder"]

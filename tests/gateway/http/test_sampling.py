@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from support.gateway.fake_nodes import MODEL, echo, events, folder, make_tokenizer, running, silent
 
-from gateway.requests.generate_request import MAX_LOGPROB_BYTES
+from gateway.requests.input.generate_request import MAX_LOGPROB_BYTES
 from gateway.text.tokenizer import Tokenizer
 
 __all__ = ["folder"]

@@ -9,7 +9,7 @@ from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.wire.messages import Abort, Generate, Tokens
 from gateway.requests.dispatcher import SENT_AT_ONCE, Dispatcher
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPools, make_pool
 

@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.wire.messages import Tokens
-from gateway.requests.generate_request import GenerateRequest
 from gateway.requests.idempotency import IdempotencyStore, identify, with_key
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from scripts.simulator.gateway import NoText
 

@@ -12,7 +12,7 @@ from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.stage_spans import StageSpan
 from common.wire.messages import Tokens
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import MAX_REPORTS, OutputStream, StageReport
 from gateway.text.output_parser import OutputFormat, TextParser
 from gateway.text.tokenizer import Tokenizer

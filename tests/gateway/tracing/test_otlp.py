@@ -13,7 +13,7 @@ from common.clock import MonotonicClock
 from common.errors import ConfigError
 from common.sampling_params import SamplingParams
 from common.stage_spans import StageSpan
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.tracing import otlp
 from gateway.tracing.timelines import Timeline

@@ -15,7 +15,7 @@ from common.stage_spans import StageSpan
 from common.wire.messages import Generate, Spans
 from gateway.http.openapi import answers
 from gateway.http.routes import traces
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.tracing.chrome_trace import chrome_trace
 from gateway.tracing.timelines import Timeline, Timelines

@@ -173,7 +173,7 @@ class LocalCluster:
         if self._folder is None:
             return FakeExecutor(num_pages, page_size, self._max_running), ()
         from common.engine.executor import load_executor
-        from common.engine.model_config import ModelConfig
+        from common.engine.models.config import ModelConfig
 
         config = ModelConfig.load(str(self._folder))
         executor = load_executor(config, dtype="float32", num_pages=num_pages, page_size=page_size, **self._engine)

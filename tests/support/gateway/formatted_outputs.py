@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from common.sampling_params import SamplingParams
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import Delta, OutputStream
 from gateway.text.output_parser import OutputPiece, ReasoningPiece, TextPiece, ToolCallArguments, ToolCallBegin
 

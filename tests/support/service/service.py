@@ -26,7 +26,7 @@ from support.service.client import HEARTBEAT_S, Client
 from support.service.fork_server import ForkedProcess, ForkServer
 from support.service.processes import ROOT, environment, flags, free_port, spawn
 
-from common.node.model_loading import SHAPE_CACHE
+from common.node.loading.model_loading import SHAPE_CACHE
 
 SMALL_MODEL = ROOT / "scripts" / "models" / "small_model"
 START_TIMEOUT_S = 60.0

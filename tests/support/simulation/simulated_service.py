@@ -9,9 +9,9 @@ from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor, expected_outpu
 from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig
 from common.errors import RequestError
-from common.node.memory_plan import Capacity
+from common.node.loading.memory_plan import Capacity
 from common.sampling_params import SamplingParams
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.workers.pool import make_pool
 from scripts.simulator.cluster import Cluster
 from scripts.simulator.costs import Costs

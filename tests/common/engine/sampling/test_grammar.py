@@ -19,7 +19,7 @@ from support.gateway.fake_nodes import make_model_folder
 from tokenizers import Tokenizer
 
 from common.engine.executor import TorchExecutor, load_executor
-from common.engine.model_config import ModelConfig
+from common.engine.models.config import ModelConfig
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, TokenMasks
 from common.engine.sampling.grammar import GrammarCompiler, load_compiler
 from common.engine.sampling.reasoning import Phase, ReasoningState

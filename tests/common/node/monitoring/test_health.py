@@ -12,9 +12,9 @@ from common.config.node import NodeConfig
 from common.node.endpoint import ControlEndpoint, listen_mailbox
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import EventLoop
+from common.node.gateways.outbox import Outbox
 from common.node.monitoring.health import HealthCheck, stall
 from common.node.monitoring.request_stats import RequestStats
-from common.node.outbox import Outbox
 from common.node.role import Load
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult

@@ -10,7 +10,7 @@ from common.sampling_params import SamplingParams
 from gateway.http.formatters.openai import MARK, ChatFormatter, CompletionFormatter
 from gateway.http.protocol.decoding import decode
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
-from gateway.requests.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import Delta, OutputStream
 
 MODEL = SimpleNamespace(name="m", tokenizer=None)

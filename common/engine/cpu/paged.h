@@ -1,0 +1,25 @@
+/* Structs of the attention kernels: the location of keys and values, and a unit of work. */
+#ifndef BATON_PAGED_H
+#define BATON_PAGED_H
+
+#include "kernels.h"
+
+/* Location of one layer's keys and values. Strides in elements; the elements of a token's head are contiguous. */
+typedef struct {
+    char *keys, *values;
+    const int32_t *page_table; /* [rows, table_width] */
+    long table_width, page_size, page_stride, head_stride;
+    long heads, kv_heads, dim;
+} Paged;
+
+/* Queries first_query .. first_query + num_queries - 1 of one row; the first has `position` in its request. */
+typedef struct {
+    int64_t row, first_query, num_queries, position;
+} Piece;
+
+INLINE ptrdiff_t token_at(const Paged *kv, long row, long head, long token) {
+    long page = kv->page_table[row * kv->table_width + token / kv->page_size];
+    return (ptrdiff_t)page * kv->page_stride + head * kv->head_stride + token % kv->page_size * kv->dim;
+}
+
+#endif

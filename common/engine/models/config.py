@@ -1,0 +1,362 @@
+"""Reads a model's configuration from ``config.json`` and ``generation_config.json``.
+
+Model families differ in values, not in code: Qwen3 normalises queries and keys per head, Qwen2 has biases on queries,
+keys and values, Llama may have biases everywhere, Mistral has none. A setting that would change the numbers and is not
+supported is refused, together with a list of what is supported. This module does not import torch.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.cache.page_layout import ITEM_BYTES, PageLayout
+from common.engine.models.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
+from common.errors import ConfigError, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Properties that follow from the architecture's name; ``config.json`` holds the others.
+
+    Attributes:
+        has_qk_norm: whether queries and keys are normalised per head.
+        qkv_bias, o_bias: whether the attention matrices have biases; None: ``attention_bias`` in config.json decides.
+        has_mlp_bias_key: whether ``mlp_bias`` in config.json has an effect.
+        default_window: sliding window of a config.json without the key ``sliding_window``; None: the key has no effect.
+    """
+
+    name: str
+    has_qk_norm: bool = False
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    has_mlp_bias_key: bool = False
+    default_window: int | None = None
+
+
+#: Supported architectures, by their names in config.json.
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": Family("qwen3", has_qk_norm=True),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False),
+    "LlamaForCausalLM": Family("llama", has_mlp_bias_key=True),
+    "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, default_window=4096),
+}
+GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+DTYPES = tuple(ITEM_BYTES)
+ROPE_TYPES = ("default", "llama3", "yarn")
+_STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Rope scaling of Llama 3.1: divides low frequencies by ``factor``, keeps high ones, blends between the two."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Rope scaling by YaRN (arXiv 2309.00071).
+
+    Attributes:
+        factor: low frequencies are divided by this.
+        original_context: context length of the first training, in tokens.
+        is_extended: whether the configuration names ``original_context``; the context length is then at least
+            ``factor * original_context``.
+        beta_fast, beta_slow: a pair with more than ``beta_fast`` rotations in the original context keeps its frequency;
+            a pair with fewer than ``beta_slow`` rotations has it divided by ``factor``.
+        attention_factor: multiplies cosines and sines.
+        truncate: whether the bounds of the blended range are rounded to whole pairs.
+    """
+
+    factor: float
+    original_context: int
+    is_extended: bool
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding (RoFormer, arXiv 2104.09864)."""
+
+    theta: float
+    scaling: Llama3Scaling | YarnScaling | None = None
+
+    @property
+    def attention_factor(self) -> float:
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
+
+    def context_length(self, max_positions: int) -> int:
+        """Return the context length in tokens. Users enable YaRN without raising ``max_position_embeddings``."""
+        if isinstance(self.scaling, YarnScaling) and self.scaling.is_extended:
+            return max(max_positions, int(self.scaling.factor * self.scaling.original_context))
+        return max_positions
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Configuration of a decoder-only model of a supported family.
+
+    Attributes:
+        family: ``qwen3``, ``qwen2``, ``llama`` or ``mistral``.
+        dtype: the type of most of the checkpoint's tensors; ``auto`` resolves to it.
+        context_length: longest prompt and output together, in tokens, rope scaling included.
+        eos_token_ids: token ids that end an output, from generation_config.json and config.json, without duplicates.
+        generation: the model's own sampling defaults; its keys are among ``GENERATION_DEFAULTS``.
+        digest: sha256 of the configuration and of the names, types and shapes of all tensors, not of their contents.
+        weight_version: identifies the contents of the tensors: ``--weight-version`` or a fingerprint of the files.
+            ``load`` leaves it empty.
+    """
+
+    folder: Path
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    context_length: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    has_qk_norm: bool
+    has_qkv_bias: bool
+    has_o_bias: bool
+    has_mlp_bias: bool
+    is_tied: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    generation: dict[str, float]
+    digest: str
+    weight_version: str = ""
+
+    @property
+    def identity(self) -> str:
+        """Digest and weight version. Nodes that differ in it cannot share KV pages."""
+        return f"{self.digest}:{self.weight_version}"
+
+    @classmethod
+    def load(cls, path_or_hub_id: str, *, revision: str | None = None) -> "ModelConfig":
+        """Read a model's configuration from a local folder or from the Hugging Face hub.
+
+        Raises:
+            ConfigError: the folder or model does not exist, or a file is damaged.
+            UnsupportedModelError: Baton does not support the model; the message lists what it supports.
+        """
+        folder = locate(path_or_hub_id, revision)
+        config = read_json(folder / "config.json")
+        generation = read_json(folder / "generation_config.json", required=False)
+        tensors = stored_tensors(folder)
+        try:
+            return parse_config(config, generation, tensors, folder)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{folder}/config.json or generation_config.json: cannot be parsed ({error})") from error
+
+    def layout(self, page_size: int, dtype: str) -> PageLayout:
+        """Return the layout of KV pages of ``page_size`` tokens; ``dtype`` as for ``resolve_dtype``."""
+        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, page_size, self.resolve_dtype(dtype))
+
+    @property
+    def crossover_tokens(self) -> float:
+        """Context length at which attention takes as many multiplications per token as a layer's matrices."""
+        heads = self.num_heads * self.head_dim
+        matrices = self.hidden_size * (2 * heads + 2 * self.num_kv_heads * self.head_dim + 3 * self.intermediate_size)
+        return matrices / (2 * heads)
+
+    def resolve_dtype(self, dtype: str) -> str:
+        """Return ``float32``, ``bfloat16`` or ``float16``; ``auto`` is the checkpoint's own type.
+
+        Raises:
+            ConfigError: ``dtype`` is unknown.
+        """
+        resolved = self.dtype if dtype == "auto" else dtype
+        if resolved not in DTYPES:
+            raise ConfigError(f"--dtype {dtype}: unknown; give auto, {', '.join(DTYPES)}")
+        return resolved
+
+
+def parse_config(
+    config: dict[str, Any], generation: dict[str, Any], tensors: dict[str, StoredTensor], folder: Path
+) -> ModelConfig:
+    """Build a ``ModelConfig`` from parsed files. Raises the same errors as ``ModelConfig.load``."""
+    family = _known_family(config, folder)
+    _refuse_what_is_not_served(config, folder)
+    _refuse_windows(config, family, folder)
+    number = Numbers(config, folder)
+    num_heads = number.positive("num_attention_heads")
+    num_kv_heads = number.positive("num_key_value_heads", num_heads)
+    hidden_size = number.positive("hidden_size")
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{folder}/config.json: num_attention_heads {num_heads} is not a multiple of"
+            f" num_key_value_heads {num_kv_heads}"
+        )
+    head_dim = number.positive("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise ConfigError(f"{folder}/config.json: head_dim {head_dim} is odd; rotary embedding needs an even number")
+    max_positions = number.positive("max_position_embeddings")
+    rope = parse_rope(config, max_positions, folder)
+    attention_bias = bool(config.get("attention_bias", False))
+    return ModelConfig(
+        folder=folder,
+        family=family.name,
+        num_layers=number.positive("num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=number.positive("intermediate_size"),
+        vocab_size=number.positive("vocab_size"),
+        context_length=rope.context_length(max_positions),
+        rms_norm_eps=number.real("rms_norm_eps", 1e-6),
+        rope=rope,
+        has_qk_norm=family.has_qk_norm,
+        has_qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        has_o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        has_mlp_bias=family.has_mlp_bias_key and bool(config.get("mlp_bias", False)),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        dtype=_main_dtype(tensors, folder),
+        eos_token_ids=_eos_token_ids(generation, config),
+        generation=_generation_defaults(generation),
+        digest=_digest(config, tensors),
+    )
+
+
+def _known_family(config: dict[str, Any], folder: Path) -> Family:
+    named = config.get("architectures") or []
+    for architecture in named:
+        if architecture in ARCHITECTURES:
+            return ARCHITECTURES[architecture]
+    names = ", ".join(map(str, named)) or f"model_type {config.get('model_type')!r}"
+    raise UnsupportedModelError(f"{folder}: architecture {names} is not supported; use {', '.join(ARCHITECTURES)}")
+
+
+def _refuse_what_is_not_served(config: dict[str, Any], folder: Path) -> None:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unnamed")
+        raise UnsupportedModelError(
+            f"{folder}: quantized checkpoint ({method}) is not supported; use one in {', '.join(DTYPES)}"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModelError(f"{folder}: hidden_act {config['hidden_act']} is not supported; only silu is")
+
+
+def _refuse_windows(config: dict[str, Any], family: Family, folder: Path) -> None:
+    """Refuse sliding windows.
+
+    Qwen models enable them with ``use_sliding_window`` or ``layer_types``, Mistral models with ``sliding_window`` or
+    without that key.
+    """
+    window = config.get("sliding_window", family.default_window) if family.default_window else None
+    layer_types = set(config.get("layer_types") or ())
+    if config.get("use_sliding_window") or window is not None or layer_types - {"full_attention"}:
+        missing = "" if window is None or "sliding_window" in config else f" (a missing sliding_window means {window})"
+        raise UnsupportedModelError(
+            f"{folder}: sliding windows are not supported{missing}; only full attention in every layer is"
+        )
+
+
+def _main_dtype(tensors: dict[str, StoredTensor], folder: Path) -> str:
+    """Return the type of most tensors; refuse a checkpoint with a tensor of an unsupported type."""
+    counts: dict[str, int] = {}
+    if not tensors:
+        raise ConfigError(f"{folder}: the *.safetensors files hold no tensors")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _STORED_DTYPES:
+            supported = ", ".join(_STORED_DTYPES)
+            raise UnsupportedModelError(f"{folder}: {name} has type {tensor.dtype}; supported are {supported}")
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + 1
+    return _STORED_DTYPES[max(counts, key=lambda dtype: counts[dtype])]
+
+
+def _eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ids of all sources in order, without duplicates; ``eos_token_id`` is an int, a list or absent."""
+    ids: list[int] = []
+    for source in sources:
+        found = source.get("eos_token_id")
+        ids += found if isinstance(found, list) else [] if found is None else [found]
+    return tuple(dict.fromkeys(int(token) for token in ids))
+
+
+def _generation_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    """Return the sampling defaults of generation_config.json; ``do_sample`` is ignored, as in vLLM and SGLang."""
+    return {key: float(generation[key]) for key in GENERATION_DEFAULTS if generation.get(key) is not None}
+
+
+def _digest(config: dict[str, Any], tensors: dict[str, StoredTensor]) -> str:
+    shapes = {name: [tensor.dtype, list(tensor.shape)] for name, tensor in tensors.items()}
+    canonical = json.dumps([config, shapes], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+# ---- rotary position embedding ---------------------------------------------------------------------------------------
+
+
+def parse_rope(config: dict[str, Any], max_positions: int, folder: Path) -> RopeConfig:
+    """Parse the rope parameters in either spelling.
+
+    transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and ``rope_scaling``. If both are
+    present, ``rope_scaling`` wins, as in transformers.
+
+    Raises:
+        UnsupportedModelError: the kind of scaling is unknown, or only part of each head is rotated.
+        ConfigError: a number is missing or not a number.
+    """
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UnsupportedModelError(f"{folder}: rope by type of layer is not supported; only one for all layers is")
+    rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
+    if config.get("original_max_position_embeddings"):
+        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModelError(f"{folder}: rope type {kind} is not supported; use {', '.join(ROPE_TYPES)}")
+    for source in (config, rope):
+        if source.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UnsupportedModelError(f"{folder}: partial_rotary_factor is not supported; only the whole head is")
+    number = Numbers(rope, folder)
+    theta = number.real("rope_theta")
+    if kind == "llama3":
+        return RopeConfig(theta, _parse_llama3(number, max_positions))
+    return RopeConfig(theta, _parse_yarn(rope, number, max_positions) if kind == "yarn" else None)
+
+
+def _parse_llama3(number: Numbers, max_positions: int) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=number.real("factor"),
+        low_freq_factor=number.real("low_freq_factor"),
+        high_freq_factor=number.real("high_freq_factor"),
+        original_context=number.positive("original_max_position_embeddings", max_positions),
+    )
+
+
+def _parse_yarn(rope: dict[str, Any], number: Numbers, max_positions: int) -> YarnScaling:
+    # Defaults are those of transformers' ``_compute_yarn_parameters``.
+    original = number.positive("original_max_position_embeddings", max_positions)
+    factor = number.real("factor", max_positions / original)
+    attention_factor = _mscale(factor, 1.0)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention_factor = _mscale(factor, number.real("mscale")) / _mscale(factor, number.real("mscale_all_dim"))
+    return YarnScaling(
+        factor=factor,
+        original_context=original,
+        is_extended=rope.get("original_max_position_embeddings") is not None,
+        beta_fast=number.real("beta_fast", 32.0) if rope.get("beta_fast") else 32.0,
+        beta_slow=number.real("beta_slow", 1.0) if rope.get("beta_slow") else 1.0,
+        attention_factor=number.real("attention_factor", attention_factor),
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def _mscale(factor: float, scale: float) -> float:
+    """Return the attention factor of the YaRN paper, section 3.4, for a context longer by ``factor``."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -1,0 +1,141 @@
+"""The decoder: embedding, layers of attention and gated feed-forward, norm, projection to the vocabulary.
+
+One class serves every supported family; a part that a family lacks is None. ``allocate_weights`` allocates the weights,
+with q, k, v merged into one matrix and gate and up into another; ``common.engine.models.weights`` fills them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.engine.attention.protocol import StepAttention
+from common.engine.models.config import ModelConfig
+from common.engine.models.layers import Linear, Operations, inverse_frequencies, make_operations, rotations
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """Weights of one layer. The rows of ``qkv`` are queries, keys, values; the rows of ``gate_up`` are gate, up."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    """Weights of a model. ``head`` shares the embedding's storage if the model ties the two."""
+
+    embedding: Tensor
+    layers: list[LayerWeights]
+    norm: Tensor
+    head: Linear
+
+    def pack(self) -> None:
+        """Repack every matrix for this machine, one at a time, so that peak memory is one extra matrix."""
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                linear.pack()
+        self.head.pack(keep_weight=self.head.weight is self.embedding)
+
+
+def allocate_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[DecoderWeights, dict[str, Tensor]]:
+    """Return uninitialised weights, and for each tensor of a checkpoint, by name, the part of them that it fills."""
+    parts: dict[str, Tensor] = {}
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def plain(name: str, *shape: int) -> Tensor:
+        parts[name] = tensor = empty(*shape)
+        return tensor
+
+    def merged(prefix: str, num_rows: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
+        sizes = list(num_rows.values())
+        weight = empty(sum(sizes), num_inputs)
+        bias = empty(sum(sizes)) if has_bias else None
+        for name, rows in zip(num_rows, torch.split(weight, sizes), strict=True):
+            parts[f"{prefix}{name}.weight"] = rows
+        for name, rows in zip(num_rows, torch.split(bias, sizes), strict=True) if bias is not None else ():
+            parts[f"{prefix}{name}.bias"] = rows
+        return Linear(weight, bias)
+
+    def layer(index: int) -> LayerWeights:
+        base = f"model.layers.{index}."
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attention, has_norm = base + "self_attn.", config.has_qk_norm
+        hidden, wide = config.hidden_size, config.intermediate_size
+        return LayerWeights(
+            input_norm=plain(base + "input_layernorm.weight", hidden),
+            qkv=merged(attention, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, config.has_qkv_bias),
+            q_norm=plain(attention + "q_norm.weight", config.head_dim) if has_norm else None,
+            k_norm=plain(attention + "k_norm.weight", config.head_dim) if has_norm else None,
+            o=merged(attention, {"o_proj": hidden}, queries, config.has_o_bias),
+            post_norm=plain(base + "post_attention_layernorm.weight", hidden),
+            gate_up=merged(base + "mlp.", {"gate_proj": wide, "up_proj": wide}, hidden, config.has_mlp_bias),
+            down=merged(base + "mlp.", {"down_proj": hidden}, wide, config.has_mlp_bias),
+        )
+
+    embedding = plain("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    weights = DecoderWeights(
+        embedding=embedding,
+        layers=[layer(index) for index in range(config.num_layers)],
+        norm=plain("model.norm.weight", config.hidden_size),
+        head=Linear(embedding if config.is_tied else plain("lm_head.weight", config.vocab_size, config.hidden_size)),
+    )
+    return weights, parts
+
+
+class Decoder:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+        device = weights.embedding.device
+        self.config = config
+        self.weights = weights
+        self._eps = config.rms_norm_eps
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+        self._ops: Operations = make_operations(config, device)
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, attention: StepAttention, keep: Tensor) -> Tensor:
+        """Run all layers on ``tokens`` ``[N]`` at ``positions`` ``[N]`` and write their KV.
+
+        Args:
+            attention: writes new KV into the pool and reads cached KV from it.
+            keep: ``[K]`` int64, indices of the tokens to return; the last feed-forward layer skips all others.
+        Returns:
+            ``[K, hidden]``, before the last norm.
+        """
+        x = F.embedding(tokens, self.weights.embedding)
+        rotary = rotations(positions, self._frequencies, self.config.rope.attention_factor)
+        delta: Tensor | None = None
+        for index, layer in enumerate(self.weights.layers):
+            q, k, v = self._qkv(layer, self._ops.add_rms_norm(x, delta, layer.input_norm, self._eps), rotary)
+            attended = attention.extend(index, q, k, v).flatten(1)
+            if index + 1 == len(self.weights.layers):
+                x, attended = x[keep], attended[keep]
+                if len(keep) == 0:
+                    return x
+            normed = self._ops.add_rms_norm(x, layer.o(attended), layer.post_norm, self._eps)
+            delta = layer.down(self._ops.silu_and_multiply(layer.gate_up(normed)))
+        assert delta is not None
+        return x + delta
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map hidden states ``[rows, hidden]`` to float32 logits ``[rows, vocab]``."""
+        return self.weights.head(self._ops.add_rms_norm(hidden, None, self.weights.norm, self._eps)).float()
+
+    def _qkv(self, layer: LayerWeights, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Return rotated queries ``[N, heads, head_dim]``, and rotated keys and values ``[N, kv_heads, head_dim]``."""
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        qkv = layer.qkv(x).view(len(x), -1, self.config.head_dim)
+        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        qkv = self._ops.norm_and_rotate(qkv, heads, norms, rotary, self._eps)
+        return tuple(torch.split(qkv, [heads, kv_heads, kv_heads], dim=1))

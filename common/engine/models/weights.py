@@ -1,0 +1,89 @@
+"""Loads a model's weights from safetensors files.
+
+A tensor that is missing, unexpected or of the wrong shape is an error, since the model would answer with noise.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.engine.kv_pool import TORCH_DTYPES
+from common.engine.models.checkpoint import StoredTensor, stored_tensors
+from common.engine.models.config import ModelConfig
+from common.engine.models.decoder import DecoderWeights, allocate_weights
+from common.errors import ConfigError
+from common.reminder import Reminder
+
+log = logging.getLogger(__name__)
+
+#: Tensors that some exporters add; they follow from the configuration and are ignored.
+_IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".masked_bias")
+
+
+def load_weights(config: ModelConfig, dtype: str, device: torch.device) -> DecoderWeights:
+    """Load the checkpoint in ``config.folder`` onto ``device``, converted to ``dtype`` (a resolved name).
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected, unreadable or of the wrong shape; the message names it.
+    """
+    weights, parts = allocate_weights(config, TORCH_DTYPES[dtype], device)
+    stored = stored_tensors(config.folder)
+    if config.is_tied:
+        stored.pop("lm_head.weight", None)  # a copy of the embedding that some exporters add
+    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(_IGNORED_ENDINGS)}
+    _check(parts, stored, config.folder)
+    progress = _Progress(len(stored))
+    for file in dict.fromkeys(tensor.file for tensor in stored.values()):
+        _copy(file, [name for name, tensor in stored.items() if tensor.file == file], parts, progress)
+    return weights
+
+
+class _Progress:
+    """Logs every few seconds how many tensors are loaded."""
+
+    def __init__(self, num_all: int) -> None:
+        self._num_all, self._num_loaded = num_all, 0
+        self._began_at = time.monotonic()
+        self._reminder = Reminder(self._began_at)
+
+    def add_one(self) -> None:
+        self._num_loaded += 1
+        now = time.monotonic()
+        if self._reminder.is_due(now):
+            log.info("loaded %d of %d tensors in %.0f s", self._num_loaded, self._num_all, now - self._began_at)
+
+
+def _check(parts: dict[str, Tensor], stored: dict[str, StoredTensor], folder: Path) -> None:
+    wrong = [
+        f"{name} is {list(tensor.shape)}, should be {list(parts[name].shape)}"
+        for name, tensor in stored.items()
+        if name in parts and tensor.shape != tuple(parts[name].shape)
+    ]
+    complaints = {
+        "missing": [name for name in parts if name not in stored],
+        "unexpected": [name for name in stored if name not in parts],
+        "of the wrong shape": wrong,
+    }
+    found = [f"{_some(names)} {what}" for what, names in complaints.items() if names]
+    if found:
+        raise ConfigError(f"{folder}: the tensors do not match config.json: {'; '.join(found)}")
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
+def _copy(file: Path, names: Iterable[str], parts: dict[str, Tensor], progress: _Progress) -> None:
+    try:
+        with safe_open(file, framework="pt") as reader:
+            for name in names:
+                parts[name].copy_(reader.get_tensor(name))
+                progress.add_one()
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from error

@@ -1,0 +1,109 @@
+"""Loads the model of a node, and makes its KV pool. Heavy modules are imported only here, when they are needed."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from common.cache.page_layout import PageLayout
+from common.config.node import NodeConfig
+from common.errors import ConfigError
+from common.model_folder import find_checkpoint
+from common.node.loading.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
+
+if TYPE_CHECKING:
+    from common.engine.executor import TorchExecutor
+    from common.engine.kv_pool import KVPool
+    from common.engine.models.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+#: Shapes that oneDNN and torch's layer over it cache. The default is 1,024 each, at up to a megabyte: prompts of every
+#: length would make a node grow by a gigabyte. Preparing a shape again takes about a millisecond.
+SHAPE_CACHE = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+
+#: The longest time that a start spends on touching KV pages, so that the kernel need not provide them at their first
+#: use. Pages with low numbers are touched first, and are used first and most.
+POPULATE_S = 3.0
+
+
+def load_model(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
+    """Load the model and make the KV pool.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or its KV pool does not fit.
+    """
+    for name, value in SHAPE_CACHE.items():  # read when torch is loaded
+        os.environ.setdefault(name, value)
+    from common.engine.models.checkpoint import weight_files
+    from common.engine.models.config import ModelConfig
+    from common.engine.models.weight_version import fingerprint
+
+    find_checkpoint(config.model, config.revision)
+    log.info("loading %s", config.model)
+    model = ModelConfig.load(config.model, revision=config.revision)
+    model = replace(model, weight_version=config.weight_version or fingerprint(weight_files(model.folder)))
+    device = pick_device(config.device)
+    layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
+    capacity = plan_capacity(
+        config,
+        layout,
+        device=device,
+        context_length=model.context_length,
+        crossover_tokens=model.crossover_tokens,
+    )
+
+    num_pages = pages_of(config, layout, capacity.num_pages, device)
+    num_pages()  # refuse a pool that can never fit before the weights are read
+    from common.engine.executor import load_executor  # loads torch
+
+    executor = load_executor(
+        model,
+        device=device,
+        dtype=config.dtype,
+        num_slots=capacity.num_slots,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        attention=config.attention_backend,
+        num_threads=config.threads or len(os.sched_getaffinity(0)),
+    )
+    _populate(executor.pool)
+    executor.warm_up()
+    num_pages_made = executor.pool.num_pages
+    capacity = replace(capacity, num_pages=num_pages_made, num_slots=min(capacity.num_slots, num_pages_made))
+    return model, executor, capacity
+
+
+def pages_of(config: NodeConfig, layout: PageLayout, planned: int, device: str) -> Callable[[], int]:
+    """A function that tells, once the weights are in memory, how many pages the pool can have."""
+    return lambda: num_pages_that_fit(config, layout, planned, free_bytes(device))
+
+
+def _populate(pool: "KVPool") -> None:
+    begun_at = time.monotonic()
+    try:
+        if taken := pool.populate(POPULATE_S):
+            whole, seconds = pool.layout.pool_bytes(pool.num_pages), time.monotonic() - begun_at
+            log.debug("touched %.2f of %.2f GB of KV pages in %.2f s", taken / 1e9, whole / 1e9, seconds)
+    except MemoryError as error:
+        raise ConfigError(f"--max-total-tokens or --memory-fraction is too large: {error}") from error
+
+
+def pick_device(name: str) -> str:
+    """The device for ``--device``: ``auto`` is ``cuda`` where torch finds a GPU, else ``cpu``.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name == "cpu":
+        return name
+    import torch
+
+    from common.engine.executor import check_device
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(name)
+    return name

@@ -1,0 +1,178 @@
+"""Further attempts at requests whose last attempt ended without their fault.
+
+``gateway.requests.attempts.recovery`` decides when one request is tried again; this module keeps the table of the
+requests that wait for it, reads from a failure which nodes the next attempt avoids, and chooses its nodes.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from common.errors import ErrorCode, RequestError
+from common.wire.messages import Failed
+from gateway.requests.attempts.recovery import AttemptEnd, Recovery
+from gateway.requests.in_flight import InFlightRequest
+from gateway.requests.output_processor import OutputStream
+from gateway.workers.pair_health import PairKey
+from gateway.workers.pool import WorkerPool
+from gateway.workers.router import WorkerPair
+
+#: How the last attempt ended at an output that another gateway has begun.
+TAKEN_OVER = AttemptEnd(ErrorCode.ABORTED, "another gateway has begun the output")
+
+
+class FurtherAttempts:
+    """The requests that wait for their next attempt.
+
+    Attributes:
+        num_by_cause: further attempts since the start, by model and by the code that ended the one before.
+    """
+
+    def __init__(self) -> None:
+        self.num_by_cause: Counter[tuple[str, ErrorCode]] = Counter()
+        self._waiting: dict[str, InFlightRequest] = {}
+
+    @staticmethod
+    def attempt_ended(flight: InFlightRequest, end: AttemptEnd, now: float) -> float | RequestError:
+        """The seconds until a request may be tried again, or the error with which it ends."""
+        num_output = len(flight.stream.ids)
+        if flight.recovery is None:
+            flight.recovery = Recovery(end, now, num_output)
+        backoff_s = flight.recovery.ended(end, num_output=num_output, revision=flight.revision, now=now)
+        return flight.recovery.verdict(now, timeout_s=flight.pool.recovery_timeout_s) or backoff_s
+
+    def wait(self, flight: InFlightRequest, backoff_s: float, now: float) -> float:
+        """Adds a request whose nodes have been released. Returns the seconds until it joins the queue: its back-off,
+        or longer if the retry budget is used up."""
+        pool, recovery = flight.pool, flight.recovery
+        assert recovery is not None
+        flight.pair, flight.nodes, flight.failed_at = None, (), ""
+        flight.stream.drop_early()
+        budget_s = pool.budget.take(now, num_in_flight=pool.admission.num_in_flight)
+        recovery.waits(budget_s)
+        self.num_by_cause[pool.model, recovery.last.code] += 1
+        self._waiting[flight.stream.request.rid] = flight
+        return max(backoff_s, budget_s)
+
+    def begin(self, flight: InFlightRequest, *, is_alone: bool) -> None:
+        """The next attempt at a request begins; ``is_alone``: no other request is at its nodes."""
+        assert flight.recovery is not None
+        flight.recovery.begins(is_alone=is_alone)
+        del self._waiting[flight.stream.request.rid]
+
+    def drop(self, rid: str) -> None:
+        """A request has ended, waiting or not."""
+        self._waiting.pop(rid, None)
+
+    def expired(self, now: float) -> Iterator[tuple[InFlightRequest, RequestError]]:
+        """Requests that have waited longer than the recovery timeout, with their errors."""
+        for flight in list(self._waiting.values()):
+            assert flight.recovery is not None
+            if flight.backoff is not None:
+                continue  # it is tried once more first
+            lacking = _lacking(flight.pool, flight.recovery)
+            error = flight.recovery.expired(now, timeout_s=flight.pool.recovery_timeout_s, lacking=lacking)
+            if error is not None:
+                yield flight, error
+
+
+def _lacking(pool: WorkerPool, recovery: Recovery) -> str:
+    """What the next attempt at a request waits for, in words."""
+    registry = pool.registry
+    if not registry.is_ready:
+        return registry.lacking
+    if recovery.revision and all(node.revision != recovery.revision for node in registry.decodes):
+        return "decode node with the weights that began the output"
+    return "pair of nodes with room for it"
+
+
+def end_by_failure(flight: InFlightRequest, sender: str, message: Failed, now: float) -> AttemptEnd:
+    """How an attempt ended that a node has given up. The registry learns what that says about the nodes."""
+    pair, registry = flight.pair, flight.pool.registry
+    assert pair is not None
+    cause = sender
+    if message.code in (ErrorCode.NODE_LOST, ErrorCode.TRANSFER_FAILED) and pair.prefill and pair.decode:
+        is_decode_lost = message.code is ErrorCode.NODE_LOST and sender == pair.prefill
+        cause = pair.decode if is_decode_lost else pair.prefill
+        registry.transfer_failed(PairKey(pair.prefill, pair.decode), now)
+        flight.is_probe = False
+    elif message.code is ErrorCode.SHUTTING_DOWN:
+        registry.begin_drain(sender)  # its own message may come after this one
+    retry_after_s = (message.retry_after_s or 1.0) if message.code is ErrorCode.QUEUE_FULL else None
+    return AttemptEnd(
+        message.code,
+        message.message,
+        avoid=frozenset({cause}),
+        decode=None if cause == pair.decode else pair.decode,
+        is_loss=message.code is ErrorCode.INTERNAL,
+        reported=cause if message.code is ErrorCode.NODE_LOST else "",
+        began_at=flight.began_at,
+        retry_after_s=retry_after_s,
+    )
+
+
+def confirm_loss(flight: InFlightRequest, incarnation: str, alive_until: float, now: float) -> RequestError | None:
+    """Takes the loss of a node as the proof of what another node has reported before. Returns the error of a request
+    that ends by that."""
+    recovery = flight.recovery
+    if recovery is None or not recovery.confirms(incarnation, alive_until):
+        return None
+    return recovery.verdict(now, timeout_s=flight.pool.recovery_timeout_s)
+
+
+def end_by_loss(
+    flight: InFlightRequest, incarnation: str, name: str, *, is_empty: bool, alive_until: float
+) -> AttemptEnd | None:
+    """How an attempt ends when a node is lost; None if the attempt goes on without that node.
+
+    A prefill node is done with a request once the decode node has sent a token, or if it left with ``is_empty``.
+    """
+    pair = flight.pair
+    if pair is None:
+        return None  # it waits for any node
+    is_prefill_lost = incarnation == pair.prefill and not (is_empty or flight.is_prefilled)
+    if not is_prefill_lost and incarnation != pair.decode:
+        return None
+    message = f"node {name} was lost while it worked on the request"
+    return AttemptEnd(
+        ErrorCode.NODE_LOST,
+        message,
+        decode=pair.decode if is_prefill_lost else None,
+        is_seen=True,
+        is_loss=flight.began_at <= alive_until,
+    )
+
+
+def choose_next_pair(pool: WorkerPool, stream: OutputStream, recovery: Recovery | None) -> WorkerPair | None:
+    """The pair for a further attempt: with the decode node that has pages of it, or avoiding what ended the last one,
+    or any, or a decode node alone if no prefill node can hold the output too.
+
+    The prompt and all output tokens but the last are computed like a prompt, and the last one leads to the next, so
+    that there is one more to come than the client still gets.
+
+    Args:
+        recovery: None if another gateway has made the attempts so far.
+    """
+    request, output = stream.request, stream.ids
+    recovery = recovery or Recovery(TAKEN_OVER, 0.0, len(output))
+    prefills, decodes = pool.registry.prefills, pool.registry.decodes
+    if recovery.revision:
+        prefills = [node for node in prefills if node.revision == recovery.revision]
+        decodes = [node for node in decodes if node.revision == recovery.revision]
+    if recovery.is_suspect:
+        prefills = [node for node in prefills if not pool.router.load(node.incarnation)] or prefills
+        decodes = [node for node in decodes if not pool.router.num_requests(node.incarnation)] or decodes
+    last = recovery.last
+    others = [node for node in prefills if node.incarnation not in last.avoid]
+    kept = [node for node in decodes if node.incarnation == last.decode]
+    calm = [node for node in decodes if node.incarnation not in last.avoid]
+    tokens = (*request.prompt, *output[:-1])
+    num_new = request.sampling.max_new_tokens - len(output) + bool(output)
+    choices = ((others, kept, False), (others, calm, False), (prefills, decodes, False), ((), decodes, True))
+    for able_prefills, able_decodes, is_local in choices:
+        pair = pool.router.choose(
+            able_prefills, able_decodes, tokens, num_new=num_new,
+            num_expected=max(request.expected_output - len(output), 0), salt=request.salt, is_local=is_local,
+        )  # fmt: skip
+        if pair is not None:
+            return pair
+    return None

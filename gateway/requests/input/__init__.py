@@ -1,0 +1,1 @@
+"""From the body of a request to what its nodes are sent: prompts, parameters, grammars."""

@@ -1,0 +1,154 @@
+"""The compiled kernels equal torch and run in its threads; without a compiler, torch computes instead."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.cache.page_layout import PageLayout
+from common.engine.attention import make_attention
+from common.engine.cpu.compile_native import build_library
+from common.engine.cpu.kernels import LIBRARY, Kernels, load_kernels
+from common.engine.kv_pool import KVPool
+from common.engine.models.layers import TorchOperations
+
+ROOT = Path(__file__).parents[3]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+dtypes = st.sampled_from(list(TOLERANCE))
+num_rows = st.sampled_from([1, 2, 33, 300])
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Kernels:
+    found = load_kernels()
+    if found is None:
+        pytest.skip("no C compiler here")
+    return found
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=num_rows, width=st.sampled_from([16, 48, 1024]), dtype=dtypes, has_delta=st.booleans())
+def test_add_rms_norm_equals_torch(
+    compiled: Kernels, rows: int, width: int, dtype: torch.dtype, has_delta: bool
+) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, width).to(dtype), torch.rand(width).to(dtype)
+    delta = torch.randn(rows, width).to(dtype) if has_delta else None
+    theirs = x.clone()
+    expected = TorchOperations().add_rms_norm(theirs, delta, weight, 1e-6)
+    assert_same(compiled.add_rms_norm(x, delta, weight, 1e-6), expected)
+    assert torch.equal(x, theirs), "the residual stream is not rounded as in torch"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=num_rows,
+    heads=st.sampled_from([(4, 2), (3, 3), (8, 1)]),
+    dim=st.sampled_from([32, 64, 128]),
+    dtype=dtypes,
+    has_norms=st.booleans(),
+)
+def test_norm_and_rotate_equals_torch(
+    compiled: Kernels, rows: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, has_norms: bool
+) -> None:
+    torch.manual_seed(rows)
+    num_heads, num_kv_heads = heads
+    qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, dim).to(dtype)
+    norms = (torch.rand(dim).to(dtype), torch.rand(dim).to(dtype)) if has_norms else None
+    angles = torch.rand(rows, dim // 2) * 6
+    turn = (angles.cos(), angles.sin())
+    expected = TorchOperations().norm_and_rotate(qkv.clone(), num_heads, norms, turn, 1e-6)
+    found = compiled.norm_and_rotate(qkv.clone(), num_heads, norms, turn, 1e-6)
+    # torch rounds after the norm and after the rotation; the kernel rounds once.
+    tolerance = 4 * TOLERANCE[dtype]
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+    assert torch.equal(found[:, num_heads + num_kv_heads :], qkv[:, num_heads + num_kv_heads :]), "values changed"
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=num_rows, width=st.sampled_from([16, 80, 3072]), dtype=dtypes, scale=st.sampled_from([1.0, 30.0, 100.0]))
+def test_silu_and_multiply_equals_torch_for_large_inputs_too(
+    compiled: Kernels, rows: int, width: int, dtype: torch.dtype, scale: float
+) -> None:
+    torch.manual_seed(rows)
+    gate_up = (torch.randn(rows, 2 * width) * scale).to(dtype)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    found = compiled.silu_and_multiply(gate_up)
+    assert_same(found, expected.to(dtype))
+
+
+def test_nan_is_not_rounded_to_a_number(compiled: Kernels) -> None:
+    x = torch.full((1, 16), float("nan"), dtype=torch.bfloat16)
+    assert compiled.add_rms_norm(x, None, torch.ones(16, dtype=torch.bfloat16), 1e-6).isnan().all()
+
+
+def test_torch_and_the_kernels_share_one_openmp_runtime(compiled: Kernels) -> None:
+    """Run both on two threads in a new process: it maps one libgomp and has one team of threads."""
+    code = """if True:
+        import os, re, torch
+        torch.set_num_threads(2)
+        from common.engine.cpu.kernels import load_kernels
+        kernels = load_kernels()
+        x = torch.randn(512, 1024)
+        x @ torch.randn(1024, 1024)
+        before = len(os.listdir("/proc/self/task"))
+        kernels.add_rms_norm(x, None, torch.ones(1024), 1e-6)
+        assert len(os.listdir("/proc/self/task")) == before, "the kernels started more threads"
+        maps = open("/proc/self/maps").read()
+        print(len(set(re.findall(r"\\S*lib(?:gomp|iomp5|omp)[^/\\s]*\\.so\\S*", maps))))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "1"
+
+
+def test_without_a_compiler_torch_computes_and_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    load_kernels.cache_clear()
+    try:
+        pool = KVPool(PageLayout(1, 1, 16, 16, "float32"), 2)
+        for _ in range(2):
+            assert type(make_attention("auto", pool, 1)).__name__ == "TorchAttention"
+        pool.close()
+    finally:
+        load_kernels.cache_clear()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no-such-compiler" in caplog.text
+
+
+def test_without_a_home_directory_torch_computes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container may run as a user without an entry in /etc/passwd."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    load_kernels.cache_clear()
+    try:
+        assert load_kernels() is None
+    finally:
+        load_kernels.cache_clear()
+    assert "home directory" in caplog.text
+
+
+def test_a_library_compiled_once_is_found_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: Kernels
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = build_library(LIBRARY)
+    changed_at = first.stat().st_mtime_ns
+    assert build_library(LIBRARY) == first
+    assert first.stat().st_mtime_ns == changed_at
+    assert [file.name for file in (tmp_path / "baton").iterdir()] == [first.name]

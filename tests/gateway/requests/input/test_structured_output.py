@@ -1,0 +1,265 @@
+"""Every way of asking for structured output becomes a grammar that accepts exactly what it should."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from support.gateway.fake_nodes import EOS, make_tokenizer
+
+from common.errors import RequestError
+from gateway.requests.input import structured_output
+from gateway.requests.input.structural_tags import WHITESPACE
+from gateway.requests.input.structured_output import GrammarChecker, Kind, StructuredOutput, only_one, to_lark
+
+PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+CALLS = {
+    "type": "triggered_tags",
+    "triggers": ["<fn="],
+    "tags": [
+        {"begin": "<fn=a>", "content": {"type": "json_schema", "json_schema": PERSON}, "end": "</fn>"},
+        {"begin": "<fn=b>", "content": {"type": "any_text"}, "end": "</fn>"},
+    ],
+}
+OLDER = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<fn=a>", "schema": PERSON, "end": "</fn>"}],
+    "triggers": ["<fn="],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    plain = make_tokenizer()
+    return LLTokenizer(plain.to_str(), eos_token=[plain.token_to_id(EOS)])
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
+    made = GrammarChecker()
+    yield made
+    made.close()
+
+
+def accepts(tokenizer: LLTokenizer, kind: Kind, value: Any, text: str) -> bool:
+    matcher = LLMatcher(tokenizer, to_lark(StructuredOutput("field", kind, value)))
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "good", "bad"),
+    [
+        ("json_object", None, ['{"a": [1, null]}', "{}"], ["[]", "1", '{"a"}']),
+        ("json_schema", PERSON, ['{"age": 3}', '{\n "age":3}'], ["{}", '{"age": "3"}']),
+        ("json_schema", json.dumps(PERSON), ['{"age": 3}'], ["{}"]),
+        ("json_schema", True, ["{}", "3"], ["x"]),
+        ("json_schema", {"type": "string", "enum": ["é", "🙂"]}, ['"é"', '"🙂"'], ['"e"']),
+        ("regex", r"\d{2}/[a-z]+", ["12/ab"], ["1/ab", "12/"]),
+        ("regex", "^ab$", ["ab"], ["b", "abb"]),
+        ("regex", 'a\n"b"', ['a\n"b"'], ["a"]),
+        ("choice", ["yes", "no", "no way", 'say "é🙂"\n'], ["no", "no way", 'say "é🙂"\n'], ["n", "yes no", ""]),
+        ("grammar", 'root ::= greeting " " [a-z]+\ngreeting ::= "hi" | "ho"\n', ["hi you", "ho x"], ["hi", "he x"]),
+        ("grammar", 'start: "hi" NAME\nNAME: /[a-z]+/', ["hiyou"], ["hi"]),
+        ("lark", 'start: "x" | %json {"type": "integer"}', ["x", "12"], ["y"]),
+        ("structural_tag", OLDER, ["hi", 'x<fn=a>{"age":1}</fn>y<fn=a>{"age":2}</fn>'], ["<fn=b>", "<fn=a>{}</fn>"]),
+        ("structural_tag", {"format": CALLS}, ["", 'x<fn=b>any</fn>y<fn=a>{"age":1}</fn>'], ["x<fn=c>", "<fn=b>any"]),
+        ("structural_tag", {"format": {**CALLS, "at_least_one": True}}, ["<fn=b>any</fn>and <fn=b></fn>"], ["", "x"]),
+        ("structural_tag", {"format": {**CALLS, "stop_after_first": True}}, ["hi", "x<fn=b>z</fn>"], ["<fn=b>z</fn>y"]),
+        (
+            "structural_tag",
+            {"format": {"type": "sequence", "elements": [
+                {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
+                {"type": "or", "elements": [
+                    {"type": "const_string", "value": "a"}, {"type": "regex", "pattern": "b+"}]},
+                {"type": "any_text"},
+            ]}},
+            ["<t>so</t>a", "<t></t>bb and more"],
+            ["a", "<t>so</t>c", "<t>so"],
+        ),
+        (
+            "structural_tag",
+            {"format": {"type": "tags_with_separator", "separator": ", ", "at_least_one": True, "tags": [
+                {"begin": "(", "content": {"type": "regex", "pattern": "[0-9]"}, "end": ")"}]}},
+            ["(1)", "(1), (2)"],
+            ["", "(1)(2)", "(1), "],
+        ),
+    ],
+)  # fmt: skip
+def test_a_grammar_accepts_what_it_should(
+    tokenizer: LLTokenizer, kind: Kind, value: Any, good: list[str], bad: list[str]
+) -> None:
+    assert [text for text in good if not accepts(tokenizer, kind, value, text)] == []
+    assert [text for text in bad if accepts(tokenizer, kind, value, text)] == []
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5))
+def test_each_choice_is_accepted_whatever_its_characters(tokenizer: LLTokenizer, choices: list[str]) -> None:
+    assert all(accepts(tokenizer, "choice", choices, choice) for choice in choices)
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(70):
+    DEEP = {"items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "param", "words"),
+    [
+        ("json_schema", {"properties": {"a": {"type": "foo"}}}, "field.properties.a", "Invalid type: foo"),
+        (
+            "json_schema",
+            {
+                "$defs": {"n": {"items": {"type": "string", "pattern": "(?=a)b"}}},
+                "properties": {"b": {"$ref": "#/$defs/n"}},
+            },
+            "field.$defs.n.items",
+            "look-around",
+        ),
+        ("json_schema", {"items": {"not": {"type": "string"}}}, "field.items", 'Unimplemented keys: ["not"]'),
+        ("json_schema", {"$ref": "#/$defs/x"}, "field", "does not exist"),
+        ("json_schema", '{"type": ', "field", "is not valid JSON"),
+        ("json_schema", [1], "field", "must be a JSON schema"),
+        ("json_schema", False, "field", "must be a JSON schema"),
+        ("regex", "a(b", "field", "unclosed group"),
+        ("regex", "", "field", "must be a text that is not empty"),
+        ("grammar", "root ::= foo", "field", "Rule 'foo' not found"),
+        ("grammar", 'root = "a"', "field", "line 1"),
+        ("grammar", 'start: "a" b', "field", 'at 1(8): unknown name: "b"'),
+        ("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "field", "nested too deeply"),
+        ("grammar", "\n".join(f'r{i} ::= "a"' for i in range(600)), "field", "at most 512"),
+        ("lark", "start: (", "field", "cannot be compiled"),
+        ("choice", [1], "field", "must be a list of texts"),
+        ("structural_tag", {"type": "structural_tag"}, "field", "needs a format"),
+        ("structural_tag", {"format": {"type": "dance"}}, "field.format.type", "'dance' is not supported"),
+        ("structural_tag", {**OLDER, "triggers": ["<x"]}, "field.structures[0].begin", "none of the triggers"),
+    ],
+)
+def test_an_error_names_the_field_and_the_place(kind: Kind, value: Any, param: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        to_lark(StructuredOutput("field", kind, value))
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert words in caught.value.message
+    assert caught.value.message.startswith(f"{param}: ")
+
+
+async def test_large_and_deep_values_are_refused(checker: GrammarChecker) -> None:
+    for kind, value, words in (
+        ("regex", "a" * 300_000, "300000 bytes"),
+        ("json_schema", {"enum": ["x" * 300_000]}, "bytes"),
+        ("json_schema", DEEP, "nested more than 64"),
+        ("json_schema", "[" * 100_000, "not valid JSON"),
+        ("json_schema", json.dumps(DEEP), "nested more than 64"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            await checker.check(StructuredOutput("field", kind, value))  # type: ignore[arg-type]
+
+
+async def test_keywords_without_support_are_ignored_only_where_that_is_asked_for(checker: GrammarChecker) -> None:
+    schema = {"type": "string", "format": "weird"}
+    with pytest.raises(RequestError, match="Unknown format: weird"):
+        await checker.check(StructuredOutput("field", "json_schema", schema))
+    assert await checker.check(StructuredOutput("field", "json_schema", schema, is_lenient=True))
+
+
+async def test_results_are_kept_and_errors_too(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [await checker.check(StructuredOutput("field", "choice", ["a", "b"])) for _ in range(2)]
+    with pytest.raises(RequestError, match="unclosed"):
+        await checker.check(StructuredOutput("field", "regex", "("))
+    monkeypatch.setattr(structured_output, "to_lark", lambda wanted: pytest.fail("checked twice"))
+    assert await checker.check(StructuredOutput("field", "choice", ["a", "b"])) == texts[0] == texts[1]
+    with pytest.raises(RequestError, match="unclosed"):
+        await checker.check(StructuredOutput("field", "regex", "("))
+
+
+async def test_the_event_loop_goes_on_while_a_large_schema_compiles(checker: GrammarChecker) -> None:
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(2_000)}}
+    check = asyncio.ensure_future(checker.check(StructuredOutput("field", "json_schema", schema)))
+    num_turns = 0
+    while not check.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 3
+    assert len(await check) > 10_000
+
+
+async def test_a_check_that_takes_too_long_is_refused(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(structured_output, "_checked", lambda wanted: time.sleep(0.2))
+    with pytest.raises(RequestError, match="field: takes more than"):
+        await checker.check(StructuredOutput("field", "regex", "a"))
+
+
+async def test_grammars_whose_rules_lead_to_each_other_deeply_end_no_process(checker: GrammarChecker) -> None:
+    rules = [f"r{i}: r{i + 1}" for i in range(15_000)]
+    lark = "\n".join(["start: r0", *rules, 'r15000: "x"'])
+    assert await checker.check(StructuredOutput("field", "grammar", lark)) == lark
+    references = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5_000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**references, "d5000": {"type": "string"}}}
+    assert await checker.check(StructuredOutput("field", "json_schema", schema))
+
+
+async def test_one_grammar_is_compiled_once_at_a_time(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[StructuredOutput] = []
+    monkeypatch.setattr(structured_output, "_checked", lambda wanted: compiled.append(wanted) or "start: /a/")
+    wanted = StructuredOutput("field", "regex", "a")
+    assert await asyncio.gather(*(checker.check(wanted) for _ in range(5))) == ["start: /a/"] * 5
+    assert compiled == [wanted]
+
+
+async def test_a_check_that_its_client_has_left_goes_on_and_is_kept(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[StructuredOutput] = []
+    monkeypatch.setattr(
+        structured_output, "_checked", lambda wanted: time.sleep(0.05) or compiled.append(wanted) or "start: /a/"
+    )
+    wanted = StructuredOutput("field", "regex", "a")
+    left = asyncio.ensure_future(checker.check(wanted))
+    await asyncio.sleep(0)
+    left.cancel()
+    assert await checker.check(wanted) == "start: /a/"
+    assert compiled == [wanted]
+
+
+async def test_too_many_grammars_at_once_get_429(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "MAX_PENDING", 2)
+    monkeypatch.setattr(structured_output, "_checked", lambda wanted: time.sleep(0.05) or "start: /a/")
+    checks = [checker.check(StructuredOutput("field", "regex", letter)) for letter in "abc"]
+    found = await asyncio.gather(*checks, return_exceptions=True)
+    assert found[:2] == ["start: /a/"] * 2
+    assert isinstance(found[2], RequestError)
+    assert found[2].code == "queue_full"
+    assert await checker.check(StructuredOutput("field", "regex", "c")) == "start: /a/"
+
+
+def test_a_long_regular_expression_is_refused() -> None:
+    with pytest.raises(RequestError, match="field: has 20000 bytes, at most 16384 are allowed"):
+        to_lark(StructuredOutput("field", "regex", "(ab)?" * 4_000))
+
+
+def test_two_ways_at_once_are_refused() -> None:
+    first, second = StructuredOutput("regex", "regex", "a"), StructuredOutput("ebnf", "grammar", "b")
+    assert only_one([]) is None
+    assert only_one([first]) is first
+    with pytest.raises(RequestError, match="ebnf: cannot be combined with regex"):
+        only_one([first, second])
+
+
+def test_json_in_structural_tags_has_bounded_whitespace_too():
+    content = {"type": "json_schema", "json_schema": {"type": "object"}}
+    tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}}
+    assert f'"whitespace_pattern": {json.dumps(WHITESPACE)}' in to_lark(StructuredOutput("tag", "structural_tag", tag))
+
+
+def test_a_schema_may_say_itself_where_whitespace_is_allowed():
+    schema = {"type": "object", "x-guidance": {"whitespace_flexible": False}}
+    assert "whitespace_pattern" not in to_lark(StructuredOutput("schema", "json_schema", schema))
