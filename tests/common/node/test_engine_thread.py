@@ -6,13 +6,14 @@ import time
 from concurrent.futures import Future
 
 import pytest
+from support.engine.synchronous_executor import SynchronousExecutor
 
 from common.errors import ErrorCode, RequestError
 from common.node.engine_thread import CompiledGrammar, EngineThread
 from common.step_plan import StepPlan, StepResult
 
 
-class Engine:
+class Engine(SynchronousExecutor):
     """An executor that takes ``seconds`` for a step, or raises; ``spent_s`` is the time that it took."""
 
     def __init__(self, seconds: float = 0.0) -> None:

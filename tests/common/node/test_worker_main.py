@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zmq
+from support.engine.synchronous_executor import SynchronousExecutor
 from support.kv.kv_fakes import MemfdStore
 
 from common.cache.page_allocator import PageAllocator
@@ -126,7 +127,7 @@ def test_a_port_in_use_is_refused_by_flag_and_leaves_no_socket() -> None:
     context.term()  # would wait for any socket that is left
 
 
-class Engine:
+class Engine(SynchronousExecutor):
     """An executor whose steps end when the test says so."""
 
     def __init__(self) -> None:
