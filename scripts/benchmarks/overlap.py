@@ -8,27 +8,70 @@ import select
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
 
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.engine.executor import TorchExecutor
+from common.engine.pending_step import PendingStep
 from common.node.engine_thread import EngineThread
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
+from common.step_plan import StepPlan, StepResult
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 
 #: The longest time for one step.
 STEP_S = 600.0
 
 
-def decode_s(executor: TorchExecutor, batch: int, *, context: int, num_steps: int, max_outstanding: int) -> float:
-    """Seconds for ``num_steps`` decode steps of ``batch`` rows with ``context`` cached tokens each."""
+@dataclass(frozen=True)
+class StepTimes:
+    """Medians over the steps of a run, in seconds.
+
+    Attributes:
+        step_s: from the launch of a step to its result.
+        idle_s: from the result of a step to the launch of the next one; on a GPU, which has the next step by then, 0.
+    """
+
+    step_s: float
+    idle_s: float
+
+
+class TimedExecutor:
+    """Notes the instants at which steps are launched and have ended."""
+
+    def __init__(self, executor: TorchExecutor) -> None:
+        self.is_asynchronous = executor.is_asynchronous
+        self.launched_at: list[float] = []
+        self.ended_at: list[float] = []
+        self.compile_grammar, self.drop_grammar = executor.compile_grammar, executor.drop_grammar
+        self._executor = executor
+
+    def launch(self, plan: StepPlan) -> "TimedStep":
+        self.launched_at.append(time.perf_counter())
+        return TimedStep(self._executor.launch(plan), self.ended_at)
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    step: PendingStep
+    ended_at: list[float]
+
+    def result(self) -> StepResult:
+        result = self.step.result()
+        self.ended_at.append(time.perf_counter())
+        return result
+
+
+def decode(executor: TorchExecutor, batch: int, *, context: int, num_steps: int, max_outstanding: int) -> StepTimes:
+    """Time ``num_steps`` decode steps of ``batch`` rows with ``context`` cached tokens each."""
     scheduler = _scheduler(executor, batch, context, num_steps)
-    with _engine(executor, max_outstanding) as engine:
-        begun_at = time.perf_counter()
+    timed = TimedExecutor(executor)
+    with _engine(timed, max_outstanding) as engine:
         num_committed = 0
         while num_committed < num_steps:
             while engine.has_room and (plan := scheduler.plan(0.0)) is not None:
@@ -37,13 +80,16 @@ def decode_s(executor: TorchExecutor, batch: int, *, context: int, num_steps: in
             while (result := engine.take()) is not None:
                 scheduler.commit(result)
                 num_committed += 1
-        seconds = time.perf_counter() - begun_at
     assert not scheduler.requests
-    return seconds
+    launched_at, ended_at = timed.launched_at, timed.ended_at
+    began_at = [max(pair) for pair in zip(launched_at[1:], ended_at, strict=False)]
+    step_s = median(end - begin for begin, end in zip(began_at, ended_at[1:], strict=True))
+    idle_s = median(begin - end for begin, end in zip(began_at, ended_at, strict=False))
+    return StepTimes(step_s, idle_s)
 
 
 @contextmanager
-def _engine(executor: TorchExecutor, max_outstanding: int) -> Iterator[EngineThread]:
+def _engine(executor: TimedExecutor, max_outstanding: int) -> Iterator[EngineThread]:
     engine = EngineThread(executor, max_outstanding=max_outstanding)
     try:
         yield engine
