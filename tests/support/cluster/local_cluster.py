@@ -517,5 +517,5 @@ def assert_all_pages_are_released(cluster: LocalCluster) -> None:
         assert load.num_running == 0
         assert load.num_waiting == 0
         assert load.num_quarantined_pages == 0
-        num_pages = member.executor.pool.num_pages
+        num_pages = member.allocator.num_pages
         assert load.num_free_pages + load.num_cached_pages == num_pages, "a page leaked"
