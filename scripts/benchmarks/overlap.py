@@ -6,7 +6,7 @@ next step, and waking up for both.
 
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -65,6 +65,31 @@ class TimedStep:
         result = self.step.result()
         self.ended_at.append(time.perf_counter())
         return result
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The same steps without and with overlap scheduling."""
+
+    batch: int
+    without: StepTimes
+    with_overlap: StepTimes
+
+
+def measure_overlap(executor: TorchExecutor, batches: Sequence[int], *, context: int, num_steps: int) -> list[Overlap]:
+    """Measure every batch size, and print each as soon as it is known."""
+    columns = ("step", "host, no overlap", "host, overlap", "ratio")
+    print(f"{'microseconds':<18}" + "".join(f"{name:>18}" for name in columns), flush=True)
+    found = []
+    for batch in batches:
+        both = [
+            decode(executor, batch, context=context, num_steps=num_steps, max_outstanding=count) for count in (1, 2)
+        ]
+        found.append(Overlap(batch, *both))
+        ratio = (both[0].step_s + both[0].idle_s) / (both[1].step_s + both[1].idle_s)
+        figures = "".join(f"{seconds * 1e6:>18.0f}" for seconds in (both[0].step_s, both[0].idle_s, both[1].idle_s))
+        print(f"decode batch {batch:<5}{figures}{ratio:>18.2f}", flush=True)
+    return found
 
 
 def decode(executor: TorchExecutor, batch: int, *, context: int, num_steps: int, max_outstanding: int) -> StepTimes:
