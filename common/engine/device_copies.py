@@ -23,6 +23,7 @@ class HostCopies:
     """The tensors of one step that the host will read. On the CPU they are there at once."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._event = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
 
     def add(self, tensor: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ class HostCopies:
     def end(self) -> None:
         """Note that everything the step does has been queued on the device."""
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._device))
 
     @property
     def is_done(self) -> bool:

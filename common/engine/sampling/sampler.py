@@ -27,6 +27,8 @@ from common.sampling_params import SamplingParams
 
 #: Strips of a row that are searched first for tokens above its threshold; the whole row only if they do not suffice.
 NUM_STRIPS = 32
+#: Rows that a GPU sorts at once, whose copies take 12 bytes for each logit.
+ROWS_PER_SORT = 32
 _MOST_PER_STRIP = 256
 
 
@@ -69,8 +71,7 @@ def sample(
     assert logits.dtype == torch.float32
     assert len(logits) == len(rows)
     asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    places = _indices(asked, logits.device)
-    raw = logits[places] if asked else None  # a copy
+    raw = logits[_indices(asked, logits.device)] if asked else None  # a copy
     apply_penalties(logits, [(row.params, row.history) for row in rows])
     apply_token_masks(logits, [(row.mask, row.end_ids if row.is_end_masked else ()) for row in rows])
     if masks is not None:
@@ -86,7 +87,8 @@ def sample(
             tokens[index_of] = method(part, tokens[index_of], [rows[i] for i in chosen])
     if raw is None:
         return tokens, None
-    return tokens, token_logprobs(raw, tokens[places], [rows[index].params.logprobs or 0 for index in asked])
+    num_top = [rows[index].params.logprobs or 0 for index in asked]
+    return tokens, token_logprobs(raw, tokens[_indices(asked, logits.device)], num_top)
 
 
 def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -137,8 +139,11 @@ def _sample_likely_strips(logits: Tensor, likeliest: Tensor, rows: Sequence[Samp
     """
     num_rows, vocab = logits.shape
     size = _strip_size(vocab)
-    if vocab <= NUM_STRIPS * size or logits.device.type != "cpu":  # elsewhere the host would wait for ``is_unsure``
+    if vocab <= NUM_STRIPS * size:
         return _sample_whole_rows(logits, likeliest, rows)
+    if logits.device.type != "cpu":  # the host would have to wait for ``is_unsure``
+        parts = [slice(first, first + ROWS_PER_SORT) for first in range(0, num_rows, ROWS_PER_SORT)]
+        return torch.cat([_sample_whole_rows(logits[part], likeliest[part], rows[part]) for part in parts])
     strips = logits.view(num_rows, -1, size)
     best_strips = strips.amax(dim=-1).topk(NUM_STRIPS + 1, dim=-1)
     bound = best_strips.values[:, -1:]

@@ -15,7 +15,7 @@ from common.cache.page_layout import PageLayout
 from common.config.shared import SMALL_MODEL
 from common.engine.attention.protocol import AttentionBackend
 from common.engine.batch import StepBatch
-from common.engine.executor import TorchExecutor
+from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder, allocate_weights
 from common.engine.pending_step import PendingStep
@@ -30,6 +30,10 @@ INDEPENDENT = {
     "truncated": SamplingParams(top_k=20, top_p=0.9, min_p=0.01, seed=6),
     "logprobs": SamplingParams(logprobs=3),
     "ends": SamplingParams(min_tokens=9, stop_token_ids=(3, 4), logit_bias=((5, 1.0),)),
+}
+DEPENDENT = {
+    "penalties": SamplingParams(presence_penalty=0.5, repetition_penalty=1.2),
+    "bad words": SamplingParams(bad_words=((1, 2),), allowed_token_ids=(1, 2, 3)),
 }
 PROMPT = tuple(range(10, 20))
 
@@ -109,17 +113,23 @@ def test_rows_of_all_kinds_are_launched_together(executor: TorchExecutor) -> Non
         executor.launch(StepPlan(2, (), (), tuple(row._replace(start=11) for row in rows)))
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(presence_penalty=0.5, repetition_penalty=1.2),
-        SamplingParams(bad_words=((1, 2),), allowed_token_ids=(1, 2, 3)),
-    ],
-    ids=["penalties", "bad words"],
-)
+@pytest.mark.parametrize("params", DEPENDENT.values(), ids=DEPENDENT)
 def test_a_row_that_depends_on_its_tokens_waits_for_them_alone(executor: TorchExecutor, params: SamplingParams) -> None:
     """Its first step is launched without waiting; the second one reads the token of the first."""
     with NoWaiting():
         executor.launch(begin(params))
         assert cannot_read(lambda: executor.launch(go_on(2)))
     executor._unread.clear()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [*INDEPENDENT, *DEPENDENT])
+def test_steps_launched_together_give_a_gpu_the_same_results(name: str) -> None:
+    params = {**INDEPENDENT, **DEPENDENT}[name]
+    config = ModelConfig.load(SMALL_MODEL)
+    executor = load_executor(config, device="cuda", dtype="float32", num_slots=1, num_pages=8, page_size=16)
+    plans = [begin(params), *map(go_on, range(2, 8))]
+    expected = [executor.run(plan) for plan in plans]
+    launched = [executor.launch(plan) for plan in plans]
+    assert [step.result().tokens for step in launched] == [result.tokens for result in expected]
+    executor.close()
