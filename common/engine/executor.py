@@ -290,6 +290,8 @@ class TorchExecutor:
 
     def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor) -> list[LogprobTensors]:
         """Return the log-probabilities of each row's targets from the hidden states of the positions before them."""
+        if not rows:
+            return []
         tokens = [token for row in rows for token in row.targets]
         num_top = [self._slot(row.slot).sampling.logprobs or 0 for row in rows for _ in row.targets]
         return prompt_logprobs(hidden, self.model.logits, tokens, num_top)

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from support.cluster.fake_engine import FakeExecutor
 from support.cluster.local_cluster import Answer, LocalCluster, assert_all_pages_are_released
 from support.cluster.overlapped_cluster import ClusterOfExecutors, OverlappedCluster
+from support.cluster.watched_allocator import WatchedAllocator
 from support.engine.asynchronous_device import AsynchronousDevice
 from torch import Tensor
 
+from common.cache.page_allocator import Owner
 from common.config.scheduling import PriorityRules
 from common.config.shared import SMALL_MODEL
 from common.engine import executor as executor_module
@@ -24,6 +26,7 @@ from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
+from common.step_plan import Admit, PageDelta, Row, StepPlan
 from common.wire.messages import SetPaused
 
 PAGE_SIZE, NUM_SLOTS, MAX_PAGES = 4, 3, 40
@@ -187,6 +190,18 @@ def test_a_device_that_runs_its_steps_late_yields_the_same_tokens(history: list[
         answers = Play(cluster, history).run()
     for rid, answer in answers.items():
         assert_same(answer, expected[rid], rid)
+
+
+def test_the_watch_notices_a_page_that_is_allocated_too_soon() -> None:
+    allocator = WatchedAllocator(4, PAGE_SIZE)
+    pages = allocator.alloc(2, Owner.REQUEST)
+    assert pages is not None
+    admit = Admit(0, SamplingParams(), 5, None)
+    allocator.planned(StepPlan(1, (admit,), (PageDelta(0, 0, tuple(pages)),), (Row(0, 0, (1,) * 5, True),)))
+    allocator.free(pages, Owner.REQUEST)  # and no step has begun, for which they would linger
+    with pytest.raises(AssertionError, match="while step 1 still uses it"):
+        allocator.alloc(4, Owner.GRANT)
+    allocator.committed()
 
 
 class LateCopies(HostCopies):
