@@ -218,7 +218,7 @@ class TorchExecutor:
         awaits_tokens = not all(unread.step.is_done for unread in self._unread)
         masks = None if awaits_tokens else self._begin_masks(sampled)  # on another thread, while the model computes
         hidden = self._hidden_states(rows)
-        if awaits_tokens:
+        if awaits_tokens:  # the device has this step's model to compute by now
             masks = self._begin_masks(sampled)
         tokens = self._sample(sampled, hidden[: len(sampled)], masks)
         logprobs = self._prompt_logprobs(with_targets, hidden[len(sampled) :])
@@ -261,6 +261,7 @@ class TorchExecutor:
         self._unread.clear()
 
     def _begin_masks(self, rows: Sequence[Row]) -> "Future[StepMasks] | None":
+        """Begin to find the masks of rows with constraints, which depend on the tokens of earlier steps."""
         self._read_tokens()
         masked = []
         for index, row in enumerate(rows):
