@@ -227,8 +227,8 @@ class DecodeScheduler:
 
     def _take_out_stopping(self) -> None:
         for key, request in list(self._stopping.items()):
-            if request.num_sampling:
-                continue
+            if any(row is request for step in self._steps for row in step.rows):
+                continue  # even if the row's result will be ignored, the step still writes to the request's last page
             del self._stopping[key]
             has_pages = (self._table.states[key], Event.MOVE) in TABLE
             if has_pages:

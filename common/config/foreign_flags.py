@@ -86,7 +86,6 @@ NO_EQUAL: dict[str, str] = {
     "--no-enable-chunked-prefill": "give --chunked-prefill-size -1",
     "--scheduling-policy": "give --schedule-policy; for the policy priority of vLLM, --enable-priority-scheduling and "
     "--schedule-low-priority-values-first",
-    "--disable-overlap-schedule": "Baton has no overlap schedule to turn off; leave it out",
     **dict.fromkeys(("--enforce-eager", "--disable-cuda-graph", "--cuda-graph-max-bs", "--cuda-graph-bs"), _NO_GRAPHS),
     **dict.fromkeys(("--enable-torch-compile", "--compilation-config"), _NO_GRAPHS),
     "--prefill-attention-backend": "give --attention-backend to the prefill nodes",

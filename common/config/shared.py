@@ -99,6 +99,11 @@ class EngineOptions:
     attention_backend: str = option(
         "auto", "Attention backend: reference, torch or cpu; auto takes the fastest for the device."
     )
+    disable_overlap_schedule: bool = option(
+        False,
+        "Plan a step only when the one before it has ended. Without it, a node on CUDA plans the next step while one "
+        "runs; a node on a CPU never does.",
+    )
     transport: Literal["auto", "shm", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
         "auto",
         "Transport of KV pages: shm (shared memory, on one machine), tcp, nixl (UCX; needs the extra nixl), gloo or "

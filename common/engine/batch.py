@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from common.engine.device_copies import to_device
+
 Ints = NDArray[np.int64]
 
 
@@ -81,7 +83,7 @@ def make_batch(rows: RowArrays, device: torch.device) -> StepBatch:
     positions = np.arange(first_new[-1]) - np.repeat(first_new[:-1] - rows.starts, rows.num_new)
     token_pages = rows.page_table[row_of_token, positions // rows.page_size].astype(np.int64)
     placed = np.stack([positions, token_pages, positions % rows.page_size])
-    on_device = torch.from_numpy(placed).to(device, non_blocking=True)
+    on_device = to_device(placed, device)
     max_pages = int(rows.num_pages.max())
     return StepBatch(
         rows=rows,
@@ -90,6 +92,6 @@ def make_batch(rows: RowArrays, device: torch.device) -> StepBatch:
         positions=on_device[0],
         token_pages=on_device[1],
         token_offsets=on_device[2],
-        page_table=torch.from_numpy(np.ascontiguousarray(rows.page_table[:, :max_pages])).to(device),
+        page_table=to_device(np.ascontiguousarray(rows.page_table[:, :max_pages]), device),
         max_pages=max_pages,
     )

@@ -2,13 +2,17 @@
 
 The executor keeps a request table with the page table, the sampling parameters and the last sampled token of each slot,
 so that a plan holds only changes. It decides nothing; asserts check that a plan follows the rules.
+
+On a GPU a step is only queued: the last sampled tokens stay on the device, where the next step reads them, and
+``PendingStep`` waits for the result. A request with penalties, bad words or a grammar has state on the host that its
+next token depends on. A step with such rows waits for the tokens of the step before, but only between the model, which
+is queued by then, and sampling.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,25 +21,25 @@ from torch import Tensor
 
 from common.engine.attention import make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionBackend
-from common.engine.batch import RowArrays, make_batch
+from common.engine.batch import RowArrays, StepBatch, make_batch
+from common.engine.device_copies import HostCopies, to_device
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder
 from common.engine.models.weights import load_weights
+from common.engine.pending_step import PendingStep, SampledTensors
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, StepMasks, TokenMasks
 from common.engine.sampling.grammar import GrammarCompiler, load_compiler
+from common.engine.sampling.logprobs import LogprobTensors, prompt_logprobs
 from common.engine.sampling.penalties import TokenHistory
-from common.engine.sampling.sampler import SamplingRow, prompt_logprobs, sample
+from common.engine.sampling.sampler import SamplingRow, sample
 from common.engine.sampling.token_masks import TokenMask
 from common.errors import ConfigError
-from common.sampling_params import SamplingParams, TokenLogprobs
+from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-#: A choice without any token that satisfies all fields of the request.
-NO_TOKEN = "no token satisfies the grammar together with the other fields of the request"
 
 
 @dataclass(slots=True)
@@ -56,6 +60,31 @@ class Slot:
     mask: TokenMask | None
     constraint: OutputConstraint | None
     num_pages: int = 0
+
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Whether the host must know all tokens before the next one is sampled."""
+        return self.history is not None or self.mask is not None or self.constraint is not None
+
+    def append(self, token: int) -> None:
+        """Count one more output token."""
+        if self.history is not None:
+            self.history.append(token)
+        if self.mask is not None:
+            self.mask.append(token)
+        if self.constraint is not None:
+            self.constraint.append(token)
+
+
+class UnreadTokens(NamedTuple):
+    """Tokens of a step that must be appended to slots before their next tokens are sampled.
+
+    Attributes:
+        slots: by the number of the row among those that sampled.
+    """
+
+    step: PendingStep
+    slots: dict[int, Slot]
 
 
 class TorchExecutor:
@@ -92,6 +121,12 @@ class TorchExecutor:
         self._page_table: NDArray[np.int32] = np.zeros((num_slots, width), np.int32)
         self._slots: list[Slot | None] = [None] * num_slots
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
+        self._unread: list[UnreadTokens] = []
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether ``launch`` returns before the step has ended."""
+        return self.pool.device.type != "cpu"
 
     def compile_grammar(self, grammar: str) -> "Future[LLMatcher]":
         """Begin to compile a grammar, which must be ready before a request with it is admitted; safe on any thread."""
@@ -102,14 +137,16 @@ class TorchExecutor:
         self._grammars.drop(grammar)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Apply admits, page deltas and rows, in this order. The KV of all rows is in the pool when this returns."""
+        """Run a step to its end."""
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Apply admits, page deltas and rows, in this order, behind the steps that were launched before."""
         with torch.inference_mode():
             for admit in plan.admits:
                 self._admit(admit)
             for delta in plan.pages:
                 self._append_pages(delta)
-            if not plan.rows:
-                return StepResult(plan.step, ())
             return self._extend(plan)
 
     def warm_up(self, num_tokens: int = 64) -> None:
@@ -171,28 +208,61 @@ class TorchExecutor:
         self._page_table[delta.slot, delta.first : end] = delta.pages
         slot.num_pages = max(end, slot.num_pages)
 
-    def _extend(self, plan: StepPlan) -> StepResult:
+    def _extend(self, plan: StepPlan) -> PendingStep:
         rows = plan.rows
+        copies = HostCopies(self.pool.device)
+        if not rows:
+            return PendingStep(plan.step, copies)
+        sampled = [row for row in rows if row.sample]
+        with_targets = [row for row in rows if row.targets]
+        awaits_tokens = not all(unread.step.is_done for unread in self._unread)
+        masks = None if awaits_tokens else self._begin_masks(sampled)  # on another thread, while the model computes
+        hidden = self._hidden_states(rows)
+        if awaits_tokens:  # the device has this step's model to compute by now
+            masks = self._begin_masks(sampled)
+        tokens = self._sample(sampled, hidden[: len(sampled)], masks)
+        logprobs = self._prompt_logprobs(with_targets, hidden[len(sampled) :])
+        step = PendingStep(
+            plan.step,
+            copies,
+            sampled=None if tokens is None else tokens.copied(copies),
+            prompt_logprobs=[part.copied(copies) for part in logprobs],
+            num_targets=[len(row.targets) for row in with_targets],
+        )
+        copies.end()
+        slots = {index: slot for index, row in enumerate(sampled) if (slot := self._slot(row.slot)).depends_on_tokens}
+        if slots:
+            self._unread.append(UnreadTokens(step, slots))
+        return step
+
+    def _hidden_states(self, rows: tuple[Row, ...]) -> Tensor:
+        """Return the hidden states of each row that samples, then those of the positions before the rows' targets."""
         self._check(rows)
+        batch = self._batch(rows)
+        tokens = self._tokens(rows, batch.first_new)
+        keep = to_device(_kept_positions(rows, batch.first_new), self.pool.device)
+        return self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), keep)
+
+    def _batch(self, rows: tuple[Row, ...]) -> StepBatch:
         slots = np.array([row.slot for row in rows])
         starts = np.array([row.start for row in rows], np.int64)
         num_new = np.array([row.num_tokens for row in rows], np.int64)
         width = self.pool.layout.num_pages(int((starts + num_new).max()))  # the table is as wide as the context
-        arrays = RowArrays(starts, num_new, self._page_table[slots, :width], self._page_size)
-        batch = make_batch(arrays, self.pool.device)
-        tokens = self._tokens(rows, batch.first_new)
-        sampled = [row for row in rows if row.sample]
-        masks = self._begin_masks(sampled)  # on another thread, while the model computes
-        with_targets = [row for row in rows if row.targets]
-        keep = torch.from_numpy(_kept_positions(rows, batch.first_new)).to(self.pool.device)
-        hidden = self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), keep)
-        chosen, logprobs, errors = self._sample(sampled, hidden[: len(sampled)], masks)
-        if not sampled and hidden.is_cuda:  # without sampled tokens the step has not waited for the device yet
-            torch.cuda.current_stream(hidden.device).synchronize()
-        prompt_logprobs = self._prompt_logprobs(with_targets, hidden[len(sampled) :])
-        return StepResult(plan.step, chosen, logprobs, prompt_logprobs, errors)
+        return make_batch(
+            RowArrays(starts, num_new, self._page_table[slots, :width], self._page_size), self.pool.device
+        )
+
+    def _read_tokens(self) -> None:
+        """Append the tokens of earlier steps to the slots whose next tokens depend on them; waits for these steps."""
+        for step, slots in self._unread:
+            tokens = step.tokens()
+            for index, slot in slots.items():
+                slot.append(tokens[index])
+        self._unread.clear()
 
     def _begin_masks(self, rows: Sequence[Row]) -> "Future[StepMasks] | None":
+        """Begin to find the masks of rows with constraints, which depend on the tokens of earlier steps."""
+        self._read_tokens()
         masked = []
         for index, row in enumerate(rows):
             slot = self._slot(row.slot)
@@ -204,35 +274,31 @@ class TorchExecutor:
 
     def _sample(
         self, rows: Sequence[Row], hidden: Tensor, pending: "Future[StepMasks] | None"
-    ) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...], tuple[str, ...]]:
-        """Sample one token per row from the hidden states ``[len(rows), hidden]`` of their last positions.
-
-        Returns tokens, log-probabilities and errors, as in ``StepResult``.
-        """
+    ) -> SampledTensors | None:
+        """Sample one token per row from the hidden states ``[len(rows), hidden]`` of their last positions."""
         if not rows:
-            return (), (), ()
+            return None
         logits = self.model.logits(hidden)
         sampling_rows = [self._sampling_row(row) for row in rows]
         masks = None if pending is None else pending.result()
-        chosen, logprobs = sample(logits, sampling_rows, masks)
-        self._last_tokens[torch.tensor([row.slot for row in rows], device=self.pool.device)] = chosen
-        tokens = tuple(chosen.tolist())
-        for row, token in zip(rows, tokens, strict=True):
-            slot = self._slot(row.slot)
-            if slot.history is not None:
-                slot.history.append(token)
-            if slot.mask is not None:
-                slot.mask.append(token)
-            if slot.constraint is not None:
-                slot.constraint.append(token)
-        return tokens, logprobs, () if masks is None else _errors(masks, logits, chosen)
+        tokens, logprobs = sample(logits, sampling_rows, masks)
+        self._last_tokens[self._indices([row.slot for row in rows])] = tokens
+        asked = [index for index, row in enumerate(sampling_rows) if row.params.logprobs is not None]
+        if masks is None:
+            return SampledTensors(tokens, logprobs, asked)
+        is_blocked = torch.isneginf(logits.gather(1, tokens[:, None]))[:, 0]
+        return SampledTensors(tokens, logprobs, asked, is_blocked, masks.failures)
 
-    def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    def _prompt_logprobs(self, rows: Sequence[Row], hidden: Tensor) -> list[LogprobTensors]:
         """Return the log-probabilities of each row's targets from the hidden states of the positions before them."""
+        if not rows:
+            return []
         tokens = [token for row in rows for token in row.targets]
         num_top = [self._slot(row.slot).sampling.logprobs or 0 for row in rows for _ in row.targets]
-        found = iter(prompt_logprobs(hidden, self.model.logits, tokens, num_top))
-        return tuple(tuple(islice(found, len(row.targets))) for row in rows)
+        return prompt_logprobs(hidden, self.model.logits, tokens, num_top)
+
+    def _indices(self, numbers: Sequence[int]) -> Tensor:
+        return to_device(np.array(numbers, np.int64), self.pool.device)
 
     def _check(self, rows: tuple[Row, ...]) -> None:
         assert len({row.slot for row in rows}) == len(rows), "a slot has two rows in one step"
@@ -253,10 +319,10 @@ class TorchExecutor:
             else:
                 named[first_new[index] : first_new[index + 1]] = row.tokens
         assert 0 <= named.min() <= named.max() < self.model.config.vocab_size, "a token outside the vocabulary"
-        tokens = torch.from_numpy(named).to(self.pool.device)
+        tokens = to_device(named, self.pool.device)
         if unnamed:
-            slots = torch.tensor([rows[index].slot for index in unnamed], device=self.pool.device)
-            tokens[torch.from_numpy(first_new[unnamed]).to(self.pool.device)] = self._last_tokens[slots]
+            slots = self._indices([rows[index].slot for index in unnamed])
+            tokens[to_device(first_new[unnamed], self.pool.device)] = self._last_tokens[slots]
         return tokens
 
     def _sampling_row(self, row: Row) -> SamplingRow:
@@ -265,14 +331,6 @@ class TorchExecutor:
         end_ids = () if is_masked else slot.end_ids
         position = row.start + row.num_tokens
         return SamplingRow(slot.sampling, position, slot.prompt_len, end_ids, slot.history, slot.mask)
-
-
-def _errors(masks: StepMasks, logits: Tensor, tokens: Tensor) -> tuple[str, ...]:
-    """Return why each row has no token, as in ``StepResult``; the tokens were sampled from ``logits``."""
-    is_blocked: list[bool] = torch.isneginf(logits.gather(1, tokens[:, None]))[:, 0].tolist()
-    if not masks.failures and not any(is_blocked):
-        return ()
-    return tuple(masks.failures.get(i, NO_TOKEN if stuck else "") for i, stuck in enumerate(is_blocked))
 
 
 def _kept_positions(rows: Sequence[Row], first_new: NDArray[np.int64]) -> NDArray[np.int64]:

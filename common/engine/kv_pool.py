@@ -96,7 +96,7 @@ class KVPool:
     def export_page(self, page: int, into: memoryview) -> None:
         """Copy one page into ``into``, which is writable and has ``layout.page_bytes`` bytes.
 
-        The step that computed the page must be over: ``TorchExecutor.run`` has returned.
+        The step that computed the page must be over: ``PendingStep.result`` has returned.
         """
         assert 0 <= page < self.num_pages
         assert into.nbytes == self.layout.page_bytes

@@ -1,5 +1,9 @@
 """Runs the executor in its own thread, so that messages and page writes go on while a step computes.
 
+With overlap scheduling two steps may be in the engine: the second one starts as soon as the first ends, while the loop
+takes in the first and plans a third. An executor on a GPU only queues a step on the device. A second thread waits for
+the results then, so that the first thread is free to launch the next step.
+
 Grammars are compiled beside it, on threads of the executor, and reported like the results of steps.
 """
 
@@ -29,28 +33,55 @@ class CompiledGrammar(NamedTuple):
     error: str = ""
 
 
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait until the step has ended. Raises what went wrong in it."""
+        ...
+
+
 class Executor(Protocol):
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether ``launch`` returns before the step has ended."""
+        ...
+
     def compile_grammar(self, grammar: str) -> Future[Any]: ...
 
     def drop_grammar(self, grammar: str) -> None: ...
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begin a step, after the steps that were launched before."""
+        ...
+
+
+class LaunchedStep(NamedTuple):
+    """A step of which the result is not there yet, and the instant of ``time.monotonic`` before its launch."""
+
+    plan: StepPlan
+    launched_at: float
+    pending: PendingStep
 
 
 class EngineThread:
-    """Runs one plan at a time. Its ``fileno`` becomes readable when a result, a grammar or an answer is there.
+    """Runs plans in order. Its ``fileno`` becomes readable when a result, a grammar or an answer is there.
 
     Args:
         profiler: records steps at request; without one, such requests are answered with an error.
+        max_outstanding: steps that may be in the engine; 2 with overlap scheduling.
 
     Attributes:
         steps: the steps so far; read by other threads.
-        begun_at: instant of ``time.monotonic`` at which the step in the engine was handed over; None without one.
+        num_outstanding: steps that were submitted and whose results were not taken.
+        begun_at: instant of ``time.monotonic`` from which on the engine has worked on the oldest of them; None without
+            one.
     """
 
-    def __init__(self, executor: Executor, profiler: Profiler | None = None) -> None:
+    def __init__(self, executor: Executor, profiler: Profiler | None = None, *, max_outstanding: int = 1) -> None:
         self._executor = executor
         self._profiler = profiler
+        self._max_outstanding = max_outstanding
         # Not a SimpleQueue: before Python 3.13, its ``get`` may block for good if its timeout has passed too early.
         self._plans: queue.Queue[StepPlan | StartProfile | StopProfile | None] = queue.Queue()
         self._answers: queue.SimpleQueue[ProfileAnswer] = queue.SimpleQueue()
@@ -59,11 +90,25 @@ class EngineThread:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()  # a grammar may be compiled after the end
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.is_busy = False
+        self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
+        self._ended_at = 0.0  # of the last step
+        self.num_outstanding = 0
         self.begun_at: float | None = None
         self.steps = StepStats()
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name="engine", daemon=True)]
+        if executor.is_asynchronous:
+            self._threads.append(threading.Thread(target=self._await_results, name="step-results", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        return self.num_outstanding > 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more step may be submitted."""
+        return self.num_outstanding < self._max_outstanding
 
     def fileno(self) -> int:
         return self._wake
@@ -91,9 +136,10 @@ class EngineThread:
         return found
 
     def submit(self, plan: StepPlan) -> None:
-        assert not self.is_busy
-        self.is_busy = True
-        self.begun_at = time.monotonic()
+        assert self.has_room
+        if not self.is_busy:
+            self.begun_at = time.monotonic()
+        self.num_outstanding += 1
         self._plans.put(plan)
 
     def profile(self, message: StartProfile | StopProfile) -> None:
@@ -113,7 +159,7 @@ class EngineThread:
         self._notify()
 
     def take(self) -> StepResult | None:
-        """The result of the step, if it is finished. Raises what the executor raised."""
+        """The result of the oldest step, if it is finished. Raises what the executor raised."""
         # Drain first, and on every call: the result can be there a moment before the wake-up that announces it.
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
@@ -121,18 +167,19 @@ class EngineThread:
             result = self._results.get_nowait()
         except queue.Empty:
             return None
-        self.is_busy = False
-        self.begun_at = None
+        self.num_outstanding -= 1
+        self.begun_at = time.monotonic() if self.is_busy else None
         if isinstance(result, BaseException):
             raise result
         return result
 
     def close(self) -> None:
-        """Stop after the running step, but wait for it two seconds at most; the thread ends with the process."""
+        """Stop after the submitted steps, but wait for each thread two seconds at most; it ends with the process."""
         self._plans.put(None)
-        self._thread.join(timeout=2.0)
+        for thread in self._threads:
+            thread.join(timeout=2.0)
         with self._wake_lock:
-            self._is_closed = not self._thread.is_alive()
+            self._is_closed = not any(thread.is_alive() for thread in self._threads)
             if self._is_closed:
                 os.close(self._wake)
 
@@ -142,16 +189,38 @@ class EngineThread:
                 assert self._profiler is not None
                 self._profiler.handle(plan, self._answer)
                 continue
-            began_at = time.monotonic()
-            try:
-                result: StepResult | BaseException = self._executor.run(plan)
-            except BaseException as error:  # raised again in the loop, which ends the process
-                result = error
-            self.steps.add(time.monotonic() - began_at, len(plan.rows), plan.num_tokens)
-            self._results.put(result)
-            self._notify()
+            launched_at = time.monotonic()
+            step = LaunchedStep(plan, launched_at, self._launch(plan))
+            if self._executor.is_asynchronous:
+                self._launched.put(step)
+            else:
+                self._finish(step)
             if self._profiler is not None:
                 self._profiler.after_step()
+        self._launched.put(None)
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
+        try:
+            return self._executor.launch(plan)
+        except BaseException as error:  # raised again in the loop, which ends the process
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _await_results(self) -> None:
+        while (step := self._launched.get()) is not None:
+            self._finish(step)
+
+    def _finish(self, step: LaunchedStep) -> None:
+        """Hand over the result of a step. Its time counts from the end of the step before it."""
+        try:
+            result: StepResult | BaseException = step.pending.result()
+        except BaseException as error:  # likewise
+            result = error
+        began_at, self._ended_at = max(step.launched_at, self._ended_at), time.monotonic()
+        self.steps.add(self._ended_at - began_at, len(step.plan.rows), step.plan.num_tokens)
+        self._results.put(result)
+        self._notify()
 
     def _next(self) -> StepPlan | StartProfile | StopProfile | None:
         """Wait for work, and end a profile whose time is over."""

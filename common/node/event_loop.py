@@ -173,8 +173,7 @@ class EventLoop:
             self._wait(0.0 if more else LONGEST_WAIT_S)
             now = self.turned_at = self._clock.now()
             self._receive(now)
-            result = self._engine.take()
-            if result is not None:
+            while (result := self._engine.take()) is not None:
                 self._role.commit(result, now)
             for answer in self._engine.take_answers():
                 self._profiling.send(answer)
@@ -208,11 +207,9 @@ class EventLoop:
                 self._role.grammar_compiled(grammar, now)
 
     def _start_step(self, now: float) -> None:
-        """Give an idle engine its next step, if there is one."""
-        if not self._engine.is_busy:
-            plan = self._role.plan(now)
-            if plan is not None:
-                self._engine.submit(plan)
+        """Give the engine its next steps, as far as it has room and there are any."""
+        while self._engine.has_room and (plan := self._role.plan(now)) is not None:
+            self._engine.submit(plan)
 
     def _check_when_idle(self) -> None:
         """Check the role once after each period of work: a leak shows here, long before the pool is empty."""

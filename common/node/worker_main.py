@@ -99,7 +99,8 @@ def _serve_model(
     profiler = Profiler(Path(config.profile_dir), config.node_name) if config.profile_dir else None
     model, executor, capacity = load_model(config)
     worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
-    engine = EngineThread(executor, profiler)
+    has_overlap = executor.is_asynchronous and not config.disable_overlap_schedule
+    engine = EngineThread(executor, profiler, max_outstanding=2 if has_overlap else 1)
     node = LoadedNode(model, engine, factories, http, drain_timeout_s=config.drain_timeout)
     signal.signal(signal.SIGTERM, lambda *_: node.drain())
     signal.signal(signal.SIGINT, lambda *_: node.stop())

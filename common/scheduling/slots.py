@@ -7,7 +7,7 @@ number by then. Nothing is lost, because sampling is a function of seed and posi
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 from common.cache.page_allocator import PageAllocator
@@ -57,6 +57,9 @@ class OutstandingSteps(Generic[E]):
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    def __iter__(self) -> Iterator[E]:
+        return (step for _, step in self._steps)
 
     def begin(self, step: E) -> int:
         """Add a planned step and return its number."""

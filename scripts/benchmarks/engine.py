@@ -2,7 +2,8 @@
 
 The model has Qwen3-0.6B's shape and random weights. Decode starts from caches with random KV, so that no prompt has to
 be computed first. Both sides take turns, and the best round counts, because other processes only make a round slower.
-The limits are measured in the same run: memory bandwidth, and the fastest matrix product.
+The limits are measured in the same run: memory bandwidth, and the fastest matrix product. A second table shows how long
+the engine waits for the host between two decode steps, with and without overlap scheduling.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from common.engine.models.decoder import Decoder, allocate_weights
 from common.engine.sampling.grammar import GrammarCompiler
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
+from scripts.benchmarks.overlap import Overlap, measure_overlap
 
 SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1")
 PAGE_SIZE = 16
@@ -63,17 +65,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: Options) -> dict[str, float]:
     if options.threads:
         torch.set_num_threads(options.threads)
-    limits, lines = measure(options)
+    limits, lines, overlaps = measure(options)
     figures = {"memory GB/s": limits.read_bytes_per_s / 1e9, "products GFLOP/s": limits.flops_per_s / 1e9}
     for line in lines:
         figures[f"{line.name}, tokens/s"] = line.ours
         if line.transformers is not None:
             figures[f"{line.name}, transformers, tokens/s"] = line.transformers
+    for overlap in overlaps:
+        figures[f"batch {overlap.batch}, host time without overlap, us"] = overlap.without.idle_s * 1e6
+        figures[f"batch {overlap.batch}, host time with overlap, us"] = overlap.with_overlap.idle_s * 1e6
     return figures
 
 
-def measure(options: Options) -> tuple[MachineLimits, list[Measurement]]:
-    """Measure every row of the table, and print each as soon as it is known."""
+def measure(options: Options) -> tuple[MachineLimits, list[Measurement], list[Overlap]]:
+    """Measure every row of both tables, and print each as soon as it is known."""
     torch.manual_seed(0)
     config = model_shape(options.layers)
     ours, theirs = build(config, options)
@@ -84,8 +89,9 @@ def measure(options: Options) -> tuple[MachineLimits, list[Measurement]]:
         for count in counts:
             lines.append(measure_one(count, ours, theirs, limits, options))
             print(row_of(lines[-1]), flush=True)
+    overlaps = measure_overlap(ours, options.batch, context=CONTEXT, num_steps=options.new_tokens)
     ours.close()
-    return limits, lines
+    return limits, lines, overlaps
 
 
 def model_shape(num_layers: int) -> ModelConfig:

@@ -7,7 +7,7 @@ from common.config.scheduling import PriorityRules
 from common.request import Request
 from common.step_plan import StepPlan, StepResult
 from decode_node.request_state import State
-from decode_node.scheduler import Sampled
+from decode_node.scheduler import Sampled, Stopped
 
 
 def plan_of(node: DecodeNode) -> StepPlan:
@@ -135,3 +135,18 @@ def test_steps_are_committed_in_the_order_of_their_plans() -> None:
     second = plan_of(node)
     with pytest.raises(AssertionError, match="step 2 is committed before step 1"):
         node.scheduler.commit(result_of(second))
+
+
+def test_a_request_moves_only_when_no_outstanding_step_writes_to_its_pages() -> None:
+    """It was paused after the step was planned, so that its result is ignored; but the step still writes its KV."""
+    node = DecodeNode()
+    request = ready(node, "a", 6)
+    first = plan_of(node)
+    node.scheduler.set_paused(request.key, is_paused=True)
+    assert node.scheduler.plan(node.now) is None
+    assert node.state("a") is State.PAUSED
+    node.scheduler.stop_decoding(request.key)
+    assert node.scheduler.take_effects() == []
+    result = StepResult(first.step, (7,))
+    assert node.scheduler.commit(result) == [Stopped(request, has_pages=True)]
+    assert node.state("a") is State.MOVING

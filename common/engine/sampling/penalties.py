@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.device_copies import to_device
 from common.sampling_params import SamplingParams
 
 Ids = NDArray[np.int64]
@@ -108,4 +109,4 @@ def _joined(entries: Sequence[Entry], logits: Tensor) -> tuple[Tensor, Tensor]:
     width = logits.shape[1]
     places = np.concatenate([row * width + ids for row, ids, _ in entries])
     values = np.concatenate([values for _, _, values in entries])
-    return torch.from_numpy(places).to(logits.device), torch.from_numpy(values).to(logits.device)
+    return to_device(places, logits.device), to_device(values, logits.device)

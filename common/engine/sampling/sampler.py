@@ -4,10 +4,12 @@ Top-k, top-p and min-p of a row become one threshold on its logits, so that the 
 does not matter; tokens that tie with the last kept token are kept too. A random row inverts its cumulative
 distribution, in order of token id, at a uniform number that is a hash of (seed, position). There is no generator state,
 so a retracted or migrated request samples the same tokens.
+
+On a GPU nothing here waits for the device, so that the next step can be queued behind the one that samples.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,16 +18,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.device_copies import to_device
 from common.engine.sampling.constraints import StepMasks
+from common.engine.sampling.logprobs import LogprobTensors, token_logprobs
 from common.engine.sampling.penalties import TokenHistory, apply_penalties
 from common.engine.sampling.token_masks import TokenMask, apply_token_masks
-from common.sampling_params import SamplingParams, TokenLogprobs
+from common.sampling_params import SamplingParams
 
 #: Strips of a row that are searched first for tokens above its threshold; the whole row only if they do not suffice.
 NUM_STRIPS = 32
+#: Rows that a GPU sorts at once, whose copies take 12 bytes for each logit.
+ROWS_PER_SORT = 32
 _MOST_PER_STRIP = 256
-#: Rows of logits in memory at once for prompt log-probabilities: 64 rows of 151,936 float32 are 39 MB.
-ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class SamplingRow:
 
 def sample(
     logits: Tensor, rows: Sequence[SamplingRow], masks: StepMasks | None = None
-) -> tuple[Tensor, tuple[TokenLogprobs | None, ...]]:
+) -> tuple[Tensor, LogprobTensors | None]:
     """Sample one token per row.
 
     Args:
@@ -61,13 +65,13 @@ def sample(
             is arbitrary.
         masks: of rows with a grammar or a reasoning budget; None if there are none.
     Returns:
-        Tokens ``[R]`` int64 on the logits' device, and log-probabilities of the unchanged distribution, None for rows
-        that did not ask (``()`` if no row asked).
+        Tokens ``[R]`` int64 on the logits' device, and log-probabilities of the unchanged distribution for the rows
+        that asked (None if no row asked).
     """
     assert logits.dtype == torch.float32
     assert len(logits) == len(rows)
     asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    raw = logits[asked] if asked else None  # a copy
+    raw = logits[_indices(asked, logits.device)] if asked else None  # a copy
     apply_penalties(logits, [(row.params, row.history) for row in rows])
     apply_token_masks(logits, [(row.mask, row.end_ids if row.is_end_masked else ()) for row in rows])
     if masks is not None:
@@ -78,14 +82,17 @@ def sample(
             i for i, row in enumerate(rows) if not row.params.is_greedy and _is_truncated(row.params) == is_truncated
         ]
         if chosen:
-            index_of = torch.tensor(chosen, device=logits.device)
+            index_of = _indices(chosen, logits.device)
             part = logits if len(chosen) == len(rows) else logits[index_of]
             tokens[index_of] = method(part, tokens[index_of], [rows[i] for i in chosen])
     if raw is None:
-        return tokens, ()
-    counts = [rows[index].params.logprobs or 0 for index in asked]
-    found = dict(zip(asked, token_logprobs(raw, tokens[asked], counts), strict=True))
-    return tokens, tuple(map(found.get, range(len(rows))))
+        return tokens, None
+    num_top = [rows[index].params.logprobs or 0 for index in asked]
+    return tokens, token_logprobs(raw, tokens[_indices(asked, logits.device)], num_top)
+
+
+def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return to_device(np.array(numbers, np.int64), device)
 
 
 def _is_truncated(params: SamplingParams) -> bool:
@@ -134,6 +141,9 @@ def _sample_likely_strips(logits: Tensor, likeliest: Tensor, rows: Sequence[Samp
     size = _strip_size(vocab)
     if vocab <= NUM_STRIPS * size:
         return _sample_whole_rows(logits, likeliest, rows)
+    if logits.device.type != "cpu":  # the host would have to wait for ``is_unsure``
+        parts = [slice(first, first + ROWS_PER_SORT) for first in range(0, num_rows, ROWS_PER_SORT)]
+        return torch.cat([_sample_whole_rows(logits[part], likeliest[part], rows[part]) for part in parts])
     strips = logits.view(num_rows, -1, size)
     best_strips = strips.amax(dim=-1).topk(NUM_STRIPS + 1, dim=-1)
     bound = best_strips.values[:, -1:]
@@ -148,7 +158,7 @@ def _sample_likely_strips(logits: Tensor, likeliest: Tensor, rows: Sequence[Samp
     is_unsure = ((threshold <= truncation.scaled(bound, best)) & ~is_rest_blocked)[:, 0].tolist()
     rest = [row for row in range(num_rows) if is_unsure[row]]
     if rest:
-        index = torch.tensor(rest, device=logits.device)
+        index = torch.tensor(rest)
         tokens[index] = _sample_whole_rows(logits[index], likeliest[index], [rows[i] for i in rest])
     return tokens
 
@@ -208,19 +218,19 @@ class _Truncation:
     def __init__(self, rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> None:
         params = [row.params for row in rows]
 
-        def column(values: Iterable[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype).to(device)[:, None]
+        def column(values: Iterable[float], dtype: type[np.generic]) -> Tensor:
+            return to_device(np.array([*values], dtype), device)[:, None]
 
-        self.temperature = column((p.temperature for p in params), torch.float32)
-        self.top_k = column((p.top_k if 0 < p.top_k < vocab else vocab for p in params), torch.int64)
-        self.top_p = column((p.top_p for p in params), torch.float64)
-        self.min_scaled = column((math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params), torch.float32)
+        self.temperature = column((p.temperature for p in params), np.float32)
+        self.top_k = column((p.top_k if 0 < p.top_k < vocab else vocab for p in params), np.int64)
+        self.top_p = column((p.top_p for p in params), np.float64)
+        self.min_scaled = column((math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params), np.float32)
         self.needs_mass = any(p.top_p < 1 and not 0 < p.top_k < vocab for p in params)
         self.has_ranks = any(p.top_p < 1 or 0 < p.top_k < vocab for p in params)
         self.vocab = vocab
         seeds = np.array([p.seed for p in params], np.uint64)
         positions = np.array([row.position for row in rows], np.uint64)
-        self.uniforms = torch.from_numpy(uniforms(seeds, positions)).to(device)
+        self.uniforms = to_device(uniforms(seeds, positions), device)
 
     def scaled(self, logits: Tensor, best: Tensor) -> Tensor:
         return (logits - best).div_(self.temperature)
@@ -278,48 +288,3 @@ def _invert(weights: Tensor, where: Tensor) -> Tensor:
     sums = _RunningSums(weights)
     index = sums.find(where[:, None] * sums.total, is_beyond=True).clamp(max=weights.shape[1] - 1)
     return torch.where(weights.gather(1, index) > 0, index, _argmax(weights)[:, None])[:, 0]
-
-
-# ---- log-probabilities -----------------------------------------------------------------------------------------------
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Return the log-probability of one token per row, and of the most likely tokens at its position.
-
-    The distribution is the model's own: before biases, penalties, temperature, top-k, top-p and min-p.
-
-    Args:
-        logits: ``[R, vocab]`` float32, unchanged.
-        tokens: ``[R]`` int64, on the same device.
-        num_top: number of alternatives for each row, 0 or more.
-    """
-    normalizer = logits.logsumexp(dim=-1, keepdim=True)
-    own: list[float] = (logits.gather(1, tokens[:, None]) - normalizer)[:, 0].tolist()
-    width = min(max(num_top, default=0), logits.shape[1])
-    if width == 0:
-        return [TokenLogprobs(value) for value in own]
-    top = logits.topk(width, dim=-1)
-    ids: list[list[int]] = top.indices.tolist()
-    values: list[list[float]] = (top.values - normalizer).tolist()
-    return [
-        TokenLogprobs(value, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
-        for value, row_ids, row_values, count in zip(own, ids, values, num_top, strict=True)
-    ]
-
-
-def prompt_logprobs(
-    hidden: Tensor, logits: Callable[[Tensor], Tensor], tokens: Sequence[int], num_top: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Return log-probabilities of prompt tokens; computes a few rows of logits at a time.
-
-    Args:
-        hidden: ``[R, hidden]``, hidden states of the positions before the tokens.
-        logits: maps some rows of ``hidden`` to float32 ``[rows, vocab]``.
-        tokens, num_top: R of each, as for ``token_logprobs``.
-    """
-    ids = torch.tensor(tokens, device=hidden.device)
-    found: list[TokenLogprobs] = []
-    for first in range(0, len(tokens), ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
-        found += token_logprobs(logits(hidden[part]), ids[part], num_top[part])
-    return found

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.device_copies import to_device
 from common.sampling_params import SamplingParams
 
 Ids = NDArray[np.int64]
@@ -92,11 +92,11 @@ def apply_token_masks(logits: Tensor, rows: Sequence[tuple[TokenMask | None, Seq
     if limited:
         places = _places(kept, logits)
         values = flat[places]
-        logits[torch.tensor(limited, device=logits.device)] = -math.inf
+        logits[to_device(np.array(limited, np.int64), logits.device)] = -math.inf
         flat[places] = values
     if masked:
         flat[_places(masked, logits)] = -math.inf
 
 
 def _places(parts: Sequence[Ids], logits: Tensor) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(logits.device)
+    return to_device(np.concatenate(parts), logits.device)

@@ -12,7 +12,7 @@ from support.engine.reference_models import prompt_logprobs as reference_logprob
 
 from common.engine.executor import load_executor
 from common.engine.models.config import ModelConfig
-from common.engine.sampling.sampler import ROWS_AT_ONCE, prompt_logprobs, token_logprobs
+from common.engine.sampling.logprobs import ROWS_AT_ONCE, prompt_logprobs, token_logprobs
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 
@@ -23,7 +23,7 @@ TOP_2 = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs_from=1)
 def test_each_row_gets_its_token_and_the_requested_number_of_alternatives() -> None:
     """The probabilities are 1/8, 2/8 and 5/8; adding a constant to a row's logits changes nothing."""
     logits = torch.tensor([[1.0, 2.0, 5.0]]).log().expand(3, -1) + torch.tensor([[0.0], [3.0], [-50.0]])
-    found = token_logprobs(logits, torch.tensor([0, 2, 1]), [2, 0, 9])
+    found = token_logprobs(logits, torch.tensor([0, 2, 1]), [2, 0, 9]).read()
     assert np.allclose([row.token for row in found], np.log([1 / 8, 5 / 8, 2 / 8]), atol=1e-5)
     assert [[token for token, _ in row.top] for row in found] == [[2, 1], [], [2, 1, 0]]
     assert np.allclose([value for _, value in found[0].top], np.log([5 / 8, 2 / 8]))
@@ -37,7 +37,8 @@ def test_logits_of_a_long_prompt_are_computed_in_pieces() -> None:
         sizes.append(len(hidden))
         return torch.cat([torch.zeros_like(hidden), hidden], dim=1)
 
-    found = prompt_logprobs(torch.arange(150.0)[:, None], logits, [0, 1] * 75, [1] * 150)
+    parts = prompt_logprobs(torch.arange(150.0)[:, None], logits, [0, 1] * 75, [1] * 150)
+    found = [row for part in parts for row in part.read()]
     assert sizes == [ROWS_AT_ONCE, ROWS_AT_ONCE, 22]
     for row, logprobs in enumerate(found):
         assert math.isclose(logprobs.token, (row if row % 2 else 0) - math.log(1 + math.exp(row)), abs_tol=1e-4)

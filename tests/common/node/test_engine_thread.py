@@ -6,14 +6,18 @@ import time
 from concurrent.futures import Future
 
 import pytest
+from support.engine.asynchronous_device import AsynchronousDevice
+from support.engine.synchronous_executor import SynchronousExecutor
 
 from common.errors import ErrorCode, RequestError
 from common.node.engine_thread import CompiledGrammar, EngineThread
 from common.step_plan import StepPlan, StepResult
 
 
-class Engine:
+class Engine(SynchronousExecutor):
     """An executor that takes ``seconds`` for a step, or raises; ``spent_s`` is the time that it took."""
+
+    pool = None
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.error: Exception | None = None
@@ -93,6 +97,51 @@ def test_an_exception_of_the_executor_is_raised_by_take() -> None:
     thread = EngineThread(engine)
     thread.submit(plan(1))
     with pytest.raises(ValueError, match="no such page"):
+        taken(thread)
+    thread.close()
+
+
+def test_two_steps_may_be_outstanding_and_their_results_come_in_order() -> None:
+    thread = EngineThread(Engine(), max_outstanding=2)
+    thread.submit(plan(1))
+    assert thread.is_busy and thread.has_room
+    thread.submit(plan(2))
+    assert not thread.has_room
+    with pytest.raises(AssertionError):
+        thread.submit(plan(3))
+    assert [taken(thread).step, thread.is_busy, taken(thread).step, thread.is_busy] == [1, True, 2, False]
+    assert thread.begun_at is None
+    thread.close()
+
+
+def test_a_step_is_launched_before_the_one_before_it_has_ended() -> None:
+    device = AsynchronousDevice(Engine())
+    thread = EngineThread(device, max_outstanding=2)
+    thread.submit(plan(1))
+    thread.submit(plan(2))
+    ends = time.monotonic() + 60
+    while device.num_launched < 2:
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+    assert thread.take() is None
+    device.let_end()
+    assert taken(thread).step == 1
+    assert thread.is_busy and thread.begun_at is not None, "the second step is still in the engine"
+    thread.submit(plan(3))
+    device.let_end(2)
+    assert [taken(thread).step, taken(thread).step] == [2, 3]
+    thread.close()
+
+
+def test_an_error_of_an_asynchronous_step_is_raised_by_take() -> None:
+    engine = Engine()
+    device = AsynchronousDevice(engine)
+    thread = EngineThread(device, max_outstanding=2)
+    engine.error = ValueError("the device is lost")
+    thread.submit(plan(1))
+    thread.submit(plan(2))
+    device.let_end(2)
+    with pytest.raises(ValueError, match="the device is lost"):
         taken(thread)
     thread.close()
 

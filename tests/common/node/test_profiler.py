@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from support.engine.synchronous_executor import SynchronousExecutor
 
 from common.errors import ConfigError
 from common.node import profiler as module
@@ -17,7 +18,7 @@ from common.step_plan import StepPlan, StepResult
 from common.wire.messages import ProfileAnswer, StartProfile, StopProfile
 
 
-class Engine:
+class Engine(SynchronousExecutor):
     """Multiplies two matrices in each step."""
 
     def prepare(self, sampling: SamplingParams) -> None:

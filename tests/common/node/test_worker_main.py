@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zmq
+from support.engine.synchronous_executor import SynchronousExecutor
 from support.kv.kv_fakes import MemfdStore
 
 from common.cache.page_allocator import PageAllocator
@@ -126,7 +127,7 @@ def test_a_port_in_use_is_refused_by_flag_and_leaves_no_socket() -> None:
     context.term()  # would wait for any socket that is left
 
 
-class Engine:
+class Engine(SynchronousExecutor):
     """An executor whose steps end when the test says so."""
 
     def __init__(self) -> None:
@@ -243,6 +244,49 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
     thread.close()
     context.term()
     assert role.seen == (0, True)
+
+
+class Eager(Watched):
+    """A role that always has something to compute; it notes how many steps were outstanding when it planned one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outstanding: list[int] = []
+        self.committed: list[int] = []
+
+    def plan(self, now: float) -> StepPlan | None:
+        assert self.node is not None
+        self.outstanding.append(self.node._engine.num_outstanding)
+        return plan(len(self.outstanding))
+
+    def commit(self, result: StepResult, now: float) -> None:
+        self.committed.append(result.step)
+
+    def tick(self, now: float) -> bool:
+        assert self.node is not None
+        if len(self.committed) >= 5:
+            self.node.stop()
+        return False
+
+
+def test_with_overlap_the_loop_plans_a_step_while_another_one_runs() -> None:
+    engine, role = Engine(), Eager()
+    engine.may_run.set()
+    thread = EngineThread(engine, max_outstanding=2)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
+    node = EventLoop(
+        role, thread, register=lambda: None, gateways=["127.0.0.1:1"], orphan_timeout_s=1.0, room=1,
+        endpoint=endpoint, clock=MonotonicClock(),
+    )  # type: ignore[arg-type]  # fmt: skip
+    role.node = node
+    os.eventfd_write(node._wake, 1)
+    node.run()
+    node.close("the test is over")
+    thread.close()
+    context.term()
+    assert role.outstanding[:2] == [0, 1]
+    assert role.committed == list(range(1, len(role.committed) + 1))
 
 
 class Named(Watched):

@@ -14,8 +14,8 @@ from typing import Any
 from msgspec.structs import replace
 from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor
 from support.cluster.manual_clock import ManualClock
+from support.cluster.watched_allocator import WatchedAllocator
 
-from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.config.scheduling import PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
@@ -25,6 +25,7 @@ from common.scheduling.new_token_ratio import NewTokenRatio, ratio_constants_fro
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.stage_spans import StageSpan
+from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Abort, Failed, Generate, Message, Move, Moved, Peer, Spans, Tokens
 from decode_node import scheduler as decode
 from decode_node.moves import OutgoingMoves
@@ -39,7 +40,7 @@ from scripts.simulator.inprocess_transport import InProcessReader, InProcessWrit
 
 @dataclass(slots=True)
 class Member:
-    """A node of the cluster: its name, its role and its engine.
+    """A node of the cluster: its name, its role, its engine and its pages.
 
     Attributes:
         grammars: those that its requests need, and the tick at which each will be compiled; None once it is.
@@ -48,6 +49,7 @@ class Member:
     name: str
     role: Any
     executor: Any
+    allocator: WatchedAllocator
     transport: Any
     writer: InProcessWriter
     plans: list[Any] = field(default_factory=list)  # outstanding, oldest first
@@ -190,7 +192,7 @@ class LocalCluster:
     def _prefill_node(self, name: str, num_pages: int) -> Member:
         page_size = self._page_sizes["prefill"]
         executor, eos = self._load(num_pages, page_size)
-        allocator = PageAllocator(num_pages)
+        allocator = WatchedAllocator(num_pages, page_size)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         limits = prefill.PrefillLimits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
         transport = InProcessWriter(self.wire, executor.pool)
@@ -208,6 +210,7 @@ class LocalCluster:
             name,
             PrefillRole(scheduler, sender, cache=cache, allocator=allocator, vocab_size=VOCAB_SIZE),
             executor,
+            allocator,
             transport,
             transport,
         )
@@ -215,7 +218,7 @@ class LocalCluster:
     def _decode_node(self, name: str, num_pages: int) -> Member:
         page_size = self._page_sizes["decode"]
         executor, eos = self._load(num_pages, page_size)
-        allocator = PageAllocator(num_pages)
+        allocator = WatchedAllocator(num_pages, page_size)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         transport = InProcessReader(self.wire, executor.pool)
         writer = InProcessWriter(self.wire, executor.pool)
@@ -250,7 +253,7 @@ class LocalCluster:
             vocab_size=VOCAB_SIZE,
             stream_interval=self._stream_interval,
         )
-        return Member(name, role, executor, transport, writer)
+        return Member(name, role, executor, allocator, transport, writer)
 
     @property
     def members(self) -> list[Member]:
@@ -389,6 +392,7 @@ class LocalCluster:
             grammars = [admit.sampling.grammar for admit in plan.admits if admit.sampling.grammar]
             assert all(member.grammars[text] is None for text in grammars), "a row's grammar is not compiled"
             member.plans.append(plan)
+            member.allocator.planned(plan)
 
     def is_due(self, member: Member) -> bool:
         """Whether the oldest step must be committed before another is planned."""
@@ -396,7 +400,13 @@ class LocalCluster:
 
     def commit(self, member: Member) -> None:
         """Run the oldest step, and commit its result."""
-        member.role.commit(member.executor.run(member.plans.pop(0)), self.clock.now())
+        result = self._result(member, member.plans.pop(0))
+        member.allocator.committed()
+        member.role.commit(result, self.clock.now())
+
+    def _result(self, member: Member, plan: StepPlan) -> StepResult:
+        result: StepResult = member.executor.run(plan)
+        return result
 
     def check(self) -> None:
         for member in self.members:
@@ -507,5 +517,5 @@ def assert_all_pages_are_released(cluster: LocalCluster) -> None:
         assert load.num_running == 0
         assert load.num_waiting == 0
         assert load.num_quarantined_pages == 0
-        num_pages = member.executor.pool.num_pages
+        num_pages = member.allocator.num_pages
         assert load.num_free_pages + load.num_cached_pages == num_pages, "a page leaked"

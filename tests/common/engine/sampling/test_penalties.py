@@ -68,9 +68,10 @@ def test_reported_log_probabilities_exclude_penalties() -> None:
     logits = torch.tensor([[0.1, 0.6, 0.3]]).log()
     tokens, logprobs = sample(logits, [SamplingRow(params, 3, 2, history=TokenHistory((1, 1, 1), 2))])
     assert tokens.tolist() == [0]
-    assert logprobs[0] is not None
-    assert np.isclose(logprobs[0].token, np.log(0.1))
-    assert logprobs[0].top[0][0] == 1
+    assert logprobs is not None
+    [found] = logprobs.read()
+    assert np.isclose(found.token, np.log(0.1))
+    assert found.top[0][0] == 1
 
 
 tokens_strategy = st.lists(st.integers(0, 40), max_size=80).map(tuple)

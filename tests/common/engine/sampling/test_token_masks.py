@@ -78,11 +78,12 @@ def test_a_bias_does_not_bring_back_a_masked_token() -> None:
 
 def test_reported_log_probabilities_are_those_before_the_masks() -> None:
     params = SamplingParams(temperature=0.0, allowed_token_ids=(2,), logprobs=1)
-    (token,), (found,) = sample(
+    (token,), logprobs = sample(
         torch.tensor([[0.1, 0.6, 0.3]]).log(), [SamplingRow(params, 1, 1, mask=mask_of(params))]
     )
     assert token == 2
-    assert found is not None
+    assert logprobs is not None
+    [found] = logprobs.read()
     assert math.isclose(found.token, math.log(0.3), rel_tol=1e-5)
     assert found.top[0][0] == 1
 

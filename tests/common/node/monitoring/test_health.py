@@ -6,6 +6,7 @@ import time
 
 import pytest
 import zmq
+from support.engine.synchronous_executor import SynchronousExecutor
 
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
@@ -20,7 +21,7 @@ from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 
 
-class Engine:
+class Engine(SynchronousExecutor):
     """An executor whose steps hang until ``may_run``."""
 
     def __init__(self):

@@ -1,0 +1,48 @@
+"""Copies between host and device for which the host does not wait.
+
+CUDA makes the host wait for copies from and to ordinary memory. Arrays therefore pass through pinned memory, which
+torch keeps and uses again once the copy is over.
+"""
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to a device; on the CPU the tensor shares its memory."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class HostCopies:
+    """The tensors of one step that the host will read. On the CPU they are there at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Begin to copy a tensor to the host; the copy that is returned must not be read before ``wait``."""
+        if self._event is None:
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+    def end(self) -> None:
+        """Note that everything the step does has been queued on the device."""
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Wait until the device has done the step, and its tensors are on the host."""
+        if self._event is not None:
+            self._event.synchronize()

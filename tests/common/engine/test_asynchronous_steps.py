@@ -1,0 +1,135 @@
+"""Launching a step makes the host wait for nothing: neither for the device, nor for a copy to it.
+
+The model is on torch's ``meta`` device, which has shapes and no data: every read of a value by the host fails there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.cache.page_layout import PageLayout
+from common.config.shared import SMALL_MODEL
+from common.engine.attention.protocol import AttentionBackend
+from common.engine.batch import StepBatch
+from common.engine.executor import TorchExecutor, load_executor
+from common.engine.models.config import ModelConfig
+from common.engine.models.decoder import Decoder, allocate_weights
+from common.engine.pending_step import PendingStep
+from common.sampling_params import SamplingParams
+from common.step_plan import Admit, PageDelta, Row, StepPlan
+
+META = torch.device("meta")
+#: Parameters under which no token depends on what the host knows of earlier ones.
+INDEPENDENT = {
+    "greedy": SamplingParams(temperature=0.0),
+    "random": SamplingParams(temperature=1.3, seed=5),
+    "truncated": SamplingParams(top_k=20, top_p=0.9, min_p=0.01, seed=6),
+    "logprobs": SamplingParams(logprobs=3),
+    "ends": SamplingParams(min_tokens=9, stop_token_ids=(3, 4), logit_bias=((5, 1.0),)),
+}
+DEPENDENT = {
+    "penalties": SamplingParams(presence_penalty=0.5, repetition_penalty=1.2),
+    "bad words": SamplingParams(bad_words=((1, 2),), allowed_token_ids=(1, 2, 3)),
+}
+PROMPT = tuple(range(10, 20))
+
+
+class NoData:
+    """A KV pool on the ``meta`` device, and the attention over it, which returns the queries."""
+
+    device = META
+    num_pages = 8
+
+    def __init__(self, layout: PageLayout) -> None:
+        self.layout = layout
+
+    def prepare(self, batch: StepBatch) -> "NoData":
+        return self
+
+    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.empty_like(q)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails at a copy to the device for which the host waits."""
+
+    num_copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        names = [argument.name for argument in func._schema.arguments]
+        if "non_blocking" in names and args[0].device.type == "cpu" and found.device == META:
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            assert given.get("non_blocking"), "the host waits for this copy"
+            self.num_copies += 1
+        return found
+
+
+@pytest.fixture(scope="module")
+def executor() -> TorchExecutor:
+    config = ModelConfig.load(SMALL_MODEL)
+    weights, _ = allocate_weights(config, torch.float32, META)
+    data: Any = NoData(config.layout(16, "float32"))
+    attention: AttentionBackend = data
+    return TorchExecutor(Decoder(config, weights), data, attention, num_slots=8)
+
+
+def begin(params: SamplingParams) -> StepPlan:
+    row = Row(0, 0, PROMPT, True, targets=PROMPT[1:], first_target=0)
+    history = PROMPT if params.needs_history else ()
+    return StepPlan(1, (Admit(0, params, len(PROMPT), None, history),), (PageDelta(0, 0, (5, 6)),), (row,))
+
+
+def go_on(step: int) -> StepPlan:
+    return StepPlan(step, (), (), (Row(0, len(PROMPT) + step - 2, None, True),))
+
+
+def cannot_read(step: Callable[[], object]) -> bool:
+    try:
+        step()
+    except (RuntimeError, NotImplementedError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("params", INDEPENDENT.values(), ids=INDEPENDENT)
+def test_steps_are_launched_one_behind_the_other(executor: TorchExecutor, params: SamplingParams) -> None:
+    with NoWaiting() as watch:
+        steps = [executor.launch(begin(params)), *(executor.launch(go_on(step)) for step in range(2, 5))]
+    assert watch.num_copies > 0, "nothing was watched"
+    assert all(isinstance(step, PendingStep) and cannot_read(step.result) for step in steps)
+
+
+def test_rows_of_all_kinds_are_launched_together(executor: TorchExecutor) -> None:
+    admits = tuple(Admit(slot, params, 10, 3) for slot, params in enumerate(INDEPENDENT.values()))
+    pages = tuple(PageDelta(slot, 0, (slot,)) for slot in range(len(admits)))
+    rows = tuple(Row(slot, 10, None, True) for slot in range(len(admits)))
+    with NoWaiting():
+        executor.launch(StepPlan(1, admits, pages, rows))
+        executor.launch(StepPlan(2, (), (), tuple(row._replace(start=11) for row in rows)))
+
+
+@pytest.mark.parametrize("params", DEPENDENT.values(), ids=DEPENDENT)
+def test_a_row_that_depends_on_its_tokens_waits_for_them_alone(executor: TorchExecutor, params: SamplingParams) -> None:
+    """Its first step is launched without waiting; the second one reads the token of the first."""
+    with NoWaiting():
+        executor.launch(begin(params))
+        assert cannot_read(lambda: executor.launch(go_on(2)))
+    executor._unread.clear()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [*INDEPENDENT, *DEPENDENT])
+def test_steps_launched_together_give_a_gpu_the_same_results(name: str) -> None:
+    params = {**INDEPENDENT, **DEPENDENT}[name]
+    config = ModelConfig.load(SMALL_MODEL)
+    executor = load_executor(config, device="cuda", dtype="float32", num_slots=1, num_pages=8, page_size=16)
+    plans = [begin(params), *map(go_on, range(2, 8))]
+    expected = [executor.run(plan) for plan in plans]
+    launched = [executor.launch(plan) for plan in plans]
+    assert [step.result().tokens for step in launched] == [result.tokens for result in expected]
+    executor.close()
