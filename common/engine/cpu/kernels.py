@@ -27,8 +27,8 @@ MAX_QUERIES = 16
 _FOLDER = Path(__file__).parent
 LIBRARY = Library(
     "kernels",
-    sources=tuple(_FOLDER / name for name in ("kernels.c", "paged_attention.c", "amx_attention.c")),
-    headers=(_FOLDER / "kernels.h", _FOLDER / "paged.h"),
+    sources=tuple(_FOLDER / name for name in ("kernels.c", "linear.c", "paged_attention.c", "amx_attention.c")),
+    headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "dot_attention.h")),
     flags=("-O3", "-march=native", "-fopenmp"),
     libraries=("-lm",),
 )
@@ -64,6 +64,8 @@ class Kernels:
         self._norm_and_rotate.argtypes = (*(c_void_p,) * 5, *(c_long,) * 4, c_float, c_int)
         self._silu_and_multiply = library.baton_silu_and_multiply
         self._silu_and_multiply.argtypes = (c_void_p, c_void_p, c_long, c_long, c_int)
+        self._linear_bf16 = library.baton_linear_bf16
+        self._linear_bf16.argtypes = (*(c_void_p,) * 4, *(c_long,) * 3, c_int)
         self._paged_attention = library.baton_paged_attention
         self._paged_attention.argtypes = (
             *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_float, c_int),
@@ -77,6 +79,7 @@ class Kernels:
         self._amx_attention.restype = c_int
         #: Whether processor and kernel support ``amx_attention``.
         self.has_amx = bool(library.baton_has_amx())
+        self._has_bf16_dot = bool(library.baton_has_bf16_dot())
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         assert x.is_contiguous() and (delta is None or delta.is_contiguous())
@@ -101,6 +104,25 @@ class Kernels:
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         self._silu_and_multiply(gate_up.data_ptr(), out.data_ptr(), rows, width, DTYPES[gate_up.dtype])
+        return out
+
+    def can_multiply(self, weight: Tensor) -> bool:
+        """Whether ``linear`` is the fastest product here with a weight ``[out, in]``: with AMX, oneDNN's is."""
+        is_fast = self._has_bf16_dot and not self.has_amx
+        return is_fast and weight.dtype == torch.bfloat16 and weight.shape[0] % LANES == 0 and weight.shape[1] % 2 == 0
+
+    def pack_linear(self, weight: Tensor) -> Tensor:
+        """Return the weight in the order in which ``linear`` reads it, ``[out / 16, in / 2, 16, 2]``."""
+        num_out, num_in = weight.shape
+        return weight.view(num_out // LANES, LANES, num_in // 2, 2).permute(0, 2, 1, 3).contiguous()
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` bfloat16, as bfloat16 or float32."""
+        assert x.is_contiguous() and x.dtype == torch.bfloat16
+        width = len(packed) * LANES
+        out = x.new_empty(len(x), width, dtype=dtype)
+        biases = None if bias is None else bias.data_ptr()
+        self._linear_bf16(x.data_ptr(), packed.data_ptr(), biases, out.data_ptr(), *x.shape, width, DTYPES[dtype])
         return out
 
     def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:

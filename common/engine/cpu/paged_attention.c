@@ -4,6 +4,7 @@
  * The queries of one KV head (its group of heads, for a few neighbouring tokens) share each read. Sums are float32. The
  * caller checks that head_dim is a multiple of 16 and at most MAX_DIM.
  */
+#include "dot_attention.h"
 #include "paged.h"
 
 #include <math.h>
@@ -11,10 +12,21 @@
 enum { TILE = 32, MAX_QUERIES = 16, MAX_DIM = 256 };
 
 typedef struct {
-    float queries[MAX_QUERIES][MAX_DIM], sums[MAX_QUERIES][MAX_DIM];
+    float queries[MAX_QUERIES][MAX_DIM], sums[MAX_QUERIES][MAX_DIM]; /* with_dots() keeps the queries in bfloat16 */
     float scores[MAX_QUERIES][TILE];
     float best[MAX_QUERIES], total[MAX_QUERIES];
+    uint32_t weights[MAX_QUERIES][TILE / 2];
 } Scratch;
+
+/* Whether dot_attention.h computes this. */
+INLINE int with_dots(long dim, int dtype) {
+#ifdef __AVX512BF16__
+    return dtype == BF16 && dim % (2 * LANES) == 0;
+#else
+    (void)dim, (void)dtype;
+    return 0;
+#endif
+}
 
 /* Scores of `count` queries, from `first` on, with one key. `count` is a constant, so that sums stay in registers. */
 INLINE void score(Scratch *s, int first, const int count, const char *keys, ptrdiff_t at, long dim, long t, int dtype) {
@@ -41,13 +53,13 @@ INLINE void add_values(Scratch *s, int first, const int count, const char *value
 }
 
 /* Turn scores into weights relative to the best score so far; if the best rises, scale earlier sums down. */
-INLINE void reweigh(Scratch *s, int m, long visible, long dim) {
+INLINE void reweigh(Scratch *s, int m, long visible, long dim, float scale) {
     for (long t = visible < 0 ? 0 : visible; t < TILE; t++) s->scores[m][t] = -INFINITY;
     if (visible <= 0) { /* the whole tile comes after the query */
         memset(s->scores[m], 0, sizeof s->scores[m]);
         return;
     }
-    vf low = load((const char *)s->scores[m], 0, F32), high = load((const char *)s->scores[m], LANES, F32);
+    vf low = load((const char *)s->scores[m], 0, F32) * scale, high = load((const char *)s->scores[m], LANES, F32) * scale;
     vf both = larger(low, high);
     float best = s->best[m];
     for (int lane = 0; lane < LANES; lane++) best = both[lane] > best ? both[lane] : best;
@@ -79,38 +91,92 @@ INLINE void each_four(Scratch *s, int num, const Paged *kv, const ptrdiff_t *at,
 #undef PART
 }
 
+#ifdef __AVX512BF16__
+INLINE void score_all(Scratch *s, int num, const Paged *kv, const ptrdiff_t *at) {
+    for (int m = 0; m < num; m++)
+        for (int t = 0; t < TILE; t += LANES)
+            store((char *)s->scores[m], t, score_sixteen((const char *)s->queries[m], kv->keys, at + t, kv->dim), F32);
+}
+
+INLINE void add_all(Scratch *s, int num, const Paged *kv, const ptrdiff_t *at) {
+    const int width = kv->dim % 128 == 0 ? 128 : 32;
+    for (int m = 0; m < num; m++) round_weights(s->scores[m], s->weights[m]);
+    for (int m = 0; m < num; m += 2)
+        for (long i = 0; i < kv->dim; i += width) {
+            const char *values = kv->values + i * 2;
+            float *sums = s->sums[m] + i;
+            if (width == 128 && num - m > 1)
+                add_pairs(sums, MAX_DIM, 2, s->weights[m], TILE / 2, values, at, TILE, 128);
+            else if (width == 128)
+                add_pairs(sums, MAX_DIM, 1, s->weights[m], TILE / 2, values, at, TILE, 128);
+            else if (num - m > 1)
+                add_pairs(sums, MAX_DIM, 2, s->weights[m], TILE / 2, values, at, TILE, 32);
+            else
+                add_pairs(sums, MAX_DIM, 1, s->weights[m], TILE / 2, values, at, TILE, 32);
+        }
+}
+#endif
+
+/* Attention of `num` queries, which share a KV head, to the tokens of one tile, which begin at the elements `at`. */
+INLINE void attend_tile(Scratch *s, int num, const Paged *kv, const ptrdiff_t *at, const Piece *piece, long start,
+                        long tokens, float scale, int dtype) {
+    const int is_dotted = with_dots(kv->dim, dtype);
+    const long group = kv->heads / kv->kv_heads;
+#ifdef __AVX512BF16__
+    if (is_dotted) score_all(s, num, kv, at);
+#endif
+    if (!is_dotted) each_four(s, num, kv, at, tokens, 1, dtype);
+    for (int m = 0; m < num; m++) {
+        const long visible = piece->position + m / group + 1 - start;
+        reweigh(s, m, visible < tokens ? visible : tokens, kv->dim, scale);
+    }
+#ifdef __AVX512BF16__
+    if (is_dotted) add_all(s, num, kv, at);
+#endif
+    if (!is_dotted) each_four(s, num, kv, at, tokens, 0, dtype);
+}
+
+/* Find the elements where the tokens from `start` on begin, and begin to fetch them: memory answers while the tile before
+ * is computed. The last token of the row stands in for those beyond it, whose weights are 0. */
+INLINE void locate(const Paged *kv, long row, long kv_head, long start, long length, ptrdiff_t *at, int dtype) {
+    const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype);
+    for (long t = 0; t < TILE && start < length; t++) {
+        at[t] = token_at(kv, row, kv_head, start + t < length ? start + t : length - 1);
+        for (long byte = 0; byte < kv->dim * item; byte += 64) {
+            __builtin_prefetch(kv->keys + at[t] * item + byte, 0, 1);
+            __builtin_prefetch(kv->values + at[t] * item + byte, 0, 1);
+        }
+    }
+}
+
 /* One piece of a row at one KV head. q, out: [tokens, heads, dim], strides in elements. */
 INLINE void attend(const Paged *kv, const Piece *piece, long kv_head, const char *q, long q_stride, char *out,
                    float scale, int dtype) {
     Scratch s;
+    ptrdiff_t places[2][TILE]; /* of this tile and the next */
     const long group = kv->heads / kv->kv_heads, dim = kv->dim;
-    const int num = (int)(piece->num_queries * group);
+    const int num = (int)(piece->num_queries * group), is_dotted = with_dots(dim, dtype);
+    const long length = piece->position + piece->num_queries; /* the last query sees this many tokens */
+    locate(kv, piece->row, kv_head, 0, length, places[0], dtype);
     for (int m = 0; m < num; m++) {
         ptrdiff_t from = (piece->first_query + m / group) * q_stride + (kv_head * group + m % group) * dim;
-        for (long i = 0; i < dim; i += LANES) store((char *)s.queries[m], i, load(q, from + i, dtype) * scale, F32);
+        for (long i = 0; i < dim; i += LANES)
+            store((char *)s.queries[m], i, load(q, from + i, dtype), is_dotted ? BF16 : F32);
         memset(s.sums[m], 0, (size_t)dim * sizeof(float));
         s.best[m] = -INFINITY;
         s.total[m] = 0.0f;
     }
-    const long length = piece->position + piece->num_queries; /* the last query sees this many tokens */
     for (long start = 0; start < length; start += TILE) {
-        const long tokens = length - start < TILE ? length - start : TILE;
-        ptrdiff_t at[TILE];
-        for (long t = 0; t < tokens; t++) {
-            at[t] = token_at(kv, piece->row, kv_head, start + t);
-            const char *value = kv->values + at[t] * (ptrdiff_t)item_bytes(dtype);
-            for (long byte = 0; byte < dim * (long)item_bytes(dtype); byte += 64) __builtin_prefetch(value + byte);
-        }
-        each_four(&s, num, kv, at, tokens, 1, dtype);
-        for (int m = 0; m < num; m++) {
-            long visible = piece->position + m / group + 1 - start;
-            reweigh(&s, m, visible < tokens ? visible : tokens, dim);
-        }
-        each_four(&s, num, kv, at, tokens, 0, dtype);
+        const long tile = start / TILE, tokens = length - start < TILE ? length - start : TILE;
+        locate(kv, piece->row, kv_head, start + TILE, length, places[(tile + 1) % 2], dtype);
+        attend_tile(&s, num, kv, places[tile % 2], piece, start, tokens, scale, dtype);
     }
     for (int m = 0; m < num; m++) {
         ptrdiff_t to = ((piece->first_query + m / group) * kv->heads + kv_head * group + m % group) * dim;
         const float share = 1.0f / s.total[m];
+#ifdef __AVX512BF16__
+        for (long i = 0; is_dotted && i < dim; i += 2 * LANES) in_order(s.sums[m] + i);
+#endif
         for (long i = 0; i < dim; i += LANES)
             store(out, to + i, load((const char *)s.sums[m], i, F32) * share, dtype);
     }

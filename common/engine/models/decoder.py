@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from common.engine.attention.protocol import StepAttention
 from common.engine.models.config import ModelConfig
-from common.engine.models.layers import Linear, Operations, inverse_frequencies, make_operations, rotations
+from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
+from common.engine.models.linear import Linear
 
 
 @dataclass(slots=True)
@@ -130,7 +131,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states ``[rows, hidden]`` to float32 logits ``[rows, vocab]``."""
-        return self.weights.head(self._ops.add_rms_norm(hidden, None, self.weights.norm, self._eps)).float()
+        normed = self._ops.add_rms_norm(hidden, None, self.weights.norm, self._eps)
+        return self.weights.head(normed, torch.float32)
 
     def _qkv(self, layer: LayerWeights, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Return rotated queries ``[N, heads, head_dim]``, and rotated keys and values ``[N, kv_heads, head_dim]``."""

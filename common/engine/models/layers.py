@@ -1,4 +1,4 @@
-"""Linear layers, the rotary embedding, and the element-wise operations between a decoder's matrix products."""
+"""The rotary embedding, and the element-wise operations between a decoder's matrix products."""
 
 import math
 from typing import Protocol
@@ -9,46 +9,6 @@ from torch.nn import functional as F
 
 from common.engine.cpu.kernels import LANES, Pair, load_kernels
 from common.engine.models.config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
-
-
-class Linear:
-    """``y = x @ weight.T + bias``; the weight may be repacked once for this machine.
-
-    Attributes:
-        weight: ``[out, in]``; None once ``pack`` has replaced it by its packed form.
-        bias: ``[out]`` or None.
-    """
-
-    __slots__ = ("_packed", "bias", "weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight: Tensor | None = weight
-        self.bias = bias
-        self._packed: Tensor | None = None
-
-    def pack(self, *, keep_weight: bool = False) -> None:
-        """Repack the weight in oneDNN's layout, which is faster on CPUs; does nothing on other devices.
-
-        Args:
-            keep_weight: keep the plain weight too, for an embedding tied to the output.
-        """
-        if self.weight is None or self.weight.device.type != "cpu" or not torch._C._has_mkldnn:
-            return
-        if self.weight.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-            return
-        if self.weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-        if not keep_weight:
-            self.weight = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map ``[rows, in]`` to ``[rows, out]``."""
-        if self._packed is not None:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-            return y
-        assert self.weight is not None
-        return F.linear(x, self.weight, self.bias)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -13,7 +13,7 @@ from common.cache.page_layout import PageLayout
 from common.engine.attention import BACKENDS, make_attention
 from common.engine.batch import RowArrays, StepBatch, make_batch
 from common.engine.kv_pool import KVPool
-from common.engine.models.layers import Linear
+from common.engine.models.linear import Linear
 from common.errors import ConfigError
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention import make_attention
@@ -90,6 +91,31 @@ def test_silu_and_multiply_equals_torch_for_large_inputs_too(
 def test_nan_is_not_rounded_to_a_number(compiled: Kernels) -> None:
     x = torch.full((1, 16), float("nan"), dtype=torch.bfloat16)
     assert compiled.add_rms_norm(x, None, torch.ones(16, dtype=torch.bfloat16), 1e-6).isnan().all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 19),
+    num_in=st.sampled_from([2, 34, 256]),
+    num_out=st.sampled_from([16, 48, 64, 208]),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_linear_equals_torch_and_no_row_depends_on_the_others(
+    compiled: Kernels, rows: int, num_in: int, num_out: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, num_in).bfloat16(), torch.randn(num_out, num_in).bfloat16()
+    bias = torch.randn(num_out).bfloat16() if has_bias else None
+    if not compiled.can_multiply(weight):
+        pytest.skip("this processor has no dot product of bfloat16, or AMX")
+    packed = compiled.pack_linear(weight)
+    found = compiled.linear(x, packed, bias, dtype)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.double(), expected, atol=tolerance * num_in**0.5, rtol=tolerance)
+    alone = torch.cat([compiled.linear(row, packed, bias, dtype) for row in x.split(1)])
+    assert torch.equal(found, alone)
 
 
 def test_torch_and_the_kernels_share_one_openmp_runtime(compiled: Kernels) -> None:

@@ -1,0 +1,86 @@
+/* Matrix products of a decoder's linear layers with weights that were packed once, in bfloat16.
+ *
+ * The packed weight is [out / 16, in / 2, 16, 2]: one vector holds two consecutive inputs of sixteen outputs, which is
+ * what the processor's dot product of bfloat16 pairs takes. Weights are read once, in order, for every eight rows of x, so
+ * that few rows take as long as memory needs to deliver the weights, and many rows as long as the products take.
+ */
+#include "kernels.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+
+enum { ROWS = 8, BLOCKS = 3 }; /* 24 sums, 3 weights and one input fit in the 32 registers */
+
+/* `rows` rows of `x` times `blocks` blocks of sixteen outputs. `pairs`: half the number of inputs. */
+INLINE void multiply_tile(const uint32_t *x, const char *weight, const char *bias, char *out, long pairs, long width,
+                          int rows, int blocks, int dtype) {
+    __m512 sums[ROWS][BLOCKS];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < blocks; j++) sums[i][j] = bias ? (__m512)load(bias, j * LANES, BF16) : _mm512_setzero_ps();
+    for (long k = 0; k < pairs; k++) {
+        __m512bh weights[BLOCKS];
+#pragma GCC unroll 4
+        for (int j = 0; j < blocks; j++)
+            weights[j] = (__m512bh)_mm512_loadu_si512(weight + (j * pairs + k) * 64);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            const __m512bh input = (__m512bh)_mm512_set1_epi32((int)x[i * pairs + k]);
+#pragma GCC unroll 4
+            for (int j = 0; j < blocks; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], input, weights[j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < blocks; j++) store(out, i * width + j * LANES, (vf)sums[i][j], dtype);
+}
+
+INLINE void multiply_rows(const uint32_t *x, const char *weight, const char *bias, char *out, long pairs, long width,
+                          long rows, int blocks, int dtype) {
+    switch (rows) {
+        case 1: return multiply_tile(x, weight, bias, out, pairs, width, 1, blocks, dtype);
+        case 2: return multiply_tile(x, weight, bias, out, pairs, width, 2, blocks, dtype);
+        case 3: return multiply_tile(x, weight, bias, out, pairs, width, 3, blocks, dtype);
+        case 4: return multiply_tile(x, weight, bias, out, pairs, width, 4, blocks, dtype);
+        case 5: return multiply_tile(x, weight, bias, out, pairs, width, 5, blocks, dtype);
+        case 6: return multiply_tile(x, weight, bias, out, pairs, width, 6, blocks, dtype);
+        case 7: return multiply_tile(x, weight, bias, out, pairs, width, 7, blocks, dtype);
+        default: return multiply_tile(x, weight, bias, out, pairs, width, ROWS, blocks, dtype);
+    }
+}
+
+INLINE void multiply(const char *x, const char *weight, const char *bias, char *out, long rows, long inputs, long width,
+                     int dtype) {
+    const long pairs = inputs / 2, all_blocks = width / LANES;
+#pragma omp parallel for schedule(static) if (rows * inputs * width > 1 << 18)
+    for (long block = 0; block < all_blocks; block += BLOCKS)
+        for (long row = 0; row < rows; row += ROWS) {
+            const uint32_t *first = (const uint32_t *)x + row * pairs;
+            char *target = out + (row * width + block * LANES) * (ptrdiff_t)item_bytes(dtype);
+            const char *panel = weight + block * pairs * 64, *panel_bias = bias ? bias + block * LANES * 2 : 0;
+            const long left = rows - row < ROWS ? rows - row : ROWS;
+            if (all_blocks - block >= BLOCKS) {
+                multiply_rows(first, panel, panel_bias, target, pairs, width, left, BLOCKS, dtype);
+            } else {
+                for (long j = 0; j < all_blocks - block; j++)
+                    multiply_rows(first, panel + j * pairs * 64, panel_bias ? panel_bias + j * LANES * 2 : 0,
+                                  target + j * LANES * (ptrdiff_t)item_bytes(dtype), pairs, width, left, 1, dtype);
+            }
+        }
+}
+
+EXPORT int baton_has_bf16_dot(void) { return 1; }
+
+/* out = x @ weight.T + bias. x: [rows, inputs] and bias: [width] (or null) in bfloat16; out: [rows, width] in `dtype`. */
+EXPORT void baton_linear_bf16(const char *x, const char *weight, const char *bias, char *out, long rows, long inputs,
+                              long width, int dtype) {
+    if (dtype == F32) multiply(x, weight, bias, out, rows, inputs, width, F32);
+    if (dtype == BF16) multiply(x, weight, bias, out, rows, inputs, width, BF16);
+}
+#else
+EXPORT int baton_has_bf16_dot(void) { return 0; }
+EXPORT void baton_linear_bf16(const char *x, const char *weight, const char *bias, char *out, long rows, long inputs,
+                              long width, int dtype) {
+    (void)x, (void)weight, (void)bias, (void)out, (void)rows, (void)inputs, (void)width, (void)dtype;
+}
+#endif
