@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from starlette.types import Scope, Send
 
@@ -28,14 +28,11 @@ SSE_HEADERS = [
 Made = TypeVar("Made")
 
 
-class EventWriter(Protocol):
-    """Writes what is new in the outputs of one stream, without a task."""
+class DirectWriter(NamedTuple):
+    """Writes what is new in the outputs of one stream straight to its connection, without a task."""
 
-    def format(self, changed: Iterable[OutputStream]) -> bytes | None:
-        """The bytes to write; None if they need a task, which then finds the outputs as they were."""
-        ...
-
-    def write(self, data: bytes) -> None: ...
+    cycle: RequestCycle
+    formatter: ResponseFormatter
 
 
 class OutputEvents:
@@ -58,20 +55,20 @@ class OutputEvents:
         self._paused: list[OutputStream] = []
         self._changed: dict[int, OutputStream] = {}
         self._waiter: asyncio.Future[None] | None = None
-        self._writer: EventWriter | None = None
+        self._writer: DirectWriter | None = None
 
     def wake(self, stream: OutputStream) -> None:
         if self._only_ends and not stream.is_ended:
             return
         is_first = not self._changed
         self._changed[stream.number] = stream
-        if self._waiter is None or self._waiter.done():
+        waiter = self._waiter
+        if waiter is None or waiter.done():
             if stream.num_untaken > self._max_unread and stream not in self._paused:
                 self._paused.append(stream)
                 self._set_paused(stream.request.rid, True)
-            return
-        if self._writer is None:
-            self._waiter.set_result(None)
+        elif self._writer is None or stream.is_ended:  # ends and errors are the task's
+            waiter.set_result(None)
         elif is_first:
             self._turn.add(self)
 
@@ -86,11 +83,11 @@ class OutputEvents:
         for stream in paused:
             self._set_paused(stream.request.rid, False)
 
-    async def changed(self, writer: EventWriter | None = None) -> list[OutputStream]:
+    async def changed(self, writer: DirectWriter | None = None) -> list[OutputStream]:
         """Waits until an output has something new; returns all that have, each once.
 
         Args:
-            writer: writes what it can meanwhile; this returns when there is something that it cannot write.
+            writer: writes new text meanwhile; this returns when an output has ended or the connection takes no more.
         """
         if not self._changed:
             self._waiter, self._writer = asyncio.get_running_loop().create_future(), writer
@@ -100,26 +97,29 @@ class OutputEvents:
         return changed
 
     def format(self) -> bytes:
-        """What the writer can write now; wakes the task if it cannot."""
+        """What can be written directly now; wakes the task if it cannot."""
         waiter, writer = self._waiter, self._writer
         if waiter is None or waiter.done() or writer is None:
             return b""
+        if not writer.cycle.can_write_chunk:
+            waiter.set_result(None)
+            return b""
+        events: list[bytes] = []
         try:
-            data = writer.format(self._changed.values())
+            for output in self._changed.values():
+                if (delta := output.take()) is not None:
+                    events.append(writer.formatter.chunk(output, delta))
         except Exception as error:  # the task answers it
             waiter.set_exception(error)
             return b""
-        if data is None:
-            waiter.set_result(None)
-            return b""
         self._changed.clear()
-        return data
+        return b"".join(events)
 
     def write(self, data: bytes) -> None:
         """Writes what ``format`` has returned; an error ends this stream alone."""
         assert self._writer is not None and self._waiter is not None
         try:
-            self._writer.write(data)
+            self._writer.cycle.write_chunk(data)
         except Exception as error:
             self._waiter.set_exception(error)
 
@@ -141,7 +141,8 @@ class TurnEnd:
 
     def _write_all(self) -> None:
         due, self._due = self._due, []
-        for events, data in [(events, events.format()) for events in due]:
+        formatted = [events.format() for events in due]
+        for events, data in zip(due, formatted, strict=True):
             if data:
                 events.write(data)
 
@@ -213,7 +214,7 @@ async def _send_events(
 ) -> bytes:
     """Sends all events but the last, which it returns. Raises RequestError: an output has failed."""
     cycle = cycle_of(send)
-    writer = None if cycle is None else _DirectWriter(cycle, formatter)
+    writer = None if cycle is None else DirectWriter(cycle, formatter)
     out = [formatter.first(outputs)]
     num_open = len(outputs)
     while True:
@@ -239,27 +240,3 @@ async def _send_events(
             events.resume()
         out.clear()
         changed = await events.changed(writer)
-
-
-class _DirectWriter:
-    """Writes the events of outputs that go on straight to the connection. Ends and errors are left to the task."""
-
-    def __init__(self, cycle: RequestCycle, formatter: ResponseFormatter) -> None:
-        self._cycle = cycle
-        self._formatter = formatter
-
-    def format(self, changed: Iterable[OutputStream]) -> bytes | None:
-        if not self._cycle.can_write_chunk:
-            return None
-        for output in changed:
-            if output.is_ended:
-                return None
-        events = []
-        for output in changed:
-            delta = output.take()
-            if delta is not None:
-                events.append(self._formatter.chunk(output, delta))
-        return b"".join(events)
-
-    def write(self, data: bytes) -> None:
-        self._cycle.write_chunk(data)

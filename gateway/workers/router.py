@@ -68,12 +68,16 @@ class WorkerPair(NamedTuple):
     @property
     def nodes(self) -> tuple[str, ...]:
         """Incarnations, in the order in which the nodes are sent the request."""
-        return tuple([node for node in (self.prefill, self.decode) if node is not None])
+        if self.prefill is None or self.decode is None:
+            return (self.last,)
+        return (self.prefill, self.decode)
 
     @property
     def last(self) -> str:
         """Incarnation of the node that makes the last token."""
-        return self.nodes[-1]
+        last = self.prefill if self.decode is None else self.decode
+        assert last is not None, "a pair has a node"
+        return last
 
 
 class Router:
