@@ -3,8 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from starlette.types import Scope, Send
 
@@ -24,8 +23,6 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-Made = TypeVar("Made")
 
 
 class DirectWriter(NamedTuple):
@@ -166,18 +163,14 @@ async def send_whole(
             num_open -= 1
             if output.error is not None:
                 raise output.error
-    num_logprobs = sum(len(output.prompt_logprobs) + len(output.logprobs) for output in outputs)
-    body = await _on_thread_if_many(num_logprobs, lambda: encode_json(formatter.answer(outputs)))
+    num_logprobs = sum([len(output.prompt_logprobs) + len(output.logprobs) for output in outputs])
+    if num_logprobs <= MANY_LOGPROBS:
+        body = encode_json(formatter.answer(outputs))
+    else:
+        body = await asyncio.to_thread(lambda: encode_json(formatter.answer(outputs)))
     lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": lines + _encoded(headers)})
     await send({"type": "http.response.body", "body": body})
-
-
-async def _on_thread_if_many(num_logprobs: int, make: Callable[[], Made]) -> Made:
-    """Calls a function that formats this many log-probabilities, on a thread if they are many."""
-    if num_logprobs <= MANY_LOGPROBS:
-        return make()
-    return await asyncio.get_running_loop().run_in_executor(None, make)
 
 
 async def send_stream(
@@ -225,8 +218,10 @@ async def _send_events(
                 break
             delta = output.take()
             if delta is not None:
-                num_logprobs = len(output.prompt_logprobs) + len(output.logprobs) if delta.is_last else 0
-                out.append(await _on_thread_if_many(num_logprobs, partial(formatter.chunk, output, delta)))
+                if delta.is_last and len(output.prompt_logprobs) + len(output.logprobs) > MANY_LOGPROBS:
+                    out.append(await asyncio.to_thread(formatter.chunk, output, delta))
+                else:
+                    out.append(formatter.chunk(output, delta))
                 num_open -= delta.is_last
         if error is None and not num_open:
             out.append(formatter.last(outputs))

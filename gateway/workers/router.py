@@ -141,15 +141,16 @@ class Router:
         is_choice = len(prefills) > 1 or len(decodes) > 1 or self._local_prefill == "auto"
         pieces = self._pieces(prompt, salt) if is_choice else []
         cached = self._cached(pieces) if pieces else {}
+        load, num_requests, turn = self._load, self._num_requests, self._turn  # read for each node
 
         def prefill_cost(node: Candidate) -> tuple[float, int]:
-            compute = self.load(node.incarnation) + num_prompt - cached.get(node.incarnation, 0)
-            return compute, self._turn.get(node.incarnation, 0)
+            name = node.incarnation
+            return load.get(name, 0) + num_prompt - cached.get(name, 0), turn.get(name, 0)
 
         def decode_cost(node: Candidate) -> tuple[bool, float, int]:
-            is_full = self.num_requests(node.incarnation) >= node.max_running
-            hold = self.load(node.incarnation) + num_hold - cached.get(node.incarnation, 0)
-            return is_full, hold / node.capacity_tokens, self._turn.get(node.incarnation, 0)
+            name = node.incarnation
+            hold = load.get(name, 0) + num_hold - cached.get(name, 0)
+            return num_requests.get(name, 0) >= node.max_running, hold / node.capacity_tokens, turn.get(name, 0)
 
         if num_new == 1 and not is_always:
             prefill = _cheapest(prefills, prefill_cost).incarnation
