@@ -169,7 +169,8 @@ class Router:
 
     def _chosen(self, pair: WorkerPair, pieces: list[int]) -> WorkerPair:
         self._give(pair)
-        self._remember(pieces, pair)
+        if pieces:
+            self._remember(pieces, pair)
         return pair
 
     def choose_again(
@@ -235,9 +236,10 @@ class Router:
             self._subtract(pair.prefill, pair.num_compute)
 
     def decode_done(self, pair: WorkerPair) -> None:
-        self._subtract(pair.last, pair.num_hold)
-        if pair.last in self._num_requests:
-            self._num_requests[pair.last] -= 1
+        last = pair.last
+        self._subtract(last, pair.num_hold)
+        if last in self._num_requests:
+            self._num_requests[last] -= 1
 
     def set_paused(self, pair: WorkerPair, *, is_paused: bool) -> None:
         """The request gives its place in the batch of the last node to another one, or takes it back."""
@@ -272,8 +274,9 @@ class Router:
         self._num_chosen += 1
         if pair.prefill is not None:
             self._load[pair.prefill] = self.load(pair.prefill) + pair.num_compute
-        self._load[pair.last] = self.load(pair.last) + pair.num_hold
-        self._num_requests[pair.last] = self.num_requests(pair.last) + 1
+        last = pair.last
+        self._load[last] = self.load(last) + pair.num_hold
+        self._num_requests[last] = self.num_requests(last) + 1
         for incarnation in pair.nodes:
             self._turn[incarnation] = self._num_chosen
 
