@@ -62,7 +62,9 @@ _EVENT = struct.Struct("=HI")  # number and value
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # operators of enumerations are slow
 
 
-class Envelope(NamedTuple):
+class Envelope(msgspec.Struct, frozen=True, gc=False):
+    """A received message. Every token has one, and a named tuple would take several times as long to make."""
+
     sender: str
     message: Any
 
