@@ -26,7 +26,7 @@ SSE_HEADERS = [
 
 
 class DirectWriter(NamedTuple):
-    """Writes what is new in the outputs of one stream straight to its connection, without a task."""
+    """Where new text of a stream is written without waking its task, and in which form."""
 
     cycle: RequestCycle
     formatter: ResponseFormatter
