@@ -62,7 +62,9 @@ _EVENT = struct.Struct("=HI")  # number and value
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # operators of enumerations are slow
 
 
-class Envelope(NamedTuple):
+class Envelope(msgspec.Struct, frozen=True, gc=False):
+    """A received message. Every token has one, and a named tuple would take several times as long to make."""
+
     sender: str
     message: Any
 
@@ -130,6 +132,7 @@ class Mailbox:
         self._probed_at = 0.0
         self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # unsent messages and bytes, by target
         self._socket = context.socket(zmq.ROUTER if bind else zmq.DEALER)
+        self._readable = [(self._socket, int(zmq.POLLIN))]  # for ``zmq_poll``
         self._configure(self._socket, incarnation, is_bound=self._is_bound, silence_s=silence_s)
         self._endpoint = connect
         self._lost_at: float | None = None  # since when a connecting mailbox lacks the connection that it had
@@ -251,6 +254,9 @@ class Mailbox:
         num_frames = num_bytes = num_discarded = 0
         self._has_unread = True
         while max(num_frames, len(envelopes)) < limit and num_bytes < MAX_BATCH_BYTES and num_discarded < MAX_DISCARDED:
+            if not zmq.zmq_poll(self._readable, 0):  # a tenth of the cost of the exception that receiving would raise
+                self._has_unread = False
+                break
             try:
                 first = self._socket.recv(_NOBLOCK, copy=False) if self._is_bound else None
                 if first is None or is_known is None or is_known(first.bytes.decode("latin-1")):

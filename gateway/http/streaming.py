@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from starlette.types import Scope, Send
 
@@ -25,17 +24,12 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
-Made = TypeVar("Made")
 
+class DirectWriter(NamedTuple):
+    """Where new text of a stream is written without waking its task, and in which form."""
 
-class EventWriter(Protocol):
-    """Writes what is new in the outputs of one stream, without a task."""
-
-    def format(self, changed: Iterable[OutputStream]) -> bytes | None:
-        """The bytes to write; None if they need a task, which then finds the outputs as they were."""
-        ...
-
-    def write(self, data: bytes) -> None: ...
+    cycle: RequestCycle
+    formatter: ResponseFormatter
 
 
 class OutputEvents:
@@ -58,20 +52,20 @@ class OutputEvents:
         self._paused: list[OutputStream] = []
         self._changed: dict[int, OutputStream] = {}
         self._waiter: asyncio.Future[None] | None = None
-        self._writer: EventWriter | None = None
+        self._writer: DirectWriter | None = None
 
     def wake(self, stream: OutputStream) -> None:
         if self._only_ends and not stream.is_ended:
             return
         is_first = not self._changed
         self._changed[stream.number] = stream
-        if self._waiter is None or self._waiter.done():
+        waiter = self._waiter
+        if waiter is None or waiter.done():
             if stream.num_untaken > self._max_unread and stream not in self._paused:
                 self._paused.append(stream)
                 self._set_paused(stream.request.rid, True)
-            return
-        if self._writer is None:
-            self._waiter.set_result(None)
+        elif self._writer is None or stream.is_ended:  # ends and errors are the task's
+            waiter.set_result(None)
         elif is_first:
             self._turn.add(self)
 
@@ -86,11 +80,11 @@ class OutputEvents:
         for stream in paused:
             self._set_paused(stream.request.rid, False)
 
-    async def changed(self, writer: EventWriter | None = None) -> list[OutputStream]:
+    async def changed(self, writer: DirectWriter | None = None) -> list[OutputStream]:
         """Waits until an output has something new; returns all that have, each once.
 
         Args:
-            writer: writes what it can meanwhile; this returns when there is something that it cannot write.
+            writer: writes new text meanwhile; this returns when an output has ended or the connection takes no more.
         """
         if not self._changed:
             self._waiter, self._writer = asyncio.get_running_loop().create_future(), writer
@@ -100,26 +94,29 @@ class OutputEvents:
         return changed
 
     def format(self) -> bytes:
-        """What the writer can write now; wakes the task if it cannot."""
+        """What can be written directly now; wakes the task if it cannot."""
         waiter, writer = self._waiter, self._writer
         if waiter is None or waiter.done() or writer is None:
             return b""
+        if not writer.cycle.can_write_chunk:
+            waiter.set_result(None)
+            return b""
+        events: list[bytes] = []
         try:
-            data = writer.format(self._changed.values())
+            for output in self._changed.values():
+                if (delta := output.take()) is not None:
+                    events.append(writer.formatter.chunk(output, delta))
         except Exception as error:  # the task answers it
             waiter.set_exception(error)
             return b""
-        if data is None:
-            waiter.set_result(None)
-            return b""
         self._changed.clear()
-        return data
+        return b"".join(events)
 
     def write(self, data: bytes) -> None:
         """Writes what ``format`` has returned; an error ends this stream alone."""
         assert self._writer is not None and self._waiter is not None
         try:
-            self._writer.write(data)
+            self._writer.cycle.write_chunk(data)
         except Exception as error:
             self._waiter.set_exception(error)
 
@@ -141,7 +138,8 @@ class TurnEnd:
 
     def _write_all(self) -> None:
         due, self._due = self._due, []
-        for events, data in [(events, events.format()) for events in due]:
+        formatted = [events.format() for events in due]
+        for events, data in zip(due, formatted, strict=True):
             if data:
                 events.write(data)
 
@@ -165,18 +163,14 @@ async def send_whole(
             num_open -= 1
             if output.error is not None:
                 raise output.error
-    num_logprobs = sum(len(output.prompt_logprobs) + len(output.logprobs) for output in outputs)
-    body = await _on_thread_if_many(num_logprobs, lambda: encode_json(formatter.answer(outputs)))
+    num_logprobs = sum([len(output.prompt_logprobs) + len(output.logprobs) for output in outputs])
+    if num_logprobs <= MANY_LOGPROBS:
+        body = encode_json(formatter.answer(outputs))
+    else:
+        body = await asyncio.to_thread(lambda: encode_json(formatter.answer(outputs)))
     lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": lines + _encoded(headers)})
     await send({"type": "http.response.body", "body": body})
-
-
-async def _on_thread_if_many(num_logprobs: int, make: Callable[[], Made]) -> Made:
-    """Calls a function that formats this many log-probabilities, on a thread if they are many."""
-    if num_logprobs <= MANY_LOGPROBS:
-        return make()
-    return await asyncio.get_running_loop().run_in_executor(None, make)
 
 
 async def send_stream(
@@ -213,7 +207,7 @@ async def _send_events(
 ) -> bytes:
     """Sends all events but the last, which it returns. Raises RequestError: an output has failed."""
     cycle = cycle_of(send)
-    writer = None if cycle is None else _DirectWriter(cycle, formatter)
+    writer = None if cycle is None else DirectWriter(cycle, formatter)
     out = [formatter.first(outputs)]
     num_open = len(outputs)
     while True:
@@ -224,8 +218,10 @@ async def _send_events(
                 break
             delta = output.take()
             if delta is not None:
-                num_logprobs = len(output.prompt_logprobs) + len(output.logprobs) if delta.is_last else 0
-                out.append(await _on_thread_if_many(num_logprobs, partial(formatter.chunk, output, delta)))
+                if delta.is_last and len(output.prompt_logprobs) + len(output.logprobs) > MANY_LOGPROBS:
+                    out.append(await asyncio.to_thread(formatter.chunk, output, delta))
+                else:
+                    out.append(formatter.chunk(output, delta))
                 num_open -= delta.is_last
         if error is None and not num_open:
             out.append(formatter.last(outputs))
@@ -239,27 +235,3 @@ async def _send_events(
             events.resume()
         out.clear()
         changed = await events.changed(writer)
-
-
-class _DirectWriter:
-    """Writes the events of outputs that go on straight to the connection. Ends and errors are left to the task."""
-
-    def __init__(self, cycle: RequestCycle, formatter: ResponseFormatter) -> None:
-        self._cycle = cycle
-        self._formatter = formatter
-
-    def format(self, changed: Iterable[OutputStream]) -> bytes | None:
-        if not self._cycle.can_write_chunk:
-            return None
-        for output in changed:
-            if output.is_ended:
-                return None
-        events = []
-        for output in changed:
-            delta = output.take()
-            if delta is not None:
-                events.append(self._formatter.chunk(output, delta))
-        return b"".join(events)
-
-    def write(self, data: bytes) -> None:
-        self._cycle.write_chunk(data)

@@ -189,13 +189,14 @@ class OutputStream:
 
     def take(self) -> Delta | None:
         """The part that is new since the last call, or None. An ended output gives its last delta once."""
+        ids, texts = self.ids, self._text
         first, num_text = self._num_ids_taken, self._num_text_taken
-        if first == len(self.ids) and num_text == len(self._text) and not self.is_ended:
+        if first == len(ids) and num_text == len(texts) and not self.is_ended:
             return None
-        self._num_ids_taken, self._num_text_taken = len(self.ids), len(self._text)
-        text = self._text[num_text] if len(self._text) == num_text + 1 else "".join(self._text[num_text:])
+        self._num_ids_taken, self._num_text_taken = len(ids), len(texts)
+        text = texts[num_text] if len(texts) == num_text + 1 else "".join(texts[num_text:])
         num_pieces, self._num_pieces_taken = self._num_pieces_taken, len(self.pieces)
-        return Delta(text, first, self.ids[first:], self.logprobs[first:], self.is_ended, self.pieces[num_pieces:])
+        return Delta(text, first, ids[first:], self.logprobs[first:], self.is_ended, self.pieces[num_pieces:])
 
     def rewind(self) -> None:
         """Makes ``take`` begin again with the first token, for another reader."""
@@ -212,7 +213,8 @@ class OutputStream:
         self.last_at = now
         if self._is_plain and not num_known and not message.finish:  # the usual case, kept short
             assert self._detokenizer is not None
-            self._add(self._detokenizer.push(message.tokens))
+            if text := self._detokenizer.push(message.tokens):
+                self._text.append(text)
             self.ids += message.tokens
             self.logprobs += message.logprobs
             return

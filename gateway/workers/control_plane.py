@@ -203,9 +203,10 @@ class ControlPlane:
     def on_readable(self) -> None:
         """Handles what has arrived; an unexpected error ends only the request that the message is about."""
         handlers = self._handlers
-        for sender, message in self._channel.receive(self.pools.has):
+        for envelope in self._channel.receive(self.pools.has):
+            message = envelope.message
             try:
-                handlers[type(message)](sender, message)
+                handlers[type(message)](envelope.sender, message)
             except Exception:
                 log.exception("a %s message failed", type(message).__name__)
                 self._dispatcher.fail_internal(getattr(message, "rid", ""))

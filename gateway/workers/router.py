@@ -68,12 +68,16 @@ class WorkerPair(NamedTuple):
     @property
     def nodes(self) -> tuple[str, ...]:
         """Incarnations, in the order in which the nodes are sent the request."""
-        return tuple([node for node in (self.prefill, self.decode) if node is not None])
+        if self.prefill is None or self.decode is None:
+            return (self.last,)
+        return (self.prefill, self.decode)
 
     @property
     def last(self) -> str:
         """Incarnation of the node that makes the last token."""
-        return self.nodes[-1]
+        last = self.prefill if self.decode is None else self.decode
+        assert last is not None, "a pair has a node"
+        return last
 
 
 class Router:
@@ -137,15 +141,16 @@ class Router:
         is_choice = len(prefills) > 1 or len(decodes) > 1 or self._local_prefill == "auto"
         pieces = self._pieces(prompt, salt) if is_choice else []
         cached = self._cached(pieces) if pieces else {}
+        load, num_requests, turn = self._load, self._num_requests, self._turn  # read for each node
 
         def prefill_cost(node: Candidate) -> tuple[float, int]:
-            compute = self.load(node.incarnation) + num_prompt - cached.get(node.incarnation, 0)
-            return compute, self._turn.get(node.incarnation, 0)
+            name = node.incarnation
+            return load.get(name, 0) + num_prompt - cached.get(name, 0), turn.get(name, 0)
 
         def decode_cost(node: Candidate) -> tuple[bool, float, int]:
-            is_full = self.num_requests(node.incarnation) >= node.max_running
-            hold = self.load(node.incarnation) + num_hold - cached.get(node.incarnation, 0)
-            return is_full, hold / node.capacity_tokens, self._turn.get(node.incarnation, 0)
+            name = node.incarnation
+            hold = load.get(name, 0) + num_hold - cached.get(name, 0)
+            return num_requests.get(name, 0) >= node.max_running, hold / node.capacity_tokens, turn.get(name, 0)
 
         if num_new == 1 and not is_always:
             prefill = _cheapest(prefills, prefill_cost).incarnation
@@ -164,7 +169,8 @@ class Router:
 
     def _chosen(self, pair: WorkerPair, pieces: list[int]) -> WorkerPair:
         self._give(pair)
-        self._remember(pieces, pair)
+        if pieces:
+            self._remember(pieces, pair)
         return pair
 
     def choose_again(
@@ -230,9 +236,10 @@ class Router:
             self._subtract(pair.prefill, pair.num_compute)
 
     def decode_done(self, pair: WorkerPair) -> None:
-        self._subtract(pair.last, pair.num_hold)
-        if pair.last in self._num_requests:
-            self._num_requests[pair.last] -= 1
+        last = pair.last
+        self._subtract(last, pair.num_hold)
+        if last in self._num_requests:
+            self._num_requests[last] -= 1
 
     def set_paused(self, pair: WorkerPair, *, is_paused: bool) -> None:
         """The request gives its place in the batch of the last node to another one, or takes it back."""
@@ -267,8 +274,9 @@ class Router:
         self._num_chosen += 1
         if pair.prefill is not None:
             self._load[pair.prefill] = self.load(pair.prefill) + pair.num_compute
-        self._load[pair.last] = self.load(pair.last) + pair.num_hold
-        self._num_requests[pair.last] = self.num_requests(pair.last) + 1
+        last = pair.last
+        self._load[last] = self.load(last) + pair.num_hold
+        self._num_requests[last] = self.num_requests(last) + 1
         for incarnation in pair.nodes:
             self._turn[incarnation] = self._num_chosen
 

@@ -23,7 +23,7 @@ from gateway.text.detokenizer import Detokenizer
 from gateway.text.output_parser import OutputPiece, ReasoningPiece, TextPiece, ToolCallBegin
 from gateway.workers.served_models import ServedModel
 
-#: Stands for the text in the chunk that ``_text_chunk`` cuts in two. It is not part of what follows the text.
+#: Stands for the text in the chunk that ``_bytes_around_text`` cuts in two. It is not part of what follows the text.
 MARK = "\0"
 
 
@@ -78,21 +78,22 @@ class _OpenAIFormatter(ResponseFormatter):
 
     def chunk(self, output: OutputStream, delta: Delta) -> bytes:
         """One stream chunk; empty if there is nothing to show."""
+        around = self._around_text.get(output.number)
+        if around is not None and not delta.is_last:  # the usual case, kept short
+            return encode_json(delta.text).join(around) if delta.text else b""
         if self._is_plain and delta.first and not delta.is_last and output.request.output_format is None:
-            return self._text_chunk(output, delta.text) if delta.text else b""
+            self._around_text[output.number] = self._bytes_around_text(output)
+            return self.chunk(output, delta)
         has_details = bool(delta.ids) and (self._with_logprobs or self._with_ids)
         if not (delta.is_last or has_details or self._has_content(output, delta)):
             return b""
         return self._chunk([self._chunk_choice(output, delta)], [output])
 
-    def _text_chunk(self, output: OutputStream, text: str) -> bytes:
-        """A chunk that shows text alone. All bytes around the text are equal in each, so they are encoded once."""
-        around = self._around_text.get(output.number)
-        if around is None:
-            chunk = self._chunk([self._chunk_choice(output, Delta(MARK, 1, [], [], is_last=False))], [output])
-            before, _, after = chunk.rpartition(encode_json(MARK))
-            around = self._around_text[output.number] = (before, after)
-        return encode_json(text).join(around)
+    def _bytes_around_text(self, output: OutputStream) -> tuple[bytes, bytes]:
+        """What precedes and follows the text of a chunk that shows text alone, which is equal in all of them."""
+        chunk = self._chunk([self._chunk_choice(output, Delta(MARK, 1, [], [], is_last=False))], [output])
+        before, _, after = chunk.rpartition(encode_json(MARK))
+        return before, after
 
     def last(self, outputs: Sequence[OutputStream]) -> bytes:
         """The bytes that end a stream."""

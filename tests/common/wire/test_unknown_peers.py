@@ -50,8 +50,8 @@ def test_a_flood_without_keys_is_discarded_and_a_known_peer_is_heard() -> None:
         heard: dict[str, int] = {stranger.incarnation: 0, node.incarnation: 0}
         while heard[node.incarnation] < 3_000 or server.dropped["unknown"] + heard[stranger.incarnation] < num_sent:
             assert server.sockets[0].poll(60_000)
-            for sender, _ in server.receive(is_known=node.incarnation.__eq__):
-                heard[sender] += 1
+            for envelope in server.receive(is_known=node.incarnation.__eq__):
+                heard[envelope.sender] += 1
         assert heard[node.incarnation] == 3_000
         assert PEER_BURST <= heard[stranger.incarnation] < num_sent
     finally:
