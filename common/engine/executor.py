@@ -27,6 +27,8 @@ from common.engine.sampling.grammar import GrammarCompiler, load_compiler
 from common.engine.sampling.penalties import TokenHistory
 from common.engine.sampling.sampler import SamplingRow, prompt_logprobs, sample
 from common.engine.sampling.token_masks import TokenMask
+from common.engine.tensor_parallel.rank_executor import OtherRanks
+from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 from common.errors import ConfigError
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.step_plan import Admit, PageDelta, Row, StepPlan, StepResult
@@ -63,6 +65,7 @@ class TorchExecutor:
 
     Args:
         grammars: compiles the grammars of requests.
+        ranks: compute their parts of ``model`` in every step; None: it is the whole model.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class TorchExecutor:
         *,
         num_slots: int,
         grammars: GrammarCompiler | None = None,
+        ranks: OtherRanks | None = None,
     ) -> None:
         config = model.config
         self._grammars = grammars or GrammarCompiler.refusing("this node was started without a tokenizer")
@@ -86,6 +90,7 @@ class TorchExecutor:
         self.pool = pool
         self.num_slots = num_slots
         self._attention = attention
+        self._ranks = ranks
         self._page_size = pool.layout.page_size
         width = pool.layout.num_pages(config.context_length)
         # The operating system zeroes memory at first use, so that unused rows and columns cost nothing.
@@ -184,7 +189,10 @@ class TorchExecutor:
         sampled = [row for row in rows if row.sample]
         masks = self._begin_masks(sampled)  # on another thread, while the model computes
         with_targets = [row for row in rows if row.targets]
-        keep = torch.from_numpy(_kept_positions(rows, batch.first_new)).to(self.pool.device)
+        kept = _kept_positions(rows, batch.first_new)
+        if self._ranks is not None:
+            self._ranks.begin(arrays, kept)
+        keep = torch.from_numpy(kept).to(self.pool.device)
         hidden = self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), keep)
         chosen, logprobs, errors = self._sample(sampled, hidden[: len(sampled)], masks)
         if not sampled and hidden.is_cuda:  # without sampled tokens the step has not waited for the device yet
@@ -296,12 +304,14 @@ def load_executor(
     page_size: int,
     attention: str = "auto",
     num_threads: int | None = None,
+    ranks: OtherRanks | None = None,
 ) -> TorchExecutor:
     """Load a checkpoint's weights, allocate the KV pool and return an executor over both.
 
     Args:
         num_pages: pages of the KV pool; a function is called once the weights are in memory.
         num_threads: compute threads of the process (torch's OpenMP team); None leaves their number as it is.
+        ranks: have the other parts of the model, of which this process then loads the first; None: it loads all of it.
     Raises:
         ConfigError: the dtype, device or attention backend is unknown, the weights do not match the configuration, or
             the device has too little memory.
@@ -311,8 +321,9 @@ def load_executor(
     place = check_device(device)
     dtype = config.resolve_dtype(dtype)
     attention = resolve_attention(attention, place)
+    shard = WHOLE_MODEL if ranks is None else Shard(0, ranks.num_ranks)
     try:
-        weights = load_weights(config, dtype, place)
+        weights = load_weights(config, dtype, place, shard)
         weights.pack()
         pool = KVPool(config.layout(page_size, dtype), num_pages() if callable(num_pages) else num_pages, place)
     except torch.OutOfMemoryError as error:
@@ -320,9 +331,13 @@ def load_executor(
             f"--device {device} has too little memory for the model and its KV pages: lower --memory-fraction or "
             f"--max-total-tokens ({str(error).splitlines()[0]})"
         ) from error
-    backend = make_attention(attention, pool, config.num_heads)
+    group = None if ranks is None else ranks.join(pool)
+    own = shard.config_of(config)
+    heads = pool if ranks is None else pool.of_heads(shard.kv_heads(config.num_kv_heads))
+    backend = make_attention(attention, heads, own.num_heads)
     grammars = load_compiler(config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
-    return TorchExecutor(Decoder(config, weights), pool, backend, num_slots=num_slots, grammars=grammars)
+    model = Decoder(own, weights, group)
+    return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)
 
 
 def check_device(name: str) -> torch.device:
