@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from common.engine.tensor_parallel.shard import Shard
 from common.errors import BatonError

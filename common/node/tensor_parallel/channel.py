@@ -63,8 +63,8 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, rows: RowArrays, kept: NDArray[np.int64]) -> "Step":
-        arrays = (rows.starts, rows.num_new, rows.page_table, kept)
-        return cls(*(array.tobytes() for array in arrays), page_size=rows.page_size)
+        starts, num_new, page_table = rows.starts.tobytes(), rows.num_new.tobytes(), rows.page_table.tobytes()
+        return cls(starts, num_new, page_table, kept.tobytes(), rows.page_size)
 
     def arrays(self) -> tuple[RowArrays, NDArray[np.int64]]:
         starts, num_new, kept = (

@@ -66,7 +66,7 @@ def _serve(channel: RankChannel, load: Load) -> None:
     assert isinstance(join, Join)
 
     import torch
-    from torch.distributed import FileStore
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     from common.engine.kv_pool import KVPool
     from common.engine.tensor_parallel.group import open_group

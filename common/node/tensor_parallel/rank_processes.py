@@ -103,7 +103,7 @@ class RankProcesses:
         Raises:
             ConfigError: the group cannot be formed.
         """
-        from torch.distributed import FileStore
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
 
         from common.engine.tensor_parallel.group import TIMEOUT_S, RankLostError, open_group
         from common.engine.tensor_parallel.shard import Shard
