@@ -17,10 +17,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from common.engine.tensor_parallel.shard import Shard
 from common.errors import BatonError
 
-#: The longest time that a rank waits for the others within a step. Ranks do equal work, so that they wait much shorter;
-#: a rank that has died is noticed at once.
-TIMEOUT_S = 60.0
-
 
 class RankLostError(BatonError):
     """A rank of this node has ended, or does not answer: the node cannot compute any more."""
@@ -64,11 +60,12 @@ def _named_errors() -> Iterator[None]:
         raise RankLostError(f"a tensor-parallel rank does not answer any more: {line}") from error
 
 
-def open_group(store: Store, shard: Shard, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> RankGroup:
+def open_group(store: Store, shard: Shard, device: torch.device, *, timeout_s: float) -> RankGroup:
     """Form the group; blocks until all ranks have called this.
 
     Args:
         store: shared by the ranks.
+        timeout_s: for the group to form, and for each of its operations.
 
     Raises:
         RankLostError: it does not form within ``timeout_s``.

@@ -1,17 +1,24 @@
-"""Messages between rank 0 and another rank, over a socket pair that the other rank inherits at its start."""
+"""Messages between rank 0 and another rank, over a socket pair that the other rank inherits at its start.
+
+The module does not import torch, which is loaded only after a node's configuration has been accepted.
+"""
 
 import contextlib
 import os
 import socket
 import struct
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from common.config.shared import LogFormat, LogLevel
-from common.engine.batch import RowArrays
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from common.engine.batch import RowArrays
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 2
@@ -50,6 +57,7 @@ class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Rank 0 to another: form the group. With two descriptors: the file of the group's store, and the pool's memory."""
 
     num_pages: int
+    timeout_s: float
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -62,11 +70,16 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     page_size: int
 
     @classmethod
-    def of(cls, rows: RowArrays, kept: NDArray[np.int64]) -> "Step":
+    def of(cls, rows: "RowArrays", kept: "NDArray[np.int64]") -> "Step":
         starts, num_new, page_table = rows.starts.tobytes(), rows.num_new.tobytes(), rows.page_table.tobytes()
         return cls(starts, num_new, page_table, kept.tobytes(), rows.page_size)
 
-    def arrays(self) -> tuple[RowArrays, NDArray[np.int64]]:
+    def arrays(self) -> "tuple[RowArrays, NDArray[np.int64]]":
+        """The rows, and the indices of the tokens that are kept."""
+        import numpy as np
+
+        from common.engine.batch import RowArrays
+
         starts, num_new, kept = (
             np.frombuffer(part, np.int64).copy() for part in (self.starts, self.num_new, self.kept)
         )

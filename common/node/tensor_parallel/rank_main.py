@@ -75,7 +75,7 @@ def _serve(channel: RankChannel, load: Load) -> None:
 
     shard, device = Shard(load.rank, load.num_ranks), torch.device(load.device)
     pool = KVPool(config.layout(load.page_size, load.dtype), join.num_pages, device, fd=memory)
-    group = open_group(FileStore(path_of(store), shard.size), shard, device)
+    group = open_group(FileStore(path_of(store), shard.size), shard, device, timeout_s=join.timeout_s)
     executor = RankExecutor(config, weights, pool, shard=shard, group=group, attention=load.attention)
     gc.collect()
     gc.freeze()

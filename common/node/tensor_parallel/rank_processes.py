@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: The longest time that a rank waits for the others within a step. Ranks do equal work, so that they wait much shorter;
+#: a rank that has died is noticed at once.
+TIMEOUT_S = 60.0
 #: The longest time that a rank may take to end by itself before it is killed.
 END_S = 5.0
 _ROOT = Path(__file__).resolve().parents[3]
@@ -68,10 +71,12 @@ class RankProcesses:
 
     Args:
         num_ranks: including rank 0, which is this process; 1: there are no others.
+        timeout_s: the longest time that a rank waits for another within a step.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, timeout_s: float = TIMEOUT_S) -> None:
         self.num_ranks = num_ranks
+        self._timeout_s = timeout_s
         self._others: list[_RankProcess] = []
         self._watchers: list[threading.Thread] = []
         self._is_closing = False
@@ -105,15 +110,17 @@ class RankProcesses:
         """
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-        from common.engine.tensor_parallel.group import TIMEOUT_S, RankLostError, open_group
+        from common.engine.tensor_parallel.group import RankLostError, open_group
         from common.engine.tensor_parallel.shard import Shard
 
-        store = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)  # a file that cannot be left behind
+        # A file that cannot be left behind. It stays open with the process: the group opens it again when it ends.
+        store = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
         try:
             for other in self._others:
-                other.channel.limit(TIMEOUT_S)
-                other.channel.send(Join(pool.num_pages), [store, pool.fd])
-            return open_group(FileStore(path_of(store), self.num_ranks), Shard(0, self.num_ranks), pool.device)
+                other.channel.limit(self._timeout_s)
+                other.channel.send(Join(pool.num_pages, self._timeout_s), [store, pool.fd])
+            shard, meeting = Shard(0, self.num_ranks), FileStore(path_of(store), self.num_ranks)
+            return open_group(meeting, shard, pool.device, timeout_s=self._timeout_s)
         except (OSError, RankLostError) as error:
             raise ConfigError(
                 f"--tp {self.num_ranks}: the ranks of this node do not find each other: {error}"

@@ -37,7 +37,7 @@ class RankThreads:
         for rank, steps in enumerate(self._steps, start=1):
             self._threads.append(threading.Thread(target=self._run, args=(Shard(rank, self.num_ranks), pool, steps)))
             self._threads[-1].start()
-        return open_group(self._store, Shard(0, self.num_ranks), CPU)
+        return open_group(self._store, Shard(0, self.num_ranks), CPU, timeout_s=60)
 
     def begin(self, rows: RowArrays, kept: NDArray[np.int64]) -> None:
         for steps in self._steps:
@@ -47,7 +47,7 @@ class RankThreads:
         try:
             weights = load_weights(self._config, "float32", CPU, shard)
             weights.pack()
-            group = open_group(self._store, shard, CPU)
+            group = open_group(self._store, shard, CPU, timeout_s=60)
             executor = RankExecutor(self._config, weights, pool, shard=shard, group=group, attention=self._attention)
             while (step := steps.get()) is not None:
                 executor.run(*step)

@@ -18,7 +18,7 @@ def run_ranks(*ranks: Callable[[RankGroup], None]) -> None:
     store = HashStore()
 
     def run(rank: int) -> None:
-        ranks[rank](open_group(store, Shard(rank, len(ranks)), CPU))
+        ranks[rank](open_group(store, Shard(rank, len(ranks)), CPU, timeout_s=60))
 
     others = [threading.Thread(target=run, args=(rank,)) for rank in range(1, len(ranks))]
     for thread in others:
@@ -46,6 +46,16 @@ def test_ranks_add_up_and_hear_rank_0(dtype: torch.dtype) -> None:
 
     run_ranks(rank(0), rank(1), rank(2))
     assert found == [([[111.0] * 3] * 2, [7, 0])] * 3
+
+
+@pytest.mark.cuda
+def test_a_group_on_cuda_works_the_same_way() -> None:
+    """With one rank, since NCCL wants a device for each."""
+    device = torch.device("cuda", 0)
+    group = open_group(HashStore(), Shard(0, 1), device, timeout_s=60)
+    assert group.all_reduce(torch.ones(3, device=device)).tolist() == [1.0] * 3
+    assert group.broadcast(torch.tensor([7], device=device)).tolist() == [7]
+    group.barrier()
 
 
 def test_a_rank_that_does_not_come_is_lost() -> None:

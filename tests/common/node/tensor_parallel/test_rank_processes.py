@@ -73,6 +73,21 @@ def test_a_rank_that_is_killed_ends_the_computation_and_leaves_nothing_behind(tm
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_ends_the_computation(tmp_path: Path) -> None:
+    folder = make_model(tmp_path)
+    with RankProcesses(2, timeout_s=15) as ranks:
+        ranks.start(load_of(folder, 2))
+        executor = executor_of(folder, ranks)
+        [pid] = ranks.pids
+        os.kill(pid, signal.SIGSTOP)
+        driver = Driver(executor)
+        with pytest.raises(RankLostError):
+            driver.finish([driver.start(0, [1, 2, 3])], 1)
+        executor.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_a_rank_that_cannot_load_the_model_refuses_the_start(tmp_path: Path) -> None:
     folder = make_model(tmp_path)
     with RankProcesses(2) as ranks:
