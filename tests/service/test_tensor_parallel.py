@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.service.service import SMALL_MODEL, Service
 START_TIMEOUT_S = 300.0
 LENGTHS = [1, 16, 33, 100]
 MAX_NEW = 12
+NUM_LONG = 80
 
 Prompts = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -66,10 +68,23 @@ async def check_answers(service: Service, prompts: Prompts) -> None:
     assert sum(counters.get("checksum_mismatches", 0) for counters in totals.values()) == 0
 
 
-def check_outputs(exchanges: list[Exchange], prompts: Prompts) -> None:
-    for exchange, (_, expected) in zip(exchanges, prompts, strict=True):
+async def check_outputs(exchanges: list[Exchange], expected: Sequence[Sequence[int]]) -> None:
+    """Waits until the requests have ended, and asserts that their tokens are these."""
+    await asyncio.gather(*(exchange.end() for exchange in exchanges))
+    for exchange in exchanges:
         assert (exchange.status, exchange.error, exchange.is_broken) == (200, None, False)
-        assert tuple(exchange.ids) == expected
+    assert [list(exchange.ids) for exchange in exchanges] == [list(tokens) for tokens in expected]
+
+
+async def kill_rank(service: Service, name: str) -> None:
+    """Kills the other rank of a node, and waits until the node has ended and says why."""
+    [rank] = ranks_of(service, name)
+    process = service.processes.pop(name)
+    os.kill(rank, signal.SIGKILL)
+    assert await asyncio.to_thread(process.wait, 120) == 1
+    [log] = service.logs.glob(f"*-{name}.log")
+    assert "ERROR" in log.read_text()
+    assert "tensor-parallel rank" in log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -95,42 +110,30 @@ async def test_greedy_tokens_do_not_depend_on_the_ranks_of_either_node(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [{"prefill-0": 2, "prefill-1": 1, "decode-0": 2, "decode-1": 1}])
-async def test_a_lost_rank_ends_its_node_and_fails_no_request(
-    tmp_path: Path, prompts: Prompts, ranks: dict[str, int]
-) -> None:
-    """A rank is killed while it computes, then one of an idle node; then a node with its ranks, all at once."""
-    service = serve(tmp_path / "logs", ranks)
+async def test_a_lost_rank_ends_its_node_and_fails_no_request(tmp_path: Path, prompts: Prompts) -> None:
+    """A rank is killed while it computes, and one of an idle node. Then a node is killed, and another one drains."""
+    service = serve(tmp_path / "logs", {"prefill-0": 2, "prefill-1": 1, "decode-0": 2, "decode-1": 1})
     try:
         async with service.client() as client:
             exchanges = [client.begin(prompt, MAX_NEW) for prompt, _ in prompts]
-            for exchange in exchanges:
-                await exchange.has(1)
-            [rank] = ranks_of(service, "decode-0")
-            os.kill(rank, signal.SIGKILL)
-            assert await asyncio.to_thread(service.processes.pop("decode-0").wait, 120) == 1
-            for exchange in exchanges:
-                await exchange.end()
-            check_outputs(exchanges, prompts)
-            assert "tensor-parallel rank" in service.log()
+            await asyncio.gather(*(exchange.has(1) for exchange in exchanges))
+            await kill_rank(service, "decode-0")
+            await check_outputs(exchanges, [expected for _, expected in prompts])
             await client.settled()
-            [rank] = ranks_of(service, "prefill-0")
-            os.kill(rank, signal.SIGKILL)
-            assert await asyncio.to_thread(service.processes.pop("prefill-0").wait, 120) == 1
+            await kill_rank(service, "prefill-0")
             exchanges = [client.begin(prompt, MAX_NEW) for prompt, _ in prompts]
-            for exchange in exchanges:
-                await exchange.end()
-            check_outputs(exchanges, prompts)
+            await check_outputs(exchanges, [expected for _, expected in prompts])
+
+            long = [(await client.generate(prompt, NUM_LONG))["output_ids"] for prompt, _ in prompts]
             service.start("prefill-0", "decode-0")
             await asyncio.to_thread(service.wait_until_ready, START_TIMEOUT_S)
             left = ranks_of(service, "prefill-0") + ranks_of(service, "decode-0")
-            exchanges = [client.begin(prompt, MAX_NEW) for prompt, _ in prompts]
-            for exchange in exchanges:
-                await exchange.has(1)
-            service.kill("prefill-0", "decode-0")
-            for exchange in exchanges:
-                await exchange.end()
-            check_outputs(exchanges, prompts)
+            assert len(left) == 2
+            exchanges = [client.begin(prompt, NUM_LONG) for prompt, _ in prompts]
+            await asyncio.gather(*(exchange.has(1) for exchange in exchanges))
+            service.kill("prefill-0")
+            assert await asyncio.to_thread(service.stop, "decode-0") == 0
+            await check_outputs(exchanges, long)
             await until_gone(left)
             await client.settled()
     finally:
