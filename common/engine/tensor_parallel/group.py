@@ -1,7 +1,7 @@
 """The collective operations of the ranks of one node, over Gloo on CPUs and NCCL on CUDA devices.
 
 The group is built directly from the backend's class, so that nothing global of ``torch.distributed`` is touched, and
-several groups can live in one process. Gloo listens on loopback alone, while the group forms.
+several groups can live in one process. Gloo listens on loopback alone.
 """
 
 from collections.abc import Iterator

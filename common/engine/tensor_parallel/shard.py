@@ -7,7 +7,6 @@ every rank. Rank 0 alone has the projection to the vocabulary, since it alone sa
 
 from dataclasses import dataclass, replace
 
-from common.cache.page_layout import PageLayout
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError
 
@@ -40,10 +39,6 @@ class Shard:
         """Return the KV heads of this rank; where ranks are more than heads, several ranks compute the same one."""
         first = self.rank * num_kv_heads // self.size
         return range(first, first + max(1, num_kv_heads // self.size))
-
-    def layout_of(self, layout: PageLayout) -> PageLayout:
-        """Return the layout of pages that have the KV heads of this rank alone."""
-        return replace(layout, num_kv_heads=len(self.kv_heads(layout.num_kv_heads)))
 
     def part_of(self, whole: tuple[int, ...], own: tuple[int, ...]) -> tuple[slice, ...]:
         """Return where the rank's part of a tensor lies, from the shape of the tensor and that of the part."""

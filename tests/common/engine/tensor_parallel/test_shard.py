@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.reference_models import make_model
 
-from common.cache.page_layout import PageLayout
 from common.engine.models.config import ModelConfig
 from common.engine.models.weights import load_weights
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard, check_divisible
@@ -40,8 +39,6 @@ def test_two_ranks_divide_heads_and_the_intermediate_size(config: ModelConfig) -
 def test_ranks_share_a_kv_head_where_they_are_more(config: ModelConfig) -> None:
     assert Shard(3, 4).config_of(config).num_kv_heads == 1
     assert [Shard(rank, 4).kv_heads(2) for rank in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
-    layout = PageLayout(num_layers=3, num_kv_heads=2, head_dim=32, page_size=16, dtype="float32")
-    assert Shard(3, 4).layout_of(layout) == replace(layout, num_kv_heads=1)
 
 
 @given(st.data())
