@@ -14,6 +14,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "model": ("--model-path",),
     "context_length": ("--max-model-len",),
     "page_size": ("--block-size",),
+    "tp": ("--tensor-parallel-size", "--tp-size"),
     "max_running_requests": ("--max-num-seqs",),
     "disable_radix_cache": ("--no-enable-prefix-caching/--enable-prefix-caching",),
     "transport": ("--disaggregation-transfer-backend",),
@@ -33,7 +34,8 @@ ALWAYS_ON: dict[str, str] = {
 #: Flags of earlier versions, and their present names.
 RENAMED: dict[str, str] = {"--heartbeat-timeout": "--node-timeout", "--gateway-lookahead": "--max-dispatch-ahead"}
 
-_ONE_DEVICE = "a node is one process on one device; leave it out"
+_NO_STAGES = "a node has every layer; give --tp, which divides each layer among several processes, or leave it out"
+_ALL_EXPERTS = "only dense models are served; leave it out"
 _MORE_NODES = "Baton has no data parallelism in a node; start more nodes, with --prefill N and --decode N of serve"
 _NODES_DIAL = "nodes connect to the gateway; start each with --gateway HOST:PORT"
 _AS_STORED = "weights are served as they are stored; leave it out"
@@ -53,9 +55,8 @@ _TEXT_ONLY = "Baton serves text alone; leave it out"
 #: Flags without an equal, and what to do.
 NO_EQUAL: dict[str, str] = {
     # parallelism
-    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), _ONE_DEVICE),
-    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), _ONE_DEVICE),
-    **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep", "--enable-expert-parallel"), _ONE_DEVICE),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), _NO_STAGES),
+    **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep", "--enable-expert-parallel"), _ALL_EXPERTS),
     **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "--enable-dp-attention"), _MORE_NODES),
     **dict.fromkeys(("--dist-init-addr", "--nnodes", "--node-rank"), _NODES_DIAL),
     # prefill and decode on separate nodes

@@ -9,7 +9,7 @@ Groups = Mapping[str, tuple[str, ...]]
 
 SERVING: Groups = {
     "Processes": (
-        "prefill", "decode", "workers", "ready_timeout", "drain_timeout", "name", "device", "threads",
+        "prefill", "decode", "workers", "ready_timeout", "drain_timeout", "name", "device", "tp", "threads",
         "attention_backend",
     ),
     "Model": (

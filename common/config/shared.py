@@ -90,9 +90,18 @@ class EngineOptions:
         " compares this name, or without it a hash of the weight files.",
         metavar="NAME",
     )
+    tp: int = option(
+        1,
+        "Tensor parallelism: number of ranks among which a node divides its model, each a process. It must divide the "
+        "attention heads and the intermediate size, and divide the KV heads or be a multiple of them. On CPUs only so "
+        "far.",
+        minimum=1,
+        maximum=64,
+    )
     threads: int | None = option(
         None,
-        "Compute threads of a node. Without it: one for each core; serve divides the cores among its nodes.",
+        "Compute threads of a node, divided among its ranks. Without it: one for each core; serve divides the cores "
+        "among its nodes.",
         minimum=1,
         maximum=1024,
     )
@@ -190,6 +199,8 @@ def check_engine(config: Any) -> None:
         raise ConfigError(
             "--gpu-direct needs --transport nixl and CUDA: add --transport nixl, and leave out --device cpu"
         )
+    if config.tp > 1 and config.device.startswith("cuda"):
+        raise ConfigError(f"--tp {config.tp}: tensor parallelism runs on CPUs only so far; add --device cpu")
     if config.weight_version is not None and not 0 < len(config.weight_version) <= MAX_WEIGHT_VERSION:
         raise ConfigError(
             f"--weight-version must have 1 to {MAX_WEIGHT_VERSION} characters, not {len(config.weight_version)}"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.engine.attention import make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionBackend
-from common.engine.batch import RowArrays, StepBatch, make_batch
+from common.engine.batch import RowArrays, make_batch
 from common.engine.device_copies import HostCopies, to_device
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
@@ -34,6 +34,8 @@ from common.engine.sampling.logprobs import LogprobTensors, prompt_logprobs
 from common.engine.sampling.penalties import TokenHistory
 from common.engine.sampling.sampler import SamplingRow, sample
 from common.engine.sampling.token_masks import TokenMask
+from common.engine.tensor_parallel.rank_executor import OtherRanks
+from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 from common.errors import ConfigError
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan, StepResult
@@ -92,6 +94,7 @@ class TorchExecutor:
 
     Args:
         grammars: compiles the grammars of requests.
+        ranks: compute their parts of ``model`` in every step; None: it is the whole model.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class TorchExecutor:
         *,
         num_slots: int,
         grammars: GrammarCompiler | None = None,
+        ranks: OtherRanks | None = None,
     ) -> None:
         config = model.config
         self._grammars = grammars or GrammarCompiler.refusing("this node was started without a tokenizer")
@@ -115,6 +119,7 @@ class TorchExecutor:
         self.pool = pool
         self.num_slots = num_slots
         self._attention = attention
+        self._ranks = ranks
         self._page_size = pool.layout.page_size
         width = pool.layout.num_pages(config.context_length)
         # The operating system zeroes memory at first use, so that unused rows and columns cost nothing.
@@ -238,19 +243,21 @@ class TorchExecutor:
     def _hidden_states(self, rows: tuple[Row, ...]) -> Tensor:
         """Return the hidden states of each row that samples, then those of the positions before the rows' targets."""
         self._check(rows)
-        batch = self._batch(rows)
+        arrays = self._arrays(rows)
+        batch = make_batch(arrays, self.pool.device)
         tokens = self._tokens(rows, batch.first_new)
-        keep = to_device(_kept_positions(rows, batch.first_new), self.pool.device)
+        kept = _kept_positions(rows, batch.first_new)
+        if self._ranks is not None:
+            self._ranks.begin(arrays, kept)
+        keep = to_device(kept, self.pool.device)
         return self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), keep)
 
-    def _batch(self, rows: tuple[Row, ...]) -> StepBatch:
+    def _arrays(self, rows: tuple[Row, ...]) -> RowArrays:
         slots = np.array([row.slot for row in rows])
         starts = np.array([row.start for row in rows], np.int64)
         num_new = np.array([row.num_tokens for row in rows], np.int64)
         width = self.pool.layout.num_pages(int((starts + num_new).max()))  # the table is as wide as the context
-        return make_batch(
-            RowArrays(starts, num_new, self._page_table[slots, :width], self._page_size), self.pool.device
-        )
+        return RowArrays(starts, num_new, self._page_table[slots, :width], self._page_size)
 
     def _read_tokens(self) -> None:
         """Append the tokens of earlier steps to the slots whose next tokens depend on them; waits for these steps."""
@@ -354,12 +361,14 @@ def load_executor(
     page_size: int,
     attention: str = "auto",
     num_threads: int | None = None,
+    ranks: OtherRanks | None = None,
 ) -> TorchExecutor:
     """Load a checkpoint's weights, allocate the KV pool and return an executor over both.
 
     Args:
         num_pages: pages of the KV pool; a function is called once the weights are in memory.
         num_threads: compute threads of the process (torch's OpenMP team); None leaves their number as it is.
+        ranks: have the other parts of the model, of which this process then loads the first; None: it loads all of it.
     Raises:
         ConfigError: the dtype, device or attention backend is unknown, the weights do not match the configuration, or
             the device has too little memory.
@@ -369,8 +378,9 @@ def load_executor(
     place = check_device(device)
     dtype = config.resolve_dtype(dtype)
     attention = resolve_attention(attention, place)
+    shard = WHOLE_MODEL if ranks is None else Shard(0, ranks.num_ranks)
     try:
-        weights = load_weights(config, dtype, place)
+        weights = load_weights(config, dtype, place, shard)
         weights.pack()
         pool = KVPool(config.layout(page_size, dtype), num_pages() if callable(num_pages) else num_pages, place)
     except torch.OutOfMemoryError as error:
@@ -378,9 +388,13 @@ def load_executor(
             f"--device {device} has too little memory for the model and its KV pages: lower --memory-fraction or "
             f"--max-total-tokens ({str(error).splitlines()[0]})"
         ) from error
-    backend = make_attention(attention, pool, config.num_heads)
+    group = None if ranks is None else ranks.join(pool)
+    own = shard.config_of(config)
+    heads = pool if ranks is None else pool.of_heads(shard.kv_heads(config.num_kv_heads))
+    backend = make_attention(attention, heads, own.num_heads)
     grammars = load_compiler(config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
-    return TorchExecutor(Decoder(config, weights), pool, backend, num_slots=num_slots, grammars=grammars)
+    model = Decoder(own, weights, group)
+    return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)
 
 
 def check_device(name: str) -> torch.device:

@@ -173,6 +173,11 @@ class EngineThread:
             raise result
         return result
 
+    def fail(self, error: Exception) -> None:
+        """Have ``take`` raise this error, which ends the node; safe on any thread."""
+        self._results.put(error)
+        self._notify()
+
     def close(self) -> None:
         """Stop after the submitted steps, but wait for each thread two seconds at most; it ends with the process."""
         self._plans.put(None)

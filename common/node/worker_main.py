@@ -18,7 +18,7 @@ from common.cache.page_allocator import PageAllocator
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.config.shared import Role as RoleName
-from common.errors import ConfigError
+from common.errors import BatonError, ConfigError
 from common.logs import configure_logging
 from common.node.endpoint import ControlEndpoint, open_endpoint
 from common.node.engine_thread import EngineThread
@@ -27,6 +27,7 @@ from common.node.loading.memory_plan import Capacity
 from common.node.loading.model_loading import load_model
 from common.node.monitoring.http_server import listen
 from common.node.profiler import Profiler
+from common.node.tensor_parallel.rank_processes import RankProcesses
 from common.node.worker_context import WorkerContext, make_cache
 from common.plugins import load_policy
 from common.scheduling.policies.factory import NEED_CACHE
@@ -53,6 +54,9 @@ def run(config: NodeConfig, factories: Mapping[RoleName, RoleFactory]) -> int:
     except ConfigError as error:
         log.error("%s", error)
         return 2
+    except BatonError as error:  # a rank was lost before the node served
+        log.error("%s", error)
+        return 1
     finally:
         if writer is not None:
             writer.close()
@@ -97,19 +101,21 @@ def _serve_model(
     http: socket.socket | None,
 ) -> int:
     profiler = Profiler(Path(config.profile_dir), config.node_name) if config.profile_dir else None
-    model, executor, capacity = load_model(config)
-    worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
-    has_overlap = executor.is_asynchronous and not config.disable_overlap_schedule
-    engine = EngineThread(executor, profiler, max_outstanding=2 if has_overlap else 1)
-    node = LoadedNode(model, engine, factories, http, drain_timeout_s=config.drain_timeout)
-    signal.signal(signal.SIGTERM, lambda *_: node.drain())
-    signal.signal(signal.SIGINT, lambda *_: node.stop())
-    gc.collect()
-    gc.freeze()  # weights and modules stay; the collector need not visit them again
-    try:
-        return node.serve(worker, endpoint)
-    finally:
-        engine.close()
+    with RankProcesses(config.tp) as ranks:
+        model, executor, capacity = load_model(config, ranks)
+        worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
+        has_overlap = executor.is_asynchronous and not config.disable_overlap_schedule
+        engine = EngineThread(executor, profiler, max_outstanding=2 if has_overlap else 1)
+        ranks.watch(engine.fail)
+        node = LoadedNode(model, engine, factories, http, drain_timeout_s=config.drain_timeout)
+        signal.signal(signal.SIGTERM, lambda *_: node.drain())
+        signal.signal(signal.SIGINT, lambda *_: node.stop())
+        gc.collect()
+        gc.freeze()  # weights and modules stay; the collector need not visit them again
+        try:
+            return node.serve(worker, endpoint)
+        finally:
+            engine.close()
 
 
 def _worker_context(

@@ -14,6 +14,7 @@ from common.engine.attention.protocol import StepAttention
 from common.engine.models.config import ModelConfig
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
+from common.engine.tensor_parallel.group import RankGroup
 
 
 @dataclass(slots=True)
@@ -32,23 +33,28 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """Weights of a model. ``head`` shares the embedding's storage if the model ties the two."""
+    """Weights of a model.
+
+    Attributes:
+        head: shares the embedding's storage if the model ties the two; None on ranks that do not sample.
+    """
 
     embedding: Tensor
     layers: list[LayerWeights]
     norm: Tensor
-    head: Linear
+    head: Linear | None
 
     def pack(self) -> None:
         """Repack every matrix for this machine, one at a time, so that peak memory is one extra matrix."""
         for layer in self.layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 linear.pack()
-        self.head.pack(keep_weight=self.head.weight is self.embedding)
+        if self.head is not None:
+            self.head.pack(keep_weight=self.head.weight is self.embedding)
 
 
 def allocate_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, has_head: bool = True
 ) -> tuple[DecoderWeights, dict[str, Tensor]]:
     """Return uninitialised weights, and for each tensor of a checkpoint, by name, the part of them that it fills."""
     parts: dict[str, Tensor] = {}
@@ -86,21 +92,35 @@ def allocate_weights(
             down=merged(base + "mlp.", {"down_proj": hidden}, wide, config.has_mlp_bias),
         )
 
+    def projection() -> Linear | None:
+        if not has_head:
+            return None
+        tied = embedding if config.is_tied else plain("lm_head.weight", config.vocab_size, config.hidden_size)
+        return Linear(tied)
+
     embedding = plain("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     weights = DecoderWeights(
         embedding=embedding,
         layers=[layer(index) for index in range(config.num_layers)],
         norm=plain("model.norm.weight", config.hidden_size),
-        head=Linear(embedding if config.is_tied else plain("lm_head.weight", config.vocab_size, config.hidden_size)),
+        head=projection(),
     )
     return weights, parts
 
 
 class Decoder:
-    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+    """A model, or one rank's part of it.
+
+    Args:
+        config: of the part.
+        group: the ranks that compute the parts of every layer together; None: there is one part, the whole model.
+    """
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, group: RankGroup | None = None) -> None:
         device = weights.embedding.device
         self.config = config
         self.weights = weights
+        self._group = group
         self._eps = config.rms_norm_eps
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self._ops: Operations = make_operations(config, device)
@@ -109,11 +129,14 @@ class Decoder:
         """Run all layers on ``tokens`` ``[N]`` at ``positions`` ``[N]`` and write their KV.
 
         Args:
+            tokens: on ranks other than 0, memory for the tokens of rank 0.
             attention: writes new KV into the pool and reads cached KV from it.
             keep: ``[K]`` int64, indices of the tokens to return; the last feed-forward layer skips all others.
         Returns:
             ``[K, hidden]``, before the last norm.
         """
+        if self._group is not None:
+            tokens = self._group.broadcast(tokens)
         x = F.embedding(tokens, self.weights.embedding)
         rotary = rotations(positions, self._frequencies, self.config.rope.attention_factor)
         delta: Tensor | None = None
@@ -123,16 +146,23 @@ class Decoder:
             if index + 1 == len(self.weights.layers):
                 x, attended = x[keep], attended[keep]
                 if len(keep) == 0:
+                    if self._group is not None:  # other ranks may still write KV of the last layer
+                        self._group.barrier()
                     return x
-            normed = self._ops.add_rms_norm(x, layer.o(attended), layer.post_norm, self._eps)
-            delta = layer.down(self._ops.silu_and_multiply(layer.gate_up(normed)))
+            normed = self._ops.add_rms_norm(x, self._sum(layer.o(attended)), layer.post_norm, self._eps)
+            delta = self._sum(layer.down(self._ops.silu_and_multiply(layer.gate_up(normed))))
         assert delta is not None
         return x + delta
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states ``[rows, hidden]`` to float32 logits ``[rows, vocab]``."""
+        assert self.weights.head is not None, "only rank 0 has the projection to the vocabulary"
         normed = self._ops.add_rms_norm(hidden, None, self.weights.norm, self._eps)
         return self.weights.head(normed, torch.float32)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Return the sum of what all ranks have computed."""
+        return x if self._group is None else self._group.all_reduce(x)
 
     def _qkv(self, layer: LayerWeights, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Return rotated queries ``[N, heads, head_dim]``, and rotated keys and values ``[N, kv_heads, head_dim]``."""

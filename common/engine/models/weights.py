@@ -5,7 +5,6 @@ A tensor that is missing, unexpected or of the wrong shape is an error, since th
 
 import logging
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from common.engine.kv_pool import TORCH_DTYPES
 from common.engine.models.checkpoint import StoredTensor, stored_tensors
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import DecoderWeights, allocate_weights
+from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 from common.errors import ConfigError
 from common.reminder import Reminder
 
@@ -25,21 +25,27 @@ log = logging.getLogger(__name__)
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".masked_bias")
 
 
-def load_weights(config: ModelConfig, dtype: str, device: torch.device) -> DecoderWeights:
+def load_weights(config: ModelConfig, dtype: str, device: torch.device, shard: Shard = WHOLE_MODEL) -> DecoderWeights:
     """Load the checkpoint in ``config.folder`` onto ``device``, converted to ``dtype`` (a resolved name).
+
+    Args:
+        shard: the part to load, which is copied straight from the mapped file.
 
     Raises:
         ConfigError: a tensor is missing, unexpected, unreadable or of the wrong shape; the message names it.
     """
-    weights, parts = allocate_weights(config, TORCH_DTYPES[dtype], device)
+    _, whole = allocate_weights(config, TORCH_DTYPES[dtype], torch.device("meta"))
+    own = shard.config_of(config)
+    weights, parts = allocate_weights(own, TORCH_DTYPES[dtype], device, has_head=shard.rank == 0)
     stored = stored_tensors(config.folder)
     if config.is_tied:
         stored.pop("lm_head.weight", None)  # a copy of the embedding that some exporters add
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith(_IGNORED_ENDINGS)}
-    _check(parts, stored, config.folder)
-    progress = _Progress(len(stored))
-    for file in dict.fromkeys(tensor.file for tensor in stored.values()):
-        _copy(file, [name for name, tensor in stored.items() if tensor.file == file], parts, progress)
+    _check(whole, stored, config.folder)
+    progress = _Progress(len(parts))
+    for file in dict.fromkeys(stored[name].file for name in parts):
+        some = {name: part for name, part in parts.items() if stored[name].file == file}
+        _copy(file, some, shard, progress)
     return weights
 
 
@@ -79,11 +85,18 @@ def _some(names: list[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + rest
 
 
-def _copy(file: Path, names: Iterable[str], parts: dict[str, Tensor], progress: _Progress) -> None:
+def _copy(file: Path, parts: dict[str, Tensor], shard: Shard, progress: _Progress) -> None:
     try:
         with safe_open(file, framework="pt") as reader:
-            for name in names:
-                parts[name].copy_(reader.get_tensor(name))
+            for name, part in sorted(parts.items()):
+                stored = reader.get_slice(name)
+                whole, own = tuple(stored.get_shape()), tuple(part.shape)
+                if not shard.has(name):
+                    part.zero_()
+                elif whole == own:
+                    part.copy_(reader.get_tensor(name))  # faster than a slice that is all of it
+                else:
+                    part.copy_(stored[shard.part_of(whole, own)])
                 progress.add_one()
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from error

@@ -12,6 +12,8 @@ from common.config.node import NodeConfig
 from common.errors import ConfigError
 from common.model_folder import find_checkpoint
 from common.node.loading.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
+from common.node.tensor_parallel.channel import Load
+from common.node.tensor_parallel.rank_processes import RankProcesses
 
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor
@@ -29,8 +31,11 @@ SHAPE_CACHE = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "
 POPULATE_S = 3.0
 
 
-def load_model(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
+def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
     """Load the model and make the KV pool.
+
+    Args:
+        ranks: not started yet; they load the other parts of the model if there is more than one.
 
     Raises:
         ConfigError: the model cannot be loaded, or its KV pool does not fit.
@@ -46,6 +51,8 @@ def load_model(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacit
     model = ModelConfig.load(config.model, revision=config.revision)
     model = replace(model, weight_version=config.weight_version or fingerprint(weight_files(model.folder)))
     device = pick_device(config.device)
+    if config.tp > 1:
+        check_ranks(model, config.tp, device)
     layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
     capacity = plan_capacity(
         config,
@@ -55,9 +62,16 @@ def load_model(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacit
         crossover_tokens=model.crossover_tokens,
     )
 
-    num_pages = pages_of(config, layout, capacity.num_pages, device)
-    num_pages()  # refuse a pool that can never fit before the weights are read
+    num_fitting = pages_of(config, layout, capacity.num_pages, device)
+    num_fitting()  # refuse a pool that can never fit before the weights are read
     from common.engine.executor import load_executor  # loads torch
+
+    num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.tp)
+    ranks.start(_load_message(config, model, device, num_threads))
+
+    def num_pages() -> int:
+        ranks.wait_until_loaded()
+        return num_fitting()
 
     executor = load_executor(
         model,
@@ -67,13 +81,47 @@ def load_model(config: NodeConfig) -> "tuple[ModelConfig, TorchExecutor, Capacit
         num_pages=num_pages,
         page_size=config.page_size,
         attention=config.attention_backend,
-        num_threads=config.threads or len(os.sched_getaffinity(0)),
+        num_threads=num_threads,
+        ranks=ranks if config.tp > 1 else None,
     )
     _populate(executor.pool)
     executor.warm_up()
     num_pages_made = executor.pool.num_pages
     capacity = replace(capacity, num_pages=num_pages_made, num_slots=min(capacity.num_slots, num_pages_made))
     return model, executor, capacity
+
+
+def check_ranks(model: "ModelConfig", num_ranks: int, device: str) -> None:
+    """Refuse a ``--tp`` that this model or this device does not allow.
+
+    Raises:
+        ConfigError: names the reason.
+    """
+    from common.engine.tensor_parallel.shard import check_divisible
+
+    if device != "cpu":
+        raise ConfigError(f"--tp {num_ranks}: tensor parallelism runs on CPUs only so far; add --device cpu")
+    check_divisible(model, num_ranks)
+
+
+def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_threads: int) -> Load:
+    import torch
+
+    from common.engine.attention import resolve_attention
+
+    return Load(
+        rank=0,
+        num_ranks=config.tp,
+        name=config.node_name,
+        folder=str(model.folder),
+        device=device,
+        dtype=model.resolve_dtype(config.dtype),
+        attention=resolve_attention(config.attention_backend, torch.device(device)),
+        page_size=config.page_size,
+        num_threads=num_threads,
+        log_level=config.log_level,
+        log_format=config.log_format,
+    )
 
 
 def pages_of(config: NodeConfig, layout: PageLayout, planned: int, device: str) -> Callable[[], int]:

@@ -47,6 +47,7 @@ def test_a_translation_names_only_options_that_exist(flag: str) -> None:
         (["--model-path", "org/model"], "model", "org/model"),
         (["--max-model-len=4096"], "context_length", 4096),
         (["--block-size", "32"], "page_size", 32),
+        (["--tensor-parallel-size", "2"], "tp", 2),
         (["--max-num-seqs", "8"], "max_running_requests", 8),
         (["--no-enable-prefix-caching"], "disable_radix_cache", True),
         (["--disable-radix-cache", "--enable-prefix-caching"], "disable_radix_cache", False),

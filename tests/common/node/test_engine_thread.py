@@ -170,3 +170,12 @@ def test_grammars_are_handed_over_with_a_wake_up_unless_they_were_dropped() -> N
     thread.compile_grammar("late")
     thread.close()
     engine.grammars["late"].set_result(None)  # wakes nothing
+
+
+def test_an_error_from_another_thread_is_raised_by_take() -> None:
+    thread = EngineThread(Engine())
+    thread.fail(ValueError("a rank is lost"))
+    assert is_readable(thread)
+    with pytest.raises(ValueError, match="a rank is lost"):
+        thread.take()
+    thread.close()

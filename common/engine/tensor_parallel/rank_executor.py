@@ -1,0 +1,83 @@
+"""How rank 0 has a step computed by the other ranks, and how they compute it.
+
+Rank 0 has the executor: it alone knows requests, samples, and moves pages. In each step it sends the other ranks the
+rows as integers, and then all ranks run their part of the model together. The other ranks hold no state of requests;
+the ids of the tokens, of which some were sampled a step ago and never left the device, come to them by a broadcast.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.engine.attention import make_attention
+from common.engine.batch import RowArrays, make_batch
+from common.engine.kv_pool import KVPool
+from common.engine.models.config import ModelConfig
+from common.engine.models.decoder import Decoder, DecoderWeights
+from common.engine.tensor_parallel.group import RankGroup
+from common.engine.tensor_parallel.shard import Shard
+
+
+class OtherRanks(Protocol):
+    """The other ranks of a node, as rank 0 sees them.
+
+    Attributes:
+        num_ranks: including rank 0.
+    """
+
+    num_ranks: int
+
+    def join(self, pool: KVPool) -> RankGroup:
+        """Give the other ranks the node's pool, and form the group with them; they have loaded their weights by then.
+
+        Raises:
+            ConfigError: the group cannot be formed.
+        """
+        ...
+
+    def begin(self, rows: RowArrays, kept: NDArray[np.int64]) -> None:
+        """Have the other ranks compute a step.
+
+        Args:
+            kept: indices of the tokens whose hidden states are wanted, as for ``Decoder.hidden_states``.
+        Raises:
+            RankLostError: one of them does not answer.
+        """
+        ...
+
+
+class RankExecutor:
+    """Computes the steps of rank 0 on another rank.
+
+    Args:
+        config: of the whole model.
+        weights: of this rank.
+        pool: of the node, with all KV heads.
+        attention: resolved name of the backend.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        pool: KVPool,
+        *,
+        shard: Shard,
+        group: RankGroup,
+        attention: str,
+    ) -> None:
+        own = shard.config_of(config)
+        heads = pool.of_heads(shard.kv_heads(config.num_kv_heads))
+        self._model = Decoder(own, weights, group)
+        self._attention = make_attention(attention, heads, own.num_heads)
+        self._device = pool.device
+
+    @torch.inference_mode()
+    def run(self, rows: RowArrays, kept: NDArray[np.int64]) -> None:
+        """Compute this rank's part of a step. Its KV is in the pool when rank 0 is done with the step."""
+        batch = make_batch(rows, self._device)
+        tokens = torch.empty(batch.num_tokens, dtype=torch.int64, device=self._device)
+        keep = torch.from_numpy(kept).to(self._device)
+        self._model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), keep)

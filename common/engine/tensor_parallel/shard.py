@@ -1,0 +1,72 @@
+"""Which part of a model, of its tensors and of its KV heads one rank has. Arithmetic only.
+
+Queries, keys, values, gate and up are divided by their outputs, so that a rank computes whole heads; the matrices after
+them (o and down) by their inputs, so that the sum over all ranks is the result. Norms and the embedding are whole on
+every rank. Rank 0 alone has the projection to the vocabulary, since it alone samples.
+"""
+
+from dataclasses import dataclass, replace
+
+from common.engine.models.config import ModelConfig
+from common.errors import ConfigError
+
+#: Added to sums over all ranks, so that one rank alone may have them.
+_SUMMED_BIASES = ("o_proj.bias", "down_proj.bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of one rank. Without ranks there is one shard, which is the whole model."""
+
+    rank: int = 0
+    size: int = 1
+
+    def config_of(self, config: ModelConfig) -> ModelConfig:
+        """Return the configuration of the smaller model that this rank computes.
+
+        Raises:
+            ConfigError: the model cannot be divided among so many ranks.
+        """
+        check_divisible(config, self.size)
+        return replace(
+            config,
+            num_heads=config.num_heads // self.size,
+            num_kv_heads=max(1, config.num_kv_heads // self.size),
+            intermediate_size=config.intermediate_size // self.size,
+        )
+
+    def kv_heads(self, num_kv_heads: int) -> range:
+        """Return the KV heads of this rank; where ranks are more than heads, several ranks compute the same one."""
+        first = self.rank * num_kv_heads // self.size
+        return range(first, first + max(1, num_kv_heads // self.size))
+
+    def part_of(self, whole: tuple[int, ...], own: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return where the rank's part of a tensor lies, from the shape of the tensor and that of the part."""
+        found = []
+        for length, part in zip(whole, own, strict=True):
+            index = self.rank * (length // part) // self.size
+            found.append(slice(index * part, (index + 1) * part))
+        return tuple(found)
+
+    def has(self, name: str) -> bool:
+        """Whether this rank adds the tensor of this name, or leaves that to rank 0."""
+        return self.rank == 0 or not name.endswith(_SUMMED_BIASES)
+
+
+WHOLE_MODEL = Shard()
+
+
+def check_divisible(config: ModelConfig, num_ranks: int) -> None:
+    """Refuse a number of ranks among which this model cannot be divided.
+
+    Raises:
+        ConfigError: names the number of heads, or the width, that is not divisible.
+    """
+    for what, number in (("attention heads", config.num_heads), ("intermediate size", config.intermediate_size)):
+        if number % num_ranks:
+            raise ConfigError(f"--tp {num_ranks}: {what} {number} of {config.folder.name} cannot be divided by it")
+    if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:
+        raise ConfigError(
+            f"--tp {num_ranks}: it must divide the {config.num_kv_heads} KV heads of {config.folder.name}, or be a "
+            "multiple of them"
+        )

@@ -1,0 +1,141 @@
+"""Messages between rank 0 and another rank, over a socket pair that the other rank inherits at its start.
+
+The module does not import torch, which is loaded only after a node's configuration has been accepted.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from common.config.shared import LogFormat, LogLevel
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from common.engine.batch import RowArrays
+
+_LENGTH = struct.Struct("<Q")
+_MAX_FDS = 2
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Rank 0 to another: load your part of the model.
+
+    Attributes:
+        name: of the rank, in its log.
+        folder: with the checkpoint.
+        attention: resolved name of the backend.
+        page_size: tokens of a page.
+    """
+
+    rank: int
+    num_ranks: int
+    name: str
+    folder: str
+    device: str
+    dtype: str
+    attention: str
+    page_size: int
+    num_threads: int
+    log_level: LogLevel
+    log_format: LogFormat
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Answers ``Load``. ``problem``: why it has failed; empty if it has not."""
+
+    problem: str = ""
+
+
+class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Rank 0 to another: form the group. With two descriptors: the file of the group's store, and the pool's memory."""
+
+    num_pages: int
+    timeout_s: float
+
+
+class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Rank 0 to another: compute a step. The arrays of ``RowArrays`` as bytes, and the tokens that are kept."""
+
+    starts: bytes
+    num_new: bytes
+    page_table: bytes
+    kept: bytes
+    page_size: int
+
+    @classmethod
+    def of(cls, rows: "RowArrays", kept: "NDArray[np.int64]") -> "Step":
+        starts, num_new, page_table = rows.starts.tobytes(), rows.num_new.tobytes(), rows.page_table.tobytes()
+        return cls(starts, num_new, page_table, kept.tobytes(), rows.page_size)
+
+    def arrays(self) -> "tuple[RowArrays, NDArray[np.int64]]":
+        """The rows, and the indices of the tokens that are kept."""
+        import numpy as np
+
+        from common.engine.batch import RowArrays
+
+        starts, num_new, kept = (
+            np.frombuffer(part, np.int64).copy() for part in (self.starts, self.num_new, self.kept)
+        )
+        page_table = np.frombuffer(self.page_table, np.int32).copy().reshape(len(starts), -1)
+        return RowArrays(starts, num_new, page_table, self.page_size), kept
+
+
+RankMessage = Load | Loaded | Join | Step
+
+
+class RankChannel:
+    """One end of a socket pair. Both ends are processes of one node, so that what comes is as we wrote it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(RankMessage)
+
+    def limit(self, timeout_s: float) -> None:
+        """Let a send or a receipt fail with a ``TimeoutError`` that takes longer than this."""
+        self._connection.settimeout(timeout_s)
+
+    def send(self, message: RankMessage, descriptors: Sequence[int] = ()) -> None:
+        frame = self._encoder.encode(message)
+        socket.send_fds(self._connection, [_LENGTH.pack(len(frame))], descriptors)
+        self._connection.sendall(frame)
+
+    def receive(self) -> tuple[RankMessage, list[int]]:
+        """The next message, and the descriptors that came with it.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
+        header, descriptors, _, _ = socket.recv_fds(self._connection, _LENGTH.size, _MAX_FDS, flags)
+        if len(header) < _LENGTH.size:
+            raise EOFError
+        frame = bytearray(_LENGTH.unpack(header)[0])
+        at = 0
+        with memoryview(frame) as left:
+            while at < len(frame):
+                if not (count := self._connection.recv_into(left[at:])):
+                    raise EOFError
+                at += count
+        return self._decoder.decode(frame), descriptors
+
+    def shut(self) -> None:
+        """End the connection for both ends; the other one receives ``EOFError``. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def path_of(descriptor: int) -> str:
+    """A path at which this process can open the file of a descriptor of its own."""
+    assert os.fstat(descriptor)
+    return f"/proc/self/fd/{descriptor}"

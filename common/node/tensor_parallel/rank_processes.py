@@ -1,0 +1,173 @@
+"""The other ranks of a node as processes, which rank 0 starts, watches and ends."""
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from common.errors import ConfigError
+from common.node.tensor_parallel.channel import Join, Load, Loaded, RankChannel, Step, path_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from common.engine.batch import RowArrays
+    from common.engine.kv_pool import KVPool
+    from common.engine.tensor_parallel.group import RankGroup
+
+log = logging.getLogger(__name__)
+
+#: The longest time that a rank waits for the others within a step. Ranks do equal work, so that they wait much shorter;
+#: a rank that has died is noticed at once.
+TIMEOUT_S = 60.0
+#: The longest time that a rank may take to end by itself before it is killed.
+END_S = 5.0
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+class _RankProcess:
+    """One other rank."""
+
+    def __init__(self, load: Load) -> None:
+        self.rank = load.rank
+        ours, theirs = socket.socketpair()
+        self.channel = RankChannel(ours)
+        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+        with theirs:
+            # A new interpreter: a fork would inherit the threads of OpenMP in no usable state. Its own process group:
+            # Ctrl-C ends rank 0, which ends the others when its requests are over.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "common.node.tensor_parallel.rank_main", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                process_group=0,
+            )
+        with contextlib.suppress(ConnectionError):  # it has ended already, as ``wait_until_loaded`` will notice
+            self.channel.send(load)
+
+    def wait_until_loaded(self) -> None:
+        """Raises ConfigError: it cannot load its part of the model."""
+        try:
+            answer, _ = self.channel.receive()
+        except (EOFError, ConnectionError) as error:
+            raise ConfigError(f"--tp: rank {self.rank} of this node ended while it loaded the model") from error
+        assert isinstance(answer, Loaded)
+        if answer.problem:
+            raise ConfigError(f"--tp: rank {self.rank} of this node cannot load the model: {answer.problem}")
+
+
+class RankProcesses:
+    """``OtherRanks`` in processes of their own. A context: at its end, all of them have ended.
+
+    Args:
+        num_ranks: including rank 0, which is this process; 1: there are no others.
+        timeout_s: the longest time that a rank waits for another within a step.
+    """
+
+    def __init__(self, num_ranks: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._others: list[_RankProcess] = []
+        self._watchers: list[threading.Thread] = []
+        self._is_closing = False
+
+    def __enter__(self) -> "RankProcesses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        return [other.process.pid for other in self._others]
+
+    def start(self, load: Load) -> None:
+        """Start the processes, which begin to load their parts; ``load`` is that of rank 0."""
+        for rank in range(1, self.num_ranks):
+            own = msgspec.structs.replace(load, rank=rank, name=f"{load.name}/rank-{rank}")
+            self._others.append(_RankProcess(own))
+
+    def wait_until_loaded(self) -> None:
+        """Raises ConfigError: one of them cannot load its part of the model."""
+        for other in self._others:
+            other.wait_until_loaded()
+
+    def join(self, pool: "KVPool") -> "RankGroup":
+        """As ``OtherRanks.join``. Call ``wait_until_loaded`` first.
+
+        Raises:
+            ConfigError: the group cannot be formed.
+        """
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+        from common.engine.tensor_parallel.group import RankLostError, open_group
+        from common.engine.tensor_parallel.shard import Shard
+
+        # A file that cannot be left behind. It stays open with the process: the group opens it again when it ends.
+        store = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
+        try:
+            for other in self._others:
+                other.channel.limit(self._timeout_s)
+                other.channel.send(Join(pool.num_pages, self._timeout_s), [store, pool.fd])
+            shard, meeting = Shard(0, self.num_ranks), FileStore(path_of(store), self.num_ranks)
+            return open_group(meeting, shard, pool.device, timeout_s=self._timeout_s)
+        except (OSError, RankLostError) as error:
+            raise ConfigError(
+                f"--tp {self.num_ranks}: the ranks of this node do not find each other: {error}"
+            ) from error
+        finally:
+            os.close(store)
+
+    def begin(self, rows: "RowArrays", kept: "NDArray[np.int64]") -> None:
+        """As ``OtherRanks.begin``."""
+        from common.engine.tensor_parallel.group import RankLostError
+
+        step = Step.of(rows, kept)
+        for other in self._others:
+            try:
+                other.channel.send(step)
+            except OSError as error:
+                raise RankLostError(
+                    f"tensor-parallel rank {other.rank} of this node takes no steps: {error}"
+                ) from error
+
+    def watch(self, on_lost: Callable[[Exception], None]) -> None:
+        """Report a rank that ends before ``close``; ``on_lost`` is called in another thread."""
+        for other in self._others:
+            thread = threading.Thread(target=self._watch, args=(other, on_lost), name="rank-watcher", daemon=True)
+            self._watchers.append(thread)
+            thread.start()
+
+    def _watch(self, other: _RankProcess, on_lost: Callable[[Exception], None]) -> None:
+        from common.engine.tensor_parallel.group import RankLostError
+
+        status = other.process.wait()
+        if not self._is_closing:
+            on_lost(RankLostError(f"tensor-parallel rank {other.rank} of this node has ended with status {status}"))
+
+    def close(self) -> None:
+        """End the other ranks, and wait for that. Idempotent."""
+        self._is_closing = True
+        for other in self._others:
+            other.channel.shut()
+        for other in self._others:
+            try:
+                other.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                log.warning("rank %d does not end and is killed", other.rank)
+                other.process.kill()
+                other.process.wait()
+            other.channel.close()
+        for thread in self._watchers:
+            thread.join()
+        self._others, self._watchers = [], []

@@ -1,0 +1,64 @@
+"""The other ranks of a tensor-parallel executor, as threads of the test's process."""
+
+import queue
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from common.engine.attention import resolve_attention
+from common.engine.batch import RowArrays
+from common.engine.kv_pool import KVPool
+from common.engine.models.config import ModelConfig
+from common.engine.models.weights import load_weights
+from common.engine.tensor_parallel.group import RankGroup, open_group
+from common.engine.tensor_parallel.rank_executor import RankExecutor
+from common.engine.tensor_parallel.shard import Shard
+
+CPU = torch.device("cpu")
+
+
+class RankThreads:
+    """``OtherRanks`` in this process. ``close`` ends the threads, and raises what one of them raised."""
+
+    def __init__(self, config: ModelConfig, num_ranks: int, attention: str = "auto") -> None:
+        self.num_ranks = num_ranks
+        self._config = config
+        self._attention = resolve_attention(attention, CPU)
+        self._store = HashStore()
+        self._steps: list[queue.Queue[Any]] = [queue.Queue() for _ in range(1, num_ranks)]
+        self._threads: list[threading.Thread] = []
+        self._errors: list[BaseException] = []
+
+    def join(self, pool: KVPool) -> RankGroup:
+        for rank, steps in enumerate(self._steps, start=1):
+            self._threads.append(threading.Thread(target=self._run, args=(Shard(rank, self.num_ranks), pool, steps)))
+            self._threads[-1].start()
+        return open_group(self._store, Shard(0, self.num_ranks), CPU, timeout_s=60)
+
+    def begin(self, rows: RowArrays, kept: NDArray[np.int64]) -> None:
+        for steps in self._steps:
+            steps.put((rows, kept))
+
+    def _run(self, shard: Shard, pool: KVPool, steps: "queue.Queue[Any]") -> None:
+        try:
+            weights = load_weights(self._config, "float32", CPU, shard)
+            weights.pack()
+            group = open_group(self._store, shard, CPU, timeout_s=60)
+            executor = RankExecutor(self._config, weights, pool, shard=shard, group=group, attention=self._attention)
+            while (step := steps.get()) is not None:
+                executor.run(*step)
+        except BaseException as error:
+            self._errors.append(error)
+
+    def close(self) -> None:
+        for steps in self._steps:
+            steps.put(None)
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        for error in self._errors:
+            raise error
