@@ -125,7 +125,7 @@ class DecodeRole:
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
         elif isinstance(message, PrefillNodes):
-            self._peers.name(message.nodes)
+            self._peers.name(message.nodes, now)
             self._dial_prefill_nodes(now)
         elif isinstance(message, GetDecisions):
             self.outbox.gateway.append(decisions_message(self._scheduler.decisions, message, now))
@@ -266,7 +266,7 @@ class DecodeRole:
         """Connect to the prefill nodes that the gateway names, and hang up from others that nothing uses any more."""
         for peer in self._peers.due(now):
             self._dial(peer, now)
-        for incarnation in self._peers.unnamed():
+        for incarnation in self._peers.unnamed(now):
             if not self._receiver.has_transfers(incarnation) and not self._scheduler.waiting_for(incarnation):
                 self._drop_peer(incarnation, "the gateway no longer knows the prefill node", now)
 
