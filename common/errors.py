@@ -28,6 +28,7 @@ class ErrorCode(StrEnum):
     POOL_TOO_SMALL = "pool_too_small", 400
     NOT_SUPPORTED = "not_supported", 400
     IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused", 422
+    TAKEN_OVER = "taken_over", 409
     QUEUE_FULL = "queue_full", 429
     NO_ROUTE = "no_route", 503
     NODE_LOST = "node_lost", 502
@@ -37,6 +38,18 @@ class ErrorCode(StrEnum):
     ABORTED = "aborted", 499
     SHUTTING_DOWN = "shutting_down", 503
     INTERNAL = "internal", 500
+
+
+#: Codes with which a node reports that an attempt ended without the fault of the request: the gateway tries it again.
+RECOVERABLE = frozenset(
+    {
+        ErrorCode.NODE_LOST,
+        ErrorCode.TRANSFER_FAILED,
+        ErrorCode.SHUTTING_DOWN,
+        ErrorCode.QUEUE_FULL,
+        ErrorCode.INTERNAL,
+    }
+)
 
 
 class BatonError(Exception):

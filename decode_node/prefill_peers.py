@@ -2,7 +2,8 @@
 
 The gateway names all prefill nodes that may send pages; they are dialled at once. One that a request names is dialled
 too. A named node that was lost, or did not answer, is dialled again after a pause that doubles with each loss; until it
-answers, its pair has a problem. A node that is no longer named is let go when nothing uses it.
+answers, its pair has a problem. A node that is no longer named is let go after a grace, when nothing uses it: a gateway
+that has just started names the nodes one after another, as they register.
 """
 
 from collections.abc import Iterable
@@ -14,6 +15,8 @@ from common.wire.messages import PairState, Peer
 ANSWER_S = 10.0
 #: Pause before a lost node is dialled again; it doubles up to the limit.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
+#: How long a node that is no longer named stays connected.
+UNNAMED_S = 60.0
 
 
 @dataclass(slots=True)
@@ -26,6 +29,7 @@ class PrefillPeer:
         problem: why it was lost last; empty once it has answered.
         dial_at: when to dial it, if it is not dialled.
         num_losses: in a row, without an answer in between.
+        named_until: when the gateway stopped to name it, or it was dialled for a request.
     """
 
     peer: Peer
@@ -34,6 +38,7 @@ class PrefillPeer:
     problem: str = ""
     dial_at: float = 0.0
     num_losses: int = 0
+    named_until: float = 0.0
 
 
 class PrefillPeers:
@@ -43,8 +48,10 @@ class PrefillPeers:
         self._peers: dict[str, PrefillPeer] = {}
         self._named: dict[str, None] | None = None  # None: the gateway has named none yet
 
-    def name(self, nodes: Iterable[Peer]) -> None:
+    def name(self, nodes: Iterable[Peer], now: float) -> None:
         """Take the prefill nodes that the gateway names; they are all that it knows."""
+        for incarnation in self._named or ():
+            self._peers[incarnation].named_until = now
         self._named = {}
         for peer in nodes:
             self._named[peer.incarnation] = None
@@ -57,7 +64,7 @@ class PrefillPeers:
         one = self._peers.setdefault(peer.incarnation, PrefillPeer(peer))
         if one.is_dialled:
             return False
-        one.is_dialled, one.answer_by = True, now + ANSWER_S
+        one.is_dialled, one.answer_by, one.named_until = True, now + ANSWER_S, now
         return True
 
     def answered(self, incarnation: str) -> None:
@@ -86,11 +93,13 @@ class PrefillPeers:
         """The nodes that have not answered in time."""
         return [key for key, one in self._peers.items() if one.answer_by is not None and one.answer_by <= now]
 
-    def unnamed(self) -> list[str]:
-        """The nodes with a connection that the gateway no longer names."""
+    def unnamed(self, now: float) -> list[str]:
+        """The nodes with a connection that the gateway has not named for long."""
         if self._named is None:
             return []
-        return [key for key, one in self._peers.items() if one.is_dialled and key not in self._named]
+        since = now - UNNAMED_S
+        others = [(key, one) for key, one in self._peers.items() if key not in self._named]
+        return [key for key, one in others if one.is_dialled and one.named_until <= since]
 
     def problems(self, transport: str) -> list[PairState]:
         """The nodes that were lost and have not answered since, as pairs of this transport that cannot transfer."""

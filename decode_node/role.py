@@ -10,7 +10,7 @@ from typing import Any
 
 from common.cache.page_allocator import Owner
 from common.cache.radix_cache import RadixCache
-from common.errors import ErrorCode, RequestError
+from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.node.gateways.outbox import Outbox
 from common.node.monitoring.request_stats import ABORT, ERROR, RequestStats
 from common.node.planned_chunks import PlannedChunks
@@ -55,11 +55,13 @@ from kv_transfer.transfer_stats import sums
 
 #: Monotonic totals of the role itself. ``granted_tokens`` counts the tokens of prompts that a prefill node computed,
 #: ``pages_cached`` the pages of them that were in this node's cache and therefore not granted.
-#: ``continued_requests`` counts those of the ``requests`` that continue the output of an earlier attempt.
+#: ``continued_requests`` counts those of the ``requests`` that continue the output of an earlier attempt,
+#: ``interrupted_requests`` those whose attempt has ended here though they have not: the gateway continues them.
 COUNTERS = (
     "requests",
     "continued_requests",
     "failed_requests",
+    "interrupted_requests",
     "steps",
     "transfers",
     "granted_tokens",
@@ -112,17 +114,7 @@ class DecodeRole:
             for sample in message.samples():
                 self._generate(sample, now)
         elif isinstance(message, Abort):
-            key = self._moves.request_of((message.rid, message.attempt))
-            request = self._scheduler.requests.get(key)
-            if request is not None and not self._moves.is_sending(key):
-                self._report_stages(request, now)
-            if request is not None and not self._moves.is_sending(key) and message.reason != "aborted":
-                if message.reason == "stopped":
-                    self.stats.finished(request, "stop", now)
-                self._end(key)
-            else:
-                self._abort(key)
-            report_missed_deadline(self._scheduler.policy, request, now)
+            self._abort(message, now)
         elif isinstance(message, Move):
             self._stop_to_move(message, now)
         elif isinstance(message, Reprioritize):
@@ -133,7 +125,7 @@ class DecodeRole:
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
         elif isinstance(message, PrefillNodes):
-            self._peers.name(message.nodes)
+            self._peers.name(message.nodes, now)
             self._dial_prefill_nodes(now)
         elif isinstance(message, GetDecisions):
             self.outbox.gateway.append(decisions_message(self._scheduler.decisions, message, now))
@@ -274,7 +266,7 @@ class DecodeRole:
         """Connect to the prefill nodes that the gateway names, and hang up from others that nothing uses any more."""
         for peer in self._peers.due(now):
             self._dial(peer, now)
-        for incarnation in self._peers.unnamed():
+        for incarnation in self._peers.unnamed(now):
             if not self._receiver.has_transfers(incarnation) and not self._scheduler.waiting_for(incarnation):
                 self._drop_peer(incarnation, "the gateway no longer knows the prefill node", now)
 
@@ -307,6 +299,7 @@ class DecodeRole:
         self._output.flush(request, now)
         self._report_stages(request, now)
         self._output.forget(request.key)
+        self._totals["interrupted_requests"] += 1
         self.outbox.gateway.append(Moved(*request.key, len(request.output)))
         self._scheduler.decisions.note(now, request.rid, "move", "after {} tokens", request.num_tokens)
 
@@ -392,12 +385,22 @@ class DecodeRole:
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
-    def _abort(self, key: RequestKey) -> None:
+    def _abort(self, message: Abort, now: float) -> None:
+        """End an attempt that the gateway needs no more."""
+        key = self._moves.request_of((message.rid, message.attempt))
+        request = self._scheduler.requests.get(key)
         if self._moves.is_sending(key):
             self._moves.end(key, "aborted", "the gateway ended it", ErrorCode.ABORTED)
-        elif key in self._scheduler.requests:
-            self.stats.ended(ABORT)
+        elif request is not None:
+            self._report_stages(request, now)
+            if message.reason == "aborted":
+                self.stats.ended(ABORT)
+            elif message.reason == "stopped":
+                self.stats.finished(request, "stop", now)
+            elif message.reason == "continued":
+                self._totals["interrupted_requests"] += 1
             self._end(key)
+        report_missed_deadline(self._scheduler.policy, request, now)
 
     def _end(self, key: RequestKey) -> None:
         """End a request that was aborted or failed: give everything back, and call off a transfer in progress."""
@@ -425,8 +428,13 @@ class DecodeRole:
         self._output.report_unfinished(request, now, is_local=self._scheduler.source(request.key) is None)
 
     def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
-        self._totals["failed_requests"] += 1
-        self.stats.ended(ERROR)
+        if code is ErrorCode.ABORTED:
+            self.stats.ended(ABORT)  # the prefill node has heard of it first
+        elif code in RECOVERABLE:
+            self._totals["interrupted_requests"] += 1
+        else:
+            self._totals["failed_requests"] += 1
+            self.stats.ended(ERROR)
         self.outbox.gateway.append(Failed(*key, code, message))
 
     # ---- state ------------------------------------------------------------------------------------------------------

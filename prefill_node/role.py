@@ -10,7 +10,7 @@ from typing import Any
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
-from common.errors import ErrorCode, RequestError
+from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.node.gateways.outbox import Outbox
 from common.node.monitoring.request_stats import RequestStats
 from common.node.planned_chunks import PlannedChunks
@@ -50,10 +50,12 @@ from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted
 #: Monotonic totals of the role itself. ``prompt_tokens`` counts the prompts whose first token was sampled here, and
 #: ``prompt_tokens_cached`` what of them was in the cache. ``overlapped_transfers`` counts those ``chunked_requests`` of
 #: which the first page was delivered before the last chunk began. ``resumes`` counts those of which only tokens were
-#: computed that had been computed before; ``requests`` does not.
+#: computed that had been computed before; ``requests`` does not. ``interrupted_requests`` counts those whose attempt
+#: has ended here though they have not: the gateway continues them.
 COUNTERS = (
     "requests",
     "failed_requests",
+    "interrupted_requests",
     "steps",
     "prompt_tokens",
     "prompt_tokens_computed",
@@ -105,7 +107,8 @@ class PrefillRole:
             request = self._scheduler.requests.get(key)
             if request is not None:
                 self._report_stages(request, now)
-            self._end(key, "aborted", "the gateway ended it")
+            if self._end(key, "aborted", "the gateway ended it") and message.reason == "continued":
+                self._totals["interrupted_requests"] += 1
             report_missed_deadline(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)
@@ -288,7 +291,7 @@ class PrefillRole:
             )
 
     def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
-        self._totals["failed_requests"] += 1
+        self._totals["interrupted_requests" if code in RECOVERABLE else "failed_requests"] += 1
         self.outbox.gateway.append(Failed(*key, code, message))
 
     # ---- state ------------------------------------------------------------------------------------------------------

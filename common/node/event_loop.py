@@ -32,6 +32,7 @@ from common.wire.messages import (
     Deregister,
     Done,
     Drain,
+    EndReason,
     Failed,
     Find,
     Found,
@@ -340,7 +341,7 @@ class EventLoop:
             self._on_request(sender, message, now)
         elif isinstance(message, Registered):
             link.on_registered(message)
-            self._end_requests(self._owners.reclaim(sender), now)
+            self._end_requests(self._owners.reclaim(sender), now, "continued")
             self._next_heartbeat_at = now
             if self._departure is not None:
                 self._departure.registered()
@@ -357,7 +358,7 @@ class EventLoop:
             link.send(Done(number=message.number))
             self._begin_drain(message.timeout_s, now)
         elif isinstance(message, Unknown):
-            self._end_requests(self._owners.reclaim(sender), now)
+            self._end_requests(self._owners.reclaim(sender), now, "continued")
             link.register()
         elif isinstance(message, Refused):
             self._on_refused(link, message.reason)
@@ -407,10 +408,10 @@ class EventLoop:
         if self._credit is not None:
             self._credit.leave(gateway)
 
-    def _end_requests(self, keys: Sequence[RequestKey], now: float) -> None:
-        """End requests that no gateway wants any more."""
+    def _end_requests(self, keys: Sequence[RequestKey], now: float, reason: EndReason = "aborted") -> None:
+        """End requests that no gateway wants any more here."""
         for rid, attempt in keys:
-            self._role.on_gateway(Abort(rid, attempt), now)
+            self._role.on_gateway(Abort(rid, attempt, reason), now)
 
     def _find(self, message: Find, now: float) -> tuple[KeptOutput, ...]:
         """Outputs that another gateway continues. They end here, and the gateway that had them is told."""
@@ -422,9 +423,9 @@ class EventLoop:
             (rid, attempt), owned = found
             outputs.append(KeptOutput(digest, owned.output, owned.finish))
             if owned.ended_at is None and not owned.finish:
-                self._end_requests([(rid, attempt)], now)
+                self._end_requests([(rid, attempt)], now, "continued")
                 reason = "another gateway goes on with the request, since its client has asked there again"
-                self._role.outbox.gateway.append(Failed(rid, attempt, ErrorCode.ABORTED, reason))
+                self._role.outbox.gateway.append(Failed(rid, attempt, ErrorCode.TAKEN_OVER, reason))
         return tuple(outputs)
 
     def _send_to_owners(self, messages: Sequence[Message]) -> None:

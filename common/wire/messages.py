@@ -30,6 +30,7 @@ Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
 Role = Literal["prefill", "decode"]
 Coverage = Literal["off", "sampled", "all"]  # which pages travel with a checksum
+EndReason = Literal["aborted", "stopped", "finished", "continued"]  # why an attempt ends
 PublicKey = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]  # of CURVE; empty without keys
 
 MAX_SECONDS = 1e10
@@ -333,8 +334,9 @@ class Abort(RequestMessage, frozen=True, tag="abort"):
     """gateway -> both nodes: end this attempt, since the client left, has all it needs, or the other node failed."""
 
     #: ``finished``: the prefill node has sampled the last token, and counts the request. ``stopped``: the gateway has
-    #: found a stop string, and the decode node counts the request as one that has stopped.
-    reason: Literal["aborted", "stopped", "finished"] = "aborted"
+    #: found a stop string, and the decode node counts the request as one that has stopped. ``continued``: the request
+    #: has not ended, and another attempt follows.
+    reason: EndReason = "aborted"
 
 
 class Reprioritize(RequestMessage, frozen=True, tag="reprioritize"):
@@ -401,7 +403,6 @@ class Failed(RequestMessage, frozen=True, tag="failed"):
 
     code: ErrorCode
     message: Text
-    retry_after_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Find(Message, frozen=True, tag="find"):

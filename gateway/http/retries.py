@@ -6,7 +6,7 @@ nodes are asked for its outputs so far, which are then continued like those of a
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.clock import Clock
@@ -31,7 +31,7 @@ class AnswerReader:
     """The answer of one HTTP request, which its task writes."""
 
     events: OutputEvents
-    task: "asyncio.Task[Any] | None"
+    task: "asyncio.Task[Any] | None" = field(default_factory=asyncio.current_task)
 
     def wake(self, stream: OutputStream) -> None:
         self.events.wake(stream)
@@ -71,7 +71,7 @@ class Retries:
         request = self._store.find(identity, self._clock.now())
         if request is not None:
             self._metrics.retried(request.streams[0].request.model, is_ended=request.is_ended)
-            previous = request.attach(AnswerReader(events, asyncio.current_task()))
+            previous = request.attach(AnswerReader(events))
             if isinstance(previous, AnswerReader):
                 previous.end()
         return request
@@ -97,7 +97,7 @@ class Retries:
 
     def begin(self, identity: RequestIdentity, answer_id: str, events: OutputEvents) -> KeyedRequest:
         """A new request with a key, for the answer of this task."""
-        return self._store.begin(identity, answer_id, AnswerReader(events, asyncio.current_task()))
+        return self._store.begin(identity, answer_id, AnswerReader(events))
 
     def add(self, request: KeyedRequest, streams: list[OutputStream]) -> None:
         """Makes a request known by its key, once its outputs are sent."""

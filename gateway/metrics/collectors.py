@@ -9,11 +9,10 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from common.errors import ErrorCode, RequestError
+from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.metrics.node_series import NodeState, node_families
 from common.metrics.series import LabelledCounter, LabelledHistogram
 from gateway.metrics.queue_metrics import SECONDS, QueueMetrics
-from gateway.requests.attempts.recovery import RECOVERABLE
 from gateway.requests.output_processor import TIMINGS, OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker

@@ -21,7 +21,7 @@ import msgspec
 
 from common.clock import Clock
 from common.decision_log import DecisionLog
-from common.errors import ErrorCode, RequestError
+from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.request import Request
 from common.wire.messages import (
     Abort,
@@ -45,7 +45,7 @@ from gateway.requests.attempts.further_attempts import (
     end_by_loss,
 )
 from gateway.requests.attempts.moves import Moves
-from gateway.requests.attempts.recovery import RECOVERABLE, AttemptEnd
+from gateway.requests.attempts.recovery import AttemptEnd
 from gateway.requests.attempts.trials import begin_trial, end_trial, has_passed_trial
 from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, request_of
 from gateway.requests.input.generate_request import GenerateRequest
@@ -473,7 +473,11 @@ class Dispatcher:
         now, rid = self._clock.now(), flight.stream.request.rid
         backoff_s = self._further.attempt_ended(flight, end, now)
         if isinstance(backoff_s, RequestError):
-            self._fail(flight, backoff_s)
+            error = backoff_s
+            if error.code is ErrorCode.QUEUE_FULL:
+                retry_after_s = self._retry_after_s(flight.pool, now)
+                error = RequestError(error.code, error.message, retry_after_s=retry_after_s)
+            self._fail(flight, error)
             return
         self._release_nodes(flight, flight.pair)
         wait_s = self._further.wait(flight, backoff_s, now)
@@ -568,6 +572,8 @@ class Dispatcher:
         if flight is None:
             return
         flight.failed_at = sender
+        if message.code is ErrorCode.ABORTED:  # by the node that sends the pages, and not on our behalf: it has lost us
+            message = msgspec.structs.replace(message, code=ErrorCode.TRANSFER_FAILED)
         if message.code in RECOVERABLE:
             self._recover(flight, end_by_failure(flight, sender, message, self._clock.now()))
             return

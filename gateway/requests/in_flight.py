@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from common.request import Request
-from common.wire.messages import Failed, Moved, Spans, Tokens
+from common.wire.messages import EndReason, Failed, Moved, Spans, Tokens
 from gateway.requests.attempts.recovery import Recovery
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
@@ -63,21 +63,19 @@ class InFlightRequest:
         return len(self.stream.ids) > max(self.num_continued, 1)
 
     @property
-    def is_ended_by_node(self) -> bool:
-        """A node has sampled the last token; the gateway itself finds stop strings."""
-        return bool(self.stream.finish) and not isinstance(self.stream.matched, str)
-
-    @property
-    def end_reason(self) -> Literal["aborted", "stopped", "finished"]:
+    def end_reason(self) -> EndReason:
         """Why nodes are told to end the attempt."""
-        if not self.stream.finish:
-            return "aborted"
-        return "finished" if self.is_ended_by_node else "stopped"
+        stream = self.stream
+        if not stream.is_ended:
+            return "continued"
+        if stream.is_ended_by_node:
+            return "finished"
+        return "stopped" if stream.finish else "aborted"
 
     def nodes_to_tell(self, pair: WorkerPair) -> Sequence[str]:
         """Nodes that may not know that the request has ended."""
         stream = self.stream
-        if self.is_ended_by_node:
+        if stream.is_ended_by_node:
             is_ended_by_prefill = pair.prefill is not None and len(stream.ids) <= 1
             return (pair.decode,) if is_ended_by_prefill and pair.decode else ()  # it may still wait for pages
         return [node for node in pair.nodes if node != self.failed_at]

@@ -87,6 +87,8 @@ class OutputStream:
             index of the first of these tokens, and the index behind the last.
         prompt_logprobs: of the prompt, from ``sampling.prompt_logprobs_from`` on; set with the first token.
         finish: "stop" or "length" after a normal end.
+        is_ended_by_node: a node has sampled the last token, and counts the output as finished. Otherwise the output
+            has failed, or ends with a stop string, which only the gateway finds.
         matched: the token id or stop string that ended it.
         is_local_prefill: the decode node computes the prompt too.
         attempt: nodes know the output by this number and its rid.
@@ -112,6 +114,7 @@ class OutputStream:
     text_spans: list[tuple[int, int, int]] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish: str = ""
+    is_ended_by_node: bool = False
     matched: int | str | None = None
     error: RequestError | None = None
     is_local_prefill: bool = False
@@ -218,6 +221,7 @@ class OutputStream:
             self.ids += message.tokens
             self.logprobs += message.logprobs
             return
+        self.is_ended_by_node = bool(message.finish)
         if self.request.is_prompt_only:
             self._finish("length", now)
             return

@@ -4,25 +4,25 @@ from support.cluster.fake_engine import expected_output
 from support.cluster.local_cluster import LocalCluster, Member, assert_all_pages_are_released, prompt_of, sampling
 
 from common.wire.messages import Connect, Generate, PairState, Peer, PrefillNodes
-from decode_node.prefill_peers import ANSWER_S, FIRST_PAUSE_S, MAX_PAUSE_S, PrefillPeers
+from decode_node.prefill_peers import ANSWER_S, FIRST_PAUSE_S, MAX_PAUSE_S, UNNAMED_S, PrefillPeers
 
 A, B = Peer("a", "a" * 32, "host:1"), Peer("b", "b" * 32, "host:2")
 
 
 def test_named_nodes_are_dialled_once() -> None:
     peers = PrefillPeers()
-    peers.name([A, B])
+    peers.name([A, B], 0.0)
     assert peers.due(0.0) == [A, B]
     assert [peers.dial(A, 0.0), peers.dial(A, 0.0)] == [True, False]
     assert peers.due(0.0) == [B]
-    peers.name([A, B])
+    peers.name([A, B], 0.0)
     assert peers.due(0.0) == [B]
     assert peers.overdue(ANSWER_S) == [A.incarnation]
 
 
 def test_a_lost_node_is_dialled_again_after_pauses_that_double() -> None:
     peers, now = PrefillPeers(), 0.0
-    peers.name([A])
+    peers.name([A], 0.0)
     for pause_s in (FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S):
         peers.dial(A, now)
         assert peers.lost(A.incarnation, "it is silent", now)
@@ -56,19 +56,31 @@ def test_a_node_that_does_not_answer_is_overdue() -> None:
 def test_a_node_that_only_a_request_named_is_forgotten_when_it_is_lost() -> None:
     peers = PrefillPeers()
     peers.dial(A, 0.0)
-    assert peers.unnamed() == [], "the gateway has named none yet"
-    peers.name([B])
-    assert peers.unnamed() == [A.incarnation]
+    assert peers.unnamed(1e9) == [], "the gateway has named none yet"
+    peers.name([B], 0.0)
+    assert peers.unnamed(UNNAMED_S) == [A.incarnation]
     assert peers.lost(A.incarnation, "it is silent", 0.0)
     assert (peers.due(1e9), peers.problems("tcp")) == ([B], [])
 
 
+def test_a_node_that_is_no_longer_named_stays_connected_for_a_grace() -> None:
+    peers = PrefillPeers()
+    peers.name([A, B], 0.0)
+    for peer in (A, B):
+        peers.dial(peer, 0.0)
+        peers.answered(peer.incarnation)
+    peers.name([], 100.0)  # a new gateway, at which no prefill node has registered yet
+    assert peers.unnamed(100.0 + UNNAMED_S - 0.01) == []
+    peers.name([A], 101.0)
+    assert (peers.due(101.0), peers.unnamed(100.0 + UNNAMED_S)) == ([], [B.incarnation])
+
+
 def test_a_lost_node_that_is_no_longer_named_is_forgotten() -> None:
     peers = PrefillPeers()
-    peers.name([A])
+    peers.name([A], 0.0)
     peers.dial(A, 0.0)
     peers.lost(A.incarnation, "it is silent", 0.0)
-    peers.name([])
+    peers.name([], 0.0)
     assert (peers.due(1e9), peers.problems("tcp")) == ([], [])
 
 
@@ -93,7 +105,7 @@ def test_a_decode_node_offers_its_pool_to_named_nodes_before_the_first_request()
     assert [(pair.incarnation, pair.problem) for pair in decode.role.pairs()] == [(m.name, "") for m in prefill]
 
 
-def test_a_decode_node_hangs_up_from_a_node_that_is_no_longer_named_once_its_transfers_are_over() -> None:
+def test_a_decode_node_hangs_up_from_a_node_that_has_not_been_named_for_long_and_has_no_transfers() -> None:
     cluster = LocalCluster(num_prefill=2, chunk_tokens=16, latency=3)
     [decode], [first, second] = cluster.decode, cluster.prefill
     cluster.tell(decode, named(first, second))
@@ -104,8 +116,10 @@ def test_a_decode_node_hangs_up_from_a_node_that_is_no_longer_named_once_its_tra
     assert paired_with(decode) == [first.name, second.name], "a transfer is in progress"
     cluster.run()
     assert answer.output == expected_output(prompt_of(64), 20)
-    assert paired_with(decode) == [second.name]
+    assert paired_with(decode) == [first.name, second.name], "it may be named again soon"
+    cluster.clock.advance(UNNAMED_S)
     cluster.settle()
+    assert paired_with(decode) == [second.name]
     assert_all_pages_are_released(cluster)
 
 

@@ -13,7 +13,7 @@ from support.service.service import Service, running
 
 NUM_TOKENS = 200
 #: Every transport that works on any machine; the prefill node of every pair writes, and so does a draining decode node.
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "tcp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nixl", "gloo")))
 
 
 async def expected_ids(client: Client, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[tuple[int, ...]]:

@@ -98,7 +98,7 @@ class RequestStats:
         self.end_to_end.add(now - request.arrived_at)
         self.decode.add(now - (request.first_token_at or now))
         self.prompt_tokens.add(len(request.prompt))
-        self.output_tokens.add(len(request.output))
+        self.output_tokens.add(max(len(request.output), 1))  # the first token may still be on its way here
         self.max_tokens.add(request.sampling.max_new_tokens)
 
     def ended(self, reason: str) -> None:

@@ -17,7 +17,7 @@ from gateway.workers.pool import WorkerPool
 from gateway.workers.router import WorkerPair
 
 #: How the last attempt ended at an output that another gateway has begun.
-TAKEN_OVER = AttemptEnd(ErrorCode.ABORTED, "another gateway has begun the output")
+TAKEN_OVER = AttemptEnd(ErrorCode.TAKEN_OVER, "another gateway has begun the output")
 
 
 class FurtherAttempts:
@@ -97,7 +97,6 @@ def end_by_failure(flight: InFlightRequest, sender: str, message: Failed, now: f
         flight.is_probe = False
     elif message.code is ErrorCode.SHUTTING_DOWN:
         registry.begin_drain(sender)  # its own message may come after this one
-    retry_after_s = (message.retry_after_s or 1.0) if message.code is ErrorCode.QUEUE_FULL else None
     return AttemptEnd(
         message.code,
         message.message,
@@ -106,7 +105,6 @@ def end_by_failure(flight: InFlightRequest, sender: str, message: Failed, now: f
         is_loss=message.code is ErrorCode.INTERNAL,
         reported=cause if message.code is ErrorCode.NODE_LOST else "",
         began_at=flight.began_at,
-        retry_after_s=retry_after_s,
     )
 
 

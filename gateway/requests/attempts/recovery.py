@@ -13,6 +13,8 @@ before it ended:
 - Attempts are in a row if fewer than ``NUM_PROGRESS`` output tokens came between them: a request that kills its nodes
   does so again where it continues.
 - A request that has got no further token for the whole recovery timeout ends.
+- A request that a full node refuses is tried again likewise, since ``Admission`` has accepted it. It waits as in the
+  gateway's own queue, before all requests that have not been sent.
 """
 
 from dataclasses import dataclass
@@ -24,16 +26,6 @@ NUM_LOSSES = 2
 NUM_PROGRESS = 8
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 
-#: Codes with which a node reports that an attempt ended without the fault of the request.
-RECOVERABLE = frozenset(
-    {
-        ErrorCode.NODE_LOST,
-        ErrorCode.TRANSFER_FAILED,
-        ErrorCode.SHUTTING_DOWN,
-        ErrorCode.QUEUE_FULL,
-        ErrorCode.INTERNAL,
-    }
-)
 #: Those after which the cause is known to be gone: the node takes no more requests.
 GONE = frozenset({ErrorCode.SHUTTING_DOWN})
 
@@ -48,7 +40,6 @@ class AttemptEnd(NamedTuple):
         is_loss: it counts towards the suspicion that the request kills its nodes.
         reported: incarnation of a node that another node calls lost; empty for none.
         began_at: when the attempt was sent.
-        retry_after_s: what a node that was full said.
     """
 
     code: ErrorCode
@@ -59,7 +50,6 @@ class AttemptEnd(NamedTuple):
     is_loss: bool = False
     reported: str = ""
     began_at: float = 0.0
-    retry_after_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +132,7 @@ class Recovery:
             return RequestError(ErrorCode.NODE_LOST, f"{message} itself, so the request is not tried again")
         if now - self.since > timeout_s:
             message = f"{self.last.message}; no attempt came further within --recovery-timeout {timeout_s:g} s"
-            return RequestError(self.last.code, message, retry_after_s=self.last.retry_after_s)
+            return RequestError(self.last.code, message)
         return None
 
     def expired(self, now: float, *, timeout_s: float, lacking: str) -> RequestError | None:

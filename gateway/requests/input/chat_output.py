@@ -13,6 +13,7 @@ from gateway.requests.input.structured_output import check_depth
 from gateway.text.output_formats import ModelFormats, ReasoningFormat, ToolFormat
 from gateway.text.output_parser import FirstCallParser, OutputFormat, OutputParser, TextParser, Tool
 from gateway.text.tokenizer import Tokenizer
+from gateway.text.tool_parsers.grammar import with_layout
 
 _START = re.compile(r"^start:", re.MULTILINE)
 
@@ -83,7 +84,8 @@ def _thinking_budget(body: ChatCompletionRequest, formats: ModelFormats) -> int 
         message = "the gateway does not know how this model writes its reasoning; start it with --reasoning-parser"
         raise refuse(message, name, ErrorCode.NOT_SUPPORTED)
     if budget is not None and _covers_reasoning(formats):
-        raise refuse("not supported for the format of this model; use reasoning_effort", name, ErrorCode.NOT_SUPPORTED)
+        message = "this model may reason in several messages, so that no sequence of tokens ends its reasoning for good"
+        raise refuse(f"{message}; use reasoning_effort", name, ErrorCode.NOT_SUPPORTED)
     return budget
 
 
@@ -131,26 +133,24 @@ def _grammar(
         return calls(chosen, required=True)
     if structure.grammar:
         if tool_format.covers_reasoning:
-            return tool_format.answer_grammar(_json_rule(structure), tools, token_ids=markers)
-        return _either(calls(tools, required=True), structure) if tools else structure.grammar
+            return tool_format.answer_grammar(answer_rule(structure.grammar), tools, token_ids=markers)
+        return calls_or_answer(calls(tools, required=True), structure.grammar) if tools else structure.grammar
     if any(tool.is_strict for tool in tools):
         return calls(tools, required=False)
     return ""
 
 
-def _either(calls: str, structure: ChatOutput) -> str:
-    """A grammar of calls or of an answer in JSON, in Lark."""
-    rules = _START.sub("either_calls:", calls)
-    return f"start: either_calls | either_answer\neither_answer: {_json_rule(structure)}\n{rules}"
+def calls_or_answer(calls: str, answer: str) -> str:
+    """A grammar of outputs that follow one of two grammars, in Lark."""
+    rules, rule = _START.sub("either_calls:", calls), answer_rule(answer)
+    rule = with_layout(rule) if rule.startswith("%json ") else rule
+    return f"start: either_calls | either_answer\neither_answer: {rule}\n{rules}"
 
 
-def _json_rule(structure: ChatOutput) -> str:
-    """The body of a grammar's only rule. Raises RequestError if it has others, which may have the names of ours."""
-    rule = structure.grammar.removeprefix("start: ")
-    if "\n" in rule or not rule.startswith("%json "):
-        message = "cannot be combined with the format of this model's calls; use a JSON schema"
-        raise refuse(message, structure.param, ErrorCode.NOT_SUPPORTED)
-    return rule
+def answer_rule(grammar: str) -> str:
+    """The body of a rule for what follows a grammar, which is nested, so that its names are its own."""
+    rule = grammar.removeprefix("start: ")
+    return rule if rule.startswith("%json ") and "\n" not in rule else f"%lark {{\n{grammar}\n}}"
 
 
 def _covers_reasoning(formats: ModelFormats) -> bool:

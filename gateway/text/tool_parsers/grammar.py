@@ -42,6 +42,32 @@ def json_value(schema: Any, *, is_strict: bool) -> str:
     return "%json " + json.dumps({"allOf": [schema], "x-guidance": options})
 
 
+def with_layout(rule: str) -> str:
+    """The rule of a JSON value, with the separators of arguments unless its schema says otherwise.
+
+    Where an answer in JSON and a call may both begin, they must consist of the same lexemes: llguidance reads the
+    longest one that may come, and does not take it back.
+    """
+    schema = json.loads(rule.removeprefix("%json "))
+    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
+    if "whitespace_pattern" not in options:
+        return rule
+    others = {name: value for name, value in options.items() if name != "whitespace_pattern"}
+    return "%json " + json.dumps({**schema, "x-guidance": {**others, **_LAYOUT}})
+
+
+def bare_calls(tools: Sequence[Tool], arguments_key: str, *, parallel: bool, separator: str) -> list[str]:
+    """The rule ``start`` for calls that are JSON objects without a marker, made of the lexemes of any JSON."""
+    more = f" ({literal(separator)} object){{0,{MAX_CALLS - 1}}}" if parallel else ""
+    rules = [f"start: LEAD? object{more}", LEAD, f"object: {alternatives('object', len(tools))}"]
+    for i, tool in enumerate(tools):
+        name = json.dumps(tool.name, ensure_ascii=False)
+        lexemes = ("{", '"name"', ": ", name, ", ", f'"{arguments_key}"', ": ")
+        rules.append(f"object_{i}: {' '.join(map(literal, lexemes))} arguments_{i} {literal('}')}")
+        rules.append(f"arguments_{i}: {arguments(tool, required=True)}")
+    return rules
+
+
 def arguments(tool: Tool, *, required: bool) -> str:
     """The JSON object of a tool's arguments: any object for a tool that is neither strict nor required."""
     if not (tool.is_strict or required):

@@ -50,14 +50,13 @@ class Llama3JsonFormat(ToolFormat):
         self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int] | None = None
     ) -> str:
         """Calls without the tag; unless ``required``, they may stand behind it, too."""
+        if required:
+            return "\n".join(grammar.bare_calls(tools, "parameters", parallel=parallel, separator="; "))
         heads = grammar.object_heads(tools, "parameters")
         rules = grammar.calls_at_start(heads, opening="", separator="; ", closing="", parallel=parallel)
-        if required:
-            rules.append("start: calls")
-        else:
-            names = "|".join(grammar.pattern(tool.name) for tool in tools)
-            rules += grammar.other_text(rf'\s*\{{\s*"name"\s*:\s*"({names})"', (TAG,), token_ids)
+        names = "|".join(grammar.pattern(tool.name) for tool in tools)
+        rules += grammar.other_text(rf'\s*\{{\s*"name"\s*:\s*"({names})"', (TAG,), token_ids)
         for i, tool in enumerate(tools):
             rules.append(f'tail_{i}: arguments_{i} "}}"')
-            rules.append(f"arguments_{i}: {grammar.arguments(tool, required=required)}")
+            rules.append(f"arguments_{i}: {grammar.arguments(tool, required=False)}")
         return "\n".join(rules)

@@ -48,6 +48,8 @@ PROBE_BYTES = 4_096
 #: Attachments that can be probed at the same time, each in an area of its own.
 NUM_PROBE_AREAS = 256
 DEVICE_KIND: Kind = "VRAM"
+#: How long ``close`` waits for the thread of an end. A call to NIXL may hang for good, and the process must end.
+CLOSE_TIMEOUT_S = 5.0
 
 
 class ProbeMemory:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import Fenced, InPlace, PageStore, ReaderTransport
-from kv_transfer.transports.nixl.agent import NUM_PROBE_AREAS, Agent, ProbeMemory
+from kv_transfer.transports.nixl.agent import CLOSE_TIMEOUT_S, NUM_PROBE_AREAS, Agent, ProbeMemory
 from kv_transfer.transports.nixl.peer_state import Endpoint, host_id, sealed
 from kv_transfer.transports.shm.reader import ShmReader
 
@@ -186,7 +186,8 @@ class NixlReader(ReaderTransport):
         self._num_invalidations += 1
         fenced = [(peer, offer.epoch) for peer, offer in others if offer.is_chosen]
         self._news += [Fenced(peer, epoch, INVALIDATED) for peer, epoch in fenced]
-        os.eventfd_write(self._wake, 1)
+        with contextlib.suppress(OSError):  # closed meanwhile
+            os.eventfd_write(self._wake, 1)
 
     def _replace(self) -> None:
         try:
@@ -214,6 +215,9 @@ class NixlReader(ReaderTransport):
                 if self._is_idle() and self._is_open:
                     self._is_awake.wait(1.0)
             time.sleep(PAUSE_S)
+        for agent in filter(None, (self._agent, self._old)):
+            with contextlib.suppress(Exception):  # NIXL's own errors have no common root
+                agent.close()
 
     def _is_idle(self) -> bool:
         since = time.monotonic() - OFFER_S
@@ -232,8 +236,9 @@ class NixlReader(ReaderTransport):
             return
         self._is_open = False
         self._is_awake.set()
-        self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("a call to nixl does not return: the pool stays registered with it until the process ends")
         self._watch.close()
-        for agent in filter(None, (self._agent, self._old)):
-            agent.close()
-        os.close(self._wake)
+        wake, self._wake = self._wake, -1
+        os.close(wake)

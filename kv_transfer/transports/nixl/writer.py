@@ -9,6 +9,7 @@ takes is learnt from every large write.
 import base64
 import contextlib
 import logging
+import math
 import os
 import queue
 import secrets
@@ -21,7 +22,7 @@ from typing import Any
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
-from kv_transfer.transports.nixl.agent import Agent, ProbeMemory
+from kv_transfer.transports.nixl.agent import CLOSE_TIMEOUT_S, Agent, ProbeMemory
 from kv_transfer.transports.nixl.handshake import Handshake
 from kv_transfer.transports.nixl.peer_state import PeerState, Write, opened
 from kv_transfer.transports.shm.protocol import DETACHED
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 10.0
 OVERDUE_S = 5.0  # past its timeout, an attachment has failed even if the thread does not say so
+STALLED_S = 10.0  # a turn of the thread that has taken so long waits for a call to NIXL that does not return
 PAUSE_S = 50e-6
 COPYING_S = 10e-6
 LONG_S, LONG_PAUSE_S = 5.0, 0.02  # a write that has taken so long is checked more rarely
@@ -74,6 +76,7 @@ class NixlWriter(WriterTransport):
         self._num_bytes = self._num_bytes_here = 0  # written by the thread and by the loop itself
         self._num_stuck = 0
         self._is_copying = False
+        self._turn_began_at = math.inf  # of the thread; infinite while it waits for a job
         self._handshake = Handshake(self._agent, lambda: [peer_state.key for peer_state in list(self._peers.values())])
         self._thread = threading.Thread(target=self._run, name="nixl-send", daemon=True)
         self._thread.start()
@@ -94,6 +97,7 @@ class NixlWriter(WriterTransport):
     def poll(self) -> list[Attached]:
         self._clear_wake()
         self._sweep(is_patient=False)
+        self._give_up_stalled(time.monotonic())
         news = [self._news.popleft() for _ in range(len(self._news))]
         news += self._overdue(time.monotonic())
         return [a for a in news if a.peer in self._peers and self._peers[a.peer].connect.epoch == a.epoch]
@@ -107,6 +111,16 @@ class NixlWriter(WriterTransport):
             state.has_answer = True
         problem = "nixl cannot reach decode node {}: a call to it does not return"
         return [Attached(state.peer, state.connect.epoch, problem.format(state.connect.name)) for state in overdue]
+
+    def _give_up_stalled(self, now: float) -> None:
+        """Report the pairs whose writes wait for a call to NIXL that does not return.
+
+        Requests then go to other nodes. The pair gets no other transport, since these writes may still be under way.
+        """
+        if self._turn_began_at + STALLED_S <= now:
+            for peer_state in list(self._peers.values()):
+                if peer_state.num_open:
+                    self._fail(peer_state, "a call to it does not return")
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         peer_state = self._peers[peer]
@@ -202,7 +216,9 @@ class NixlWriter(WriterTransport):
         for peer in list(self._peers):
             self.detach(peer)
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("a call to nixl does not return: its connections stay open until the process ends")
         wake, self._wake = self._wake, -1
         os.close(wake)
 
@@ -213,10 +229,12 @@ class NixlWriter(WriterTransport):
         attaching: list[PeerState] = []
         writes: list[Write] = []
         while True:
+            self._turn_began_at = math.inf
             try:
                 job = self._jobs.get(timeout=self._pause(attaching, writes))
             except queue.Empty:
                 job = ()
+            self._turn_began_at = time.monotonic()
             if job is None:
                 break
             if self._handshake.closing_until > time.monotonic():

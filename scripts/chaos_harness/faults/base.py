@@ -30,6 +30,16 @@ class Site:
     problems: list[str] = field(default_factory=list)
 
 
+def unnoticed_s(config: ChaosConfig) -> tuple[float, float]:
+    """Shortest and longest silence with which a node counts as alive all the time."""
+    return (0.1, config.node_timeout * 0.4)
+
+
+def noticed_s(config: ChaosConfig) -> tuple[float, float]:
+    """Shortest and longest silence by which a node is lost."""
+    return (config.node_timeout + 1.0, config.node_timeout + 4.0)
+
+
 class Fault(ABC):
     """A kind of fault. An object is made for each injection.
 

@@ -1,7 +1,7 @@
 """Faults of the network between namespaces: loss, delay, a host cut off, two nodes that cannot reach each other."""
 
 from scripts.chaos_harness.config import ChaosConfig
-from scripts.chaos_harness.faults.base import Fault, Site
+from scripts.chaos_harness.faults.base import Fault, Site, noticed_s, unnoticed_s
 from scripts.chaos_harness.hosts import Hosts
 from scripts.chaos_harness.service import Node
 
@@ -53,7 +53,7 @@ class Flap(NetworkFault):
 
     @classmethod
     def lasts_s(cls, config: ChaosConfig) -> tuple[float, float]:
-        return (0.1, config.node_timeout * 0.4)
+        return unnoticed_s(config)
 
     async def inject(self, site: Site, node: Node) -> str:
         self.hosts(site).cut(node.name)
@@ -71,7 +71,7 @@ class Cut(Flap):
 
     @classmethod
     def lasts_s(cls, config: ChaosConfig) -> tuple[float, float]:
-        return (config.node_timeout + 1.0, config.node_timeout + 4.0)
+        return noticed_s(config)
 
 
 class PairCut(NetworkFault):

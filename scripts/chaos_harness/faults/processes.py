@@ -6,7 +6,7 @@ import signal
 import time
 
 from scripts.chaos_harness.config import ChaosConfig
-from scripts.chaos_harness.faults.base import Fault, Site
+from scripts.chaos_harness.faults.base import Fault, Site, noticed_s, unnoticed_s
 from scripts.chaos_harness.service import Node
 
 #: Beyond --drain-timeout, until a drained node has ended.
@@ -32,7 +32,7 @@ class Pause(Fault):
 
     @classmethod
     def lasts_s(cls, config: ChaosConfig) -> tuple[float, float]:
-        return (0.1, config.node_timeout * 0.4)
+        return unnoticed_s(config)
 
     async def inject(self, site: Site, node: Node) -> str:
         node.send_signal(signal.SIGSTOP)
@@ -50,7 +50,7 @@ class Hang(Pause):
 
     @classmethod
     def lasts_s(cls, config: ChaosConfig) -> tuple[float, float]:
-        return (config.node_timeout + 1.0, config.node_timeout + 4.0)
+        return noticed_s(config)
 
 
 class Terminate(Fault):

@@ -152,10 +152,13 @@ async def test_the_answer_follows_a_schema_or_consists_of_calls(stack, fields, g
     assert sampling(stack).thinking == Thinking(ids_of("(")[0], ids_of(")"), None)
 
 
-async def test_only_json_can_be_combined_with_tools(stack):
-    body = {"messages": HI, "tools": TOOLS, "structured_outputs": {"regex": "a+"}}
-    status, answer = await stack.post("/v1/chat/completions", body)
-    assert (status, answer["error"]["param"]) == (400, "structured_outputs.regex")
+async def test_any_structured_output_can_be_combined_with_tools(stack):
+    answers(stack, "x")
+    await chat(stack, tools=TOOLS, structured_outputs={"regex": "a+"})
+    assert sampling(stack).grammar == (
+        "start: either_calls | either_answer\neither_answer: %lark {\nstart: /a+/\n}\n"
+        "either_calls: \"[\" // ['add', 'find'] parallel=True required=True"
+    )
 
 
 async def test_with_the_tool_choice_none_the_model_neither_sees_tools_nor_calls_them(stack):

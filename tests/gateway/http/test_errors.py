@@ -389,9 +389,9 @@ async def test_a_failure_before_the_first_token_sets_the_status(folder, is_strea
     async with running(folder, recovery_timeout=0.2) as stack:
         prefill, decode = await stack.pair()
         prefill.on_generate = silent
-        decode.on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.QUEUE_FULL, "full", 7.0)
+        decode.on_generate = lambda node, generate: node.fail(generate.rid, ErrorCode.QUEUE_FULL, "full")
         body = {"prompt": "a", "stream": is_stream, "model": MODEL}
         async with stack.client.post(stack.url + "/v1/completions", json=body) as answer:
-            assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
+            assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
         await prefill.until(lambda: prefill.aborts)
         assert decode.aborts == []

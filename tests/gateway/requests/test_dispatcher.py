@@ -59,6 +59,13 @@ class Silent:
         return ""
 
 
+class Spelling(Silent):
+    """Token 0 is the letter A, 1 is B, and so on."""
+
+    def push(self, tokens):
+        return "".join(chr(ord("A") + token) for token in tokens)
+
+
 class Table:
     """A dispatcher over one prefill node and decode nodes with ``rows`` rows each."""
 
@@ -76,12 +83,12 @@ class Table:
         self.ended = []
         self.requests = Dispatcher(WorkerPools(pools), self.post, self.post, self.clock, on_end=self.ended.append)
 
-    def come(self, *rids, prompts=(0,), sampling=SHORT, samplings=None, model="tiny", **fields):
+    def come(self, *rids, prompts=(0,), sampling=SHORT, samplings=None, model="tiny", detokenizer=Silent, **fields):
         streams = []
         samplings = samplings or [sampling] * len(rids)
         for rid, number, sampling in zip(rids, prompts, samplings, strict=True):
             request = GenerateRequest(rid, rid, (1, 2), sampling, model, prompt_number=number, **fields)
-            streams.append(OutputStream(request, 0, Silent, lambda stream: None, self.clock.now()))
+            streams.append(OutputStream(request, 0, detokenizer, lambda stream: None, self.clock.now()))
         self.requests.dispatch(streams)
 
     def end(self, rid):
@@ -138,6 +145,19 @@ def test_a_decode_node_is_told_whether_the_prefill_node_has_finished_the_output(
     aborts = [message for message, node in table.post.sent if isinstance(message, Abort) and node == DECODE]
     told = [(abort.rid, abort.reason) for abort in aborts]
     assert told == [("a", "finished"), ("b", "aborted")]
+
+
+@pytest.mark.parametrize(("finish", "reason"), [("", "stopped"), ("length", "finished"), ("stop", "finished")])
+def test_a_stop_string_in_the_first_token_ends_the_request_on_one_node(finish, reason):
+    """The prefill node has counted a request whose last token it has sampled, so the decode node must not."""
+    table = Table()
+    table.come("a", detokenizer=Spelling, stops=("F",), keep_stop=True)  # token 5
+    attempt = table.sent("a")[-1].attempt
+    table.say(PREFILL, "a", attempt, finish=finish)
+    assert (table.ended[0].finish, table.ended[0].matched) == ("stop", "F")
+    assert [message for message, node in table.post.sent if isinstance(message, Abort) and node == DECODE] == [
+        Abort("a", attempt, reason)
+    ]
 
 
 def test_tokens_of_an_earlier_attempt_with_the_same_id_are_refused():

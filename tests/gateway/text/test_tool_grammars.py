@@ -11,6 +11,8 @@ import pytest
 from support.gateway.outputs import TOOLS, WEATHER, calls, cut, parse, rendered, texts
 
 from common.errors import RequestError
+from gateway.requests.input.chat_output import answer_rule, calls_or_answer
+from gateway.requests.input.structured_output import StructuredOutput, to_lark
 from gateway.text.output_parser import Tool
 from gateway.text.tool_parsers.registry import FORMATS
 
@@ -249,6 +251,41 @@ def test_gpt_oss_calls_a_tool_or_gives_a_structured_answer():
     assert accepted(reasoning + answer + '{"a": 1}')
     assert not accepted(answer + "Hello")
     assert not accepted(rendered("gpt-oss", [("get_weather", {"town": "Paris"})]))
+
+
+#: Grammars whose names may be those of a tool format's, each with texts that follow it and texts that do not.
+ANSWERS = [
+    (StructuredOutput("x", "regex", r"[A-Z]{2}\d+ ?ok"), ("AB12 ok", "ZZ9ok"), ("ab12", "AB12 ok!", "")),
+    (StructuredOutput("x", "choice", ["yes", "no", "yes sir"]), ("yes", "yes sir"), ("maybe", "nope")),
+    (StructuredOutput("x", "grammar", 'root ::= call ("," call)*\ncall ::= [a-z]+'), ("a,b", "call"), ("a,", "1")),
+    (StructuredOutput("x", "grammar", 'start: "<" TEXT\nTEXT: /[a-z]+/\n%ignore / /'), ("<a", "< a"), ("a", "<a>")),
+    (StructuredOutput("x", "json_object"), ('{"a": 1}', '{"name": "Bob"}'), ("[]", "hello")),
+    (StructuredOutput("x", "json_schema", {"type": "array"}), ("[]", '["a"]', "[{}]"), ("{}", "a")),
+    (
+        StructuredOutput("x", "structural_tag", {"format": {"type": "tag", "begin": "<f>", "content": {
+            "type": "json_schema", "json_schema": {"type": "object"}}, "end": "</f>"}}),
+        ("<f>{}</f>",), ("<f>[]</f>", "plain"),
+    ),
+]  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"), ANSWERS, ids=[f"{i}-{one[0].kind}" for i, one in enumerate(ANSWERS)]
+)
+def test_an_answer_follows_its_own_grammar_or_calls_tools(name, are_tokens, wanted, good, bad):
+    markers, tool_format, head = markers_of(name, are_tokens), FORMATS[name], ""
+    if tool_format.covers_reasoning:
+        head = "<|channel|>final<|message|>"
+        grammar = tool_format.answer_grammar(answer_rule(to_lark(wanted)), TOOLS, token_ids=ids_of(markers))
+    else:
+        calling = tool_format.grammar(TOOLS, parallel=True, required=True, token_ids=ids_of(markers))
+        grammar = calls_or_answer(calling, to_lark(wanted))
+    assert follows(grammar, markers, rendered(name, [PARIS]))
+    if (name, wanted.kind) != ("llama3-json", "json_object"):  # whose calls are objects like any other
+        assert not follows(grammar, markers, rendered(name, [PARIS]).replace("city", "town"))
+    assert [follows(grammar, markers, head + text) for text in good] == [True] * len(good)
+    assert [follows(grammar, markers, head + text) for text in bad] == [False] * len(bad)
 
 
 NESTED = Tool(

@@ -8,6 +8,7 @@ import pytest
 from support.kv.kv_fakes import LAYOUT, MemfdStore
 
 from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.transports.nixl import reader as nixl_reader
 from kv_transfer.transports.nixl import writer as nixl_writer
 from kv_transfer.transports.nixl.reader import NixlReader
 from kv_transfer.transports.nixl.writer import NixlWriter
@@ -94,3 +95,43 @@ def test_an_attachment_fails_even_if_a_call_to_nixl_does_not_return(
     monkeypatch.setattr(nixl_writer, "ATTACH_TIMEOUT_S", 60.0)
     writer.attach("d" * 32, connect_to(reader, "p" * 32, 2))
     assert wait_for_answers([writer], [reader], 1) == [""]
+
+
+def test_a_pair_breaks_if_a_call_to_nixl_does_not_return_while_pages_are_to_be_written(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_writer, "STALLED_S", 0.1)
+    reader, writer = open_reader(stack), open_writer(stack)
+    peer = "d" * 32
+    writer.attach(peer, connect_to(reader, "p" * 32, 1))
+    assert wait_for_answers([writer], [reader], 1) == [""]
+    monkeypatch.setattr(writer, "_hold_budget_s", 0.0)  # so that the thread begins the write
+    with writer._agent.lock:
+        ticket = writer.write(peer, [(0, 1)])
+        (problem,) = wait_for_answers([writer], [reader], 1)
+        assert problem == "the nixl connection to decode node decode broke: a call to it does not return"
+        assert not writer.detach(peer), "the write may still be under way"
+        assert writer.poll() == [] and writer.done() == []
+    until = time.monotonic() + PATIENCE_S
+    while not (over := writer.done()):
+        assert time.monotonic() < until, "the write is never over"
+        time.sleep(0.001)
+    assert over == [ticket]
+    assert writer.detach(peer)
+
+
+def test_either_end_closes_though_a_call_to_nixl_does_not_return(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (nixl_reader, nixl_writer):
+        monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.1)
+    reader, writer = open_reader(stack), open_writer(stack)
+    with writer._agent.lock, reader._agent.lock:
+        writer.attach("d" * 32, connect_to(reader, "p" * 32, 1))
+        writer.close()
+        reader.close()
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+        assert writer._thread.is_alive() and reader._thread.is_alive()
+    for thread in (writer._thread, reader._thread):
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "the thread does not end although the call has returned"

@@ -26,7 +26,7 @@ from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.stage_spans import StageSpan
 from common.step_plan import StepPlan, StepResult
-from common.wire.messages import Abort, Failed, Generate, Message, Move, Moved, Peer, Spans, Tokens
+from common.wire.messages import Abort, EndReason, Failed, Generate, Message, Move, Moved, Peer, Spans, Tokens
 from decode_node import scheduler as decode
 from decode_node.moves import OutgoingMoves
 from decode_node.role import DecodeRole
@@ -283,7 +283,7 @@ class LocalCluster:
     def continue_request(self, rid: str, *, pair: tuple[int | None, int] = (0, 0)) -> Answer:
         """End the present attempt, and make another one that continues after the tokens so far."""
         answer = self.answers[rid]
-        self.abort(rid)
+        self.abort(rid, "continued")
         answer.message = replace(answer.message, attempt=answer.attempt + 1, output=answer.output)
         self._send(answer, pair)
         return answer
@@ -325,9 +325,9 @@ class LocalCluster:
         if member.is_alive:
             member.role.on_gateway(message, self.clock.now())
 
-    def abort(self, rid: str) -> None:
+    def abort(self, rid: str, reason: EndReason = "aborted") -> None:
         for node in self.answers[rid].nodes:
-            self.tell(node, Abort(rid, self.answers[rid].attempt))
+            self.tell(node, Abort(rid, self.answers[rid].attempt, reason))
 
     def kill(self, member: Member, *, is_noticed: bool = True) -> None:
         """End a node as SIGKILL does. The other nodes notice unless ``is_noticed`` is false, and its requests fail."""

@@ -187,8 +187,8 @@ class FakeNode:
     def spans(self, rid: str, *spans: StageSpan) -> None:
         self.send(Spans(rid, self.attempt(rid), spans))
 
-    def fail(self, rid: str, code: ErrorCode, message: str = "failed by the test", retry_after_s: float = 0.0) -> None:
-        self.send(Failed(rid, self.attempt(rid), code, message, retry_after_s))
+    def fail(self, rid: str, code: ErrorCode, message: str = "failed by the test") -> None:
+        self.send(Failed(rid, self.attempt(rid), code, message))
 
     def attempt(self, rid: str) -> int:
         """Returns the attempt number of a request that any node of the stack has received; 0 if none has."""

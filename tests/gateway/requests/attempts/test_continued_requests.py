@@ -435,6 +435,56 @@ def test_a_node_that_shuts_down_gets_the_request_no_more() -> None:
     assert cluster.generate(leaving, "b") is None
 
 
+def test_a_request_whose_transfer_the_prefill_node_has_ended_continues_with_another_one() -> None:
+    """As when the prefill node loses its gateway, which has not noticed that yet and still follows the request."""
+    cluster = Cluster(recovery_timeout=10.0)
+    stream = cluster.come("a")
+    prefill, decode = cluster.node_of("prefill", "a"), cluster.node_of("decode", "a")
+    cluster.fail(decode, "a", ErrorCode.ABORTED)
+    cluster.wait(0.1)
+    assert cluster.node_of("decode", "a") == decode
+    assert cluster.node_of("prefill", "a") != prefill
+    cluster.finish("a")
+    assert stream.ids == output_of(stream)
+    cluster.check_idle()
+
+
+def test_a_request_that_only_nodes_have_aborted_never_ends_as_aborted() -> None:
+    cluster = Cluster(prefills=1, decodes=1, recovery_timeout=10.0)
+    stream = cluster.come("a")
+    for _ in range(8):
+        if not stream.is_ended:
+            cluster.fail(cluster.node_of("decode", "a"), "a", ErrorCode.ABORTED)
+            cluster.wait(5.0)
+    assert stream.error.code is ErrorCode.NO_ROUTE
+    assert stream.error.message.startswith("failed by decode-0; no pair of nodes")
+    cluster.check_idle()
+
+
+def test_a_request_with_which_another_gateway_goes_on_ends_with_a_code_of_its_own() -> None:
+    cluster = Cluster()
+    stream = cluster.come("a")
+    cluster.prefill("a")
+    cluster.fail(cluster.node_of("decode", "a"), "a", ErrorCode.TAKEN_OVER)
+    assert (stream.error.code, stream.error.status) == (ErrorCode.TAKEN_OVER, 409)
+    cluster.check_idle()
+
+
+def test_nodes_are_told_whether_a_request_ends_or_continues_elsewhere() -> None:
+    cluster = Cluster(prefills=1)
+    for rid, ends in (("continued", False), ("aborted", True)):
+        cluster.come(rid)
+        cluster.fail(cluster.node_of("prefill", rid), rid, ErrorCode.TRANSFER_FAILED)
+        cluster.wait(0.1)
+        if ends:
+            cluster.sent.clear()
+            cluster.dispatcher.abort(rid)
+        aborts = {(message.rid, message.reason) for message, _ in cluster.sent if isinstance(message, Abort)}
+        assert aborts == {(rid, rid)}
+        cluster.dispatcher.abort(rid)
+        cluster.sent.clear()
+
+
 def test_a_suspect_request_has_its_nodes_for_itself_and_ends_if_they_are_lost_again() -> None:
     cluster = Cluster(prefills=3, decodes=3)
     stream = cluster.come("killer")
@@ -586,7 +636,7 @@ EVENTS = st.one_of(
         st.integers(0, 99),
     ),
     st.tuples(
-        st.sampled_from([ErrorCode.TRANSFER_FAILED, ErrorCode.QUEUE_FULL, ErrorCode.SHUTTING_DOWN]),
+        st.sampled_from([ErrorCode.TRANSFER_FAILED, ErrorCode.QUEUE_FULL, ErrorCode.SHUTTING_DOWN, ErrorCode.ABORTED]),
         st.integers(0, 99),
     ),
 )

@@ -7,7 +7,7 @@ from gateway.requests.attempts.recovery import AttemptEnd, Recovery
 
 SEEN = AttemptEnd(ErrorCode.NODE_LOST, "node d was lost", is_seen=True, is_loss=True)
 TOLD = AttemptEnd(ErrorCode.NODE_LOST, "the prefill node was lost", frozenset({"p"}), "d", reported="p", began_at=2.0)
-FULL = AttemptEnd(ErrorCode.QUEUE_FULL, "5 requests wait", frozenset({"d"}), retry_after_s=5.0)
+FULL = AttemptEnd(ErrorCode.QUEUE_FULL, "5 requests wait", frozenset({"d"}))
 
 
 def ended(recovery, end, *, num_output=0, now=1.0):
@@ -98,7 +98,6 @@ def test_a_request_that_is_refused_for_the_whole_recovery_timeout_ends_with_the_
         ended(recovery, FULL, now=now)
     error = recovery.verdict(61.5, timeout_s=60.0)
     assert error.code is ErrorCode.QUEUE_FULL
-    assert error.retry_after_s == 5.0
     assert error.message == "5 requests wait; no attempt came further within --recovery-timeout 60 s"
 
 

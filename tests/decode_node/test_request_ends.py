@@ -1,0 +1,83 @@
+"""What the counts of a decode node say of requests that end there, and of attempts that end before their requests."""
+
+from collections.abc import Iterator
+
+import pytest
+from support.cluster.local_cluster import LocalCluster, prompt_of, sampling
+
+from common.wire.messages import Abort
+from decode_node.role import DecodeRole
+
+PROMPT = prompt_of(37)
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    cluster = LocalCluster(num_prefill=2, num_decode=2, page_size=4)
+    yield cluster
+    cluster.close()
+
+
+def role(cluster: LocalCluster, number: int = 0) -> DecodeRole:
+    found = cluster.decode[number].role
+    assert isinstance(found, DecodeRole)
+    return found
+
+
+def counts(cluster: LocalCluster, number: int = 0) -> dict[str, float]:
+    """Ends by reason, and the requests that were interrupted or have failed; those that are 0 are left out."""
+    one = role(cluster, number)
+    counted = {**one.stats.ends, **{name: one.counters()[f"{name}_requests"] for name in ("interrupted", "failed")}}
+    return {name: count for name, count in counted.items() if count}
+
+
+def run_until(cluster: LocalCluster, rid: str, num_tokens: int) -> None:
+    while len(cluster.answers[rid].tokens) < num_tokens:
+        cluster.step()
+
+
+def test_an_attempt_that_is_continued_elsewhere_is_no_abort(cluster: LocalCluster) -> None:
+    cluster.submit("r", PROMPT, sampling(20))
+    run_until(cluster, "r", 5)
+    cluster.continue_request("r", pair=(1, 1))
+    cluster.run()
+    assert counts(cluster, 0) == {"interrupted": 1}
+    assert counts(cluster, 1) == {"length": 1}
+
+
+def test_a_moved_request_is_counted_as_finished_where_it_ends(cluster: LocalCluster) -> None:
+    cluster.submit("r", PROMPT, sampling(20))
+    run_until(cluster, "r", 5)
+    cluster.move("r", 1)
+    cluster.run()
+    cluster.settle()
+    assert counts(cluster, 0) == {"interrupted": 1}
+    assert counts(cluster, 1) == {"length": 1}
+
+
+def test_a_node_that_stops_counts_its_requests_as_interrupted(cluster: LocalCluster) -> None:
+    cluster.submit("r", PROMPT, sampling(20))
+    run_until(cluster, "r", 5)
+    role(cluster).stop("the node stops", cluster.clock.now())
+    assert counts(cluster) == {"interrupted": 1}
+
+
+def test_a_request_that_its_client_aborts_is_an_abort_whichever_node_hears_of_it_first(cluster: LocalCluster) -> None:
+    cluster.submit("r", PROMPT, sampling(20))
+    cluster.tell(cluster.prefill[0], Abort("r", 0))
+    cluster.settle()
+    cluster.abort("r")
+    cluster.settle()
+    assert counts(cluster) == {"abort": 1}
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 5])
+def test_a_stop_string_is_counted_once_and_with_a_token_at_least(cluster: LocalCluster, num_before: int) -> None:
+    cluster.submit("r", PROMPT, sampling(20))
+    run_until(cluster, "r", num_before)
+    cluster.abort("r", "stopped")
+    cluster.answers["r"].finish = "stop"
+    cluster.settle()
+    assert counts(cluster) == {"stop": 1}
+    assert role(cluster).stats.output_tokens.sum >= 1
+    assert cluster.prefill[0].role.stats.ends["stop"] == 0
