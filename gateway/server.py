@@ -67,7 +67,7 @@ from gateway.workers.served_models import ServedModel
 #: Requests in flight may go on for so long after SIGINT. After SIGTERM, ``--drain-timeout`` says for how long.
 GRACE_S = 2.0
 #: A gateway of a group accepts clients when a request could be served, or after so long.
-ACCEPT_WITHIN_S, READY_POLL_S = 5.0, 0.02
+ACCEPT_WITHIN_S, READY_POLL_S = 10.0, 0.02
 #: Idle connections of clients live as long.
 HEADER_TIMEOUT_S = 75.0
 

@@ -17,6 +17,7 @@ from common.errors import BatonError, ConfigError
 BACKLOG = 1024
 #: Bytes that may wait to be read at each end. A client that does not read stops its sibling soon.
 BUFFER_BYTES = 32 << 10
+CONTINUE = 100  # the status with which a sibling says that it reads the body
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -85,10 +86,15 @@ class SiblingAnswer:
         self._reader = reader
         self._writer = writer
         self._parser: Any = httptools.HttpResponseParser(self)
-        self._has_head = self._is_whole = False
+        self._has_head = self._is_whole = self._is_received = False
         self._body: list[bytes] = []
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
+
+    async def read_receipt(self) -> None:
+        """Waits until the sibling has begun to read the body of the request, or to answer."""
+        while not (self._is_received or self._has_head):
+            await self._read()
 
     async def read_head(self) -> None:
         while not self._has_head:
@@ -128,25 +134,35 @@ class SiblingAnswer:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self.status, self._has_head = self._parser.get_status_code(), True
+        self.status = self._parser.get_status_code()
+        self._is_received = True
+        self._has_head = self.status != CONTINUE
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        self._is_whole = True
+        self._is_whole = self._has_head
 
 
-async def ask(address: str, request: bytes) -> SiblingAnswer:
+async def ask(address: str, request: bytes, *, receipt_s: float | None = None) -> SiblingAnswer:
     """Sends a request to a sibling and waits for the head of its answer, which the caller closes.
 
-    Raises SiblingLost: it cannot be reached, or ends before it answers.
+    Args:
+        receipt_s: how long the sibling may take to read a body that is announced by ``expect: 100-continue``.
+    Raises:
+        SiblingLost: it cannot be reached, takes longer, or ends before it answers.
     """
     reader, writer = await asyncio.open_unix_connection(sock=_connect(address), limit=BUFFER_BYTES)
     answer = SiblingAnswer(reader, writer)
     try:
         writer.write(request)
+        if receipt_s is not None:
+            await asyncio.wait_for(answer.read_receipt(), receipt_s)
         await answer.read_head()
+    except TimeoutError as error:
+        answer.close()
+        raise SiblingLost(f"a sibling gateway has not read a request within {receipt_s:g} s") from error
     except BaseException:
         answer.close()
         raise

@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 
 #: Header of a passed-on request, and key of its ``scope["state"]``: a ``Passed``.
 HEADER, PASSED = b"x-baton-passed", "passed"
-#: A sibling that takes longer to say what it knows is left out.
+#: A sibling that takes longer to say what it knows is left out. A request may end so much after its deadline there.
 ANSWER_TIMEOUT_S = 5.0
+#: A sibling that has not even read a request by then hangs.
+RECEIPT_S = 3.0
 #: A client that stops reading is disconnected this long after its request's deadline, as in ``gateway.http.streaming``.
 STALL_S = 60.0
 #: Headers about one connection, and those that every gateway writes itself.
@@ -123,17 +125,16 @@ class Siblings:
         found = zip(self._group.others, answers, strict=True)
         return {index: answer for index, answer in found if answer is not None}
 
-    def _limit_s(self, request: ClientRequest) -> float:
-        """Seconds until a client that does not read, or a sibling that does not answer, is given up."""
-        deadline_s = self._request_timeout_s if request.deadline_ms is None else request.deadline_ms / 1_000
-        return deadline_s + STALL_S
+    def _deadline_s(self, request: ClientRequest) -> float:
+        return self._request_timeout_s if request.deadline_ms is None else request.deadline_ms / 1_000
 
     async def _ask(self, index: int, request: ClientRequest, passed: Passed) -> SiblingAnswer | None:
         """The answer of a sibling as soon as it begins; None if it is gone. Raises RequestError: it is too late."""
-        limit_s = self._limit_s(request)
+        limit_s = self._deadline_s(request) + ANSWER_TIMEOUT_S
         try:
             async with asyncio.timeout(limit_s):
-                return await ask(self._group.address(index), _encoded(request, passed))
+                receipt_s = RECEIPT_S if request.data else None
+                return await ask(self._group.address(index), _encoded(request, passed), receipt_s=receipt_s)
         except SiblingLost:
             return None
         except TimeoutError:
@@ -142,7 +143,7 @@ class Siblings:
 
     async def _relay(self, answer: SiblingAnswer, request: ClientRequest) -> None:
         """Sends an answer to the client while it comes. If the sibling is lost, the client's connection breaks."""
-        request.scope["state"][RESPONSE_TIMEOUT] = self._limit_s(request)
+        request.scope["state"][RESPONSE_TIMEOUT] = self._deadline_s(request) + STALL_S
         send = request.send
         try:
             await send({"type": "http.response.start", "status": answer.status, "headers": _kept(answer.headers)})
@@ -184,6 +185,7 @@ def _encoded(request: ClientRequest, passed: Passed) -> bytes:
     headers += [
         (b"content-length", b"%d" % len(data)),
         (b"connection", b"close"),
+        *([(b"expect", b"100-continue")] if data else []),
         (b"x-request-id", scope["state"][REQUEST_ID].encode()),
         (HEADER, passed.encode()),
     ]

@@ -10,11 +10,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from support.gateway.certificates import make_certificate
 from support.gateway.fake_nodes import BODY, Stack, events, folder, running, silent
 
 from common.errors import ConfigError
+from gateway import server
 from gateway.siblings import forwarding
-from gateway.siblings.connection import SiblingLost, ask, inherited_listener
+from gateway.siblings.connection import SiblingLost, ask, inherited_listener, listen_at
 from gateway.siblings.group import GatewayGroup
 
 __all__ = ["folder"]
@@ -218,6 +220,48 @@ async def test_no_client_can_claim_to_be_a_sibling(folder: Path) -> None:
         headers = {"Idempotency-Key": HOME_KEYS[1], forwarding.HEADER.decode(): "question"}
         assert (await first.post("/v1/completions", BODY, **headers))[0] == 200
         assert (num_generated(first), num_generated(second)) == (0, 1)
+
+
+async def test_requests_of_a_gateway_that_hangs_are_answered_by_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwarding, "RECEIPT_S", 0.2)
+    async with siblings(folder) as (first, second):
+        private = second.gateway._private
+        assert private is not None
+        private.close_listeners()
+        assert second.gateway._group is not None
+        await until(lambda: not is_listening(second.gateway._group))
+        with listen_at(second.gateway._group.address(1)):  # it takes connections, as the kernel does for a stopped one
+            assert (await first.post("/v1/completions", BODY, **{"Idempotency-Key": HOME_KEYS[1]}))[0] == 200
+        assert (num_generated(first), num_generated(second)) == (1, 0)
+
+
+def is_listening(group: GatewayGroup) -> bool:
+    return f"@{group.address(group.index)[1:]}" in Path("/proc/net/unix").read_text()
+
+
+async def test_a_group_serves_tls_over_ipv6(folder: Path, tmp_path: Path) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    made = make_certificate(tmp_path)
+    fd = socket.create_server(("::1", 0), family=socket.AF_INET6).detach()
+    async with running(folder, group="0011223344:0/1", listen_fd=fd, **made.options) as stack:
+        await stack.pair()
+        assert stack.url.startswith("https://[::1]:")
+        context = made.client_context
+        context.check_hostname = False
+        async with stack.client.get(stack.url + "/ready", ssl=context) as answer:
+            assert answer.status == 200
+
+
+async def test_a_gateway_that_no_node_has_reached_takes_clients_after_a_while(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "ACCEPT_WITHIN_S", 0.2)
+    fd = socket.create_server(("127.0.0.1", 0)).detach()
+    async with running(folder, listen_fd=fd) as stack:
+        assert (await stack.get("/ready"))[0] == 503
 
 
 async def test_a_sibling_needs_the_key_of_the_client(folder: Path) -> None:
