@@ -1,8 +1,7 @@
 """Chooses the prefill node and the decode node of each request. Pure.
 
-Both are chosen by least cost, in tokens; requests that other gateways have sent count too. A prefill node costs the
-tokens that it still has to compute before this prompt is done; of this prompt, only those that it has probably not
-cached. A decode node costs the tokens that its
+Both are chosen by least cost, in tokens. A prefill node costs the tokens that it still has to compute before this
+prompt is done; of this prompt, only those that it has probably not cached. A decode node costs the tokens that its
 requests hold or will hold, as a share of its pool, less the part of this prompt that it has cached; a node that runs
 its maximum of requests comes after the others. What a node has cached is guessed from what it was sent: chained hashes
 of prompt prefixes are remembered with the nodes that got them, and the least recently used are forgotten first. Each
@@ -101,7 +100,7 @@ class Router:
         self._holders: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> bits of the nodes that got it
         self._bits: dict[str, int] = {}  # of the nodes that got a request
         self._load: dict[str, int] = {}
-        self._other_load: dict[str, int] = {}  # of requests that other gateways have sent
+        self._other_load: dict[str, int] = {}  # the part of it that other gateways have sent
         self._num_requests: dict[str, int] = {}  # in flight, by the node that makes the last token
         self._turn: dict[str, int] = {}  # when a node was chosen last; equals take turns
         self._num_chosen = 0
@@ -220,11 +219,13 @@ class Router:
 
     def load(self, incarnation: str) -> int:
         """Tokens that a node still has to compute (prefill) or holds (decode), for all gateways."""
-        return self._load.get(incarnation, 0) + self._other_load.get(incarnation, 0)
+        return self._load.get(incarnation, 0)
 
     def set_other_load(self, incarnation: str, num_tokens: int) -> None:
         """What a node has to do for other gateways, as it says itself."""
+        more = num_tokens - self._other_load.get(incarnation, 0)
         self._other_load[incarnation] = num_tokens
+        self._load[incarnation] = self.load(incarnation) + more
 
     def num_requests(self, incarnation: str) -> int:
         """Requests in flight whose last token this node makes."""
@@ -273,8 +274,8 @@ class Router:
     def _give(self, pair: WorkerPair) -> None:
         self._num_chosen += 1
         if pair.prefill is not None:
-            self._load[pair.prefill] = self._load.get(pair.prefill, 0) + pair.num_compute
-        self._load[pair.last] = self._load.get(pair.last, 0) + pair.num_hold
+            self._load[pair.prefill] = self.load(pair.prefill) + pair.num_compute
+        self._load[pair.last] = self.load(pair.last) + pair.num_hold
         self._num_requests[pair.last] = self.num_requests(pair.last) + 1
         for incarnation in pair.nodes:
             self._turn[incarnation] = self._num_chosen
