@@ -49,7 +49,7 @@ class Service:
                 self.url = found.group(1)
 
     def wait_until_ready(self) -> None:
-        ends = time.monotonic() + 90
+        ends = time.monotonic() + 180
         while not self.url:
             assert self.process.poll() is None, "\n".join(self.lines)
             assert time.monotonic() < ends, "\n".join(self.lines)
@@ -126,7 +126,7 @@ def gateways(service: Service) -> list[psutil.Process]:
 
 
 async def until(condition: Callable[[], object], service: Service) -> None:
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(180):
         while not condition():
             assert service.process.poll() is None, "\n".join(service.lines)
             await asyncio.sleep(0.05)
@@ -136,7 +136,7 @@ async def complete_for_sure(url: str, prompt: str, key: str, *, is_stream: bool)
     """The text of a greedy completion, asked for until it is whole; each client has connections of its own."""
     headers = {"Idempotency-Key": key}
     body: dict[str, Any] = {"model": "baton-small", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=90) as client:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=180) as client:
         while True:
             try:
                 if not is_stream:
@@ -144,6 +144,9 @@ async def complete_for_sure(url: str, prompt: str, key: str, *, is_stream: bool)
                 chunks = await client.completions.create(**body, extra_headers=headers, stream=True)
                 return "".join([chunk.choices[0].text async for chunk in chunks])
             except (openai.APIConnectionError, httpx2.TransportError):
+                await asyncio.sleep(0.05)
+            except openai.InternalServerError as error:  # of a new gateway that slow nodes have not reached yet
+                assert error.status_code == 503, error
                 await asyncio.sleep(0.05)
 
 
@@ -168,7 +171,7 @@ async def test_every_answer_of_two_gateways_is_right_although_one_is_killed_unde
         assert await asyncio.gather(*again) == expected * 2
         await until(lambda: len(gateways(service)) == 2 and not first.is_running(), service)
         async with openai.AsyncOpenAI(base_url=service.url, api_key="any") as client:
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(180):
                 page = ""
                 while not all(f'baton_requests_in_flight{{gateway="{index}"' in page for index in range(2)):
                     page = await client.get("/metrics", cast_to=str)
