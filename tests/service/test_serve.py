@@ -145,8 +145,9 @@ async def complete_for_sure(url: str, prompt: str, key: str, *, is_stream: bool)
                 return "".join([chunk.choices[0].text async for chunk in chunks])
             except (openai.APIConnectionError, httpx2.TransportError):
                 await asyncio.sleep(0.05)
-            except openai.InternalServerError as error:  # of a new gateway that slow nodes have not reached yet
-                assert error.status_code == 503, error
+            except openai.InternalServerError as error:
+                if error.status_code != 503:  # of a new gateway that slow nodes have not reached yet
+                    raise
                 await asyncio.sleep(0.05)
 
 
