@@ -9,6 +9,7 @@ import asyncio
 import functools
 import re
 import secrets
+import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from typing import Any
 
 import zmq
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from common.clock import MonotonicClock
 from common.config.gateway import GatewayConfig
@@ -50,6 +52,10 @@ from gateway.requests.input.input_processor import InputProcessor
 from gateway.requests.output_processor import OutputStream
 from gateway.requests.request_log import log_request
 from gateway.requests.response_store import ResponseStore
+from gateway.siblings.app import CombiningApp
+from gateway.siblings.connection import inherited_listener, listen_at
+from gateway.siblings.forwarding import PASSED, PassedOnApp, Siblings
+from gateway.siblings.group import GatewayGroup
 from gateway.text.tokenizer import AsyncTokenizer
 from gateway.tracing.otlp import OtlpExporter
 from gateway.tracing.timelines import Timelines
@@ -60,6 +66,8 @@ from gateway.workers.served_models import ServedModel
 
 #: Requests in flight may go on for so long after SIGINT. After SIGTERM, ``--drain-timeout`` says for how long.
 GRACE_S = 2.0
+#: A gateway of a group accepts clients when a request could be served, or after so long.
+ACCEPT_WITHIN_S, READY_POLL_S = 10.0, 0.02
 #: Idle connections of clients live as long.
 HEADER_TIMEOUT_S = 75.0
 
@@ -109,6 +117,13 @@ class Gateway:
             self._tls = make_tls_context(config.tls_cert, config.tls_key)
         self._context: zmq.Context[Any] = zmq.Context()
         self._is_grace_over = False
+        self._group = None if config.group is None else GatewayGroup.parse(config.group)
+        self._siblings: Siblings | None = None
+        if self._group is not None:
+            self._siblings = Siblings(self._group, request_timeout_s=config.request_timeout)
+        self._listener = None if config.listen_fd is None else inherited_listener(config.listen_fd)
+        self._private: HttpServer | None = None  # for siblings
+        self._accepting: asyncio.Task[None] | None = None
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
@@ -156,6 +171,7 @@ class Gateway:
             live=self._live,
             timelines=self._timelines,
             tracer=self._tracer,
+            siblings=self._siblings,
         )
         self._checks = RequestChecks(
             self._authenticator,
@@ -169,18 +185,35 @@ class Gateway:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._http = HttpServer(app, self._options, self._tls)
         try:
-            await self._http.start(config.host, config.port, is_shared=config.worker_port is not None)
+            if self._listener is not None:
+                await self._start_in_group(app, self._listener)
+            else:
+                self._http = HttpServer(app, self._options, self._tls)
+                await self._http.start(config.host, config.port)
         except OSError as error:
             await self.stop()
             raise _cannot_bind("port", config.port, config.host, error) from error
-        if config.worker_port is not None:
-            try:
-                await self._http.listen(config.host, config.worker_port)
-            except OSError as error:
-                await self.stop()
-                raise _cannot_bind("worker-port", config.worker_port, config.host, error) from error
+
+    async def _start_in_group(self, app: ASGIApp, listener: socket.socket) -> None:
+        """Listens for siblings at once, and accepts clients from the shared socket once a request could be served.
+
+        Until then, the siblings take them, and after a start they wait in the socket's queue.
+        """
+        group, siblings = self._group, self._siblings
+        public = app if siblings is None else CombiningApp(app, siblings)
+        self._http = HttpServer(public, self._options, self._tls)
+        await self._http.start_app()
+        if group is not None:
+            self._private = HttpServer(PassedOnApp(app), self._options, starts_app=False)
+            await self._private.accept_from(listen_at(group.address(group.index)))
+        self._accepting = asyncio.create_task(self._accept_when_ready(listener))
+
+    async def _accept_when_ready(self, listener: socket.socket) -> None:
+        ends_at = self._clock.now() + ACCEPT_WITHIN_S
+        while self._clock.now() < ends_at and not any(model.pool.registry.is_ready for model in self._models.values()):
+            await asyncio.sleep(READY_POLL_S)
+        await self._http.accept_from(listener)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -213,7 +246,7 @@ class Gateway:
     @property
     def http_address(self) -> str:
         """``http://host:port`` as bound, or ``https://``."""
-        host, port = self._http.address
+        host, port = self._http.address if self._listener is None else self._listener.getsockname()[:2]
         return f"{'http' if self._tls is None else 'https'}://{in_url(host)}:{port}"
 
     @property
@@ -224,12 +257,17 @@ class Gateway:
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Refuses new requests, gives those in flight ``grace_s``, and ends the rest with an error."""
         self._checks.begin_stop()
-        self._http.close_listeners()
+        if self._accepting is not None:
+            self._accepting.cancel()
+        servers = [self._http] if self._private is None else [self._private, self._http]
+        for server in servers:
+            server.close_listeners()
         until = self._clock.now() + grace_s
         while self._dispatcher.num_in_flight and self._clock.now() < until and not self._is_grace_over:
             await asyncio.sleep(0.02)
         self._dispatcher.shut_down()
-        await self._http.stop()
+        for server in servers:
+            await server.stop()
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)
         self._context.destroy(linger=200)
@@ -256,7 +294,12 @@ class Gateway:
         return max([MAX_VALUES, *(known.context_length for known in limits if known is not None)])
 
     def _answered(self, scope: Mapping[str, Any], status: int) -> None:
-        """Counts an answer by path; all below a path with a parameter count together."""
+        """Counts an answer by path; all below a path with a parameter count together.
+
+        Of a request that a sibling has passed on, the sibling counts the answer.
+        """
+        if PASSED in scope["state"]:
+            return
         route = scope.get("route")
         self._metrics.answered("other" if route is None else _without_parameters(route.path), status)
 

@@ -20,6 +20,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "transport": ("--disaggregation-transfer-backend",),
     "tls_cert": ("--ssl-certfile",),
     "tls_key": ("--ssl-keyfile",),
+    "workers": ("--api-server-count",),
 }
 
 #: Switches that are accepted without effect, and what Baton does always.

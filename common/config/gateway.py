@@ -1,5 +1,6 @@
 """Options of the gateway."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,9 @@ from common.config.shared import NEEDS_KEYS, DrainOptions, LocalPrefill, ModelOp
 from common.config.tenancy import TenantOptions, check_tenancy
 from common.errors import ConfigError
 from common.wire.address import check_reach
+
+#: Name, index and count of ``--group``.
+GROUP = re.compile(r"([0-9a-f]{8,64}):([0-9]{1,3})/([0-9]{1,3})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,16 +159,32 @@ class GatewayConfig(DrainOptions, Routing, HttpOptions, TracingOptions, TenantOp
     control_port: int = option(
         8001, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
     )
-    worker_port: int | None = option(
+    group: str | None = option(
         None,
-        "Another HTTP port, of this gateway alone. With it, several gateways of this machine and user share --port: "
-        "the kernel divides new connections among them.",
-        minimum=0,
-        maximum=65535,
+        "One of several gateways behind one port, as serve --workers starts them: NAME:INDEX/COUNT, where NAME is the "
+        "same hexadecimal number for all. It needs --listen-fd.",
+        metavar="NAME:INDEX/COUNT",
+    )
+    listen_fd: int | None = option(
+        None,
+        "A socket that listens already, inherited from the process that starts the gateway, instead of one of --host "
+        "and --port.",
+        minimum=3,
+        metavar="FD",
     )
 
     def __post_init__(self) -> None:
         check_http(self)
+        check_group(self)
+
+
+def check_group(config: Any) -> None:
+    if config.group is None:
+        return
+    if not GROUP.fullmatch(config.group):
+        raise ConfigError(f"--group must be NAME:INDEX/COUNT with a hexadecimal NAME, not {config.group!r}")
+    if config.listen_fd is None:
+        raise ConfigError("--group needs --listen-fd, the socket that the gateways share; serve --workers gives both")
 
 
 def check_auto_roles(config: Any) -> None:

@@ -39,7 +39,7 @@ SERVING: Groups = {
         "priority_function", "priority_classes", "default_priority_class", "tenant_shares", "tenant_quotas",
     ),
     "Network": (
-        "host", "port", "worker_port", "control_host", "control_port", "gateway", "orphan_timeout",
+        "host", "port", "group", "listen_fd", "control_host", "control_port", "gateway", "orphan_timeout",
         "advertise_host", "data_port", "data_interface",
         "http_host", "http_port", "health_timeout",
         "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "node_timeout",

@@ -19,7 +19,7 @@ from common.node.departure import Departure, DepartureStep, Remainder
 from common.node.endpoint import ControlEndpoint
 from common.node.engine_thread import EngineThread
 from common.node.gateways.credit import Credit
-from common.node.gateways.gateway_link import GatewayLink
+from common.node.gateways.gateway_link import NO_LOAD, GatewayLink
 from common.node.gateways.request_owners import RequestOwners
 from common.node.role import Role
 from common.request import RequestKey
@@ -62,6 +62,8 @@ LONGEST_WAIT_S = 1.0
 MAX_PAIRS = 1_024  # reported to the gateway
 #: How often a node that leaves its role looks whether it may.
 DEPARTURE_CHECK_S = 0.1
+#: How often each of several gateways is told of the load of the others, if it has changed.
+LOAD_REPORT_S = 0.05
 NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
 
 
@@ -126,7 +128,7 @@ class EventLoop:
         self._owners = RequestOwners(orphan_timeout_s)
         self.gateway_address = ",".join(gateways)
         self._prefill_nodes: dict[str, Mailbox] = {}  # whose pages come here, by incarnation
-        self._next_heartbeat_at = 0.0
+        self._next_heartbeat_at = self._next_load_at = 0.0
         self._is_stopping = False
         self._is_checked = True
         self._num_failed_checks = 0
@@ -320,6 +322,8 @@ class EventLoop:
             longest_s = min(longest_s, PROBE_EVERY_S)
         if self._departure is not None:
             longest_s = min(longest_s, DEPARTURE_CHECK_S)
+        if self._has_load_to_report:
+            longest_s = min(longest_s, max(0.0, self._next_load_at - self._clock.now()))
         self._poller.poll(math.ceil(longest_s * 1_000))
 
     # ---- receiving --------------------------------------------------------------------------------------------------
@@ -467,8 +471,25 @@ class EventLoop:
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
+    @property
+    def _has_load_to_report(self) -> bool:
+        """Whether gateways share this node, and it has or had something to do for one."""
+        return self._credit is not None and (
+            bool(self._role.requests()) or any(link.other_load != NO_LOAD for link in self._links if link.is_registered)
+        )
+
+    def _report_load(self, now: float) -> None:
+        """Tell each gateway how much this node has to do for the others."""
+        self._next_load_at = now + LOAD_REPORT_S
+        requests = self._role.requests()
+        for link in self._links:
+            if link.is_registered:
+                link.tell_other_load(self._owners.load_of_others(link.incarnation, requests))
+
     def _send(self, now: float) -> None:
         self._flush()
+        if now >= self._next_load_at and self._has_load_to_report:
+            self._report_load(now)
         if now < self._next_heartbeat_at:
             return
         self._next_heartbeat_at = now + min(link.heartbeat_s for link in self._links)

@@ -156,6 +156,13 @@ class HeartbeatAck(Message, frozen=True, tag="heartbeat_ack"):
     demand: Count = 0  # outputs of the node's model that the gateway has in flight or waiting
 
 
+class OtherLoad(Message, frozen=True, tag="other_load"):
+    """node -> gateway, soon after a change: what requests of its other gateways cost a node that has several."""
+
+    num_to_compute: Count  # tokens of these requests that are not in pages yet
+    num_to_hold: Count  # tokens of prompts and expected outputs
+
+
 class PairState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The peer of a pair, and the transport between the two."""
 
@@ -538,6 +545,7 @@ class Closed(RequestMessage, frozen=True, tag="closed"):
 FromNode = (
     Register
     | Heartbeat
+    | OtherLoad
     | Pairs
     | Deregister
     | Flushed

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
-from common.errors import RequestError
+from common.errors import ErrorCode, RequestError
 from common.wire.messages import KeptOutput, Tokens
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.errors import Envelope, anthropic_envelope, error_headers, openai_envelope
@@ -50,6 +50,7 @@ from gateway.requests.admission.quotas import charge
 from gateway.requests.idempotency import KeyedRequest, RequestIdentity, with_key
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
+from gateway.siblings.forwarding import ClientRequest, Siblings
 from gateway.tracing.trace_context import TraceContext
 from gateway.tracing.tracer import another_span
 from gateway.workers.served_models import ServedModel
@@ -230,10 +231,17 @@ class GenerateApp:
             identity: RequestIdentity | None = None
             if IDEMPOTENCY_KEY in scope["state"] or getattr(body, "rid", None):
                 identity = self._retries.identity(scope["state"], self.path, data, body, tenant)
+            if services.siblings is not None:
+                request = ClientRequest(scope, data, send, body.deadline_ms)
+                if await self._is_passed_home(services.siblings, tenant, identity, request):
+                    return
             answer = await self._begin(
                 body, model, tenant, state=scope["state"], arrived_at=arrived_at, identity=identity
             )
         except RequestError as error:
+            if error.code is ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND and services.siblings is not None:
+                if await services.siblings.pass_to_who_knows(error.code, request):
+                    return
             services.metrics.rejected(model_name, error)
             raise
         streams = answer.streams
@@ -260,6 +268,14 @@ class GenerateApp:
                 for output in streams:
                     if not output.is_ended:
                         services.dispatcher.abort(output.request.rid, "the client has disconnected")
+
+    async def _is_passed_home(
+        self, siblings: Siblings, tenant: str, identity: RequestIdentity | None, request: ClientRequest
+    ) -> bool:
+        """Whether another gateway answers: all requests of a tenant with a quota go to one, and all with one key."""
+        if self._services.quotas.has_limits(tenant):
+            return await siblings.pass_home("tenant", tenant, request)
+        return identity is not None and await siblings.pass_home("key", identity.key, request)
 
     async def _begin(
         self, body: Any, model: ServedModel, tenant: str,

@@ -31,6 +31,7 @@ from common.errors import RequestError
 from gateway.http.access.hosts import AllowedHosts
 from gateway.http.errors import HttpError, openai_envelope, too_large
 from gateway.http.formatters.common import encode_json
+from gateway.siblings.connection import BUFFER_BYTES, is_same_user
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
@@ -105,7 +106,13 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+        own = transport.get_extra_info("socket")
+        if own.family == socket.AF_UNIX:  # of a sibling gateway
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            if not is_same_user(own):
+                transport.abort()
+        else:
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
         self._time_out_after(self.options.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -6,6 +6,7 @@ ten times a second while it starts and stops.
 
 import asyncio
 import logging
+import socket
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,15 +27,26 @@ HANDSHAKE_S = 10.0
 
 
 class HttpServer:
-    """Attributes:
-    app: the application that it serves.
+    """Args:
+    starts_app: the application starts and stops with this server; otherwise another server has started it.
+
+    Attributes:
+        app: the application that it serves.
     """
 
-    def __init__(self, app: ASGIApp, options: ConnectionOptions, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, options: ConnectionOptions, tls: ssl.SSLContext | None = None, *, starts_app: bool = True
+    ) -> None:
         self.app = app
         self._tls = tls
         self._config = uvicorn.Config(
-            app, http=HttpConnection, ws="none", lifespan="on", proxy_headers=False, access_log=False, log_config=None
+            app,
+            http=HttpConnection,
+            ws="none",
+            lifespan="on" if starts_app else "off",
+            proxy_headers=False,
+            access_log=False,
+            log_config=None,
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         self._config.load()
@@ -43,26 +55,34 @@ class HttpServer:
         self._lifespan = self._config.lifespan_class(self._config)
         self._servers: list[asyncio.Server] = []
 
-    async def start(self, host: str, port: int, *, is_shared: bool = False) -> None:
+    async def start(self, host: str, port: int) -> None:
         """Starts the application and listens.
-
-        Args:
-            is_shared: other processes may listen on the port too.
 
         Raises OSError: the port cannot be bound; ConfigError: the application did not start.
         """
+        await self.start_app()
+        loop = asyncio.get_running_loop()
+        self._servers.append(await loop.create_server(self._new_connection, host, port, **self._limits()))
+
+    async def start_app(self) -> None:
+        """Raises ConfigError: the application did not start."""
         await self._lifespan.startup()
         if self._lifespan.should_exit:
             raise ConfigError("the HTTP application did not start; the log says why")
-        await self.listen(host, port, is_shared=is_shared)
 
-    async def listen(self, host: str, port: int, *, is_shared: bool = False) -> None:
-        """Listens on one more port. Raises OSError: it cannot be bound."""
-        limits: dict[str, Any] = {"ssl": self._tls, "reuse_port": is_shared}
+    async def accept_from(self, listener: socket.socket) -> None:
+        """Accepts connections from a socket that listens already; it is closed with this server."""
+        loop = asyncio.get_running_loop()
+        if listener.family == socket.AF_UNIX:
+            self._servers.append(await loop.create_unix_server(self._new_connection, sock=listener, backlog=BACKLOG))
+        else:
+            self._servers.append(await loop.create_server(self._new_connection, sock=listener, **self._limits()))
+
+    def _limits(self) -> dict[str, Any]:
+        limits: dict[str, Any] = {"ssl": self._tls, "backlog": BACKLOG}
         if self._tls is not None:
             limits |= {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": STALL_S}
-        loop = asyncio.get_running_loop()
-        self._servers.append(await loop.create_server(self._new_connection, host, port, backlog=BACKLOG, **limits))
+        return limits
 
     def _new_connection(self) -> HttpConnection:
         return HttpConnection(self._config, self._state, self._lifespan.state, self._options)

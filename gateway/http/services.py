@@ -13,6 +13,7 @@ from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.idempotency import IdempotencyStore
 from gateway.requests.input.input_processor import InputProcessor
 from gateway.requests.response_store import ResponseStore
+from gateway.siblings.forwarding import Siblings
 from gateway.text.tokenizer import AsyncTokenizer
 from gateway.tracing.timelines import Timelines
 from gateway.tracing.tracer import Tracer
@@ -37,6 +38,7 @@ class Services:
     live: LiveHistory
     timelines: Timelines
     tracer: Tracer
+    siblings: Siblings | None = None  # the other gateways behind the same port
 
 
 def baton_version() -> str:

@@ -30,6 +30,7 @@ from common.wire.messages import (  # fmt: skip
     KeptOutput,
     Message,
     Moved,
+    OtherLoad,
     Pairs,
     Ping,
     PrefillNodes,
@@ -175,6 +176,7 @@ class ControlPlane:
             Moved: dispatcher.on_moved,
             Failed: dispatcher.on_failed,
             Heartbeat: self._on_heartbeat,
+            OtherLoad: self._on_other_load,
             Pairs: self._on_pairs,
             Register: self._on_register,
             Deregister: self._on_leave,
@@ -243,6 +245,12 @@ class ControlPlane:
             self._channel.send(HeartbeatAck(self._clock.now(), pool.admission.num_in_flight), sender)
             if pool.registry.on_heartbeat(sender, message, self._clock.now()):
                 self._dispatcher.on_workers_added(pool)
+
+    def _on_other_load(self, sender: str, message: OtherLoad) -> None:
+        pool = self.pools.of(sender)
+        if pool is not None:
+            is_prefill = pool.registry.workers[sender].register.role == "prefill"
+            pool.router.set_other_load(sender, message.num_to_compute if is_prefill else message.num_to_hold)
 
     def _on_spans(self, sender: str, message: Spans) -> None:
         """Passes spans to their output, or to the timeline of one that has ended."""

@@ -104,6 +104,7 @@ class Router:
         self._holders: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> bits of the nodes that got it
         self._bits: dict[str, int] = {}  # of the nodes that got a request
         self._load: dict[str, int] = {}
+        self._other_load: dict[str, int] = {}  # the part of it that other gateways have sent
         self._num_requests: dict[str, int] = {}  # in flight, by the node that makes the last token
         self._turn: dict[str, int] = {}  # when a node was chosen last; equals take turns
         self._num_chosen = 0
@@ -223,8 +224,14 @@ class Router:
         return pair
 
     def load(self, incarnation: str) -> int:
-        """Tokens that a node still has to compute (prefill) or holds (decode)."""
+        """Tokens that a node still has to compute (prefill) or holds (decode), for all gateways."""
         return self._load.get(incarnation, 0)
+
+    def set_other_load(self, incarnation: str, num_tokens: int) -> None:
+        """What a node has to do for other gateways, as it says itself."""
+        more = num_tokens - self._other_load.get(incarnation, 0)
+        self._other_load[incarnation] = num_tokens
+        self._load[incarnation] = self.load(incarnation) + more
 
     def num_requests(self, incarnation: str) -> int:
         """Requests in flight whose last token this node makes."""
@@ -263,6 +270,7 @@ class Router:
     def remove_worker(self, incarnation: str) -> None:
         """A node is gone, and its cache with it."""
         self._load.pop(incarnation, None)
+        self._other_load.pop(incarnation, None)
         self._num_requests.pop(incarnation, None)
         self._turn.pop(incarnation, None)
         bit = self._bits.pop(incarnation, 0)

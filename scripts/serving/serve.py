@@ -32,6 +32,7 @@ from common.reminder import Reminder
 from common.wire.address import in_url
 from common.wire.curve import draw_keys
 from gateway.http.access.tls import make_tls_context
+from gateway.siblings.group import GatewayGroup
 from scripts.serving.cpu_affinity import Share, divide, usable_cores
 from scripts.serving.output import Output, ServeOutput
 from scripts.serving.supervisor import Child, Supervisor
@@ -42,36 +43,50 @@ HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nod
 Without --model it serves the small model included in Baton. Prints "ready http://HOST:PORT" once a request has
 succeeded; Ctrl-C or SIGTERM stops everything."""
 POLL_S, CALL_TIMEOUT_S = 0.1, 60.0
+BACKLOG = 1024
 
 
 class NotReady(BatonError):
     """The service was not ready after --ready-timeout."""
 
 
-def free_port(host: str, port: int, flag: str) -> int:
-    """Returns ``port``, or a free port for 0.
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """Returns a socket that listens on the port, or on a free one for 0.
 
     Raises ConfigError: the port is in use, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError as error:
-            host_flag = flag.replace("port", "host")
-            raise ConfigError(
-                f"cannot bind {host_flag} {host} {flag} {port}: {error.strerror}; choose another with {flag}"
-            ) from None
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        host_flag = flag.replace("port", "host")
+        raise ConfigError(
+            f"cannot bind {host_flag} {host} {flag} {port}: {error.strerror}; choose another with {flag}"
+        ) from None
+    return listener
+
+
+def free_port(host: str, port: int, flag: str) -> int:
+    """Returns ``port``, or a free port for 0. Raises ConfigError as ``bind``."""
+    with bind(host, port, flag) as probe:
         return int(probe.getsockname()[1])
 
 
-def with_ports(config: ServeConfig) -> ServeConfig:
-    """Replace port 0 by a free port, so that a restarted gateway has the same address."""
-    port = free_port(config.host, config.port, "--port")
+def with_ports(config: ServeConfig, listener: socket.socket | None = None) -> ServeConfig:
+    """Replace port 0 by a free port, so that a restarted gateway has the same address.
+
+    Args:
+        listener: what several gateways share, bound to ``--port``.
+    """
+    bound = free_port(config.host, config.port, "--port") if listener is None else listener.getsockname()[1]
     control_port = free_port(config.control_host, config.control_port, "--control-port")
-    return dataclasses.replace(config, port=port, control_port=control_port)
+    return dataclasses.replace(config, port=bound, control_port=control_port)
 
 
 def with_key(config: ServeConfig) -> ServeConfig:
@@ -82,46 +97,61 @@ def with_key(config: ServeConfig) -> ServeConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GatewayPorts:
-    """The ports of one gateway.
+class GatewayPlace:
+    """Where nodes and other gateways reach one gateway.
 
     Attributes:
-        own: HTTP port of this gateway alone; None if it is the only one.
+        control: its control port.
+        group: its place among several gateways, which share one listening socket; None if it is the only one.
     """
 
     name: str
     control: int
-    own: int | None = None
+    group: GatewayGroup | None = None
 
 
-def gateway_ports(config: ServeConfig) -> list[GatewayPorts]:
-    """The gateways to run: one with the ports of the configuration, or several, each with ports of its own too."""
+def gateway_places(config: ServeConfig) -> list[GatewayPlace]:
+    """The gateways to run: one with the ports of the configuration, or several with control ports of their own."""
     if config.workers == 1:
-        return [GatewayPorts("gateway", config.control_port)]
+        return [GatewayPlace("gateway", config.control_port)]
+    name = secrets.token_hex(16)
     controls = [config.control_port]
     controls += [free_port(config.control_host, 0, "--control-port") for _ in range(1, config.workers)]
-    return [GatewayPorts(f"gateway-{i}", port, free_port(config.host, 0, "--port")) for i, port in enumerate(controls)]
+    return [
+        GatewayPlace(f"gateway-{i}", port, GatewayGroup(name, i, config.workers)) for i, port in enumerate(controls)
+    ]
 
 
-def children(config: ServeConfig, shares: Sequence[Share], gateways: Sequence[GatewayPorts] = ()) -> list[Child]:
+def children(
+    config: ServeConfig,
+    shares: Sequence[Share],
+    gateways: Sequence[GatewayPlace] = (),
+    listener: socket.socket | None = None,
+) -> list[Child]:
     """The processes to run: gateways, prefill nodes, decode nodes; one share of the cores for each node."""
-    gateways = gateways or gateway_ports(config)
+    gateways = gateways or gateway_places(config)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     gateway_keys, node_keys = _keys_of(config)
     environ = _environment(config, 1, gateway_keys)
     if config.admin_api_key:
         environ["BATON_ADMIN_API_KEY"] = config.admin_api_key
     found: list[Child] = []
-    for ports in gateways:
-        own = {**values, "control_port": ports.control, "worker_port": ports.own}
-        found.append(Child(ports.name, _argv("gateway", to_flags(GatewayConfig, own)), environ))
+    for place in gateways:
+        own = {**values, "control_port": place.control}
+        fds: tuple[int, ...] = ()
+        if place.group is not None:
+            assert listener is not None
+            fds = (listener.fileno(),)
+            is_first = place.group.index == 0  # which alone changes roles, or the others would at the same time
+            own |= {"group": str(place.group), "listen_fd": fds[0], "auto_roles": config.auto_roles and is_first}
+        found.append(Child(place.name, _argv("gateway", to_flags(GatewayConfig, own)), environ, fds=fds))
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
     first_port = config.http_port
     for number, (name, share) in enumerate(zip(names, shares, strict=True)):
         values |= {
             "http_port": first_port and first_port + number,
             "name": name,
-            "gateway": ",".join(f"{in_url(_local(config.control_host))}:{ports.control}" for ports in gateways),
+            "gateway": ",".join(f"{in_url(_local(config.control_host))}:{place.control}" for place in gateways),
             "threads": share.num_threads,
             "memory_fraction": config.memory_fraction / len(names),
             "record": config.record and f"{config.record}.{name}",
@@ -180,7 +210,7 @@ def _url(config: ServeConfig) -> str:
 # ---- readiness ------------------------------------------------------------------------------------------------------
 
 
-async def wait_until_ready(config: ServeConfig, gateways: Sequence[GatewayPorts], output: Output) -> None:
+async def wait_until_ready(config: ServeConfig, gateways: Sequence[GatewayPlace], output: Output) -> None:
     """Return once every node is registered at every gateway and a small request to each has succeeded.
 
     Raises NotReady: not within ``ready_timeout``.
@@ -196,21 +226,16 @@ async def wait_until_ready(config: ServeConfig, gateways: Sequence[GatewayPorts]
         await asyncio.sleep(POLL_S)
 
 
-def _missing_anywhere(config: ServeConfig, gateways: Sequence[GatewayPorts]) -> str:
+def _missing_anywhere(config: ServeConfig, gateways: Sequence[GatewayPlace]) -> str:
     """What is not ready yet at the first gateway that is not; empty once all are. Blocks."""
-    return next(filter(None, (_missing(_at(config, ports)) for ports in gateways)), "")
+    return next(filter(None, (_missing(config, place.group) for place in gateways)), "")
 
 
-def _at(config: ServeConfig, ports: GatewayPorts) -> ServeConfig:
-    """The configuration with the port of one gateway alone."""
-    return config if ports.own is None else dataclasses.replace(config, port=ports.own)
-
-
-def _missing(config: ServeConfig) -> str:
+def _missing(config: ServeConfig, group: GatewayGroup | None) -> str:
     """What is not ready yet, in words; empty once all nodes are registered and a request has succeeded. Blocks."""
     try:
-        ready, _ = _call(config, "GET", "/ready")
-        status, content = _call(config, "GET", "/v1/workers")
+        ready, _ = _call(config, group, "GET", "/ready")
+        status, content = _call(config, group, "GET", "/v1/workers")
         workers: Any = json.loads(content) if status == 200 else {}
     except (OSError, http.client.HTTPException, ValueError):
         return "the gateway"
@@ -223,33 +248,45 @@ def _missing(config: ServeConfig) -> str:
     ]
     if lacking or ready != 200:
         return " and ".join(lacking) or "a pair of nodes that can work together"
-    return _failed_request(config)
+    return _failed_request(config, group)
 
 
-def _failed_request(config: ServeConfig) -> str:
+def _failed_request(config: ServeConfig, group: GatewayGroup | None) -> str:
     """Why a request for two tokens, one from each node, failed; empty if it succeeded."""
     body = {"model": config.served_name, "prompt": "To be", "max_tokens": 2, "ignore_eos": True, "temperature": 0}
     try:
-        status, content = _call(config, "POST", "/v1/completions", json.dumps(body).encode())
+        status, content = _call(config, group, "POST", "/v1/completions", json.dumps(body).encode())
     except (OSError, http.client.HTTPException) as error:
         return f"a first request ({error!r})"
     return "" if status == 200 else f"a first request ({content.decode(errors='replace')[:200]})"
 
 
-def _call(config: ServeConfig, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-    """Status and body of the gateway's answer."""
+def _call(
+    config: ServeConfig, group: GatewayGroup | None, method: str, path: str, body: bytes = b""
+) -> tuple[int, bytes]:
+    """Status and body of the gateway's answer; of one of several, over the socket that it has for the others."""
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     if body:
         headers["Content-Type"] = "application/json"
-    with contextlib.closing(_connection(config)) as connection:
+    with contextlib.closing(_connection(config, group)) as connection:
         connection.request(method, path, body or None, headers)
         answer = connection.getresponse()
         return answer.status, answer.read()
 
 
-def _connection(config: ServeConfig) -> http.client.HTTPConnection:
+def _connection(config: ServeConfig, group: GatewayGroup | None) -> http.client.HTTPConnection:
     """A connection to the gateway, which shows the very certificate of ``--tls-cert`` if there is one."""
     host = _local(config.host)
+    if group is not None:
+        connection = http.client.HTTPConnection(host, config.port, timeout=CALL_TIMEOUT_S)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(CALL_TIMEOUT_S)
+        try:
+            connection.sock.connect(group.address(group.index))
+        except OSError:
+            connection.close()
+            raise
+        return connection
     if config.tls_cert is None:
         return http.client.HTTPConnection(host, config.port, timeout=CALL_TIMEOUT_S)
     context = ssl.create_default_context(cafile=config.tls_cert)
@@ -261,11 +298,15 @@ def _connection(config: ServeConfig) -> http.client.HTTPConnection:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-async def serve(config: ServeConfig, output: Output) -> int:
-    """Run until a signal; returns the exit status."""
+async def serve(config: ServeConfig, output: Output, listener: socket.socket | None = None) -> int:
+    """Run until a signal; returns the exit status.
+
+    Args:
+        listener: which several gateways share.
+    """
     shares = shares_of(config)
-    gateways = gateway_ports(config)
-    supervisor = Supervisor(children(config, shares, gateways), output, drain_timeout_s=config.drain_timeout)
+    gateways = gateway_places(config)
+    supervisor = Supervisor(children(config, shares, gateways, listener), output, drain_timeout_s=config.drain_timeout)
     stopping = asyncio.Event()
     _on_signals(supervisor, stopping, output)
     threads = sorted({share.num_threads for share in shares})
@@ -282,12 +323,12 @@ async def serve(config: ServeConfig, output: Output) -> int:
         if ready.done() and not ready.exception():
             supervisor.mark_ready()
             tell_ready(_url(config), _curl_headers(config), output)
-            for ports in gateways if config.workers > 1 else ():
-                output.say(f"{ports.name} alone, for its metrics: {_url(_at(config, ports))}")
             await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
         return _status(running, ready, output)
     finally:
         ready.cancel()
+        if listener is not None:
+            listener.close()  # the kernel refuses connections once the gateways have closed it too
         await supervisor.stop()
         running.cancel()
         await asyncio.gather(running, ready, return_exceptions=True)
@@ -345,16 +386,20 @@ def _on_signals(supervisor: Supervisor, stopping: asyncio.Event, output: Output)
 def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(ServeConfig, argv, command="serve", help=HELP)
     output = ServeOutput(config.log_format, config.log_level)
+    listener = None
     try:
         find_checkpoint(config.model, config.revision)
-        config = with_ports(with_key(config))
+        listener = bind(config.host, config.port, "--port") if config.workers > 1 else None
+        config = with_ports(with_key(config), listener)
         if config.tls_cert is not None and config.tls_key is not None:
             make_tls_context(config.tls_cert, config.tls_key)  # a mistake ends serve before nodes load
-        return asyncio.run(serve(config, output))
+        return asyncio.run(serve(config, output, listener))
     except ConfigError as error:
         output.say(str(error))
         return 2
     finally:
+        if listener is not None:
+            listener.close()
         output.close()
 
 

@@ -35,12 +35,14 @@ class Child:
     Attributes:
         name: shown in front of its log lines.
         cpus: the CPUs that it is pinned to; empty for any.
+        fds: descriptors that it inherits under their numbers.
     """
 
     name: str
     argv: list[str]
     env: dict[str, str]
     cpus: tuple[int, ...] = ()
+    fds: tuple[int, ...] = ()
     process: asyncio.subprocess.Process | None = field(default=None, init=False)
     num_deaths: int = field(default=0, init=False)
 
@@ -150,4 +152,5 @@ async def _spawn(child: Child) -> asyncio.subprocess.Process:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         preexec_fn=in_child,
+        pass_fds=child.fds,
     )

@@ -181,6 +181,32 @@ async def test_two_gateways_under_load_never_send_a_node_more_than_it_has_room_f
             assert all(counters[f"decode-{i}"]["requests"] > 0 for i in range(2))
 
 
+async def test_a_gateway_sends_where_the_other_has_not(service: Service) -> None:
+    long = {**BODY, "sampling_params": {**BODY["sampling_params"], "max_new_tokens": 4000}}
+    async with service.client() as client, service.client("gateway-1") as other:
+        first = Stream(client, long, {})
+        await first.has(1)
+        busy = [name for name, row in (await client.workers()).items() if row["num_requests"]]
+        (decode,) = [name for name in busy if name.startswith("decode")]
+
+        async def knows_the_load() -> bool:
+            return bool((await other.workers())[decode]["load_tokens"] >= 4000)
+
+        async with asyncio.timeout(60):
+            while not await knows_the_load():
+                await asyncio.sleep(0.02)
+        for seed in range(4):
+            await other.generate(prompt_of(8, seed=seed))
+        async with other.session.get("/v1/requests") as answer:
+            chosen = {row["decode"] for row in (await answer.json())["requests"]}
+        assert chosen == {"decode-0", "decode-1"} - {decode}
+        await first.leave()
+        await other.settled()
+        async with asyncio.timeout(60):
+            while (await other.workers())[decode]["load_tokens"]:
+                await asyncio.sleep(0.02)
+
+
 @contextlib.asynccontextmanager
 async def proxy(url: str, num_cut: int) -> AsyncIterator[str]:
     """A TCP proxy that passes on the request of each of the first connections and then closes them."""

@@ -15,6 +15,7 @@ from common.wire.messages import (
     Heartbeat,
     HeartbeatAck,
     Message,
+    OtherLoad,
     Pairs,
     PairState,
     Peer,
@@ -25,6 +26,7 @@ from common.wire.messages import (
 
 log = logging.getLogger(__name__)
 
+NO_LOAD = OtherLoad(0, 0)
 REGISTRATION_S = 10.0  # in which a gateway must have answered a registration; the node then connects again
 REMEDIES = {
     HandshakeFailure.KEY: "it does not permit the key of this node: give both --keys folders of one baton keygen, with "
@@ -48,6 +50,7 @@ class GatewayLink:
         is_registered, is_dialling: whether the gateway has accepted this node, and whether it is not even connected.
         heartbeat_s: seconds between two heartbeats that the gateway wants.
         prefill_nodes: those that the gateway knows.
+        other_load: what it was told last of the load of the other gateways.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class GatewayLink:
         self.is_registered = False
         self.is_dialling = True
         self.prefill_nodes: tuple[Peer, ...] = ()
+        self.other_load = NO_LOAD
 
     def send(self, *messages: Message) -> None:
         self.mailbox.send(*messages, target=self.incarnation)
@@ -113,6 +117,7 @@ class GatewayLink:
         self.is_registered = True
         self._sent_pairs = None
         self.heartbeat_s = message.heartbeat_s
+        self.other_load = NO_LOAD
         self._num_heartbeats = self._num_acks = self._num_acks_due = 0
         self._on_instant(message)
 
@@ -149,6 +154,11 @@ class GatewayLink:
         if pairs != self._sent_pairs:
             self._sent_pairs = pairs
             self.send(Pairs(pairs))
+
+    def tell_other_load(self, load: OtherLoad) -> None:
+        if load != self.other_load:
+            self.other_load = load
+            self.send(load)
 
     def remind(self, now: float) -> None:
         """Says now and then that the gateway is missing."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from common.finish_reason import Finish
 from common.request import Request, RequestKey
-from common.wire.messages import Failed, Generate, RequestMessage, Sample, Tokens
+from common.wire.messages import Failed, Generate, OtherLoad, RequestMessage, Sample, Tokens
 
 #: Ended outputs that a node keeps at most.
 MAX_KEPT = 1_024
@@ -74,6 +74,21 @@ class RequestOwners:
     def num_on_node(self) -> Mapping[str, int]:
         """Requests by gateway, those included that have left since the last ``sweep``."""
         return Counter(owned.gateway for owned in self._requests.values() if owned.ended_at is None)
+
+    def load_of_others(self, gateway: str, requests: Mapping[RequestKey, Request]) -> OtherLoad:
+        """What the requests of all gateways but one cost, as routers count it.
+
+        Args:
+            requests: those on this node.
+        """
+        num_to_compute = num_to_hold = 0
+        for key, request in requests.items():
+            owned = self._requests.get(key)
+            if owned is not None and owned.gateway != gateway:
+                num_to_compute += max(request.num_uncached, 0)
+                num_new = request.sampling.max_new_tokens
+                num_to_hold += len(request.prompt) + (min(request.expected_output, num_new) or num_new)
+        return OtherLoad(num_to_compute, num_to_hold)
 
     def add(self, message: Generate, gateway: str, requests: Mapping[RequestKey, Request], *, is_whole: bool) -> None:
         """Records the requests of a message.

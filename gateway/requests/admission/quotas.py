@@ -69,6 +69,9 @@ class Quotas:
         for tenant, account in self._accounts.items():
             account.change(self._quotas.get(tenant, self._others))
 
+    def has_limits(self, tenant: str) -> bool:
+        return bool(tenant) and self._quotas.get(tenant, self._others) != Quota()
+
     def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:
         """Counts the outputs of a request and the tokens of its prompts and predicted outputs in, or refuses it.
 

@@ -8,7 +8,7 @@ from common.errors import ErrorCode
 from common.node.gateways.request_owners import MAX_KEPT, RequestOwners
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.wire.messages import Failed, Generate, Sample, Spans, Tokens
+from common.wire.messages import Failed, Generate, OtherLoad, Sample, Spans, Tokens
 
 TIMEOUT_S = 10.0
 A, B = "a" * 32, "b" * 32
@@ -51,6 +51,18 @@ def test_a_message_goes_to_the_gateway_that_sent_the_request():
     node.take(A, "x", others=(Sample("x2", 1, 0),))
     node.take(B, "y")
     assert [node.owner(rid) for rid in ("x", "x2", "y", "unknown")] == [A, A, B, ""]
+
+
+def test_a_gateway_is_told_what_the_requests_of_the_others_cost():
+    node = Node()
+    node.take(A, "x", others=(Sample("x2", 1, 0),))
+    node.take(B, "y").num_computed = 2
+    assert node.owners.load_of_others(A, node.requests) == OtherLoad(0, 10)
+    assert node.owners.load_of_others(B, node.requests) == OtherLoad(4, 20)
+    node.requests["x", 1].expected_output = 3
+    finish(node, "x2")
+    assert node.owners.load_of_others(B, node.requests) == OtherLoad(2, 5)
+    assert node.owners.load_of_others("c" * 32, node.requests) == OtherLoad(2, 15)
 
 
 def test_a_move_that_fails_is_reported_to_the_gateway_of_the_request_under_its_next_attempt():

@@ -274,3 +274,39 @@ def test_pairs_are_chosen_within_one_revision():
     pairs = {chosen.choose([P1, new_p], [D1, new_d], [i] * 3, num_new=5).nodes for i in range(8)}
     assert pairs == {("p1", "d1"), ("new-p", "new-d")}
     assert chosen.choose([P1], [new_d], [1, 2], num_new=5) is None
+
+
+def test_what_other_gateways_have_sent_counts_as_load():
+    chosen = router()
+    chosen.set_other_load("p1", 100)
+    chosen.set_other_load("d2", 100)
+    assert chosen.load("p1") == 100
+    for _ in range(3):
+        pair = chosen.choose([P1, P2], [D1, D2], [7] * 3, num_new=2)
+        assert (pair.prefill, pair.decode) == ("p2", "d1")
+    assert (chosen.load("p1"), chosen.load("p2")) == (100, 9)
+    chosen.set_other_load("p1", 0)
+    assert chosen.choose([P1, P2], [D2], [7] * 3, num_new=2).prefill == "p1"
+    chosen.remove_worker("d2")
+    assert chosen.load("d2") == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 400), st.integers(1, 400)), min_size=1, max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_two_gateways_that_send_at_once_fill_the_nodes_as_evenly_as_one(requests):
+    """Each learns from the nodes what the other one has sent; then no node has a whole request more than another."""
+    prefills, decodes = [P1, P2], [Candidate(f"d{i}", 100_000) for i in range(3)]
+    names = [node.incarnation for node in (*prefills, *decodes)]
+    routers = {True: router(), False: router()}
+    own = {is_first: dict.fromkeys(names, 0) for is_first in routers}
+    largest = 0
+    for number, (is_first, num_prompt, num_new) in enumerate(requests):
+        pair = routers[is_first].choose(prefills, decodes, [number] * num_prompt, num_new=num_new + 1)
+        own[is_first][pair.prefill] += pair.num_compute
+        own[is_first][pair.decode] += pair.num_hold
+        for name in names:
+            routers[not is_first].set_other_load(name, own[is_first][name])
+        largest = max(largest, num_prompt + num_new + 1)
+        for role in (prefills, decodes):
+            loads = [own[True][node.incarnation] + own[False][node.incarnation] for node in role]
+            assert max(loads) - min(loads) <= largest
