@@ -1,7 +1,7 @@
 """Tile sizes of the attention kernels: defaults, and measured ones, which are kept in a file for each kind of GPU.
 
-The file is ``~/.cache/baton/triton/DEVICE.json`` (or below ``$XDG_CACHE_HOME``): tile sizes by the name of a shape, which
-``tile_name`` gives. ``measure_tiles`` writes it; without it the defaults hold.
+The file is ``~/.cache/baton/triton/DEVICE.json`` (or below ``$XDG_CACHE_HOME``): tile sizes by ``TileShape.name``.
+``./scripts/gpu_check`` measures and writes it; without it the defaults hold.
 """
 
 import json
@@ -73,7 +73,12 @@ def default_tile(shape: TileShape) -> Tile:
     row_bytes = power_of_two(shape.head_dim) * shape.dtype.itemsize
     block_m = shape.min_lines
     if not shape.is_decode:
-        block_m = max(block_m, 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32)
+        if (
+            shape.dtype == torch.float32
+        ):  # no matrix instructions in full precision: large tiles compile longer
+            block_m = max(block_m, 32)
+        else:
+            block_m = max(block_m, 128 if row_bytes <= 256 else 64)
     left = SHARED_BYTES - block_m * row_bytes
     block_n = 64
     while block_n > 16 and 2 * 2 * block_n * row_bytes > left:
