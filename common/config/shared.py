@@ -97,7 +97,9 @@ class EngineOptions:
         maximum=1024,
     )
     attention_backend: str = option(
-        "auto", "Attention backend: reference, torch or cpu; auto takes the fastest for the device."
+        "auto",
+        "Attention backend: triton (own kernels, CUDA), flash-attn (CUDA; needs the extra flash-attn and pages of a "
+        "multiple of 256 tokens), torch, cpu or reference; auto takes cpu on CPUs, triton on CUDA.",
     )
     transport: Literal["auto", "shm", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
         "auto",

@@ -209,10 +209,11 @@ def paged_attention(
         )  # fmt: skip
 
     is_empty = weight == 0.0
-    result = total / tl.where(is_empty, 1.0, weight)[:, None]
+    divisor = tl.where(is_empty, 1.0, weight)
+    result = total / divisor[:, None]
     if IS_SPLIT:
         part = ((piece * tl.num_programs(1) + kv_head) * num_splits + split).to(tl.int64) * BLOCK_M + line
-        tl.store(partial_lse + part, tl.where(is_empty, float("-inf"), best + tl.log2(weight)), mask=is_line)
+        tl.store(partial_lse + part, tl.where(is_empty, float("-inf"), best + tl.log2(divisor)), mask=is_line)
         tl.store(partial_out + part[:, None] * HEAD_DIM + dim[None, :], result, mask=mask & ~is_empty[:, None])
     else:
         target = (first_token + token)[:, None] * out_stride + head[:, None] * HEAD_DIM + dim[None, :]

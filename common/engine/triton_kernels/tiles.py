@@ -73,9 +73,7 @@ def default_tile(shape: TileShape) -> Tile:
     row_bytes = power_of_two(shape.head_dim) * shape.dtype.itemsize
     block_m = shape.min_lines
     if not shape.is_decode:
-        if (
-            shape.dtype == torch.float32
-        ):  # no matrix instructions in full precision: large tiles compile longer
+        if shape.dtype == torch.float32:  # no matrix instructions in full precision: large tiles compile longer
             block_m = max(block_m, 32)
         else:
             block_m = max(block_m, 128 if row_bytes <= 256 else 64)

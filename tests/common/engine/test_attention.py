@@ -141,7 +141,7 @@ def test_a_backend_equals_the_reference_with_any_parameters(backend: str, dtype:
     if is_interpreted and dtype == "bfloat16":
         pytest.skip("Triton's interpreter has no bfloat16 products")
 
-    @settings(max_examples=8 if is_interpreted else 40, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(
         rows=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=3),
         page_size=st.sampled_from([1, 3, 16]),
