@@ -98,8 +98,8 @@ class EngineOptions:
     )
     attention_backend: str = option(
         "auto",
-        "Attention backend: triton (own kernels, CUDA), flash-attn (CUDA; needs the extra flash-attn and pages of a "
-        "multiple of 256 tokens), torch, cpu or reference; auto takes cpu on CPUs, triton on CUDA.",
+        "Attention backend: triton (CUDA), flash-attn (CUDA; needs the extra flash-attn and pages of a multiple of 256 "
+        "tokens), torch, cpu or reference; auto takes cpu on CPUs, triton on CUDA (torch if triton is missing).",
     )
     transport: Literal["auto", "shm", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
         "auto",
