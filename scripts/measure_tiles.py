@@ -72,11 +72,13 @@ def main(arguments: list[str] | None = None) -> Any:
         measured = make_measured(options, is_decode=is_decode)
         group = options.heads // options.kv_heads
         shape = TileShape(is_decode, measured.pool.tensor.dtype, options.head_dim, group)
-        times = {}
+        times: dict[Tile, float] = {}
 
-        def run_ms(tile: Tile, one: Measured = measured, shape: TileShape = shape, times: Any = times) -> float:
+        def run_ms(
+            tile: Tile, one: Measured = measured, shape: TileShape = shape, times: dict[Tile, float] = times
+        ) -> float:
             times[tile] = one.run_ms(shape, tile)
-            return float(times[tile])
+            return times[tile]
 
         fastest[shape.name] = tile = fastest_tile(shape, run_ms)
         default = next(iter(times.values()))
