@@ -7,7 +7,6 @@ kind of GPU, with the same head size and heads per KV head, reads them at its st
 import argparse
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from common.engine.attention.protocol import AttentionParams
 from common.engine.attention.triton_backend import TritonAttention
 from common.engine.batch import RowArrays, StepBatch, make_batch
 from common.engine.kv_pool import KVPool
-from common.engine.triton_kernels.tiles import Tile, TileShape, fastest_tile, store_tiles
+from common.engine.triton_kernels.tiles import Tile, TileShape, candidates, default_tile, store_tiles
 
 PAGE_SIZE = 16
 CONTEXT = 4096
@@ -58,7 +57,8 @@ def make_measured(options: argparse.Namespace, *, is_decode: bool) -> Measured:
     return Measured(pool, heads, batch, qkv.split([heads, kv_heads, kv_heads], dim=1))
 
 
-def main(arguments: list[str] | None = None) -> Any:
+def main(arguments: list[str] | None = None) -> int | str:
+    """Return an exit status, or why nothing was measured."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -72,17 +72,10 @@ def main(arguments: list[str] | None = None) -> Any:
         measured = make_measured(options, is_decode=is_decode)
         group = options.heads // options.kv_heads
         shape = TileShape(is_decode, measured.pool.tensor.dtype, options.head_dim, group)
-        times: dict[Tile, float] = {}
-
-        def run_ms(
-            tile: Tile, one: Measured = measured, shape: TileShape = shape, times: dict[Tile, float] = times
-        ) -> float:
-            times[tile] = one.run_ms(shape, tile)
-            return times[tile]
-
-        fastest[shape.name] = tile = fastest_tile(shape, run_ms)
-        default = next(iter(times.values()))
-        print(f"{shape.name}: {tile}, {times[tile]:.3f} ms; the default needs {default:.3f} ms")
+        times = {tile: measured.run_ms(shape, tile) for tile in candidates(shape)}
+        fastest[shape.name] = tile = min(times, key=times.__getitem__)
+        default_ms = times[default_tile(shape)]
+        print(f"{shape.name}: {tile}, {times[tile]:.3f} ms; the default needs {default_ms:.3f} ms")
         measured.pool.close()
     print(f"stored in {store_tiles(torch.cuda.get_device_name(), fastest)}")
     return 0

@@ -1,12 +1,12 @@
 """Tile sizes of the attention kernels: defaults, and measured ones, which are kept in a file for each kind of GPU.
 
 The file is ``~/.cache/baton/triton/DEVICE.json`` (or below ``$XDG_CACHE_HOME``): tile sizes by ``TileShape.name``.
-``./scripts/gpu_check`` measures and writes it; without it the defaults hold.
+``scripts.measure_tiles`` writes it; without it the defaults hold.
 """
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def default_tile(shape: TileShape) -> Tile:
 
 
 def candidates(shape: TileShape) -> list[Tile]:
-    """Return the tiles that ``measure_tiles`` compares; the default is the first."""
+    """Return the tiles that ``scripts.measure_tiles`` compares; the default is the first."""
     blocks = [shape.min_lines] if shape.is_decode else [max(shape.min_lines, lines) for lines in (64, 128)]
     tiles = [
         Tile(block_m, block_n, num_warps, num_stages)
@@ -132,8 +132,3 @@ def choose_tile(shape: TileShape, stored: Mapping[str, Tile]) -> Tile:
     """Return the measured tile of a shape; the default if none is stored, or if it has too few lines for one token."""
     tile = stored.get(shape.name)
     return tile if tile and tile.block_m >= shape.min_lines else default_tile(shape)
-
-
-def fastest_tile(shape: TileShape, run_ms: Callable[[Tile], float]) -> Tile:
-    """Return the candidate with the least ``run_ms``, which returns infinity for a tile that the GPU cannot run."""
-    return min(candidates(shape), key=run_ms)
