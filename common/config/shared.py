@@ -106,7 +106,9 @@ class EngineOptions:
         maximum=1024,
     )
     attention_backend: str = option(
-        "auto", "Attention backend: reference, torch or cpu; auto takes the fastest for the device."
+        "auto",
+        "Attention backend: triton (CUDA), flash-attn (CUDA; needs the extra flash-attn and pages of a multiple of 256 "
+        "tokens), torch, cpu or reference; auto takes cpu on CPUs, triton on CUDA (torch if triton is missing).",
     )
     disable_overlap_schedule: bool = option(
         False,

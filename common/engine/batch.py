@@ -95,3 +95,19 @@ def make_batch(rows: RowArrays, device: torch.device) -> StepBatch:
         page_table=to_device(np.ascontiguousarray(rows.page_table[:, :max_pages]), device),
         max_pages=max_pages,
     )
+
+
+def cut_into_pieces(batch: StepBatch, rows: NDArray[np.intp], max_tokens: int) -> torch.Tensor:
+    """Cut rows into pieces of at most ``max_tokens`` new tokens, longest context first, to balance threads.
+
+    Returns:
+        ``[P, 4]`` int64 on the host, the ``Piece`` of paged.h: row, first of the packed tokens, number of tokens,
+        position of the first.
+    """
+    cut = [
+        (row, batch.first_new[row] + first, min(max_tokens, num_new - first), batch.rows.starts[row] + first)
+        for row, num_new in zip(rows.tolist(), batch.rows.num_new[rows].tolist(), strict=True)
+        for first in range(0, num_new, max_tokens)
+    ]
+    cut.sort(key=lambda piece: -piece[3])
+    return torch.from_numpy(np.array(cut, np.int64).reshape(-1, 4))

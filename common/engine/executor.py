@@ -377,12 +377,13 @@ def load_executor(
         torch.set_num_threads(num_threads)
     place = check_device(device)
     dtype = config.resolve_dtype(dtype)
-    attention = resolve_attention(attention, place)
+    layout = config.layout(page_size, dtype)
+    attention = resolve_attention(attention, place, layout)
     shard = WHOLE_MODEL if ranks is None else Shard(0, ranks.num_ranks)
     try:
         weights = load_weights(config, dtype, place, shard)
         weights.pack()
-        pool = KVPool(config.layout(page_size, dtype), num_pages() if callable(num_pages) else num_pages, place)
+        pool = KVPool(layout, num_pages() if callable(num_pages) else num_pages, place)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--device {device} has too little memory for the model and its KV pages: lower --memory-fraction or "

@@ -1,39 +1,83 @@
 """Attention over paged KV: one protocol and several backends, all of which must agree with ``reference``."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 
+from common.cache.page_layout import PageLayout
 from common.engine.attention.cpu import cpu_attention
-from common.engine.attention.protocol import AttentionBackend
+from common.engine.attention.flash_attn_backend import FlashAttention, flash_attn_conflict
+from common.engine.attention.protocol import AttentionBackend, AttentionParams, LayerParams
 from common.engine.attention.reference import ReferenceAttention
 from common.engine.attention.torch_sdpa import TorchAttention
 from common.engine.kv_pool import KVPool
+from common.engine.triton_kernels import has_interpreter
 from common.errors import ConfigError
 
-#: Backends by name; each is built from a pool and the number of query heads.
-BACKENDS: dict[str, Callable[[KVPool, int], AttentionBackend]] = {
-    "reference": lambda pool, _: ReferenceAttention(pool),
-    "torch": lambda pool, _: TorchAttention(pool),
+
+def _triton(pool: KVPool, num_heads: int, params: LayerParams) -> AttentionBackend:
+    from common.engine.attention.triton_backend import TritonAttention  # imports triton, which only CUDA nodes need
+
+    return TritonAttention(pool, num_heads, params)
+
+
+def _flash_attn(pool: KVPool, _: int, params: LayerParams) -> AttentionBackend:
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    return FlashAttention(pool, params, flash_attn_with_kvcache, flash_attn_varlen_func)
+
+
+#: Backends by name; each is built from a pool, the number of query heads, and the parameters of each layer.
+BACKENDS: dict[str, Callable[[KVPool, int, LayerParams], AttentionBackend]] = {
+    "reference": lambda pool, _, params: ReferenceAttention(pool, params),
+    "torch": lambda pool, _, params: TorchAttention(pool, params),
     "cpu": cpu_attention,
+    "triton": _triton,
+    "flash-attn": _flash_attn,
 }
 
 
-def resolve_attention(name: str, device: torch.device) -> str:
-    """Return the name of a backend for pools on this device; ``auto`` picks the fastest.
+def resolve_attention(name: str, device: torch.device, layout: PageLayout, params: LayerParams = ()) -> str:
+    """Return the name of a backend for pools of this layout on this device; ``auto`` picks the fastest.
 
     Raises:
-        ConfigError: the backend is unknown, or does not run on this device.
+        ConfigError: the backend is unknown, is not installed, does not run on this device or lacks something that the
+            layout or the parameters of the layers need.
     """
     is_cpu = device.type == "cpu"
     if name == "auto":
-        return "cpu" if is_cpu else "torch"
+        return "cpu" if is_cpu else "triton" if find_spec("triton") else "torch"
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name}: unknown; give auto, {', '.join(BACKENDS)}")
-    if name == "cpu" and not is_cpu:
-        raise ConfigError(f"--attention-backend cpu: the KV pool is on {device}; give auto, reference or torch")
+    reason = _conflict(name, device, layout, params)
+    if reason:
+        raise ConfigError(f"--attention-backend {name}: {reason}")
     return name
 
 
-def make_attention(name: str, pool: KVPool, num_heads: int) -> AttentionBackend:
-    return BACKENDS[resolve_attention(name, pool.device)](pool, num_heads)
+def _conflict(name: str, device: torch.device, layout: PageLayout, params: LayerParams) -> str:
+    """Return why a backend cannot serve, with the fix; empty if it can."""
+    is_cpu = device.type == "cpu"
+    if name == "cpu" and not is_cpu:
+        return f"the KV pool is on {device}; give auto, triton, reference or torch"
+    if name == "triton":
+        if not find_spec("triton"):
+            return "the package triton is missing; install it, or give auto or torch"
+        if is_cpu and not has_interpreter():
+            return "runs on CUDA; give auto or cpu (TRITON_INTERPRET=1 runs its kernels slowly on the CPU, for tests)"
+    if name == "flash-attn":
+        if is_cpu:
+            return "runs on CUDA; give auto or cpu"
+        if not find_spec("flash_attn"):
+            return "the package flash-attn is missing; install baton[flash-attn], or give auto or triton"
+        return flash_attn_conflict(layout, params)
+    return ""
+
+
+def make_attention(name: str, pool: KVPool, num_heads: int, params: LayerParams | None = None) -> AttentionBackend:
+    """Build a backend for a pool. ``params`` has an entry for each layer; without it every layer is plain."""
+    if params is None:
+        params = (AttentionParams(),) * pool.layout.num_layers
+    assert len(params) == pool.layout.num_layers
+    return BACKENDS[resolve_attention(name, pool.device, pool.layout, params)](pool, num_heads, params)

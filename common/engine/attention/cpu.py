@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.attention.protocol import AttentionBackend
+from common.engine.attention.protocol import AttentionBackend, LayerParams
 from common.engine.attention.torch_sdpa import ExtendRow, TorchAttention
-from common.engine.batch import StepBatch
+from common.engine.batch import StepBatch, cut_into_pieces
 from common.engine.cpu.kernels import LANES, MAX_DIM, MAX_QUERIES, Kernels, Paged, load_kernels
 from common.engine.kv_pool import KVPool
 
@@ -26,8 +26,9 @@ LONG_PIECE = 1024
 class CpuAttention:
     """``AttentionBackend`` on compiled kernels; ``num_heads`` counts the model's query heads."""
 
-    def __init__(self, pool: KVPool, num_heads: int, kernels: Kernels) -> None:
+    def __init__(self, pool: KVPool, num_heads: int, params: LayerParams, kernels: Kernels) -> None:
         self.pool = pool
+        self.params = params
         self.kernels = kernels
         self.group = num_heads // pool.layout.num_kv_heads
         layout = pool.layout
@@ -43,6 +44,7 @@ class CpuStep:
 
     def __init__(self, backend: CpuAttention, batch: StepBatch) -> None:
         self._pool = backend.pool
+        self._params = backend.params
         self._kernels = backend.kernels
         self._batch = batch
         is_long = batch.rows.num_new >= LONG_EXTEND
@@ -53,7 +55,8 @@ class CpuStep:
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         paged = self._paged(layer, q.shape[1])
-        scale = q.shape[2] ** -0.5
+        params = self._params[layer]
+        scale = params.scale_for(q.shape[2])
         self._kernels.write_kv(paged, self._batch.token_pages, self._batch.token_offsets, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
         if len(self._short):
@@ -61,7 +64,7 @@ class CpuStep:
         if len(self._tiled):
             self._kernels.amx_attention(paged, self._tiled, q, out, scale)
         for row in self._rest:
-            out[row.first : row.end] = row.attend(q[row.first : row.end], self._pool.layer(layer))
+            out[row.first : row.end] = row.attend(q[row.first : row.end], self._pool.layer(layer), params)
         return out
 
     def _paged(self, layer: int, num_heads: int) -> Paged:
@@ -81,23 +84,9 @@ class CpuStep:
         )
 
 
-def cut_into_pieces(batch: StepBatch, rows: np.ndarray[tuple[int], np.dtype[np.int64]], max_tokens: int) -> Tensor:
-    """Cut rows into pieces of at most ``max_tokens`` new tokens, longest context first, to balance threads.
-
-    Returns ``[P, 4]`` int64, the ``Piece`` of paged.h.
-    """
-    cut = [
-        (row, batch.first_new[row] + first, min(max_tokens, num_new - first), batch.rows.starts[row] + first)
-        for row, num_new in zip(rows.tolist(), batch.rows.num_new[rows].tolist(), strict=True)
-        for first in range(0, num_new, max_tokens)
-    ]
-    cut.sort(key=lambda piece: -piece[3])
-    return torch.from_numpy(np.array(cut, np.int64).reshape(-1, 4))
-
-
-def cpu_attention(pool: KVPool, num_heads: int) -> AttentionBackend:
-    """Return ``CpuAttention``, or ``TorchAttention`` without a compiler or for head shapes that the kernels lack."""
+def cpu_attention(pool: KVPool, num_heads: int, params: LayerParams) -> AttentionBackend:
+    """Return ``CpuAttention``; ``TorchAttention`` without a compiler, or for heads and layers that the kernels lack."""
     layout = pool.layout
-    is_supported = layout.head_dim % LANES == 0 and layout.head_dim <= MAX_DIM
+    is_supported = layout.head_dim % LANES == 0 and layout.head_dim <= MAX_DIM and all(one.is_plain for one in params)
     kernels = load_kernels() if is_supported and num_heads // layout.num_kv_heads <= MAX_QUERIES else None
-    return CpuAttention(pool, num_heads, kernels) if kernels else TorchAttention(pool)
+    return CpuAttention(pool, num_heads, params, kernels) if kernels else TorchAttention(pool, params)

@@ -4,6 +4,8 @@ A backend is built once per pool. It turns a step's batch into a ``StepAttention
 step share. Page size, dtype and the mixture of rows are values in the batch; they do not multiply backends.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -11,11 +13,45 @@ from torch import Tensor
 from common.engine.batch import StepBatch
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionParams:
+    """How one layer attends. A token always sees itself and never a later token.
+
+    Attributes:
+        scale: factor of the scores q . k; None means ``head_dim ** -0.5``.
+        window: tokens that a token sees, itself included; None means all.
+        soft_cap: after scaling, a score s becomes ``soft_cap * tanh(s / soft_cap)``; None leaves it.
+        sinks: ``[heads]`` float32 on the pool's device: one more score for each query head, after the soft cap, which
+            counts in the softmax and whose value is zero; None without sinks.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.window is None or self.window >= 1
+        assert self.soft_cap is None or self.soft_cap > 0
+
+    def scale_for(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are the softmax of all scaled scores."""
+        return self.window is None and self.soft_cap is None and self.sinks is None
+
+
+#: The parameters of each layer; an entry for every layer of the pool.
+LayerParams = Sequence[AttentionParams]
+
+
 class StepAttention(Protocol):
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write new keys and values into the pool, then compute causal attention over all tokens of each row.
 
-        Scores are scaled by ``head_dim ** -0.5``. Query head h reads KV head ``h // (heads / kv_heads)``.
+        ``AttentionParams`` of the layer tell how. Query head h reads KV head ``h // (heads / kv_heads)``.
 
         Args:
             q: ``[N, heads, head_dim]``.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from common.engine.attention.protocol import write_kv
+from common.engine.attention.protocol import AttentionParams, LayerParams, write_kv
 from common.engine.batch import StepBatch
 from common.engine.kv_pool import KVPool
 
@@ -11,33 +11,34 @@ from common.engine.kv_pool import KVPool
 class ReferenceAttention:
     """Tests compare all other backends with this one."""
 
-    def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: KVPool, params: LayerParams) -> None:
+        self.pool = pool
+        self.params = params
 
     def prepare(self, batch: StepBatch) -> "ReferenceStep":
-        return ReferenceStep(self._pool, batch)
+        return ReferenceStep(self, batch)
 
 
 class ReferenceStep:
-    def __init__(self, pool: KVPool, batch: StepBatch) -> None:
-        self._pool = pool
+    def __init__(self, backend: ReferenceAttention, batch: StepBatch) -> None:
+        self._backend = backend
         self._batch = batch
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self._pool.layer(layer)
+        keys, values = self._backend.pool.layer(layer)
+        params = self._backend.params[layer]
         write_kv((keys, values), k, v, self._batch)
         out = torch.empty_like(q)
         group = q.shape[1] // k.shape[1]
         for row in range(self._batch.num_rows):
             first, end = self._batch.first_new[row : row + 2].tolist()
-            start, length = int(self._batch.rows.starts[row]), int(self._batch.lengths[row])
+            length = int(self._batch.lengths[row])
             for head in range(q.shape[1]):
                 row_keys = self._gather(keys, row, head // group, length)
                 row_values = self._gather(values, row, head // group, length)
-                scores = q[first:end, head].float() @ row_keys.T * q.shape[2] ** -0.5
-                visible = torch.arange(length)[None, :] <= torch.arange(start, length)[:, None]
-                scores = scores.masked_fill(~visible.to(q.device), float("-inf"))
-                out[first:end, head] = (scores.softmax(dim=-1) @ row_values).to(q.dtype)
+                sink = None if params.sinks is None else params.sinks[head].float()
+                attended = _attend(q[first:end, head].float(), row_keys, row_values, params, sink)
+                out[first:end, head] = attended.to(q.dtype)
         return out
 
     def _gather(self, paged: Tensor, row: int, head: int, length: int) -> Tensor:
@@ -45,3 +46,19 @@ class ReferenceStep:
         size = paged.shape[2]
         table = self._batch.rows.page_table[row]
         return torch.stack([paged[int(table[t // size]), head, t % size] for t in range(length)]).float()
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, sink: Tensor | None) -> Tensor:
+    """Return ``[n, head_dim]`` for the last n of ``length`` tokens of one row and one head."""
+    num_new, length = len(q), len(keys)
+    scores = q @ keys.T * params.scale_for(q.shape[1])
+    if params.soft_cap is not None:
+        scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+    distance = torch.arange(length - num_new, length)[:, None] - torch.arange(length)[None, :]
+    is_hidden = distance < 0
+    if params.window is not None:
+        is_hidden |= distance >= params.window
+    scores = scores.masked_fill(is_hidden.to(q.device), float("-inf"))
+    if sink is not None:
+        scores = torch.cat((scores, sink.expand(num_new, 1)), dim=1)
+    return scores.softmax(dim=1)[:, :length] @ values

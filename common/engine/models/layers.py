@@ -1,6 +1,7 @@
 """The rotary embedding, and the element-wise operations between a decoder's matrix products."""
 
 import math
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -71,10 +72,10 @@ def rotations(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tu
 
 
 class Operations(Protocol):
-    """The operations between matrix products: in torch on any device, in C on CPUs where the kernels compile.
+    """The operations between matrix products: in torch on any device, in Triton on CUDA, in C on CPUs that compile it.
 
-    Both implementations return the same; C reads and writes memory fewer times. ``x`` is changed in place, so that the
-    residual stream of a decoder is one tensor from the embedding to the last norm.
+    All implementations return the same; Triton and C read and write memory fewer times. ``x`` is changed in place, so
+    that the residual stream of a decoder is one tensor from the embedding to the last norm.
     """
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -129,7 +130,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def make_operations(config: ModelConfig, device: torch.device) -> Operations:
-    """Return the C kernels on a CPU if they compile and fit the model's widths, torch's operations otherwise."""
+    """Return Triton's kernels on CUDA if the package is there, the C kernels on a CPU if they fit the model's widths.
+
+    Torch's operations otherwise.
+    """
+    if device.type == "cuda" and find_spec("triton"):
+        from common.engine.triton_kernels.elementwise import TritonOperations  # imports triton
+
+        return TritonOperations()
     widths = (config.hidden_size, config.intermediate_size, config.head_dim // 2)
     if device.type != "cpu" or any(width % LANES for width in widths):
         return TorchOperations()

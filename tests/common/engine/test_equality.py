@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from support.engine.reference_models import LLAMA3_ROPE, YARN_ROPE, draw_prompts
 
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
+from common.engine.triton_kernels import has_interpreter
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
@@ -101,6 +103,21 @@ def test_tokens_do_not_depend_on_the_attention_backend(models: Any, attention: s
     texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(prompts[:7])]
     driver.finish(texts, MAX_NEW, chunk=32)
     assert [tuple(text.output) for text in texts] == [expected for _, expected in prompts[:7]]
+    driver.executor.close()
+
+
+@pytest.mark.skipif(not (has_interpreter() and find_spec("triton")), reason="needs Triton's interpreter")
+def test_triton_kernels_give_the_same_tokens(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of Triton's kernels take part, as on a GPU; prompts are computed in chunks beside decode rows."""
+    from common.engine.triton_kernels.elementwise import TritonOperations
+
+    monkeypatch.setattr("common.engine.models.decoder.make_operations", lambda *_: TritonOperations())
+    folder, cases = models("qwen3")
+    driver = Driver(load(folder, "cpu", page_size=16, attention="triton"))
+    cases = [case for case in cases if len(case[0]) in (1, 17, 100)]
+    texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
+    driver.finish(texts, MAX_NEW, chunk=48)
+    assert [tuple(text.output) for text in texts] == [expected for _, expected in cases]
     driver.executor.close()
 
 

@@ -1,0 +1,165 @@
+"""The triton backend: own kernels over paged KV, for CUDA; in Triton's interpreter also for the CPU, to test them.
+
+A step needs one launch to write its keys and values, one for rows of several tokens, and two for decode rows. Nothing
+waits for the device, and the grids of a step depend on the number of its pieces, not on the lengths of decode rows.
+"""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.attention.protocol import LayerParams
+from common.engine.batch import StepBatch, cut_into_pieces
+from common.engine.kv_pool import KVPool
+from common.engine.triton_kernels.attention import MAX_SPLITS, merge_splits, paged_attention, write_kv
+from common.engine.triton_kernels.tiles import Tile, TileShape, choose_tile, power_of_two, stored_tiles
+
+#: Keys from which on one more split pays.
+MIN_SPLIT_KEYS = 256
+
+
+class TritonAttention:
+    """``AttentionBackend`` in Triton; ``num_heads`` counts the model's query heads.
+
+    Args:
+        num_programs: programs that keep the device busy; keys are split until there are as many.
+        tiles: tile sizes by ``TileShape.name``; None takes those measured on this kind of device.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        num_heads: int,
+        params: LayerParams,
+        *,
+        num_programs: int | None = None,
+        tiles: dict[str, Tile] | None = None,
+    ) -> None:
+        layout, is_cuda = pool.layout, pool.device.type == "cuda"
+        self.pool = pool
+        self.params = params
+        self.group = num_heads // layout.num_kv_heads
+        if tiles is None:
+            tiles = stored_tiles(torch.cuda.get_device_name(pool.device)) if is_cuda else {}
+        dtype = pool.tensor.dtype
+        self.extend_tile, self.decode_tile = (
+            choose_tile(TileShape(is_decode, dtype, layout.head_dim, self.group), tiles) for is_decode in (False, True)
+        )
+        if num_programs is None:
+            num_programs = 2 * torch.cuda.get_device_properties(pool.device).multi_processor_count if is_cuda else 16
+        self._num_programs = num_programs
+
+    def prepare(self, batch: StepBatch) -> "TritonStep":
+        return TritonStep(self, batch)
+
+    def num_splits(self, num_pieces: int, max_tokens: int) -> int:
+        """Return into how many splits the keys of every piece are divided: a power of two."""
+        wanted = -(-self._num_programs // (num_pieces * self.pool.layout.num_kv_heads))
+        useful = max(1, max_tokens // MIN_SPLIT_KEYS)
+        return min(power_of_two(wanted), power_of_two(useful + 1) // 2, MAX_SPLITS)
+
+
+class TritonStep:
+    """One step of ``TritonAttention``; rows are cut into pieces once for all layers."""
+
+    def __init__(self, backend: TritonAttention, batch: StepBatch) -> None:
+        self._backend = backend
+        self._batch = batch
+        decode_tile, extend_tile = backend.decode_tile, backend.extend_tile
+        is_short = batch.rows.num_new <= decode_tile.block_m // backend.group
+        shorts, longs = np.flatnonzero(is_short), np.flatnonzero(~is_short)
+        self._passes = []
+        if len(shorts):
+            # The pool's size bounds every length, so that the number of splits is the same in every step.
+            capacity = backend.pool.num_pages * batch.rows.page_size
+            self._passes.append(AttentionPass(backend, batch, shorts, decode_tile, capacity))
+        if len(longs):
+            longest = int(batch.lengths[longs].max())
+            self._passes.append(AttentionPass(backend, batch, longs, extend_tile, longest))
+
+    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._write(layer, k, v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for one in self._passes:
+            one.attend(layer, q, out)
+        return out
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        keys, values = self._backend.pool.layer(layer)
+        num_tokens, kv_heads, head_dim = k.shape
+        assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+        write_kv[(num_tokens,)](
+            *(k, v, keys, values, self._batch.token_pages, self._batch.token_offsets),
+            *(k.stride(0), v.stride(0), keys.stride(0), keys.stride(1)),
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            HEADS_BLOCK=power_of_two(kv_heads),
+            DIM_BLOCK=power_of_two(head_dim),
+        )
+
+
+class AttentionPass:
+    """The launches of one step and layer for rows that share a tile.
+
+    Args:
+        rows: indices of the batch's rows.
+        max_tokens: bound of their lengths.
+    """
+
+    def __init__(
+        self, backend: TritonAttention, batch: StepBatch, rows: np.ndarray, tile: Tile, max_tokens: int
+    ) -> None:
+        self._backend = backend
+        self._tile = tile
+        self._page_table = batch.page_table
+        pieces = cut_into_pieces(batch, rows, tile.block_m // backend.group)
+        self._pieces = pieces.to(batch.positions.device, non_blocking=True)
+        self._num_splits = backend.num_splits(len(pieces), max_tokens)
+        # Lines of the fullest piece.
+        self._num_lines = int(pieces[:, 2].max()) * backend.group
+
+    @cached_property
+    def _partial(self) -> tuple[Tensor, Tensor]:
+        """Results and log-sum-exp of each split; the layers of a step use the same memory one after another."""
+        layout, device = self._backend.pool.layout, self._pieces.device
+        num_parts = len(self._pieces) * layout.num_kv_heads * self._num_splits * self._tile.block_m
+        return (
+            torch.empty(num_parts, layout.head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_parts, dtype=torch.float32, device=device),
+        )
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Write the attention of this pass's rows into ``out``; both are ``[N, heads, head_dim]``."""
+        keys, values = self._backend.pool.layer(layer)
+        params, layout = self._backend.params[layer], self._backend.pool.layout
+        head_dim = layout.head_dim
+        assert q.stride()[1:] == (head_dim, 1) and out.is_contiguous()
+        is_split = self._num_splits > 1
+        partial_out, partial_lse = self._partial if is_split else (out, out)  # unused without splits
+        shape = {
+            "GROUP": self._backend.group,
+            "HEAD_DIM": head_dim,
+            "DIM_BLOCK": max(16, power_of_two(head_dim)),
+            "BLOCK_M": self._tile.block_m,
+        }
+        paged_attention[(len(self._pieces), layout.num_kv_heads, self._num_splits)](
+            *(q, keys, values, out, self._pieces, self._page_table),
+            *(out if params.sinks is None else params.sinks, partial_out, partial_lse),
+            *(q.stride(0), out.stride(0), keys.stride(0), keys.stride(1), self._page_table.stride(0)),
+            *(self._num_splits, params.window or 0, params.scale_for(head_dim), params.soft_cap or 1.0),
+            **shape,
+            PAGE_SIZE=layout.page_size,
+            BLOCK_N=self._tile.block_n,
+            HAS_WINDOW=params.window is not None,
+            HAS_SINKS=params.sinks is not None,
+            HAS_SOFT_CAP=params.soft_cap is not None,
+            IS_SPLIT=is_split,
+            num_warps=self._tile.num_warps,
+            num_stages=self._tile.num_stages,
+        )
+        if is_split:
+            merge_splits[(len(self._pieces), layout.num_kv_heads, self._num_lines)](
+                *(out, self._pieces, partial_out, partial_lse, out.stride(0), self._num_splits), **shape
+            )

@@ -1,0 +1,134 @@
+"""Tile sizes of the attention kernels: defaults, and measured ones, which are kept in a file for each kind of GPU.
+
+The file is ``~/.cache/baton/triton/DEVICE.json`` (or below ``$XDG_CACHE_HOME``): tile sizes by ``TileShape.name``.
+``scripts.measure_tiles`` writes it; without it the defaults hold.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from common.engine.cpu.compile_native import cache_folder
+
+log = logging.getLogger(__name__)
+
+#: Shared memory of one program on the smallest GPUs that are served (compute capability 8.6), less a reserve.
+SHARED_BYTES = 96 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one program of ``paged_attention`` computes.
+
+    Attributes:
+        block_m: lines of the tile: new tokens times the query heads of one KV head.
+        block_n: keys in one block.
+        num_warps, num_stages: options of Triton's compiler.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for size in (self.block_m, self.block_n):
+            if not 16 <= size <= 256 or size & (size - 1):
+                raise ValueError(f"a block of {size}: give a power of two from 16 to 256")
+        if self.num_warps not in (1, 2, 4, 8, 16) or not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_warps {self.num_warps}, num_stages {self.num_stages}")
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """What the best tile depends on. ``group`` is the number of query heads of one KV head."""
+
+    is_decode: bool
+    dtype: torch.dtype
+    head_dim: int
+    group: int
+
+    @property
+    def name(self) -> str:
+        kind = "decode" if self.is_decode else "extend"
+        return f"{kind} {str(self.dtype).removeprefix('torch.')} head_dim={self.head_dim} group={self.group}"
+
+    @property
+    def min_lines(self) -> int:
+        """The lines of a tile that holds one token: a power of two, at least 16, which ``tl.dot`` needs."""
+        return max(16, power_of_two(self.group))
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is not less than ``number``."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def default_tile(shape: TileShape) -> Tile:
+    """Return a tile whose blocks of keys and values fit into shared memory, twice if possible, beside the queries."""
+    row_bytes = power_of_two(shape.head_dim) * shape.dtype.itemsize
+    block_m = shape.min_lines
+    if not shape.is_decode:
+        if shape.dtype == torch.float32:  # no matrix instructions in full precision: large tiles compile longer
+            block_m = max(block_m, 32)
+        else:
+            block_m = max(block_m, 128 if row_bytes <= 256 else 64)
+    left = SHARED_BYTES - block_m * row_bytes
+    block_n = 64
+    while block_n > 16 and 2 * 2 * block_n * row_bytes > left:
+        block_n //= 2
+    num_stages = 2 if 2 * 2 * block_n * row_bytes <= left else 1
+    return Tile(block_m, block_n, num_warps=8 if block_m >= 128 else 4, num_stages=num_stages)
+
+
+def candidates(shape: TileShape) -> list[Tile]:
+    """Return the tiles that ``scripts.measure_tiles`` compares; the default is the first."""
+    blocks = [shape.min_lines] if shape.is_decode else [max(shape.min_lines, lines) for lines in (64, 128)]
+    tiles = [
+        Tile(block_m, block_n, num_warps, num_stages)
+        for block_m in dict.fromkeys(blocks)
+        for block_n in (32, 64, 128)
+        for num_warps in (4, 8)
+        for num_stages in (1, 2, 3)
+    ]
+    return list(dict.fromkeys([default_tile(shape), *tiles]))
+
+
+def tiles_file(device_name: str) -> Path:
+    """The file of measured tiles. Raises RuntimeError: the user has no home folder."""
+    plain = "".join(letter if letter.isalnum() else "-" for letter in device_name)
+    return cache_folder() / "triton" / f"{plain}.json"
+
+
+def stored_tiles(device_name: str) -> dict[str, Tile]:
+    """Return the measured tiles of a kind of GPU by the names of their shapes; a damaged file counts as absent."""
+    try:
+        file = tiles_file(device_name)
+        stored = json.loads(file.read_text())
+        return {name: Tile(**sizes) for name, sizes in stored.items()}
+    except (FileNotFoundError, RuntimeError):
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log.warning("cannot read measured tile sizes from %s, using the defaults: %s", file, error)
+        return {}
+
+
+def store_tiles(device_name: str, tiles: Mapping[str, Tile]) -> Path:
+    """Add tiles to the file of a kind of GPU and return the file."""
+    file = tiles_file(device_name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    merged = {name: asdict(tile) for name, tile in {**stored_tiles(device_name), **tiles}.items()}
+    fresh = file.with_suffix(".new")
+    fresh.write_text(json.dumps(merged, indent=1, sort_keys=True))
+    fresh.replace(file)  # atomic: a node may read it at the same time
+    return file
+
+
+def choose_tile(shape: TileShape, stored: Mapping[str, Tile]) -> Tile:
+    """Return the measured tile of a shape; the default if none is stored, or if it has too few lines for one token."""
+    tile = stored.get(shape.name)
+    return tile if tile and tile.block_m >= shape.min_lines else default_tile(shape)

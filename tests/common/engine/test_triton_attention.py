@@ -1,0 +1,223 @@
+"""The Triton backend splits keys, keeps its grid, chooses tiles, and compiles for GPUs that this machine lacks."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine.attention_steps import Build, compare, make_params, make_step
+from support.engine.devices import DEVICES
+
+from common.cache.page_layout import PageLayout
+from common.engine.attention import make_attention, resolve_attention
+from common.engine.attention.protocol import AttentionParams
+from common.engine.kv_pool import KVPool
+from common.engine.triton_kernels import has_interpreter
+from common.engine.triton_kernels.tiles import (
+    SHARED_BYTES,
+    Tile,
+    TileShape,
+    choose_tile,
+    default_tile,
+    store_tiles,
+    stored_tiles,
+    tiles_file,
+)
+from common.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+LAYOUT = PageLayout(1, 2, 16, 16, "float32")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+if not find_spec("triton"):
+    pytest.skip("needs triton", allow_module_level=True)
+
+
+def with_programs(num_programs: int) -> Build:
+    """Builds a backend that splits keys until so many programs run, with small tiles."""
+    from common.engine.attention.triton_backend import TritonAttention
+
+    small = Tile(16, 64, 4, 1)
+
+    def build(pool: KVPool, num_heads: int, params: tuple[AttentionParams, ...]) -> TritonAttention:
+        shapes = [
+            TileShape(is_decode, pool.tensor.dtype, pool.layout.head_dim, num_heads // pool.layout.num_kv_heads)
+            for is_decode in (False, True)
+        ]
+        tiles = {shape.name: small for shape in shapes}
+        return TritonAttention(pool, num_heads, params, num_programs=num_programs, tiles=tiles)
+
+    return build
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_programs", [1, 32])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"window": 50}, {"has_sinks": True}, {"soft_cap": 2.0, "window": 300, "has_sinks": True}],
+    ids=["plain", "window", "sinks", "all"],
+)
+def test_rows_of_any_length_are_merged_from_splits(params: dict[str, object], num_programs: int, device: str) -> None:
+    """Rows end in the first split and in the last; a window leaves most splits empty; a prompt has a long prefix."""
+    for rows in ([(5, 1), (530, 1), (0, 1)], [(400, 12)]):
+        heads = (3, 1, 24)
+        made = make_params(heads[0], device, **params)  # type: ignore[arg-type]
+        compare(with_programs(num_programs), device, "float32", rows, 16, heads, made, spare_pages=64)
+
+
+def test_the_number_of_splits_depends_on_the_number_of_pieces_not_on_their_lengths() -> None:
+    pool = KVPool(LAYOUT, 256)
+    backend = with_programs(264)(pool, 4, (AttentionParams(),))
+    assert backend.num_splits(num_pieces=1, max_tokens=1 << 20) == 64, "264 programs on 2 KV heads; 64 at most"
+    assert backend.num_splits(num_pieces=33, max_tokens=1 << 20) == 4
+    assert backend.num_splits(num_pieces=200, max_tokens=1 << 20) == 1
+    assert backend.num_splits(num_pieces=1, max_tokens=1023) == 2, "no split has fewer than 256 of the keys"
+    pool.close()
+
+
+def test_a_decode_step_has_the_same_launches_whatever_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    from common.engine.attention import triton_backend
+
+    launches: list[tuple[str, tuple[int, ...]]] = []
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            launches.append((self.name, grid))
+            return lambda *_, **__: None
+
+    for name in ("write_kv", "paged_attention", "merge_splits"):
+        monkeypatch.setattr(triton_backend, name, Recorded(name))
+    pool = KVPool(LAYOUT, 256)
+    backend = with_programs(32)(pool, 4, (AttentionParams(),))
+    seen = []
+    for rows in ([(3, 1), (9, 1)], [(2000, 1), (0, 1)]):
+        launches.clear()
+        qkv = torch.zeros(2, 8, 16).split([4, 2, 2], dim=1)
+        backend.prepare(make_step(rows, 16, 256, "cpu", 0)).extend(0, *qkv)
+        seen.append(list(launches))
+    assert seen[0] == seen[1] == [("write_kv", (2,)), ("paged_attention", (2, 2, 8)), ("merge_splits", (2, 2, 2))]
+    pool.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_piece_without_tokens_is_skipped(device: str) -> None:
+    """A batch that is padded to a bucket's size has such pieces: their row, table and output are never touched."""
+    pool = KVPool(LAYOUT, 64, device)
+    backend = with_programs(32)(pool, 4, (AttentionParams(),))
+    step = backend.prepare(make_step([(3, 1), (40, 1)], 16, 64, device, 0))
+    step._passes[0]._pieces[1] = torch.tensor([1 << 40, 1 << 40, 0, 0])
+    q, out = torch.ones(2, 4, 16, device=device), torch.full((2, 4, 16), 7.0, device=device)
+    step._passes[0].attend(0, q, out)
+    assert sorted((out == 7.0).all(dim=(1, 2)).tolist()) == [False, True]
+    pool.close()
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    is_decode=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    head_dim=st.integers(1, 256),
+    group=st.integers(1, 64),
+)
+def test_default_tiles_hold_one_token_and_fit_into_shared_memory(
+    is_decode: bool, dtype: torch.dtype, head_dim: int, group: int
+) -> None:
+    shape = TileShape(is_decode, dtype, head_dim, group)
+    tile = default_tile(shape)
+    assert tile.block_m >= group
+    width = 1 << (head_dim - 1).bit_length()
+    assert (tile.block_m + 2 * tile.num_stages * tile.block_n) * width * dtype.itemsize <= SHARED_BYTES
+
+
+def test_measured_tiles_are_kept_by_device_and_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decode = TileShape(True, torch.bfloat16, 128, 4)
+    assert choose_tile(decode, stored_tiles("GPU X1")) == default_tile(decode)
+    measured = Tile(16, 128, 8, 3)
+    store_tiles("GPU X1", {decode.name: measured})
+    store_tiles("GPU X1", {TileShape(False, torch.bfloat16, 128, 4).name: Tile(64, 64, 4, 2)})
+    assert choose_tile(decode, stored_tiles("GPU X1")) == measured
+    assert stored_tiles("GPU X2") == {}
+    assert list(json.loads(tiles_file("GPU X1").read_text())) == [
+        "decode bfloat16 head_dim=128 group=4",
+        "extend bfloat16 head_dim=128 group=4",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"block_m": 17}}', '{"a": {"block_m": 8}}'])
+def test_a_damaged_file_of_tiles_counts_as_absent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tiles_file("GPU").parent.mkdir(parents=True)
+    tiles_file("GPU").write_text(text)
+    assert stored_tiles("GPU") == {}
+    assert "tile" in caplog.text
+
+
+def test_a_measured_tile_with_too_few_lines_for_the_heads_is_not_used() -> None:
+    shape = TileShape(True, torch.bfloat16, 128, 32)
+    assert choose_tile(shape, {shape.name: Tile(16, 64, 4, 2)}).block_m == 32
+
+
+# ---- choice ----------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_triton_on_cuda_and_torch_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_attention("auto", CUDA, LAYOUT) == "triton"
+    assert resolve_attention("auto", CPU, LAYOUT) == "cpu"
+    monkeypatch.setattr("common.engine.attention.find_spec", lambda _: None)
+    assert resolve_attention("auto", CUDA, LAYOUT) == "torch"
+    with pytest.raises(ConfigError, match=r"--attention-backend triton: the package triton is missing"):
+        resolve_attention("triton", CUDA, LAYOUT)
+
+
+def test_triton_on_the_cpu_is_refused_outside_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ConfigError, match=r"--attention-backend triton: runs on CUDA"):
+        resolve_attention("triton", CPU, LAYOUT)
+
+
+@pytest.mark.skipif(not has_interpreter(), reason="the interpreter was not chosen")
+def test_the_backend_is_chosen_by_name() -> None:
+    pool = KVPool(LAYOUT, 2)
+    assert type(make_attention("triton", pool, 2)).__name__ == "TritonAttention"
+    pool.close()
+
+
+# ---- compilation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_for_gpus_with_hardly_a_spilled_register(capability: int, tmp_path: Path) -> None:
+    """Triton's package has NVIDIA's assembler, so that machine code is made without a GPU; nothing is launched."""
+    script = ROOT / "tests/support/engine/compile_triton_kernels.py"
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    }
+    command = [sys.executable, str(script), str(capability)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    operations = {"add_rms_norm", "norm_and_rotate", "silu_and_multiply"}
+    assert {kernel["name"] for kernel in kernels} == operations | {"write_kv", "paged_attention", "merge_splits"}
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= 99 << 10, kernel
+        assert kernel["stack_bytes"] <= 128, kernel  # spilled registers
+    assert np.all([kernel["code_bytes"] > 0 for kernel in kernels])

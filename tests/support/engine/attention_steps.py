@@ -1,0 +1,90 @@
+"""Steps with random rows for attention backends, and the comparison of a backend with ``reference``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.cache.page_layout import PageLayout
+from common.engine.attention import make_attention
+from common.engine.attention.protocol import AttentionBackend, AttentionParams, LayerParams
+from common.engine.batch import RowArrays, StepBatch, make_batch
+from common.engine.kv_pool import KVPool
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+PLAIN = AttentionParams()
+Rows = list[tuple[int, int]]
+Build = Callable[[KVPool, int, LayerParams], AttentionBackend]
+
+
+def make_step(rows: Rows, page_size: int, num_pages: int, device: str, seed: int) -> StepBatch:
+    """A batch of (cached, new) rows. Pages are scattered over the pool, and stale entries follow them in the table."""
+    random = np.random.default_rng(seed)
+    free = random.permutation(num_pages).tolist()
+    width = max(-(-(start + new) // page_size) for start, new in rows) + 2
+    table = random.integers(0, num_pages, (len(rows), width)).astype(np.int32)
+    for row, (start, new) in enumerate(rows):
+        for index in range(-(-(start + new) // page_size)):
+            table[row, index] = free.pop()
+    starts, num_new = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    return make_batch(RowArrays(starts, num_new, table, page_size), torch.device(device))
+
+
+def named(backend: str) -> Build:
+    return lambda pool, num_heads, params: make_attention(backend, pool, num_heads, params)
+
+
+def compare(
+    build: Build,
+    device: str,
+    dtype: str,
+    rows: Rows,
+    page_size: int,
+    heads: tuple[int, int, int],
+    params: AttentionParams = PLAIN,
+    spare_pages: int = 3,
+) -> None:
+    """Assert that a backend writes the same KV and returns the same attention as ``reference``, in the second layer.
+
+    Pages that hold no token of a row, and places after a row's last token, hold NaN.
+    """
+    num_heads, num_kv_heads, head_dim = heads
+    num_pages = sum(-(-(start + new) // page_size) for start, new in rows) + spare_pages
+    pool = KVPool(PageLayout(2, num_kv_heads, head_dim, page_size, dtype), num_pages, device)
+    batch = make_step(rows, page_size, num_pages, device, seed=page_size)
+    torch.manual_seed(0)
+    content = _content(pool, batch)
+    # As in the model: views into one merged matrix.
+    qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(pool.tensor)
+    parts = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+
+    def attend(one: Build) -> tuple[torch.Tensor, torch.Tensor]:
+        pool.tensor.copy_(content)
+        q, k, v = (tensor.clone() for tensor in parts) if one is build_reference else parts
+        backend = one(pool, num_heads, (PLAIN, params))
+        return backend.prepare(batch).extend(1, q, k, v).float(), pool.tensor.clone()
+
+    expected, written = attend(build_reference)
+    found, found_written = attend(build)
+    pool.close()
+    torch.testing.assert_close(found_written, written, rtol=0, atol=0, equal_nan=True, msg="different KV was written")
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+build_reference = named("reference")
+
+
+def _content(pool: KVPool, batch: StepBatch) -> torch.Tensor:
+    content = torch.full(pool.tensor.shape, float("nan"))
+    size = batch.rows.page_size
+    for row, start in enumerate(batch.rows.starts.tolist()):
+        for token in range(start):
+            page = int(batch.rows.page_table[row, token // size])
+            content[page, :, :, :, token % size] = torch.randn(content.shape[1:4] + content.shape[5:])
+    return content.to(pool.tensor)
+
+
+def make_params(num_heads: int, device: str = "cpu", *, has_sinks: bool = False, **fields: Any) -> AttentionParams:
+    sinks = torch.linspace(-1.0, 2.0, num_heads).to(device) if has_sinks else None
+    return AttentionParams(sinks=sinks, **fields)

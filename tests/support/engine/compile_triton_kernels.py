@@ -1,0 +1,91 @@
+"""Compiles the Triton kernels for a GPU that need not be there, with the arguments of real steps, and launches nothing.
+
+Usage: ``compile_triton_kernels.py CAPABILITY`` with ``TRITON_INTERPRET=0``; capability 90 is that of an H100. Prints a
+line of JSON for each compiled kernel.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from support.engine.attention_steps import make_step
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from common.cache.page_layout import PageLayout
+from common.engine.attention.protocol import AttentionParams
+from common.engine.attention.triton_backend import TritonAttention
+from common.engine.kv_pool import KVPool
+from common.engine.triton_kernels.elementwise import TritonOperations
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+compile_only = JITFunction.run
+
+
+class AbsentGpu:
+    """The part of Triton's driver that compilation asks."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", int(sys.argv[1]), 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    compiled = compile_only(kernel, *args, grid=grid, warmup=True, **options)
+    code = compiled.asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack = [int(size) for size in re.findall(r"STACK:(\d+)", usage)]
+    shared = compiled.metadata.shared
+    found = {"name": kernel.fn.__name__, "shared_bytes": shared, "stack_bytes": max(stack), "code_bytes": len(code)}
+    print(json.dumps(found))
+    return compiled
+
+
+def compile_attention(dtype: str, heads: tuple[int, int, int], page_size: int) -> None:
+    """Two layers, plain and with all parameters; a long prompt, and a decode row whose keys are split."""
+    num_heads, num_kv_heads, head_dim = heads
+    pool = KVPool(PageLayout(2, num_kv_heads, head_dim, page_size, dtype), 4096 // page_size)
+    params = (AttentionParams(), AttentionParams(window=100, soft_cap=5.0, sinks=torch.zeros(num_heads)))
+    step = TritonAttention(pool, num_heads, params, num_programs=264, tiles={}).prepare(
+        make_step([(37, 1), (300, 170)], page_size, pool.num_pages, "cpu", seed=0)
+    )
+    qkv = torch.zeros(171, num_heads + 2 * num_kv_heads, head_dim, dtype=pool.tensor.dtype)
+    for layer in range(2):
+        step.extend(layer, *qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1))
+    pool.close()
+
+
+def compile_operations(num_heads: int, num_kv_heads: int, head_dim: int, hidden: int) -> None:
+    operations = TritonOperations()
+    x, weight = torch.zeros(3, hidden, dtype=torch.bfloat16), torch.ones(hidden, dtype=torch.bfloat16)
+    operations.add_rms_norm(x, None, weight, 1e-6)
+    operations.add_rms_norm(x, x, weight, 1e-6)
+    qkv = torch.zeros(3, num_heads + 2 * num_kv_heads, head_dim, dtype=torch.bfloat16)
+    rotary = (torch.ones(3, head_dim // 2), torch.zeros(3, head_dim // 2))
+    norm = torch.ones(head_dim, dtype=torch.bfloat16)
+    operations.norm_and_rotate(qkv, num_heads, None, rotary, 1e-6)
+    operations.norm_and_rotate(qkv, num_heads, (norm, norm), rotary, 1e-6)
+    operations.silu_and_multiply(torch.zeros(3, 6 * hidden, dtype=torch.bfloat16))
+
+
+if __name__ == "__main__":
+    driver.set_active(AbsentGpu())  # type: ignore[arg-type]
+    JITFunction.run = run  # type: ignore[method-assign]
+    compile_attention("bfloat16", (32, 8, 128), 16)
+    compile_operations(32, 8, 128, 4096)
