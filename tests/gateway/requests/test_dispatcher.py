@@ -296,8 +296,8 @@ def test_a_deadline_is_never_too_early_for_a_request_that_nothing_tells_about():
     fresh.come("accepted", timeout_s=0.01)  # nothing has ended yet
     urgent = busy(num_waiting=5, enable_priority_scheduling=True)
     urgent.come("accepted", timeout_s=2.0, priority=1)  # it passes the others
-    other_policy = busy(num_waiting=5, schedule_policy="fair")
-    other_policy.come("accepted", timeout_s=2.0)  # its place is unknown
+    first = busy(num_waiting=5, schedule_policy="lof")
+    first.come("accepted", timeout_s=2.0, samplings=[SamplingParams(max_new_tokens=1_000)])  # it passes the others
 
 
 def test_a_waiting_request_with_too_little_time_left_is_not_sent():
