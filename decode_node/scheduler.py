@@ -302,10 +302,7 @@ class DecodeScheduler:
             self.grant(now)
         if self._preemptor.preempt_for_first(now):
             self.grant(now)
-        self._join_batch(now)
-        num_retractions = self._preemptor.totals["retractions"]
-        grown = self._grow(now)
-        has_run_short = self._preemptor.totals["retractions"] > num_retractions
+        grown, has_run_short = self._join_and_grow(now)
         is_decodes_turn = self._were_chunks_alone and bool(self._rows())
         chunks, begun = ([], []) if is_decodes_turn else self._extend(now)
         chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]  # some lost their slot to later ones
@@ -354,6 +351,24 @@ class DecodeScheduler:
             ),
             rows=tuple(plan_rows),
         )
+
+    def _join_and_grow(self, now: float) -> tuple[list[Request], bool]:
+        """Fill the slots, and give every running request room for a token.
+
+        A retraction for want of pages frees a slot, which may be the only one: another request joins then.
+
+        Returns:
+            The requests that have a page more, and whether others were retracted for it.
+        """
+        totals, grown = self._preemptor.totals, list[Request]()
+        has_run_short = False
+        while True:
+            self._join_batch(now)
+            num_retractions = totals["retractions"]
+            grown += self._grow(now)
+            if totals["retractions"] == num_retractions:
+                return grown, has_run_short
+            has_run_short = True
 
     def _join_batch(self, now: float) -> None:
         """Give slots to requests that hold all they need: paused ones, and those whose prompts have arrived."""

@@ -21,10 +21,10 @@ from common.node.engine_thread import EngineThread
 from common.node.gateways.credit import Credit
 from common.node.gateways.gateway_link import NO_LOAD, GatewayLink
 from common.node.gateways.request_owners import RequestOwners
-from common.node.role import Role
+from common.node.prefill_connections import PrefillConnections
+from common.node.role import Role, heartbeat_of
 from common.request import RequestKey
 from common.scheduling.grammar_queue import CompileGrammar
-from common.wire.curve import KEY_BYTES
 from common.wire.mailbox import PROBE_EVERY_S, Mailbox
 from common.wire.messages import (
     Abort,
@@ -44,7 +44,6 @@ from common.wire.messages import (
     KeptOutput,
     Message,
     PairState,
-    Peer,
     Ping,
     PrefillNodes,
     Refused,
@@ -64,7 +63,6 @@ MAX_PAIRS = 1_024  # reported to the gateway
 DEPARTURE_CHECK_S = 0.1
 #: How often each of several gateways is told of the load of the others, if it has changed.
 LOAD_REPORT_S = 0.05
-NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +125,10 @@ class EventLoop:
         self._profiling = self._links[0]  # the gateway that has asked for the last profile
         self._owners = RequestOwners(orphan_timeout_s)
         self.gateway_address = ",".join(gateways)
-        self._prefill_nodes: dict[str, Mailbox] = {}  # whose pages come here, by incarnation
         self._next_heartbeat_at = self._next_load_at = 0.0
         self._is_stopping = False
         self._is_checked = True
         self._num_failed_checks = 0
-        self._num_dropped = self._num_bytes_sent = 0  # by mailboxes that are closed
         self.turned_at = clock.now()
         self.snapshots: tuple[Snapshot, ...] = ()
         self.refused: str | None = None
@@ -141,6 +137,7 @@ class EventLoop:
         self._is_empty = False  # nothing is left here, as every gateway knows
         self._drain_s: float | None = None  # a drain that was asked for and has not begun
         self._poller = zmq.Poller()
+        self._sources = PrefillConnections(endpoint, self._poller)
         for link in self._links:
             self._watch(link.mailbox)
         self._watch(self._listen)
@@ -335,8 +332,7 @@ class EventLoop:
             for letter in link.mailbox.receive():
                 self._on_gateway(link, letter.sender, letter.message, now)
         self._receive_from_decode_nodes(now)
-        for incarnation in list(self._prefill_nodes):
-            self._receive_from_prefill_node(incarnation, now)
+        self._receive_from_prefill_nodes(now)
 
     def _on_gateway(self, link: GatewayLink, sender: str, message: Message, now: float) -> None:
         if lost := link.heard_from(sender):
@@ -460,12 +456,10 @@ class EventLoop:
         """Name of a node that pages go to or come from; the end of its incarnation if the role has dropped it."""
         return next((pair.peer for pair in self._role.pairs() if pair.incarnation == peer), peer[-8:])
 
-    def _receive_from_prefill_node(self, incarnation: str, now: float) -> None:
-        mailbox = self._prefill_nodes[incarnation]
-        for letter in mailbox.receive():
-            if letter.sender == incarnation and not isinstance(letter.message, Ping):
-                self._role.on_peer(incarnation, letter.message, now)
-        if mailbox.connection_events().disconnected:
+    def _receive_from_prefill_nodes(self, now: float) -> None:
+        for incarnation, message in self._sources.receive():
+            self._role.on_peer(incarnation, message, now)
+        for incarnation in self._sources.lost():
             log.warning("node %s is gone, from which pages came", self._name_of(incarnation))
             self._role.peer_lost(incarnation, now)
 
@@ -505,56 +499,34 @@ class EventLoop:
     def _flush(self) -> None:
         outbox = self._role.outbox
         for peer in outbox.dial:
-            self._dial(peer)
+            self._sources.dial(peer)
         outbox.dial.clear()
         for incarnation, message in outbox.peers:
-            is_ours = isinstance(message, FromPrefill)  # pages go from here to there
-            mailbox = self._listen if is_ours else self._prefill_nodes.get(incarnation)
-            if mailbox is not None:
-                mailbox.send(message, target=incarnation)
+            if isinstance(message, FromPrefill):  # pages go from here to there
+                self._listen.send(message, target=incarnation)
+            else:
+                self._sources.send(incarnation, message)
         outbox.peers.clear()
         if outbox.gateway:
             self._send_to_owners(outbox.gateway)
             outbox.gateway.clear()
         for incarnation in outbox.hang_up:
-            self._hang_up(incarnation)
+            self._sources.hang_up(incarnation)
         outbox.hang_up.clear()
 
-    def _dial(self, peer: Peer) -> None:
-        self._hang_up(peer.incarnation)
-        mailbox = self._endpoint.dial(FromPrefill, peer.address, bytes.fromhex(peer.public_key) or NO_KEY)
-        self._prefill_nodes[peer.incarnation] = mailbox
-        self._watch(mailbox)
-
-    def _hang_up(self, incarnation: str) -> None:
-        mailbox = self._prefill_nodes.pop(incarnation, None)
-        if mailbox is not None:
-            self._unwatch(mailbox)
-            self._num_dropped += mailbox.dropped.total()
-            self._num_bytes_sent += mailbox.num_bytes_sent
-            mailbox.close()
-
     def _heartbeat(self) -> Heartbeat:
-        load = self._role.load()
-        return Heartbeat(
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            num_free_pages=load.num_free_pages,
-            num_cached_pages=load.num_cached_pages,
-            num_quarantined_pages=load.num_quarantined_pages,
-            counters={
-                **self._role.counters(),
-                "refused_connections": float(sum(m.refused.total() for m in self._mailboxes())),
-                "dropped_messages": float(self._num_dropped + sum(m.dropped.total() for m in self._mailboxes())),
-                "control_bytes_sent": float(
-                    self._num_bytes_sent + sum(mailbox.num_bytes_sent for mailbox in self._mailboxes())
-                ),
-                "failed_checks": float(self._num_failed_checks),
-                "busy_seconds": self._engine.steps.seconds.sum,
-            },
-            gauges={**self._role.gauges(), "orphans": float(self._owners.num_orphans)},
-            sent_at=self._clock.now(),
-        )
+        mailboxes, sources = self._mailboxes(), self._sources
+        num_dropped = sources.num_dropped + sum(mailbox.dropped.total() for mailbox in mailboxes)
+        num_bytes = sources.num_bytes_sent + sum(mailbox.num_bytes_sent for mailbox in mailboxes)
+        counters = {
+            "refused_connections": float(sum(mailbox.refused.total() for mailbox in mailboxes)),
+            "dropped_messages": float(num_dropped),
+            "control_bytes_sent": float(num_bytes),
+            "failed_checks": float(self._num_failed_checks),
+            "busy_seconds": self._engine.steps.seconds.sum,
+        }
+        gauges = {"orphans": float(self._owners.num_orphans)}
+        return heartbeat_of(self._role, counters=counters, gauges=gauges, sent_at=self._clock.now())
 
     def _mailboxes(self) -> list[Mailbox]:
-        return [*(link.mailbox for link in self._links), *self._prefill_nodes.values(), self._listen]
+        return [*(link.mailbox for link in self._links), *self._sources.mailboxes(), self._listen]

@@ -19,7 +19,7 @@ from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.scheduling.policies.base import Policy
 from common.step_plan import StepPlan, StepResult
-from common.wire.messages import Decisions, Generate, GetDecisions, Message, PairState, Resume, Tokens
+from common.wire.messages import Decisions, Generate, GetDecisions, Heartbeat, Message, PairState, Resume, Tokens
 
 #: The gateway ends a request at its deadline. A node that has heard nothing by then ends it so much later.
 DEADLINE_GRACE_S = 5.0
@@ -230,3 +230,25 @@ class Role(Protocol):
     def check(self) -> None:
         """Prove that the state of the role is consistent; raises ``InvariantError``."""
         ...
+
+
+def heartbeat_of(
+    role: Role, *, counters: Mapping[str, float], gauges: Mapping[str, float] | None = None, sent_at: float = 0.0
+) -> Heartbeat:
+    """The heartbeat of a node.
+
+    Args:
+        counters, gauges: of the node, beside those of its role.
+        sent_at: by the node's clock; 0: unknown.
+    """
+    load = role.load()
+    return Heartbeat(
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        num_free_pages=load.num_free_pages,
+        num_cached_pages=load.num_cached_pages,
+        num_quarantined_pages=load.num_quarantined_pages,
+        counters={**role.counters(), **counters},
+        gauges={**role.gauges(), **(gauges or {})},
+        sent_at=sent_at,
+    )

@@ -372,6 +372,8 @@ class Dispatcher:
         if flight is None or flight.is_paused == is_paused:
             return
         flight.is_paused = is_paused
+        flight.was_paused = True
+        flight.pool.admission.set_paused(is_paused=is_paused)
         self.decisions.note(self._clock.now(), rid, "pause" if is_paused else "resume", "as its client reads")
         self._tell_paused(flight)
         if not flight.pool.queue.is_idle:
@@ -442,7 +444,9 @@ class Dispatcher:
         if flight.recovery is not None:
             self._further.drop(stream.request.rid)
         is_served = stream.sent_at and (stream.error is None or stream.error.code is ErrorCode.DEADLINE_EXCEEDED)
-        served_s = stream.ended_at - stream.sent_at if is_served else None
+        served_s = stream.ended_at - stream.sent_at if is_served and not flight.was_paused else None
+        if flight.is_paused:
+            pool.admission.set_paused(is_paused=False)
         pool.admission.release(stream.ended_at, served_s=served_s, num_tokens=len(stream.ids))
         if not pool.queue.is_idle:
             self.pump_soon()

@@ -30,6 +30,7 @@ class InFlightRequest:
         began_at: when the attempt was sent.
         is_prefill_counted: the router counts the prompt as one that the prefill node has to compute.
         is_paused: its client is slow to read, so its decode node does not compute it.
+        was_paused: it was so at some time, and its time tells nothing about the nodes.
         failed_at: the node that failed it and need not be told of its end.
         recovery: what decides about further attempts; None while no attempt has ended without the request's fault.
         backoff: runs until the request joins the queue for its next attempt; None while it does not wait for that.
@@ -51,6 +52,7 @@ class InFlightRequest:
     is_prefill_counted: bool = False
     is_evicted: bool = False
     is_paused: bool = False
+    was_paused: bool = False
     failed_at: str = ""
     recovery: Recovery | None = None
     backoff: Timer | None = None

@@ -12,6 +12,10 @@ from scripts.simulator.gateway import TICK_S, Answer, Gateway
 from scripts.simulator.network import Network
 from scripts.simulator.node import Node, NodeSettings
 
+GATEWAY = "gateway"
+#: Something that arrives at one process from another: both, the call to make, and its arguments.
+Arrival = tuple[str, str, Callable[..., None], tuple[Any, ...]]
+
 
 class Cluster:
     """The nodes and the gateway of one simulated service, and the delivery of their messages.
@@ -36,9 +40,7 @@ class Cluster:
         self.nodes: dict[str, Node] = {}  # by incarnation, including killed nodes
         self.role_changes: list[tuple[float, Role]] = []
         self._message_s = settings.costs.message_s
-        self._cuts: dict[
-            frozenset[str], list[tuple[Callable[..., None], tuple[Any, ...]]]
-        ] = {}  # what waits for the end
+        self._cuts: dict[frozenset[str], list[Arrival]] = {}  # of a node or a pair, and what waits for the end
         for _ in range(num_prefill):
             self.start("prefill")
         for _ in range(num_decode):
@@ -56,23 +58,40 @@ class Cluster:
         self.gateway.register(incarnation, node.register())
         return node
 
-    def change_role(self, node: Node, role: Role) -> None:
-        """Let a node finish its requests and go on in another role, as ``POST /v1/workers/{name}/role`` does."""
-        self.role_changes.append((self.events.now(), role))
-        self.gateway.pool.registry.begin_drain(node.incarnation)
-        # The gateway has sent nothing more; what it has sent arrives one message delay later.
-        self.events.after(2 * self._message_s, node.leave, lambda: self._left(node, role))
+    def change_role(self, node: Node, role: Role, then: Callable[[Node], None] = lambda back: None) -> None:
+        """Let a node finish its requests and go on in another role, as ``POST /v1/workers/{name}/role`` does.
 
-    def _left(self, node: Node, role: Role) -> None:
+        Args:
+            then: called with the node in its new role.
+        """
+        self.role_changes.append((self.events.now(), role))
+        self._leave(node, lambda: self._come_back(node, role, then))
+
+    def drain(self, node: Node, then: Callable[[], None]) -> None:
+        """Let a node finish or move its requests and stop, as SIGTERM does; then call ``then``."""
+        self._leave(node, lambda: self._be_gone(node, then))
+
+    def _leave(self, node: Node, then: Callable[[], None]) -> None:
+        self.gateway.pool.registry.begin_drain(node.incarnation)
+        self.gateway.dispatcher.pump_soon()  # orders the moves
+        # The gateway has sent nothing more; what it has sent arrives one message delay later.
+        self.events.after(2 * self._message_s, node.leave, lambda: self._left(node, then))
+
+    def _left(self, node: Node, then: Callable[[], None]) -> None:
         for other in self.nodes.values():
             if other.is_alive and other is not node:
                 self.events.after(self._message_s, other.lose, node.incarnation)
-        self.events.after(self._message_s, self._come_back, node, role)
+        self.events.after(self._message_s, then)
 
-    def _come_back(self, node: Node, role: Role) -> None:
+    def _come_back(self, node: Node, role: Role, then: Callable[[Node], None]) -> None:
         back = self.start(role, node)
         self.gateway.pool.router.rename_worker(node.incarnation, back.incarnation)
         self.gateway.lose(node.incarnation, is_empty=True)
+        then(back)
+
+    def _be_gone(self, node: Node, then: Callable[[], None]) -> None:
+        self.gateway.lose(node.incarnation, is_empty=True)
+        then()
 
     def _decide_roles(self, auto_roles: AutoRoles) -> None:
         """Do once a second what ``gateway.workers.role_changes.RoleChanges`` does."""
@@ -117,30 +136,48 @@ class Cluster:
 
     def cut(self, node: Node, other: Node, seconds: float, *, node_timeout_s: float) -> None:
         """Let nothing pass between two nodes; their connection breaks after ``node_timeout_s``."""
-        pair = frozenset((node.incarnation, other.incarnation))
-        if pair in self._cuts:
-            return
-        self._cuts[pair] = []
+        self._cut(frozenset((node.incarnation, other.incarnation)), seconds)
         if seconds > node_timeout_s:
             self.events.after(node_timeout_s, self._break, node, other)
-        self.events.after(seconds, self._heal, pair)
+
+    def cut_off(self, node: Node, seconds: float, *, node_timeout_s: float) -> None:
+        """Let nothing pass between a node and all others, the gateway included."""
+        self._cut(frozenset((node.incarnation,)), seconds)
+        if seconds > node_timeout_s:
+            self.events.after(node_timeout_s, self._break_all, node, self.events.now())
+            self.events.after(seconds, self._register, node)
+
+    def _cut(self, ends: frozenset[str], seconds: float) -> None:
+        assert not any(ends & cut for cut in self._cuts), "a node is cut off from one side at a time"
+        self._cuts[ends] = []
+        self.events.after(seconds, self._heal, ends)
 
     def _break(self, node: Node, other: Node) -> None:
         self._cuts[frozenset((node.incarnation, other.incarnation))].clear()
         node.lose(other.incarnation)
         other.lose(node.incarnation)
 
-    def _heal(self, pair: frozenset[str]) -> None:
-        for what, arguments in self._cuts.pop(pair):
-            what(*arguments)
+    def _break_all(self, node: Node, silent_since: float) -> None:
+        self._cuts[frozenset((node.incarnation,))].clear()
+        self._miss(node.incarnation, silent_since)
+        node.lose_gateway()
+        for other in list(self.nodes.values()):
+            if other.is_alive and other is not node:
+                node.lose(other.incarnation)
+                other.lose(node.incarnation)
+
+    def _heal(self, ends: frozenset[str]) -> None:
+        for sender, receiver, what, arguments in self._cuts.pop(ends):
+            self._passes(sender, receiver, what, *arguments)
 
     def _passes(self, sender: str, receiver: str, what: Callable[..., None], *arguments: Any) -> None:
-        """Let something arrive that is on its way between two nodes; if they are cut off, when that is over."""
-        waiting = self._cuts.get(frozenset((sender, receiver)))
-        if waiting is None:
-            what(*arguments)
-        else:
-            waiting.append((what, arguments))
+        """Let something arrive that is on its way; if its sender or receiver is cut off, when that is over."""
+        if self._cuts:
+            for ends in (frozenset((sender, receiver)), frozenset((sender,)), frozenset((receiver,))):
+                if ends in self._cuts:
+                    self._cuts[ends].append((sender, receiver, what, arguments))
+                    return
+        what(*arguments)
 
     def of(self, role: Role) -> list[Node]:
         """The living nodes of a role."""
@@ -155,10 +192,11 @@ class Cluster:
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _from_gateway(self, incarnation: str, message: Message) -> None:
-        self.events.after(self._message_s, self.nodes[incarnation].on_gateway_messages, (message,))
+        receive = self.nodes[incarnation].on_gateway_messages
+        self.events.after(self._message_s, self._passes, GATEWAY, incarnation, receive, (message,))
 
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None:
-        self.events.after(self._message_s, self.gateway.on_messages, sender, messages)
+        self.events.after(self._message_s, self._passes, sender, GATEWAY, self.gateway.on_messages, sender, messages)
 
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None:
         node = self.nodes.get(peer)

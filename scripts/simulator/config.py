@@ -16,11 +16,10 @@ from gateway.workers.pool import WorkerPool, make_pool
 from scripts.load_tester.config import SECONDS, LoadOptions, check_load, parse_seconds
 from scripts.simulator.costs import Costs
 from scripts.simulator.engine import simulated_layout
-from scripts.simulator.faults import STRIKES, FaultOptions
+from scripts.simulator.faults import FAULT_NAMES, FaultOptions
 
 POOL_TOKENS = 400_000
 CONTEXT_LENGTH = 131_072
-FAULT_NAMES = tuple(STRIKES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +57,12 @@ class _Service:
 
 @dataclass(frozen=True, kw_only=True)
 class _Faults:
-    """Faults of nodes and of the connections between them."""
+    """Faults of nodes, of the connections between them, and of clients."""
 
     faults: tuple[str, ...] = option(
         (), f"Faults to inject, with commas between them: {', '.join(FAULT_NAMES)}.", metavar="NAMES"
     )
-    kill_every: float = option(15.0, "Seconds between two losses of a node (kill, hang).", minimum=0.001)
+    kill_every: float = option(15.0, "Seconds between two losses of a node (kill, hang, cut).", minimum=0.001)
     fault_every: float = option(2.0, "Seconds between two other faults.", minimum=0.001)
     node_timeout: float = option(5.0, "Seconds of silence after which a node counts as lost.", minimum=0.1)
 

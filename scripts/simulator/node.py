@@ -15,6 +15,7 @@ from common.config.node import NodeConfig
 from common.config.shared import Role
 from common.node.event_loop import LONGEST_WAIT_S
 from common.node.loading.memory_plan import Capacity
+from common.node.role import heartbeat_of
 from common.node.worker_context import WorkerContext, make_cache
 from common.scheduling.grammar_queue import CompileGrammar
 from common.step_plan import StepPlan, StepResult
@@ -233,16 +234,7 @@ class Node:
             self._on_empty()
 
     def heartbeat(self) -> Heartbeat:
-        load = self.role.load()
-        return Heartbeat(
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            num_free_pages=load.num_free_pages,
-            num_cached_pages=load.num_cached_pages,
-            num_quarantined_pages=load.num_quarantined_pages,
-            counters={**self.role.counters(), "busy_seconds": self.busy_s},
-            gauges=self.role.gauges(),
-        )
+        return heartbeat_of(self.role, counters={"busy_seconds": self.busy_s})
 
     def turn(self) -> None:
         """Do everything that can be done now."""

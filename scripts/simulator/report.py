@@ -19,6 +19,8 @@ from scripts.simulator.node import Node
 
 Figures = dict[str, Any]
 WIDTH = 80
+#: Changes of role that the table names.
+MAX_CHANGES = 12
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 ROWS = (
     ("time to first token", "ttft"),
@@ -218,7 +220,8 @@ def table(found: Figures) -> list[str]:
     for role, figures_of in found["nodes"].items():
         lines += _role_lines(role, figures_of)
     if changes := [f"to {change['role']} at {change['at_s']:,.0f} s" for change in found["role_changes"]]:
-        lines += _wrapped(f"roles       changed {', '.join(changes)}", 12)
+        more = f", and {len(changes) - MAX_CHANGES:,} times more" if len(changes) > MAX_CHANGES else ""
+        lines += _wrapped(f"roles       changed {', '.join(changes[:MAX_CHANGES])}{more}", 12)
     speed = f"{found['row_steps']:,} row-steps, {found['row_steps_per_minute'] / 1e6:.1f} million a minute"
     return lines + _wrapped(f"simulated   {found['virtual_s']:,.1f} s in {found['wall_s']:,.1f} s: {speed}", 12)
 

@@ -297,3 +297,17 @@ def test_a_request_that_joins_without_a_free_page_is_admitted_by_the_first_plan_
     assert plan is not None
     assert [admit.slot for admit in plan.admits] == [request.slot]
     assert plan.pages[0].pages == tuple(request.pages)
+
+
+def test_another_request_joins_in_the_row_of_one_that_a_plan_retracts() -> None:
+    """Each prompt of 7 tokens takes 2 of 4 pages, which have room for one token more. There is one row.
+
+    A regression: the plan that took the pages of the first request had no row at all, so that the event loop waited.
+    """
+    node = Node(num_pages=4, slots=1)
+    node.run_in("first", 7)
+    node.submit("second", 7)
+    assert node.grant() == ["second"]
+    node.receive("second")
+    assert node.step() == ["second"]
+    assert node.state("first") is State.RETRACTED

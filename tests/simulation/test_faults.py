@@ -1,4 +1,4 @@
-"""Faults in virtual time: nodes that hang, are cut off from each other or slow, clocks that jump, 100 nodes at once."""
+"""Faults in virtual time: nodes that hang, are cut off or slow, drain, change roles; clocks that jump; 100 at once."""
 
 import itertools
 
@@ -9,11 +9,12 @@ from common.config.cli import parse
 from common.errors import ConfigError
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
+from scripts.simulator.faults import FAULT_NAMES
 from scripts.simulator.main import Simulation
 
 TIMEOUT_S = 5.0
 WORDS = ["--rate=50", "--input-len=lognormal:120:0.8:max=600", "--output-len=uniform:2:60"]
-EVERYTHING = "--faults=kill,hang,pause,cut,slow,jump"
+EVERYTHING = "--faults=" + ",".join(FAULT_NAMES)
 
 
 def assert_all_are_exact(service: SimulatedService, count: int) -> None:
@@ -63,6 +64,38 @@ def test_two_nodes_that_are_cut_off_for_a_while_work_together_again(seconds: flo
     assert_all_are_exact(service, 5)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("seconds", [1.0, 9.0])
+def test_requests_of_a_node_that_is_cut_off_from_all_others_wait_or_continue_elsewhere(
+    role: str, seconds: float
+) -> None:
+    service = SimulatedService(2, 2)
+    for number in range(6):
+        service.submit(f"r{number}", prompt_of(30, number), 20, at=0.01 * number)
+    node = next(node for node in service.cluster.nodes.values() if node.kind == role)
+    service.events.at(0.06, lambda: service.cluster.cut_off(node, seconds, node_timeout_s=TIMEOUT_S))
+    service.submit("later", prompt_of(10, 9), 5, at=20.0)
+    service.run()
+    assert (service.cluster.gateway.dispatcher.recoveries.total() > 0) == (seconds > TIMEOUT_S)
+    assert node.incarnation in service.cluster.gateway.pool.registry.workers
+    assert_all_are_exact(service, 7)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_requests_of_a_node_that_drains_end_without_a_recovery(role: str) -> None:
+    service = SimulatedService(2, 2)
+    for number in range(6):
+        service.submit(f"r{number}", prompt_of(30, number), 20, at=0.01 * number)
+    node = next(node for node in service.cluster.nodes.values() if node.kind == role)
+    gone: list[float] = []
+    service.events.at(0.2, lambda: service.cluster.drain(node, lambda: gone.append(service.events.now())))
+    service.run()
+    assert len(gone) == 1
+    assert not node.is_alive
+    assert service.cluster.gateway.dispatcher.recoveries.total() == 0
+    assert_all_are_exact(service, 6)
+
+
 def test_a_clock_that_jumps_changes_no_token() -> None:
     service = SimulatedService(2, 2)
     for number in range(12):
@@ -83,10 +116,11 @@ def test_a_hundred_nodes_lose_nothing_under_all_faults() -> None:
     simulated = simulation("--prefill=50", "--decode=50", "--num-requests=300", *faults)
     found = simulated.run()
     assert sum(found["faults"]["injected"].values()) > 60
-    assert set(found["faults"]["injected"]) == {"kill", "hang", "pause", "cut", "slow", "jump"}
+    assert set(found["faults"]["injected"]) == set(FAULT_NAMES)
     assert found["faults"]["wrong_answers"] == 0
-    assert found["requests"]["errors"] == {}
-    assert found["requests"]["answered"] == found["requests"]["sent"] == 300
+    num_gone = found["faults"]["injected"]["vanish"]
+    assert found["requests"]["errors"] == {"aborted": num_gone}
+    assert found["requests"]["answered"] + num_gone == found["requests"]["sent"] == 300
     assert simulated.cluster.gateway.dispatcher.recoveries.total() > 0
     assert_idle(simulated)
 

@@ -109,14 +109,16 @@ def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_thr
 
     from common.engine.attention import resolve_attention
 
+    dtype = model.resolve_dtype(config.dtype)
+    layout = model.layout(config.page_size, dtype)
     return Load(
         rank=0,
         num_ranks=config.tp,
         name=config.node_name,
         folder=str(model.folder),
         device=device,
-        dtype=model.resolve_dtype(config.dtype),
-        attention=resolve_attention(config.attention_backend, torch.device(device)),
+        dtype=dtype,
+        attention=resolve_attention(config.attention_backend, torch.device(device), layout),
         page_size=config.page_size,
         num_threads=num_threads,
         log_level=config.log_level,

@@ -63,15 +63,20 @@ class Adaptive(Policy):
         self._chosen_at = float("-inf")
 
     @property
+    def chosen(self) -> Policy:
+        """The policy that it follows."""
+        return self._policies[self.choice]
+
+    @property
     def overtakes(self) -> bool:  # type: ignore[override]  # a constant in the base class
-        return self._policies[self.choice].overtakes
+        return self.chosen.overtakes
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         self.measured["waiting"] = len(waiting)
         if now - self._chosen_at >= MIN_STAY_S:
             self._choose(now)
         self._num_orders[self.choice] += 1
-        return self._policies[self.choice].order(waiting, now)
+        return self.chosen.order(waiting, now)
 
     def left(self, request: Request) -> None:
         self._average("misses", 0.0)

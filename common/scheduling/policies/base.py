@@ -6,7 +6,7 @@ up prefixes. Requests that are equal under a policy keep their order of arrival.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +23,15 @@ class Policy(Protocol):
         name: as in ``--schedule-policy``.
         choice, reason: the policy that an adaptive policy currently follows, and why.
         overtakes: whether a waiting request may come before one whose prompt is partly computed, between two chunks.
+        forecast: which order of the queue tells what is served before a new request: that at its arrival, that at the
+            last instant at which it can be served in time, or none. The gateway refuses hopeless deadlines by it.
     """
 
     name: str
     choice: str = ""
     reason: str = ""
     overtakes: bool = False
+    forecast: Literal["none", "arrival", "last chance"] = "none"
 
     @abstractmethod
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
@@ -67,6 +70,7 @@ class FirstComeFirstServed(Policy):
     """``fcfs``: order of arrival."""
 
     name = "fcfs"
+    forecast = "arrival"
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         return waiting
@@ -76,6 +80,7 @@ class LongestOutputFirst(Policy):
     """``lof``: the longest allowed output first, so that no long output is left to run alone at the end."""
 
     name = "lof"
+    forecast = "arrival"
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         return sorted(waiting, key=lambda request: -request.sampling.max_new_tokens)
@@ -115,6 +120,7 @@ class ShortestFirst(Policy):
     """
 
     name = "short-first"
+    forecast = "arrival"
 
     def __init__(self, constants: RatioConstants) -> None:
         self._clip = constants.clip
@@ -140,6 +146,7 @@ class HighestResponseRatioNext(Policy):
     """
 
     name = "hrrn"
+    forecast = "last chance"  # what precedes a new request then has done so ever since
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         return sorted(waiting, key=lambda request: (request.arrived_at - now) / max(request.num_uncached, 1))
@@ -150,6 +157,7 @@ class EarliestDeadlineFirst(Policy):
 
     name = "edf"
     overtakes = True
+    forecast = "arrival"
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         return sorted(waiting, key=lambda request: (request.deadline_at <= now, request.deadline_at))

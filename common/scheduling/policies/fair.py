@@ -112,6 +112,7 @@ class Fair(Policy):
     """
 
     name = "fair"
+    forecast = "arrival"
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.counters = TokenCounters(weights)

@@ -4,6 +4,9 @@ The bound is what the decode nodes run at once plus a queue. A request beyond it
 enough requests will have ended: enough for it, and for those that were told an earlier time. These promises lapse once
 only half as many requests are in flight, since their clients have not come, or the estimate was too long.
 
+A request that is paused, since its client does not read, takes no place of others. As many may be paused beside the
+bound as the bound allows: what the gateway keeps for requests is never more than twice as much.
+
 Requests end at the rate at which so many are served at once, each for as long as the latest ones were (Little's law).
 That holds from the first end on, while the number of ends in a period says little until many periods are over.
 """
@@ -55,10 +58,17 @@ class Admission:
         self._num_promised = 0
         self._full_at = 0  # requests in flight at the last refusal
         self.num_in_flight = 0
+        self._num_paused = 0  # of those
 
     def excess(self, count: int, max_running: int) -> int:
         """Requests beyond the bound if ``count`` more came; zero or negative if they fit."""
-        return self.num_in_flight + count - max_running - self.max_queued
+        limit = max_running + self.max_queued
+        return self.num_in_flight - min(self._num_paused, limit) + count - limit
+
+    def set_paused(self, *, is_paused: bool) -> None:
+        """A request in flight is paused, since its client is slow to read, or goes on."""
+        self._num_paused += 1 if is_paused else -1
+        assert 0 <= self._num_paused <= self.num_in_flight
 
     def admit(
         self, count: int, *, max_running: int, now: float, waiting: Sized = (), in_flight: Iterable[OutputStream] = ()
@@ -74,7 +84,8 @@ class Admission:
             self._num_promised = 0
         excess = self.excess(count, max_running)
         if excess > 0:
-            message = f"{self.num_in_flight} requests are in flight, the limit is {limit}; retry later"
+            num_taken = self.num_in_flight - min(self._num_paused, limit)
+            message = f"{num_taken} requests are in flight, the limit is {limit}; retry later"
             retry_after_s = self.retry_after(excess, now, waiting=waiting, in_flight=in_flight)
             raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)
         if self.num_in_flight == 0:
@@ -85,7 +96,7 @@ class Admission:
         """One request has ended.
 
         Args:
-            served_s: seconds from being sent to its end; None if it was not served to its end.
+            served_s: seconds from being sent to its end; None if it was not served to its end, or was paused.
             num_tokens: of its output.
         """
         assert self.num_in_flight > 0
@@ -136,7 +147,8 @@ class Admission:
         if served_s is None:
             return None
         # It takes longer now if nothing has ended for longer.
-        return max(served_s, now - self._changed_at) / max(self.num_in_flight - num_waiting, 1)
+        num_served = self.num_in_flight - self._num_paused - num_waiting
+        return max(served_s, now - self._changed_at) / max(num_served, 1)
 
 
 def _seconds_served(in_flight: Iterable[OutputStream]) -> float | None:

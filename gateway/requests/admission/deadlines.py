@@ -24,9 +24,9 @@ def refusal_by_deadline(
     left_s = request.timeout_s - (now - stream.started_at) - SERVICE_MARGIN * pace.least_s(num_expected(request))
     if len(queue) * pace.interval_s <= left_s:
         return None
-    num_ahead = queue.num_ahead(request_of(stream))
+    num_ahead = queue.num_ahead(request_of(stream), now, last=now + max(left_s, 0.0))
     wait_s = num_ahead * pace.interval_s
-    if wait_s <= left_s:
+    if not num_ahead or wait_s <= left_s:
         return None
     message = (
         f"its deadline of {request.timeout_s:g} s is too early: {num_ahead} requests wait ahead of this one,"

@@ -4,7 +4,7 @@ Each model has one. Nodes are sent what they run at once and a few requests more
 urgent request can still pass them. A request whose attempt was ended by the loss of a node comes back here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from common.request import Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
@@ -76,20 +76,30 @@ class RequestQueue:
 
     def first(self, count: int, now: float) -> Sequence[Request]:
         """The next ``count`` requests in order. They stay in the queue until they are removed."""
-        recovered = [request for request in self._recovered.values() if request.key not in self._stranded]
+        recovered = self._able(self._recovered)
         if len(recovered) >= count:
             return recovered[:count]
-        waiting = [request for request in self._waiting.values() if request.key not in self._stranded]
-        return [*recovered, *self.order.sort(waiting, now)[: count - len(recovered)]]
+        return [*recovered, *self.order.sort(self._able(self._waiting), now)[: count - len(recovered)]]
 
-    def num_ahead(self, request: Request) -> int:
-        """How many waiting requests will certainly be sent before a new one; 0 if the policy does not tell."""
-        order = self.order
-        if self.policy != "fcfs" or order.rules.class_weights:
+    def num_ahead(self, request: Request, now: float, *, last: float) -> int:
+        """How many waiting requests will probably be sent before a new one; 0 if the policy does not tell.
+
+        Args:
+            last: the last instant at which the new request can be sent in time.
+        """
+        policy = self.order.policy
+        if isinstance(policy, Adaptive):
+            policy = policy.chosen
+        if policy.forecast == "none":
             return 0
-        own = order.effective_priority(request)
-        waiting = [other for other in self._waiting.values() if other.key not in self._stranded]
-        return sum(order.effective_priority(other) >= own for other in waiting)
+        waiting = self._able(self._waiting)
+        ordered = policy.order([*waiting, request], now if policy.forecast == "arrival" else last)
+        place = next(i for i, other in enumerate(self.order.by_priority(ordered)) if other is request)
+        return len(self._able(self._recovered)) + place
+
+    def _able(self, requests: Mapping[RequestKey, Request]) -> list[Request]:
+        """Those that a registered pool can hold."""
+        return [request for request in requests.values() if request.key not in self._stranded]
 
     # ---- eviction ---------------------------------------------------------------------------------------------------
 

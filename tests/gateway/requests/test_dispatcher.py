@@ -316,8 +316,8 @@ def test_a_deadline_is_never_too_early_for_a_request_that_nothing_tells_about():
     fresh.come("accepted", timeout_s=0.01)  # nothing has ended yet
     urgent = busy(num_waiting=5, enable_priority_scheduling=True)
     urgent.come("accepted", timeout_s=2.0, priority=1)  # it passes the others
-    other_policy = busy(num_waiting=5, schedule_policy="fair")
-    other_policy.come("accepted", timeout_s=2.0)  # its place is unknown
+    first = busy(num_waiting=5, schedule_policy="lof")
+    first.come("accepted", timeout_s=2.0, samplings=[SamplingParams(max_new_tokens=1_000)])  # it passes the others
 
 
 def test_a_waiting_request_with_too_little_time_left_is_not_sent():
@@ -332,3 +332,49 @@ def test_a_waiting_request_with_too_little_time_left_is_not_sent():
     ended = table.ended[-1]
     assert (ended.request.rid, ended.error.code) == ("late", ErrorCode.DEADLINE_EXCEEDED)
     assert ended.error.message == "there is too little time left before its deadline of 2.5 s"
+
+
+def test_a_paused_request_takes_no_place_of_others_but_only_as_many_are_paused_as_there_are_places():
+    table = Table(max_queued_requests=0)  # one row
+    table.come("slow")
+    assert is_refused(table, "early")
+    table.requests.set_paused("slow", True)
+    table.come("other")
+    assert table.post.at_decode() == ["slow", "other"]
+    assert is_refused(table, "third")
+    table.requests.set_paused("other", True)
+    assert is_refused(table, "fourth")  # one of the two counts
+    table.requests.abort("slow")
+    table.come("fifth")
+    table.requests.set_paused("other", False)
+    assert is_refused(table, "sixth")
+    for rid in ("other", "fifth"):
+        table.end(rid)
+    table.come("last")
+    assert is_refused(table, "seventh")
+
+
+def is_refused(table, rid):
+    with pytest.raises(RequestError) as caught:
+        table.come(rid)
+    return caught.value.code is ErrorCode.QUEUE_FULL
+
+
+def test_the_time_of_a_request_that_was_paused_tells_nothing_about_the_nodes():
+    """Sixteen requests took a second each, and one was not read for 100 s. With that, 3 s would not be enough."""
+    table = Table(max_queued_requests=100, rows=2)
+    table.come("slow")
+    table.requests.set_paused("slow", True)
+    table.clock.advance(100.0)
+    for number in range(16):
+        table.come(f"served{number}")
+        table.clock.advance(1.0)
+        table.end(f"served{number}")
+        table.post.turn()
+    table.requests.set_paused("slow", False)
+    table.end("slow")
+    table.post.turn()
+    for number in range(3):
+        table.come(f"waits{number}")
+    table.come("accepted", timeout_s=3.0)
+    assert table.requests.num_in_flight == 4

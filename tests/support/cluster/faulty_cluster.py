@@ -72,6 +72,11 @@ class FaultyCluster(LocalCluster):
     def _compile_ticks(self) -> int:
         return self.grammar_ticks and self._random.randint(0, self.grammar_ticks)
 
+    def _compile_grammars(self, member: Member) -> int:
+        num_compiled = super()._compile_grammars(member)
+        self._num_events += num_compiled  # the node can plan something that it could not plan before
+        return num_compiled
+
     def _post(self, sender: str, to: str, message: Message | Lost) -> None:
         self._num_events += 1
         link = self._links.setdefault((sender, to), deque())

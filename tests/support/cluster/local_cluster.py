@@ -393,6 +393,9 @@ class LocalCluster:
             assert all(member.grammars[text] is None for text in grammars), "a row's grammar is not compiled"
             member.plans.append(plan)
             member.allocator.planned(plan)
+        elif not member.plans and self._policy != "random":
+            # The event loop may sleep now, so only an event, or another random order, may change this.
+            assert member.role.plan(self.clock.now()) is None, f"{member.name} planned nothing, and then something"
 
     def is_due(self, member: Member) -> bool:
         """Whether the oldest step must be committed before another is planned."""
@@ -427,15 +430,17 @@ class LocalCluster:
     def _compile_ticks(self) -> int:
         return self.grammar_ticks
 
-    def _compile_grammars(self, member: Member) -> None:
-        """Tell the node which grammars have been compiled."""
+    def _compile_grammars(self, member: Member) -> int:
+        """Tell the node which grammars have been compiled, and return their number."""
         now = self.wire.num_ticks
-        for grammar in [text for text, tick in member.grammars.items() if tick is not None and tick <= now]:
+        ready = [text for text, tick in member.grammars.items() if tick is not None and tick <= now]
+        for grammar in ready:
             member.grammars[grammar] = None
             if grammar.startswith("bad"):
                 member.role.grammar_failed(grammar, f"{grammar} cannot be compiled", self.clock.now())
             else:
                 member.role.grammar_compiled(grammar, self.clock.now())
+        return len(ready)
 
     def _deliver(self) -> None:
         names = {member.name: member for member in self.members}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.base import FirstComeFirstServed
+from common.scheduling.policies.factory import make_policy
 from gateway.requests.admission.request_queue import RequestQueue
 
 SAMPLING = SamplingParams(max_new_tokens=4)
@@ -103,6 +105,47 @@ def test_without_nodes_all_requests_expire_unless_a_node_registers():
     assert waiting.expired(110.1, is_routable=True) == []
     assert waiting.expired(200.0, is_routable=False) == []
     assert rids(waiting.expired(210.1, is_routable=False)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "last", "expected"),
+    [
+        ("fcfs", 8.0, 2),
+        ("lof", 8.0, 1),  # "long" may have the longer output
+        ("short-first", 8.0, 1),  # "short" has the shorter prompt
+        ("edf", 8.0, 1),  # the deadline of "short" is earlier
+        ("hrrn", 6.0, 2),  # "long" has waited 6 s for 8 tokens by then, and the new request 2 s for 4
+        ("hrrn", 9.0, 1),  # 9 s for 8 tokens, and 5 s for 4
+        ("fair", 8.0, 1),  # after the first request of the other tenant
+        ("lpm", 8.0, 2),  # as fcfs, since the gateway has no cache
+        ("adaptive", 8.0, 2),  # as fcfs, which it follows until something has been measured
+        ("random", 8.0, 0),  # unknown
+    ],
+)
+def test_the_policy_tells_how_many_requests_are_sent_before_a_new_one(policy, last, expected):
+    waiting = RequestQueue(RequestOrdering(make_policy(policy)), recovery_timeout_s=10.0)
+    waiting.push(sized("long", 8, max_new=9, deadline_at=20.0, tenant="x"))
+    waiting.push(sized("short", 2, max_new=2, deadline_at=5.0, tenant="x"))
+    new = sized("new", 4, max_new=4, deadline_at=10.0, tenant="y", arrived_at=4.0)
+    assert waiting.num_ahead(new, 4.0, last=last) == expected
+    assert len(waiting) == 2
+
+
+def sized(rid, num_tokens, *, max_new, **fields):
+    return Request(rid, 0, (1,) * num_tokens, SamplingParams(max_new_tokens=max_new), **fields)
+
+
+def test_requests_before_a_new_one_by_priority_by_class_and_after_a_recovery():
+    by_priority = queue_of(request("a", 5), request("b", 3), request("c", 3), request("d", 1))
+    assert by_priority.num_ahead(request("new", 3), 0.0, last=9.0) == 3
+    by_priority.put_back(request("recovered"))
+    assert by_priority.num_ahead(request("urgent", 9), 0.0, last=9.0) == 1
+    rules = PriorityRules(class_weights={"high": 4.0, "low": 1.0}, default_class="low")
+    by_class = RequestQueue(RequestOrdering(FirstComeFirstServed(), rules), recovery_timeout_s=10.0)
+    for rid in "abc":
+        by_class.push(request(rid, priority_class="low"))
+    assert by_class.num_ahead(request("new", priority_class="high"), 0.0, last=9.0) == 1  # classes take turns
+    assert by_class.num_ahead(request("new", priority_class="low"), 0.0, last=9.0) == 3
 
 
 def test_a_removed_request_leaves_no_state():

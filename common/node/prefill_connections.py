@@ -1,0 +1,67 @@
+"""The control connections of a decode node to the nodes that its pages come from, which it dials."""
+
+from collections.abc import Iterator
+
+import zmq
+
+from common.node.endpoint import ControlEndpoint
+from common.wire.curve import KEY_BYTES
+from common.wire.mailbox import Mailbox
+from common.wire.messages import FromPrefill, Message, Peer, Ping
+
+NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
+
+
+class PrefillConnections:
+    """A mailbox for each node that was dialled, by its incarnation.
+
+    Args:
+        poller: is told of the sockets.
+
+    Attributes:
+        num_dropped, num_bytes_sent: of the mailboxes that are closed.
+    """
+
+    def __init__(self, endpoint: ControlEndpoint, poller: zmq.Poller) -> None:
+        self._endpoint = endpoint
+        self._poller = poller
+        self._mailboxes: dict[str, Mailbox] = {}
+        self.num_dropped = self.num_bytes_sent = 0
+
+    def mailboxes(self) -> list[Mailbox]:
+        return list(self._mailboxes.values())
+
+    def dial(self, peer: Peer) -> None:
+        """Connect to a node, anew if there is a connection already."""
+        self.hang_up(peer.incarnation)
+        mailbox = self._endpoint.dial(FromPrefill, peer.address, bytes.fromhex(peer.public_key) or NO_KEY)
+        self._mailboxes[peer.incarnation] = mailbox
+        for socket in mailbox.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def hang_up(self, incarnation: str) -> None:
+        """Close the connection to a node, if there is one."""
+        mailbox = self._mailboxes.pop(incarnation, None)
+        if mailbox is not None:
+            for socket in mailbox.sockets:
+                self._poller.unregister(socket)
+            self.num_dropped += mailbox.dropped.total()
+            self.num_bytes_sent += mailbox.num_bytes_sent
+            mailbox.close()
+
+    def send(self, incarnation: str, message: Message) -> None:
+        """Send a message; one to a node without a connection is dropped."""
+        mailbox = self._mailboxes.get(incarnation)
+        if mailbox is not None:
+            mailbox.send(message, target=incarnation)
+
+    def receive(self) -> Iterator[tuple[str, Message]]:
+        """What has arrived, with the sender's incarnation. A caller may not dial or hang up meanwhile."""
+        for incarnation, mailbox in self._mailboxes.items():
+            for letter in mailbox.receive():
+                if letter.sender == incarnation and not isinstance(letter.message, Ping):
+                    yield incarnation, letter.message
+
+    def lost(self) -> list[str]:
+        """The nodes whose connections have broken since the last call; they are dialled again on their own."""
+        return [name for name, mailbox in self._mailboxes.items() if mailbox.connection_events().disconnected]
