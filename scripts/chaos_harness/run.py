@@ -222,8 +222,6 @@ class Run:
     def _target(self, planned: PlannedFault) -> Node | None:
         if not planned.kind.roles:
             return self._service.gateway
-        if planned.kind.name == "disk":
-            return self._service.nodes[self._site.disk_user]
         counts = {"prefill": self._config.prefill, "decode": self._config.decode}
         lone = [role for role, count in counts.items() if count == 1]
         states = self._service.states()
