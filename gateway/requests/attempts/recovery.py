@@ -8,8 +8,8 @@ before it ended:
 - A request whose attempts were ended ``NUM_LOSSES`` times in a row by the loss of a node or an internal error may be
   what kills the nodes. It is *suspect*: its next attempts get no other requests on their nodes. If one is lost that had
   its nodes for itself from the beginning, the request ends; a loss that others shared says too little.
-- The loss of a node that was silent since before it got the request says nothing about the request. Nor does a loss
-  that only another node reports, until the gateway itself has lost that node.
+- The loss of a node whose heartbeats were overdue before it got the request says nothing about the request. Nor does a
+  loss that only another node reports, until the gateway itself has lost that node.
 - Attempts are in a row if fewer than ``NUM_PROGRESS`` output tokens came between them: a request that kills its nodes
   does so again where it continues.
 - A request that has got no further token for the whole recovery timeout ends.
