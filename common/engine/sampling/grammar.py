@@ -113,6 +113,7 @@ def load_compiler(folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]
     if not eos_token_ids:
         return GrammarCompiler.refusing("the model has no end token, with which a grammar could end")
     try:
+        import llguidance.numpy  # noqa: F401 (for masks: later, the process may be able to open no more files)
         from llguidance import LLTokenizer
     except ImportError:
         return GrammarCompiler.refusing("llguidance is not installed on the node, and grammars need it")
