@@ -63,10 +63,12 @@ class Load:
         timeout_s = self._config.request_timeout + HANGING_GRACE_S
         reference = self._reference[request.number]
         earlier: list[Answer] = []
+        gives_up_at = time.monotonic() + timeout_s
         while True:
             gateway = self._next_gateway()
             answer = await self._service.clients[gateway.name].send(request, timeout_s, headers)
-            if has_key and _is_cut_off(answer, gateway) and self._judge(answer, reference) is Verdict.LOST:
+            may_resend = has_key and time.monotonic() < gives_up_at and _is_cut_off(answer, gateway)
+            if may_resend and self._judge(answer, reference) is Verdict.LOST:
                 self._tally.num_resent += gateway.killed_at >= answer.began_at
                 earlier.append(answer)
                 await asyncio.sleep(LOST_S)

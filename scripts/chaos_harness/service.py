@@ -186,8 +186,9 @@ class ChaosService:
 
     @property
     def gateway(self) -> Node:
-        """A gateway that serves; the first one if none does."""
-        return next((gateway for gateway in self.gateways if gateway.is_registered), self.gateways[0])
+        """A gateway that serves and is hit by no fault; the first one if there is none."""
+        able = [gateway for gateway in self.gateways if gateway.is_registered and not gateway.fault]
+        return (able or self.gateways)[0]
 
     def states(self) -> list[NodeState]:
         return [
@@ -215,7 +216,7 @@ class ChaosService:
             )
 
     async def _keep(self) -> None:
-        """Start nodes again that have ended, and keep what the gateway says about them."""
+        """Start processes again that have ended, and keep what the gateways say about nodes."""
         while not self._is_stopping:
             for node in self.nodes.values():
                 if not node.is_running:
@@ -254,10 +255,10 @@ class ChaosService:
                 counters = (row["heartbeat"] or {}).get("counters", {})
                 self.failed_checks[f"{node.name} {node.pid}"] = int(counters.get("failed_checks", 0))
 
-    async def _listing(self, gateway: Node) -> Worker:
+    async def _listing(self, gateway: Node) -> dict[str, Any]:
         """The answer of a gateway to ``/v1/workers``; empty if it does not answer."""
         status, body = await self.clients[gateway.name].call("GET", "/v1/workers", timeout_s=10.0)
-        found: Worker = json.loads(body) if status == 200 else {}
+        found: dict[str, Any] = json.loads(body) if status == 200 else {}
         return found
 
     async def rows(self) -> list[Worker]:
