@@ -251,6 +251,11 @@ class Registry:
                 self.workers[incarnation].is_reserved = is_reserved
         self._changed()
 
+    @property
+    def has_reserved(self) -> bool:
+        """Whether a suspect request has workers for itself, for which others may wait."""
+        return any(node.is_reserved for node in self.workers.values())
+
     # ---- workers that go --------------------------------------------------------------------------------------------
 
     def begin_drain(self, incarnation: str, *, is_empty: bool = False) -> None:

@@ -12,7 +12,8 @@ before it ended:
   loss that only another node reports, until the gateway itself has lost that node.
 - Attempts are in a row if fewer than ``NUM_PROGRESS`` output tokens came between them: a request that kills its nodes
   does so again where it continues.
-- A request that has got no further token for the whole recovery timeout ends.
+- A request that has got no further token for the whole recovery timeout ends; time in which others had the nodes for
+  themselves does not count.
 """
 
 from dataclasses import dataclass
@@ -132,7 +133,8 @@ class Recovery:
         self.num_losses += 1
 
     def waits(self, seconds: float) -> None:
-        """The next attempt waits for the retry budget, which does not count towards the recovery timeout."""
+        """The next attempt waits for the retry budget, or for nodes that a suspect request has for itself. This does
+        not count towards the recovery timeout."""
         self.since += seconds
 
     def verdict(self, now: float, *, timeout_s: float) -> RequestError | None:

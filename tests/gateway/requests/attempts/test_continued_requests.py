@@ -489,6 +489,26 @@ def test_a_request_that_hangs_each_node_before_it_says_anything_is_suspected_and
     cluster.check_idle()
 
 
+def test_requests_that_shared_two_losses_take_turns_for_longer_than_the_recovery_timeout() -> None:
+    cluster = Cluster(prefills=1, decodes=1, recovery_timeout=60.0)
+    rids = [f"r{i}" for i in range(10)]
+    streams = cluster.come(*rids)
+    prefill = cluster.node_of("prefill", "r0")
+    for i in range(2):
+        for rid in rids:
+            cluster.prefill(rid)
+        cluster.lose(cluster.node_of("decode", "r0"))
+        cluster.start("decode", f"decode-{i + 1}")
+    for _ in rids:
+        for _ in range(10):  # a turn takes ten seconds
+            cluster.wait(1.0)
+        [alone] = cluster.work[prefill]
+        cluster.finish(alone.rid)
+    assert [stream.error for stream in streams] == [None] * 10
+    assert [stream.ids for stream in streams] == [output_of(stream) for stream in streams]
+    cluster.check_idle()
+
+
 def test_a_suspect_request_does_not_end_by_a_loss_that_others_share() -> None:
     cluster = Cluster(prefills=1, decodes=1)
     cluster.come("other", max_new=100)
