@@ -69,9 +69,12 @@ class GrammarCompiler:
             return found
 
     def compiled(self, grammar: str) -> "LLMatcher":
-        """Return a grammar in use that has been compiled; never waits."""
+        """Return a grammar that has been compiled; never waits.
+
+        Its last request may have ended after the step was planned, so that the grammar is in use no more.
+        """
         with self._lock:
-            found = self._in_use.get(grammar)
+            found = self._in_use.get(grammar) or self._unused.get(grammar)
         assert found is not None and found.done(), "a request was admitted before its grammar was compiled"
         return found.result()
 

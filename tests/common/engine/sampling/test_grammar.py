@@ -430,3 +430,11 @@ executor.close()
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, env=environ
     )
     assert done.stdout == ""
+
+
+def test_a_step_finds_the_grammar_of_a_request_that_ended_after_the_step_was_planned(folder: Path) -> None:
+    compiler = load_compiler(folder, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    grammar = compiler.compile(LIST).result(60)
+    compiler.drop(LIST)
+    assert compiler.compiled(LIST) is grammar
+    compiler.close()
