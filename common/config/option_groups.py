@@ -94,7 +94,7 @@ SIMULATE: Groups = {
 }  # fmt: skip
 
 CHAOS: Groups = {
-    "Service": ("prefill", "decode", "model", "dtype", "transport", "max_total_tokens", "namespaces"),
+    "Service": ("prefill", "decode", "gateways", "model", "dtype", "transport", "max_total_tokens", "namespaces"),
     "Load": ("requests", "duration", "concurrency", "distinct", "request_timeout", "seed"),
     "Faults": (
         "faults", "kill_every", "fault_every", "node_timeout", "drain_timeout", "max_kill_pause", "check_pauses",

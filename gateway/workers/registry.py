@@ -251,6 +251,11 @@ class Registry:
                 self.workers[incarnation].is_reserved = is_reserved
         self._changed()
 
+    @property
+    def has_reserved(self) -> bool:
+        """Whether a suspect request has workers for itself, for which others may wait."""
+        return any(node.is_reserved for node in self.workers.values())
+
     # ---- workers that go --------------------------------------------------------------------------------------------
 
     def begin_drain(self, incarnation: str, *, is_empty: bool = False) -> None:
@@ -309,11 +314,12 @@ class Registry:
         ]
 
     def alive_until(self, node: Worker, now: float) -> float:
-        """Until when a worker that is lost now was probably alive.
+        """Until when a worker that is lost now was probably alive: until its next heartbeat was overdue.
 
-        One that was not silent for longer than usual may have failed at this moment.
+        So a request counts as one that may have hung it if it was sent just before the silence began, or at most two
+        heartbeats after that: a worker that a request hangs at once says nothing any more.
         """
-        return now if now - node.seen_at <= 2 * self._heartbeat_s else node.seen_at
+        return min(now, node.seen_at + 2 * self._heartbeat_s)
 
     def silent_workers(self, now: float) -> list[str]:
         """Incarnations of workers that have sent nothing for too long."""

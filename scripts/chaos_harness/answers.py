@@ -7,7 +7,8 @@ reason of each output, and the usage. How it was cut into events does not matter
 import json
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate, takewhile
 from typing import Any
@@ -53,6 +54,7 @@ class Answer:
         is_late: no end came within the time limit.
         began_at, ended_at: instants by ``time.monotonic``.
         stamps: the instant of each event with output.
+        counts: the tokens that had arrived with each of these events.
         usage: prompt and completion tokens; empty if the response has none.
     """
 
@@ -65,10 +67,15 @@ class Answer:
     began_at: float = 0.0
     ended_at: float = 0.0
     stamps: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     usage: tuple[int, ...] = ()
 
     def output(self, index: int) -> Output:
         return self.outputs.setdefault(index, Output())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(output.ids) for output in self.outputs.values())
 
 
 def read_answer(exchange: Exchange) -> Answer:
@@ -91,6 +98,23 @@ def read_answer(exchange: Exchange) -> Answer:
     return answer
 
 
+def as_seen(earlier: Sequence[Answer], answer: Answer) -> Answer:
+    """The answer with the instants at which its client had each token first.
+
+    Args:
+        earlier: answers to the same request whose connections were lost. Every answer begins with the first token.
+    """
+    stamps: list[float] = []
+    counts: list[int] = []
+    for part in (*earlier, answer):
+        for at, count in zip(part.stamps, part.counts, strict=True):
+            if not counts or count > counts[-1]:
+                stamps.append(at)
+                counts.append(count)
+    began_at = min(part.began_at for part in (*earlier, answer))
+    return replace(answer, began_at=began_at, stamps=stamps, counts=counts)
+
+
 def _take_event(answer: Answer, data: bytes, at: float) -> None:
     if data == b"[DONE]":
         answer.is_complete = not answer.code and all(output.finish for output in answer.outputs.values())
@@ -100,6 +124,7 @@ def _take_event(answer: Answer, data: bytes, at: float) -> None:
     _take(answer, event)
     if sum(len(output.text) + len(output.ids) for output in answer.outputs.values()) > before:
         answer.stamps.append(at)
+        answer.counts.append(answer.num_tokens)
 
 
 def _take_body(answer: Answer, body: bytes) -> None:
@@ -186,7 +211,7 @@ def num_agreeing(answer: Answer, reference: Answer) -> tuple[int, int]:
 
 
 def _so_far(answer: Answer) -> str:
-    return f"{sum(len(output.ids) for output in answer.outputs.values())} tokens so far"
+    return f"{answer.num_tokens} tokens so far"
 
 
 def _wrong_beginning(answer: Answer, reference: Answer) -> str:

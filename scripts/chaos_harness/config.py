@@ -15,6 +15,13 @@ class ChaosConfig:
 
     prefill: int = option(2, "Prefill nodes.", minimum=1, maximum=64)
     decode: int = option(2, "Decode nodes.", minimum=1, maximum=64)
+    gateways: int = option(
+        2,
+        "Gateways. With two or more, each request has a key and is sent to another one when the connection is lost;"
+        " with one, requests have no keys.",
+        minimum=1,
+        maximum=8,
+    )
     model: str = option(SMALL_MODEL, "Model folder or Hugging Face hub id.")
     dtype: Literal["float32", "bfloat16"] = option(
         "float32",
@@ -35,7 +42,9 @@ class ChaosConfig:
     faults: tuple[str, ...] = option(
         (), "Names of the faults to inject, with commas between them. Without it: all that this machine can inject."
     )
-    kill_every: float = option(15.0, "Seconds between two losses of a node: kills, hangs, cuts.", minimum=0.1)
+    kill_every: float = option(
+        15.0, "Seconds between two losses of a node or gateway: kills, hangs, cuts.", minimum=0.1
+    )
     fault_every: float = option(2.0, "Seconds between two smaller faults.", minimum=0.1)
     node_timeout: float = option(5.0, "--node-timeout of the service: a silent node counts as lost.", minimum=0.5)
     drain_timeout: float = option(10.0, "--drain-timeout of the nodes.", minimum=0)

@@ -20,6 +20,7 @@ def figures(tally: Tally, found: Findings, *, broken: Sequence[str], injected: S
         "other_tokens_by_rounding": verdicts[Verdict.ROUNDED],
         "agreeing_tokens": tally.num_agreeing / tally.num_tokens if tally.num_tokens else None,
         "recovered": found.num_recovered,
+        "sent_to_another_gateway": tally.num_resent,
         "refused": verdicts[Verdict.REFUSED],
         "failed": verdicts[Verdict.FAILED],
         "errors": dict(tally.errors.most_common()),
@@ -43,11 +44,11 @@ def figures(tally: Tally, found: Findings, *, broken: Sequence[str], injected: S
 def table(shown: Figures, repeat: str) -> list[str]:
     """The report as text: counts, pauses, leaks, and at the end what does not hold."""
     errors = ", ".join(f"{code} {count:,}" for code, count in shown["errors"].items()) or "none"
-    recovered = "not told" if shown["recovered"] is None else f"{shown['recovered']:,}"
     rows = [
         ("sent", f"{shown['sent']:,} in {shown['took_s']:.0f} s"),
         ("equal", f"{shown['equal']:,}"),
-        ("recovered", recovered),
+        ("recovered", f"{shown['recovered']:,}"),
+        ("sent again", f"{shown['sent_to_another_gateway']:,}"),
         ("refused", f"{shown['refused']:,}"),
         ("failed", f"{shown['failed']:,}"),
         ("errors", errors),

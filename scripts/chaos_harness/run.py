@@ -2,40 +2,34 @@
 
 import asyncio
 import contextlib
-import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.config.serve import ServeConfig
 from common.errors import BatonError
-from scripts.chaos_harness.answers import Answer, Verdict, smallest_margin
+from scripts.chaos_harness.answers import Answer, smallest_margin
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.faults.base import Fault, Site
 from scripts.chaos_harness.faults.table import FAULTS
 from scripts.chaos_harness.hosts import Hosts
+from scripts.chaos_harness.load import Load
 from scripts.chaos_harness.pauses import Injected, pauses_by_kind
 from scripts.chaos_harness.process_resources import num_descriptors
 from scripts.chaos_harness.schedule import PlannedFault, choose_target, fault_schedule
 from scripts.chaos_harness.service import GATEWAY, ChaosService, Node
 from scripts.chaos_harness.verdicts import Findings, Tally, held
-from scripts.chaos_harness.workload import LoadRequest, distinct_requests, draws, margin_body
+from scripts.chaos_harness.workload import distinct_requests, draws, margin_body
 
 MODEL = "m"
 #: A request of the reference may take longer than one under faults: all nodes compile their grammars first.
 REFERENCE_TIMEOUT_S = 300.0
 #: Log-probabilities that differ by less than this may change places when a batch has another shape.
 TIE = 1e-4
-#: Beyond --request-timeout, until a request without an end counts as hanging.
-HANGING_GRACE_S = 15.0
 SETTLE_S = 90.0
-RETRY_S = 1.0  # after a refusal
 DISK_BYTES = 16 << 20
-#: Counters of the further attempts, in the gateway's /metrics.
-RECOVERED = re.compile(rb"^baton_recoveries_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class NoReference(BatonError):
@@ -69,10 +63,6 @@ class Run:
         """Names of the faults that were injected, in order."""
         return [fault.name for fault in self._injected]
 
-    def stop(self) -> None:
-        """Send no more requests; the run ends as usual."""
-        self._is_stopping = True
-
     async def run(self) -> Findings:
         """Run to the end; returns what was found. Everything is undone and stopped when this returns or raises.
 
@@ -85,6 +75,7 @@ class Run:
                 self._serve_config(),
                 self._folder,
                 hosts=hosts,
+                num_gateways=self._config.gateways,
                 node_flags=[f"--drain-timeout={self._config.drain_timeout:g}"],
                 logs_of={disk_user: disk} if disk else {},
                 on_event=self._tell,
@@ -101,8 +92,9 @@ class Run:
         self._descriptors = self._open_descriptors()
         self._began_at = time.monotonic()
         faults = asyncio.create_task(self._inject_all())
+        load = Load(self._config, self._service, self._reference, self.tally, tell=self._tell)
         try:
-            await self._load()
+            await load.run(draws(self._requests, self._config.seed))
         finally:
             self._is_stopping = True
             faults.cancel()
@@ -163,10 +155,11 @@ class Run:
     async def _make_reference(self) -> None:
         """Ask every distinct request once, undisturbed, a few at a time. Raises NoReference."""
         left = iter(self._requests)
+        client = self._service.clients[self._service.gateway.name]
 
         async def work() -> None:
             for request in left:
-                answer = await self._service.client.send(request, REFERENCE_TIMEOUT_S)
+                answer = await client.send(request, REFERENCE_TIMEOUT_S)
                 if not answer.is_complete:
                     raise NoReference(
                         f"request {request.number} ({request.kind}) has no answer without faults: status "
@@ -182,55 +175,15 @@ class Run:
 
     async def _leave_out_ties(self) -> None:
         """Leave out requests of which two tokens are equally likely somewhere, up to rounding: either is right."""
+        client = self._service.clients[self._service.gateway.name]
         for request in list(self._requests):
             if not (body := margin_body(request)):
                 continue
-            status, answer = await self._service.client.call("POST", request.path, body, timeout_s=REFERENCE_TIMEOUT_S)
+            status, answer = await client.call("POST", request.path, body, timeout_s=REFERENCE_TIMEOUT_S)
             if status == 200 and smallest_margin(answer) < TIE:
                 self._say(f"left out: request {request.number} ({request.kind}), where two tokens are equally likely")
                 self._requests.remove(request)
                 del self._reference[request.number]
-
-    async def _load(self) -> None:
-        drawn = draws(self._requests, self._config.seed)
-        numbers = iter(range(self._config.requests))
-        duration = self._config.duration
-        ends_at = float("inf") if duration is None else self._began_at + duration
-
-        async def work() -> None:
-            while not self._is_stopping and time.monotonic() < ends_at and next(numbers, None) is not None:
-                await self._one(next(drawn))
-
-        shown = asyncio.create_task(self._show_progress())
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self._config.concurrency):
-                    group.create_task(work())
-        finally:
-            shown.cancel()
-
-    async def _one(self, request: LoadRequest) -> None:
-        """Send a request until it is accepted, and judge the answer."""
-        timeout_s = self._config.request_timeout + HANGING_GRACE_S
-        while True:
-            answer = await self._service.client.send(request, timeout_s)
-            verdict = self.tally.add(request, answer, self._reference[request.number])
-            if verdict not in (Verdict.EQUAL, Verdict.ROUNDED):
-                self._tell(f"request {request.number} ({request.kind}): {verdict.value} {answer.code}")
-            if verdict is not Verdict.REFUSED or self._is_stopping:
-                return
-            await asyncio.sleep(RETRY_S)
-
-    async def _show_progress(self) -> None:
-        if not (self._config.progress and sys.stderr.isatty()):
-            return
-        try:
-            while True:
-                await asyncio.sleep(1.0)
-                line = f"{self.tally.num_sent:,} of {self._config.requests:,} requests, {len(self._injected)} faults"
-                print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-        finally:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     # ---- the faults --------------------------------------------------------------------------------------------------
 
@@ -268,9 +221,7 @@ class Run:
 
     def _target(self, planned: PlannedFault) -> Node | None:
         if not planned.kind.roles:
-            return self._service.nodes[GATEWAY]
-        if planned.kind.name == "disk":
-            return self._service.nodes[self._site.disk_user]
+            return self._service.gateway
         counts = {"prefill": self._config.prefill, "decode": self._config.decode}
         lone = [role for role, count in counts.items() if count == 1]
         states = self._service.states()
@@ -320,10 +271,10 @@ class Run:
         service = self._service
         await service.until_registered()
         pages = await self._unreleased()
-        service.client.close()
-        _, metrics = await service.client.call("GET", "/metrics")
-        recovered = RECOVERED.findall(metrics)
-        service.client.close()
+        service.close_clients()
+        for gateway in service.gateways:
+            await service.count_recoveries(gateway)
+        service.close_clients()
         await asyncio.sleep(0.5)  # until the gateway has seen the connections close
         after = self._open_descriptors()
         problems = list(self._site.problems)
@@ -337,7 +288,7 @@ class Run:
             problems=problems,
             pauses=pauses_by_kind(self._injected, self.tally.streams),
             marks=self._marks(),
-            num_recovered=int(sum(map(float, recovered))) if recovered else None,
+            num_recovered=service.num_recovered,
         )
 
     async def _unreleased(self) -> dict[str, str]:
@@ -351,10 +302,12 @@ class Run:
             await asyncio.sleep(0.5)
 
     def _open_descriptors(self) -> dict[str, int]:
-        """Of the gateway, and the most that a node has: after a change of roles, nodes have each other's."""
-        found = {name: num_descriptors(node.pid) for name, node in self._service.nodes.items() if node.is_running}
-        gateway = found.pop(GATEWAY, 0)
-        return {GATEWAY: gateway, "a node": max(found.values(), default=0)}
+        """The most that a gateway and a node have: after a change of roles, nodes have each other's."""
+        found: dict[str, int] = {}
+        for node in self._service.nodes.values():
+            kind = "a gateway" if node.role == GATEWAY else "a node"
+            found[kind] = max(found.get(kind, 0), num_descriptors(node.pid) if node.is_running else 0)
+        return found
 
 
 def _save_logs(disk: Path, folder: Path) -> None:

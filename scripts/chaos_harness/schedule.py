@@ -16,8 +16,8 @@ class FaultKind:
     """What the schedule knows about a fault.
 
     Attributes:
-        is_loss: the service loses a node by it.
-        roles: roles of the nodes that it may hit; empty if it hits the gateway or nothing in particular.
+        is_loss: the service loses a node or a gateway by it.
+        roles: roles of the nodes that it may hit; empty if it hits none of the processes.
         lasts_s: shortest and longest time until it is undone.
     """
 

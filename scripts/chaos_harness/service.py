@@ -1,7 +1,8 @@
-"""The service under test: a gateway and nodes as real processes, which are killed, stopped and started again.
+"""The service under test: gateways and nodes as real processes, which are killed, stopped and started again.
 
-The processes are those of ``serve``, with the same command lines and keys. A node that has ended is started again at
-its address, as a supervisor would do. A process that ends although no fault explains it counts as a crash.
+The processes are those of ``serve``, with the same command lines and keys; each gateway has an address of its own. A
+process that has ended is started again at its address, as a supervisor would do. A process that ends although no fault
+explains it counts as a crash.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -25,7 +27,7 @@ from scripts.chaos_harness.hosts import Hosts
 from scripts.chaos_harness.process_resources import ProcessResources
 from scripts.chaos_harness.schedule import NodeState
 from scripts.serving.cpu_affinity import Share
-from scripts.serving.serve import ROOT, children, free_port
+from scripts.serving.serve import ROOT, GatewayPlace, children, free_port
 from scripts.serving.supervisor import bind_to
 
 POLL_S = 0.25
@@ -34,6 +36,8 @@ START_TIMEOUT_S = 180.0
 STOP_S = 30.0
 RELEASE_S = 10.0  # after the last process has ended
 GATEWAY = "gateway"
+#: Counters of the further attempts, in /metrics of a gateway.
+RECOVERED = re.compile(rb"^baton_recoveries_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 Worker = dict[str, Any]  # a row of /v1/workers
 
@@ -47,9 +51,12 @@ class Node:
     """One process of the service.
 
     Attributes:
+        port: HTTP port of a gateway.
         fault: the fault that it is hit by now; empty without one.
         may_end: a fault explains its end, and whatever it has open then.
-        is_registered: the gateway has it in rotation, by its present process.
+        is_registered: every gateway that answers has it in rotation, by its present process. Of a gateway: it serves.
+        killed_at: when a fault last killed it.
+        num_orders: orders to nodes that a gateway carries out now.
     """
 
     name: str
@@ -57,12 +64,15 @@ class Node:
     env: dict[str, str]
     log: Path
     role: str
+    port: int = 0
     process: "subprocess.Popen[bytes] | None" = None
     fault: str = ""
     may_end: bool = False
     is_registered: bool = False
     num_starts: int = 0
     ended_at: float = 0.0
+    killed_at: float = 0.0
+    num_orders: int = 0
     worker: Worker = field(default_factory=dict)
 
     @property
@@ -96,6 +106,7 @@ class ChaosService:
         folder: Path,
         *,
         hosts: Hosts | None = None,
+        num_gateways: int = 1,
         node_flags: Sequence[str] = (),
         logs_of: dict[str, Path] | None = None,
         on_event: Callable[[str], None] = lambda text: None,
@@ -105,41 +116,43 @@ class ChaosService:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
         self._on_event = on_event
-        config = dataclasses.replace(
-            config,
-            port=free_port("127.0.0.1", 0, "--port"),
-            control_port=free_port("127.0.0.1", 0, "--control-port"),
-        )
+        controls = [free_port("127.0.0.1", 0, "--control-port") for _ in range(num_gateways)]
+        places = [GatewayPlace(f"{GATEWAY}-{i}", control) for i, control in enumerate(controls)]
         self.nodes = {
             child.name: Node(
                 child.name,
-                [*child.argv, *self._address_flags(child.name, config.control_port), *flags],
+                [*child.argv, *self._address_flags(child.name, controls)],
                 child.env | {"TMPDIR": str(self.temporary)},
                 (logs_of or {}).get(child.name, folder) / f"{child.name}.log",
                 child.name.split("-")[0],
             )
-            for child in children(config, [Share(1)] * (config.prefill + config.decode))
-            for flags in [() if child.name == GATEWAY else node_flags]
+            for child in children(config, [Share(1)] * (config.prefill + config.decode), places)
         }
-        self.client = Client("127.0.0.1", config.port)
-        self.port = config.port
+        for node in self.nodes.values():
+            if node.role == GATEWAY:
+                node.port = free_port("127.0.0.1", 0, "--port")
+                node.argv.append(f"--port={node.port}")
+            else:
+                node.argv += node_flags
+        self.clients = {gateway.name: Client("127.0.0.1", gateway.port) for gateway in self.gateways}
         self.crashes: list[str] = []
         self.failed_checks: dict[str, int] = {}  # by name and process
+        self.num_recovered = 0  # further attempts of gateways that have ended
         self._resources: list[tuple[str, ProcessResources]] = []  # of processes that have been ended, by name
         self._keeper: asyncio.Task[None] | None = None
         self._is_stopping = False
 
-    def _address_flags(self, name: str, control_port: int) -> list[str]:
+    def _address_flags(self, name: str, controls: Sequence[int]) -> list[str]:
         """A fixed port, so that a node comes back at the same address; and the addresses of hosts."""
         is_prefill = name.startswith("prefill")
         flags = [f"--data-port={free_port('127.0.0.1', 0, '--data-port')}"] if is_prefill else []
         if self.hosts is None:
             return flags
-        gateway = self.hosts.bridge_address
-        if name == GATEWAY:
-            return [f"--control-host={gateway}"]
+        bridge = self.hosts.bridge_address
+        if name.startswith(GATEWAY):
+            return [f"--control-host={bridge}"]
         address = self.hosts.address(name)
-        flags += [f"--gateway={gateway}:{control_port}", f"--advertise-host={address}"]
+        flags += [f"--gateway={','.join(f'{bridge}:{port}' for port in controls)}", f"--advertise-host={address}"]
         return flags if is_prefill else [*flags, f"--data-interface={address}"]
 
     # ---- processes ---------------------------------------------------------------------------------------------------
@@ -164,17 +177,29 @@ class ChaosService:
             await asyncio.sleep(POLL_S)
 
     @property
+    def gateways(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.role == GATEWAY]
+
+    @property
     def workers(self) -> list[Node]:
-        return [node for node in self.nodes.values() if node.name != GATEWAY]
+        return [node for node in self.nodes.values() if node.role != GATEWAY]
+
+    @property
+    def gateway(self) -> Node:
+        """A gateway that serves and is hit by no fault; the first one if there is none."""
+        able = [gateway for gateway in self.gateways if gateway.is_registered and not gateway.fault]
+        return (able or self.gateways)[0]
 
     def states(self) -> list[NodeState]:
         return [
-            NodeState(node.name, node.role, node.is_registered and node.is_running and not node.fault)
-            for node in self.workers
+            NodeState(
+                node.name, node.role, node.is_registered and node.is_running and not (node.fault or node.num_orders)
+            )
+            for node in self.nodes.values()
         ]
 
     def _spawn(self, node: Node) -> None:
-        argv = node.argv if self.hosts is None or node.name == GATEWAY else self.hosts.command(node.name, *node.argv)
+        argv = node.argv if self.hosts is None or node.role == GATEWAY else self.hosts.command(node.name, *node.argv)
         node.num_starts += 1
         with contextlib.ExitStack() as stack:
             try:
@@ -191,7 +216,7 @@ class ChaosService:
             )
 
     async def _keep(self) -> None:
-        """Start nodes again that have ended, and keep what the gateway says about them."""
+        """Start processes again that have ended, and keep what the gateways say about nodes."""
         while not self._is_stopping:
             for node in self.nodes.values():
                 if not node.is_running:
@@ -215,20 +240,47 @@ class ChaosService:
             self._spawn(node)
 
     async def _look(self) -> None:
-        rows = {row["name"]: row for row in await self.rows()}
+        found = await asyncio.gather(*map(self._listing, self.gateways))
+        for gateway, listing in zip(self.gateways, found, strict=True):
+            gateway.is_registered = listing.get("is_ready", False) and gateway.is_running
+        tables = [{row["name"]: row for row in listing["workers"]} for listing in found if listing]
         for node in self.workers:
-            row = rows.get(node.name)
-            node.is_registered = row is not None and node.is_running and row["register"]["pid"] == node.pid
-            if row is not None and node.is_registered:
+            rows = [table.get(node.name) for table in tables]
+            node.is_registered = bool(rows) and node.is_running
+            for row in rows:
+                if row is None or not node.is_running or row["register"]["pid"] != node.pid:
+                    node.is_registered = False
+                    continue
                 node.role, node.worker = row["role"], row
                 counters = (row["heartbeat"] or {}).get("counters", {})
                 self.failed_checks[f"{node.name} {node.pid}"] = int(counters.get("failed_checks", 0))
 
-    async def rows(self) -> list[Worker]:
-        """Rows of ``/v1/workers``; none if the gateway does not answer."""
-        status, body = await self.client.call("GET", "/v1/workers", timeout_s=10.0)
-        found: list[Worker] = json.loads(body)["workers"] if status == 200 else []
+    async def _listing(self, gateway: Node) -> dict[str, Any]:
+        """The answer of a gateway to ``/v1/workers``; empty if it does not answer."""
+        status, body = await self.clients[gateway.name].call("GET", "/v1/workers", timeout_s=10.0)
+        found: dict[str, Any] = json.loads(body) if status == 200 else {}
         return found
+
+    async def rows(self) -> list[Worker]:
+        """The rows of ``/v1/workers`` of all gateways."""
+        found = await asyncio.gather(*map(self._listing, self.gateways))
+        return [row for listing in found for row in listing.get("workers", [])]
+
+    async def count_recoveries(self, gateway: Node) -> None:
+        """Add the further attempts that a gateway has made, at its end."""
+        _, metrics = await self.clients[gateway.name].call("GET", "/metrics")
+        self.num_recovered += sum(int(float(number)) for number in RECOVERED.findall(metrics))
+
+    async def order(self, path: str, body: dict[str, object]) -> tuple[int, bytes]:
+        """Tell a gateway to do something with a node. No fault ends that gateway meanwhile, since the order would be
+        lost with it.
+        """
+        gateway = self.gateway
+        gateway.num_orders += 1
+        try:
+            return await self.clients[gateway.name].call("POST", path, json.dumps(body).encode(), timeout_s=90.0)
+        finally:
+            gateway.num_orders -= 1
 
     def remember_resources(self, node: Node) -> None:
         """Record what a process has open, before a fault ends it."""
@@ -242,6 +294,7 @@ class ChaosService:
         """End a process as the kernel does, without a warning; returns once it has ended."""
         self.remember_resources(node)
         node.may_end = True
+        node.killed_at = time.monotonic()
         node.send_signal(signal.SIGKILL)
         if node.process is not None:
             node.process.wait()
@@ -254,12 +307,12 @@ class ChaosService:
         self._is_stopping = True
         if self._keeper is not None:
             await self._keeper
-        self.client.close()
+        self.close_clients()
         running = [node for node in self.nodes.values() if node.is_running]
         for node in running:
             self.remember_resources(node)
         problems: list[str] = []
-        for group in ([n for n in running if n.name != GATEWAY], [n for n in running if n.name == GATEWAY]):
+        for group in ([n for n in running if n.role != GATEWAY], [n for n in running if n.role == GATEWAY]):
             problems += await asyncio.to_thread(_terminate, group)
         ends_at = time.monotonic() + RELEASE_S
         for name, resources in self._resources:
@@ -269,6 +322,10 @@ class ChaosService:
         if files := sorted(path.name for path in self.temporary.iterdir()):
             problems.append(f"temporary files are left: {', '.join(files[:10])}")
         return problems
+
+    def close_clients(self) -> None:
+        for client in self.clients.values():
+            client.close()
 
     def kill_all(self) -> None:
         """End every process at once."""

@@ -19,6 +19,7 @@ class Tally:
 
     Attributes:
         is_exact: every answer must equal its reference.
+        num_resent: times that a request was sent to another gateway, since the one that had it was killed.
         num_agreeing, num_tokens: tokens of complete answers before the first that differs from the reference, and all.
     """
 
@@ -27,6 +28,7 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
+    num_resent: int = 0
     num_agreeing: int = 0
     num_tokens: int = 0
 
@@ -64,7 +66,7 @@ class Findings:
         problems: what faults and the end of the run found wrong.
         pauses: longest gaps of streams in flight, by the name of the fault.
         marks: longest pause, p99, by the name of the fault; only kinds with a mark.
-        num_recovered: requests of which the gateway made further attempts; None if it does not tell.
+        num_recovered: further attempts that the gateways have made.
     """
 
     pages: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +77,7 @@ class Findings:
     problems: Sequence[str] = ()
     pauses: Mapping[str, Sequence[float]] = field(default_factory=dict)
     marks: Mapping[str, float] = field(default_factory=dict)
-    num_recovered: int | None = None
+    num_recovered: int = 0
 
 
 def broken_invariants(tally: Tally, found: Findings) -> list[str]:

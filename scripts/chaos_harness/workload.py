@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "native": "/generate"}
@@ -130,6 +130,17 @@ def _request(number: int, kind: str, drawn: random.Random, model: str) -> LoadRe
         body = {**common, "messages": [{"role": "user", "content": text}]}
         return LoadRequest(number, kind, PATHS["chat"], json.dumps(body).encode())
     return LoadRequest(number, kind, PATHS["completions"], json.dumps({**common, "prompt": text}).encode())
+
+
+def keyed(request: LoadRequest, key: str) -> tuple[LoadRequest, str]:
+    """The request with a key, by which gateways know it when it is sent again, and the header lines for that.
+
+    ``/generate`` has its ``rid``, the other paths have a header.
+    """
+    if request.path != PATHS["native"]:
+        return request, f"Idempotency-Key: {key}\r\n"
+    body = json.dumps({**json.loads(request.body), "rid": key}).encode()
+    return replace(request, body=body), ""
 
 
 def draws(requests: list[LoadRequest], seed: int) -> Iterator[LoadRequest]:

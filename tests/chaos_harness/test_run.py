@@ -17,7 +17,7 @@ WORDS = [sys.executable, "-m", "scripts.cli", "chaos", "--distinct=12", "--no-ch
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_short_run_finds_every_invariant_kept(tmp_path: Path) -> None:
-    faults = "--faults=kill,pause,terminate,role,disk,vanish,hostile"
+    faults = "--faults=kill,gateway-kill,pause,terminate,role,disk,vanish,hostile"
     options = ["--requests=120", "--concurrency=6", "--kill-every=6", "--fault-every=3", "--seed=1"]
     report = tmp_path / "report.json"
     found = subprocess.run(
@@ -46,7 +46,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130
     process.stdout.close()
-    assert len(children) == 5
+    assert len(children) == 6
     ends = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{pid}") for pid in children):
         assert time.monotonic() < ends

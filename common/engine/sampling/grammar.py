@@ -69,9 +69,12 @@ class GrammarCompiler:
             return found
 
     def compiled(self, grammar: str) -> "LLMatcher":
-        """Return a grammar in use that has been compiled; never waits."""
+        """Return a grammar that has been compiled; never waits.
+
+        Its last request may have ended after the step was planned, so that the grammar is in use no more.
+        """
         with self._lock:
-            found = self._in_use.get(grammar)
+            found = self._in_use.get(grammar) or self._unused.get(grammar)
         assert found is not None and found.done(), "a request was admitted before its grammar was compiled"
         return found.result()
 
@@ -113,6 +116,7 @@ def load_compiler(folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]
     if not eos_token_ids:
         return GrammarCompiler.refusing("the model has no end token, with which a grammar could end")
     try:
+        import llguidance.numpy  # noqa: F401 (for masks: later, the process may be able to open no more files)
         from llguidance import LLTokenizer
     except ImportError:
         return GrammarCompiler.refusing("llguidance is not installed on the node, and grammars need it")

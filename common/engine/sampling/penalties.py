@@ -31,7 +31,7 @@ class TokenHistory:
 
     def __init__(self, tokens: Sequence[int], prompt_len: int) -> None:
         assert len(tokens) >= prompt_len, "a request with penalties came without its tokens"
-        self._prompt: Ids = np.unique(np.array(tokens[:prompt_len], np.int64))
+        self._prompt: Ids = np.array(sorted(set(tokens[:prompt_len])), np.int64)  # np.unique would import modules now
         self._output: Ids = np.empty(16, np.int64)
         self._counts = np.empty(16, np.int64)
         self._places: dict[int, int] = {}

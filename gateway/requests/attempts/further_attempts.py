@@ -30,6 +30,7 @@ class FurtherAttempts:
     def __init__(self) -> None:
         self.num_by_cause: Counter[tuple[str, ErrorCode]] = Counter()
         self._waiting: dict[str, InFlightRequest] = {}
+        self._looked_at = 0.0
 
     @staticmethod
     def attempt_ended(flight: InFlightRequest, end: AttemptEnd, now: float) -> float | RequestError:
@@ -64,9 +65,16 @@ class FurtherAttempts:
         self._waiting.pop(rid, None)
 
     def expired(self, now: float) -> Iterator[tuple[InFlightRequest, RequestError]]:
-        """Requests that have waited longer than the recovery timeout, with their errors."""
+        """Requests that have waited longer than the recovery timeout, with their errors.
+
+        The time does not count in which a suspect request has nodes for itself: after losses that many requests
+        shared, these take turns.
+        """
+        since_last_s, self._looked_at = now - self._looked_at, now
         for flight in list(self._waiting.values()):
             assert flight.recovery is not None
+            if flight.pool.registry.has_reserved:
+                flight.recovery.waits(since_last_s)
             if flight.backoff is not None:
                 continue  # it is tried once more first
             lacking = _lacking(flight.pool, flight.recovery)

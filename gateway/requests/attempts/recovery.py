@@ -8,11 +8,12 @@ before it ended:
 - A request whose attempts were ended ``NUM_LOSSES`` times in a row by the loss of a node or an internal error may be
   what kills the nodes. It is *suspect*: its next attempts get no other requests on their nodes. If one is lost that had
   its nodes for itself from the beginning, the request ends; a loss that others shared says too little.
-- The loss of a node that was silent since before it got the request says nothing about the request. Nor does a loss
-  that only another node reports, until the gateway itself has lost that node.
+- The loss of a node whose heartbeats were overdue before it got the request says nothing about the request. Nor does a
+  loss that only another node reports, until the gateway itself has lost that node.
 - Attempts are in a row if fewer than ``NUM_PROGRESS`` output tokens came between them: a request that kills its nodes
   does so again where it continues.
-- A request that has got no further token for the whole recovery timeout ends.
+- A request that has got no further token for the whole recovery timeout ends; time in which others had the nodes for
+  themselves does not count.
 - A request that a full node refuses is tried again likewise, since ``Admission`` has accepted it. It waits as in the
   gateway's own queue, before all requests that have not been sent.
 """
@@ -122,7 +123,8 @@ class Recovery:
         self.num_losses += 1
 
     def waits(self, seconds: float) -> None:
-        """The next attempt waits for the retry budget, which does not count towards the recovery timeout."""
+        """The next attempt waits for the retry budget, or for nodes that a suspect request has for itself. This does
+        not count towards the recovery timeout."""
         self.since += seconds
 
     def verdict(self, now: float, *, timeout_s: float) -> RequestError | None:

@@ -45,8 +45,8 @@ class Fault(ABC):
 
     Attributes:
         name: by which ``--faults`` chooses it.
-        is_loss: the service loses a node by it.
-        roles: nodes that it may hit; empty if it hits the gateway.
+        is_loss: the service loses a node or a gateway by it.
+        roles: nodes that it may hit; empty if it hits none of the processes.
         is_silent: nothing but silence tells the service of it, until ``--node-timeout``.
         may_end: the process that it hits may end.
     """

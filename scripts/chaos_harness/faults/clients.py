@@ -28,7 +28,7 @@ class HostileClients(Fault):
 
     async def inject(self, site: Site, node: Node) -> str:
         drawn = random.Random()
-        port = site.service.port
+        port = site.service.gateway.port
         for data in (POST + b"400\r\n\r\n" + b'{"prompt": "half', POST + b"%d\r\n\r\n" % (1 << 40), b"GET / HTT"):
             self._tasks += [asyncio.create_task(_stay(port, data)) for _ in range(NUM_CLIENTS)]
         for _ in range(NUM_CLIENTS):
@@ -60,8 +60,7 @@ class VanishingClients(Fault):
     roles = ()
 
     async def inject(self, site: Site, node: Node) -> str:
+        client = site.service.clients[site.service.gateway.name]
         requests = random.sample(list(site.requests), min(2 * NUM_CLIENTS, len(site.requests)))
-        left = await asyncio.gather(
-            *(site.service.client.leave(request, random.uniform(0.02, 0.6)) for request in requests)
-        )
+        left = await asyncio.gather(*(client.leave(request, random.uniform(0.02, 0.6)) for request in requests))
         return f"{sum(left)} of {len(left)} clients have vanished"

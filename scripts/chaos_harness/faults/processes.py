@@ -1,13 +1,12 @@
 """Faults of processes: killed, stopped for a while, drained, given the other role."""
 
 import asyncio
-import json
 import signal
 import time
 
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.faults.base import Fault, Site, noticed_s, unnoticed_s
-from scripts.chaos_harness.service import Node
+from scripts.chaos_harness.service import GATEWAY, Node
 
 #: Beyond --drain-timeout, until a drained node has ended.
 DRAIN_GRACE_S = 30.0
@@ -23,6 +22,21 @@ class Kill(Fault):
     async def inject(self, site: Site, node: Node) -> str:
         site.service.kill(node)
         return f"kill -9 {node.name}"
+
+
+class GatewayKill(Kill):
+    """``kill -9`` of a gateway, which is started again at the same address: clients send its requests to another."""
+
+    name = "gateway-kill"
+    roles = (GATEWAY,)
+
+    @classmethod
+    def why_not(cls, site: Site) -> str:
+        return "" if len(site.service.gateways) > 1 else "needs --gateways 2 or more"
+
+    async def inject(self, site: Site, node: Node) -> str:
+        await site.service.count_recoveries(node)
+        return await super().inject(site, node)
 
 
 class Pause(Fault):
@@ -128,10 +142,8 @@ class ChangeRole(Fault):
 
 
 async def post(site: Site, node: Node, what: str, body: dict[str, object]) -> bool:
-    """Tell the gateway to do something with a node; True if it has accepted that."""
-    status, answer = await site.service.client.call(
-        "POST", f"/v1/workers/{node.name}/{what}", json.dumps(body).encode(), timeout_s=90.0
-    )
+    """Tell a gateway to do something with a node; True if it has accepted that."""
+    status, answer = await site.service.order(f"/v1/workers/{node.name}/{what}", body)
     if status not in (200, 202):
         site.problems.append(f"{what}: {node.name}: status {status}, {answer[:200].decode(errors='replace')}")
     return status in (200, 202)

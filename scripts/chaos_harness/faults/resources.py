@@ -18,9 +18,10 @@ FILLER = "filler"
 
 
 class FullDisk(Fault):
-    """The disk is full on which a node writes its log and its recording."""
+    """The disk is full on which a node writes its log and its recording; other faults may hit the node meanwhile."""
 
     name = "disk"
+    roles = ()
 
     @classmethod
     def why_not(cls, site: Site) -> str:

@@ -3,13 +3,13 @@
 from scripts.chaos_harness.faults.base import Fault
 from scripts.chaos_harness.faults.clients import HostileClients, VanishingClients
 from scripts.chaos_harness.faults.network import Cut, Delay, Flap, Loss, PairCut
-from scripts.chaos_harness.faults.processes import ChangeRole, Drain, Hang, Kill, Pause, Terminate
+from scripts.chaos_harness.faults.processes import ChangeRole, Drain, GatewayKill, Hang, Kill, Pause, Terminate
 from scripts.chaos_harness.faults.resources import Descriptors, FullDisk, Memory
 
 FAULTS: dict[str, type[Fault]] = {
     fault.name: fault
     for fault in (
-        Kill, Hang, Cut, Memory,
+        Kill, GatewayKill, Hang, Cut, Memory,
         Pause, Terminate, Drain, ChangeRole, Loss, Delay, Flap, PairCut, FullDisk, Descriptors, HostileClients,
         VanishingClients,
     )

@@ -398,3 +398,43 @@ print(compiler.compile("start: /a/").exception())
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, env=environ
     )
     assert done.stdout == "llguidance is not installed on the node, and grammars need it\n"
+
+
+def test_no_request_makes_a_loaded_executor_import_a_module(folder: Path) -> None:
+    """The process may be able to open no more files by then, and every import opens one."""
+    script = f"""
+import sys
+from support.engine.engine_driver import Driver
+from common.engine.executor import load_executor
+from common.engine.models.config import ModelConfig
+from common.sampling_params import SamplingParams
+executor = load_executor(
+    ModelConfig.load({str(folder)!r}), dtype="float32", num_slots=8, num_pages=40, page_size=16, num_threads=1
+)
+executor.warm_up()
+sys.addaudithook(lambda event, args: print(args[0]) if event == "import" else None)
+driver = Driver(executor)
+kinds = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, top_k=9, top_p=0.9, min_p=0.1, seed=3),
+    SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.4),
+    SamplingParams(logprobs=2, logit_bias=((5, 1.0),)),
+    SamplingParams(grammar='start: "yes" | "no"'),
+]
+texts = [driver.start(slot, [1, 2, 3], params) for slot, params in enumerate(kinds)]
+driver.finish(texts, 3)
+executor.close()
+"""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, env=environ
+    )
+    assert done.stdout == ""
+
+
+def test_a_step_finds_the_grammar_of_a_request_that_ended_after_the_step_was_planned(folder: Path) -> None:
+    compiler = load_compiler(folder, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    grammar = compiler.compile(LIST).result(60)
+    compiler.drop(LIST)
+    assert compiler.compiled(LIST) is grammar
+    compiler.close()

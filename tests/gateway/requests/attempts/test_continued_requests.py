@@ -13,7 +13,7 @@ from support.gateway.fake_nodes import make_register
 from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
-from common.wire.messages import Abort, Failed, Generate, Move, Moved, Tokens
+from common.wire.messages import Abort, Failed, Generate, Heartbeat, Move, Moved, Tokens
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
@@ -519,6 +519,43 @@ def test_a_request_is_not_suspected_for_nodes_that_were_silent_before_they_got_i
     assert not cluster.pool.registry.workers[cluster.node_of("decode", "a")].is_reserved
     cluster.finish("a")
     assert stream.ids == output_of(stream)
+    cluster.check_idle()
+
+
+def test_a_request_that_hangs_each_node_before_it_says_anything_is_suspected_and_ends() -> None:
+    cluster = Cluster(prefills=3, decodes=4)
+    registry = cluster.pool.registry
+    cluster.wait(0.5)  # since the last heartbeat
+    stream = cluster.come("killer")
+    for _ in range(3):
+        node = registry.workers[cluster.node_of("decode", "killer")]
+        for other in registry.workers.values():
+            if other is not node:
+                registry.on_heartbeat(other.incarnation, Heartbeat(0, 0, 0, 0, 0, {}), cluster.clock.now() + 5.0)
+        cluster.wait(5.5)
+        cluster.lose(node.incarnation, alive_until=registry.alive_until(node, cluster.clock.now()))
+    assert stream.error is not None
+    assert "the last with the nodes for itself" in stream.error.message
+    cluster.check_idle()
+
+
+def test_requests_that_shared_two_losses_take_turns_for_longer_than_the_recovery_timeout() -> None:
+    cluster = Cluster(prefills=1, decodes=1, recovery_timeout=60.0)
+    rids = [f"r{i}" for i in range(10)]
+    streams = cluster.come(*rids)
+    prefill = cluster.node_of("prefill", "r0")
+    for i in range(2):
+        for rid in rids:
+            cluster.prefill(rid)
+        cluster.lose(cluster.node_of("decode", "r0"))
+        cluster.start("decode", f"decode-{i + 1}")
+    for _ in rids:
+        for _ in range(10):  # a turn takes ten seconds
+            cluster.wait(1.0)
+        [alone] = cluster.work[prefill]
+        cluster.finish(alone.rid)
+    assert [stream.error for stream in streams] == [None] * 10
+    assert [stream.ids for stream in streams] == [output_of(stream) for stream in streams]
     cluster.check_idle()
 
 
