@@ -29,7 +29,7 @@ class PrefillPeer:
         problem: why it was lost last; empty once it has answered.
         dial_at: when to dial it, if it is not dialled.
         num_losses: in a row, without an answer in between.
-        named_until: when the gateway stopped to name it, or it was dialled for a request.
+        named_until: when the gateway stopped naming it, or when it was dialled for a request.
     """
 
     peer: Peer

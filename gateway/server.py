@@ -182,12 +182,14 @@ class Gateway:
         generating = [GenerateApp(endpoint, services, self._checks) for endpoint in make_endpoints(services)]
         try:
             app = make_app(services, self._checks, generating, lifespan=self._lifespan, plugins=self._app_plugins)
+            private = None if self._group is None else listen_at(self._group.address(self._group.index))
         except ConfigError:
+            self._close_listener()
             self._context.destroy(linger=0)
             raise
         try:
             if self._listener is not None:
-                await self._start_in_group(app, self._listener)
+                await self._start_in_group(app, self._listener, private)
             else:
                 self._http = HttpServer(app, self._options, self._tls)
                 await self._http.start(config.host, config.port)
@@ -195,18 +197,17 @@ class Gateway:
             await self.stop()
             raise _cannot_bind("port", config.port, config.host, error) from error
 
-    async def _start_in_group(self, app: ASGIApp, listener: socket.socket) -> None:
+    async def _start_in_group(self, app: ASGIApp, listener: socket.socket, private: socket.socket | None) -> None:
         """Listens for siblings at once, and accepts clients from the shared socket once a request could be served.
 
         Until then, the siblings take them, and after a start they wait in the socket's queue.
         """
-        group, siblings = self._group, self._siblings
-        public = app if siblings is None else CombiningApp(app, siblings)
+        public = app if self._siblings is None else CombiningApp(app, self._siblings)
         self._http = HttpServer(public, self._options, self._tls)
         await self._http.start_app()
-        if group is not None:
+        if private is not None:
             self._private = HttpServer(PassedOnApp(app), self._options, starts_app=False)
-            await self._private.accept_from(listen_at(group.address(group.index)))
+            await self._private.accept_from(private)
         self._accepting = asyncio.create_task(self._accept_when_ready(listener))
 
     async def _accept_when_ready(self, listener: socket.socket) -> None:
@@ -268,9 +269,15 @@ class Gateway:
         self._dispatcher.shut_down()
         for server in servers:
             await server.stop()
+        self._close_listener()
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)
         self._context.destroy(linger=200)
+
+    def _close_listener(self) -> None:
+        """Closes the inherited socket, from which clients may not have been accepted yet."""
+        if self._listener is not None:
+            self._listener.close()
 
     def end_grace(self) -> None:
         """Ends the requests that ``stop`` waits for."""

@@ -221,6 +221,7 @@ class GenerateApp:
         counted by model; the empty name stands for requests that name no served model.
         """
         services, endpoint = self._services, self.endpoint
+        siblings, request = services.siblings, None
         arrived_at = services.clock.now()
         model_name = ""
         try:
@@ -231,16 +232,17 @@ class GenerateApp:
             identity: RequestIdentity | None = None
             if IDEMPOTENCY_KEY in scope["state"] or getattr(body, "rid", None):
                 identity = self._retries.identity(scope["state"], self.path, data, body, tenant)
-            if services.siblings is not None:
+            if siblings is not None:
                 request = ClientRequest(scope, data, send, body.deadline_ms)
-                if await self._is_passed_home(services.siblings, tenant, identity, request):
+                if await self._is_passed_home(siblings, tenant, identity, request):
                     return
             answer = await self._begin(
                 body, model, tenant, state=scope["state"], arrived_at=arrived_at, identity=identity
             )
         except RequestError as error:
-            if error.code is ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND and services.siblings is not None:
-                if await services.siblings.pass_to_who_knows(error.code, request):
+            is_elsewhere = error.code is ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND
+            if is_elsewhere and siblings is not None and request is not None:
+                if await siblings.pass_to_who_knows(error.code, request):
                     return
             services.metrics.rejected(model_name, error)
             raise

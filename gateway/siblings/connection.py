@@ -26,35 +26,40 @@ class SiblingLost(BatonError):
 
 
 def listen_at(address: str) -> socket.socket:
+    """Raises ConfigError: another process listens there."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.setblocking(False)
         listener.bind(address)
         listener.listen(BACKLOG)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise ConfigError(
+            f"--group: the address of this gateway for the others cannot be bound: {error.strerror}; no other process"
+            " may have the same place in the group"
+        ) from error
     return listener
 
 
 def inherited_listener(fd: int) -> socket.socket:
-    """The listening socket that the process was given. Raises ConfigError: the descriptor is none."""
+    """The listening TCP socket that the process was given. Raises ConfigError: the descriptor is none."""
     try:
         listener = socket.socket(fileno=fd)
         is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
         raise ConfigError(f"--listen-fd {fd} is no socket: {error.strerror}") from error
-    if not is_listening:
+    if not is_listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
         listener.close()
-        raise ConfigError(f"--listen-fd {fd} is a socket that does not listen")
+        raise ConfigError(f"--listen-fd {fd} is no TCP socket that listens")
     listener.setblocking(False)
+    listener.set_inheritable(False)
     return listener
 
 
 def is_same_user(connected: socket.socket) -> bool:
     """Whether the other end belongs to the user of this process."""
     _, uid, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return bool(uid == os.getuid())
+    return bool(uid == os.geteuid())
 
 
 def _connect(address: str) -> socket.socket:

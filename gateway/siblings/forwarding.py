@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.errors import ErrorCode, RequestError
 from gateway.http.http_connection import REQUEST_ID, RESPONSE_TIMEOUT
 from gateway.http.json_response import JsonResponse
+from gateway.http.streaming import STALL_S
 from gateway.siblings.connection import SiblingAnswer, SiblingLost, ask
 from gateway.siblings.group import GatewayGroup
 
@@ -28,13 +29,13 @@ HEADER, PASSED = b"x-baton-passed", "passed"
 ANSWER_TIMEOUT_S = 5.0
 #: A sibling that has not even read a request by then hangs.
 RECEIPT_S = 3.0
-#: A client that stops reading is disconnected this long after its request's deadline, as in ``gateway.http.streaming``.
-STALL_S = 60.0
 #: Headers about one connection, and those that every gateway writes itself.
 OWN_REQUEST_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect", b"upgrade", b"te", b"trailer")
 ) | {HEADER, b"x-request-id"}
-OWN_ANSWER_HEADERS = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"date", b"x-request-id"))
+OWN_ANSWER_HEADERS = frozenset(
+    (b"connection", b"keep-alive", b"transfer-encoding", b"date", b"request-id", b"x-request-id")
+)
 
 
 class Passed(StrEnum):

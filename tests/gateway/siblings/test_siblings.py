@@ -25,6 +25,13 @@ __all__ = ["folder"]
 HOME_KEYS = [next(f"k{n}" for n in range(99) if GatewayGroup("", 0, 2).home("key", f"k{n}") == i) for i in range(2)]
 
 
+@pytest.fixture(autouse=True)
+def _is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no gateway take another one for lost because the machine is busy."""
+    monkeypatch.setattr(forwarding, "RECEIPT_S", 60.0)
+    monkeypatch.setattr(forwarding, "ANSWER_TIMEOUT_S", 60.0)
+
+
 @contextlib.asynccontextmanager
 async def siblings(folder: Path, **config: Any) -> AsyncIterator[list[Stack]]:
     """Two gateways of one group, each with nodes of its own, and a port by which a test reaches it."""
@@ -60,6 +67,16 @@ async def test_a_request_with_a_key_runs_once_whichever_gateway_gets_it(folder: 
                 "/v1/completions", {**BODY, "max_tokens": 3}, **{"Idempotency-Key": key}
             )
             assert (status, body["error"]["code"]) == (422, "idempotency_key_reused")
+
+
+async def test_a_request_id_stands_once_in_an_answer_that_is_passed_on(folder: Path) -> None:
+    body = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]}
+    async with siblings(folder) as stacks:
+        for one in stacks:
+            headers = {"Idempotency-Key": HOME_KEYS[1], "x-request-id": "mine"}
+            async with one.client.post(one.url + "/v1/messages", json=body, headers=headers) as answer:
+                assert answer.status == 200
+                assert [answer.headers.getall(name) for name in ("request-id", "x-request-id")] == [["mine"]] * 2
 
 
 async def test_a_stream_passes_through_as_it_comes(folder: Path) -> None:
@@ -246,7 +263,7 @@ async def test_a_group_serves_tls_over_ipv6(folder: Path, tmp_path: Path) -> Non
         pytest.skip("this machine has no IPv6")
     made = make_certificate(tmp_path)
     fd = socket.create_server(("::1", 0), family=socket.AF_INET6).detach()
-    async with running(folder, group="0011223344:0/1", listen_fd=fd, **made.options) as stack:
+    async with running(folder, group=f"{secrets.token_hex(8)}:0/1", listen_fd=fd, **made.options) as stack:
         await stack.pair()
         assert stack.url.startswith("https://[::1]:")
         context = made.client_context
@@ -264,6 +281,13 @@ async def test_a_gateway_that_no_node_has_reached_takes_clients_after_a_while(
         assert (await stack.get("/ready"))[0] == 503
 
 
+async def test_a_gateway_that_stops_before_it_takes_clients_lets_go_of_the_socket(folder: Path) -> None:
+    async with running(folder, listen_fd=socket.create_server(("127.0.0.1", 0)).detach()) as stack:
+        listener = stack.gateway._listener
+    assert listener is not None
+    assert listener.fileno() < 0
+
+
 async def test_a_sibling_needs_the_key_of_the_client(folder: Path) -> None:
     async with siblings(folder, api_key="k" * 32) as (first, second):
         assert (await first.get("/v1/requests"))[0] == 401
@@ -273,6 +297,14 @@ async def test_a_sibling_needs_the_key_of_the_client(folder: Path) -> None:
         answer = await ask(second.gateway._group.address(1), b"GET /v1/requests HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (answer.status, b"authentication" in await answer.body()) == (401, True)
         answer.close()
+
+
+async def test_two_gateways_cannot_have_the_same_place_in_a_group(folder: Path) -> None:
+    group = f"{secrets.token_hex(8)}:0/2"
+    async with running(folder, group=group, listen_fd=socket.create_server(("127.0.0.1", 0)).detach()):
+        with pytest.raises(ConfigError, match="--group: the address"):
+            async with running(folder, group=group, listen_fd=socket.create_server(("127.0.0.1", 0)).detach()):
+                pass
 
 
 async def test_nothing_listens_at_the_address_of_a_stopped_sibling(folder: Path) -> None:
@@ -290,8 +322,11 @@ def test_a_place_that_no_gateway_can_have_is_refused(text: str) -> None:
 
 
 def test_a_descriptor_that_is_no_listening_socket_is_refused() -> None:
-    with socket.socket() as idle, pytest.raises(ConfigError, match="does not listen"):
+    with socket.socket() as idle, pytest.raises(ConfigError, match="no TCP socket that listens"):
         inherited_listener(socket.socket(fileno=socket.dup(idle.fileno())).detach())
+    local = listen_at(GatewayGroup(secrets.token_hex(8), 0, 1).address(0))
+    with pytest.raises(ConfigError, match="no TCP socket that listens"):
+        inherited_listener(local.detach())
     with open("/dev/null") as file, pytest.raises(ConfigError, match="is no socket"):
         inherited_listener(file.fileno())
 

@@ -25,8 +25,8 @@ async def stack(folder):
 
 
 @contextlib.asynccontextmanager
-async def silent_pair(folder, *, node_timeout):
-    async with running(folder, heartbeat_interval=0.1, node_timeout=node_timeout) as stack:
+async def silent_pair(folder, *, node_timeout, **config):
+    async with running(folder, heartbeat_interval=0.1, node_timeout=node_timeout, **config) as stack:
         for node in await stack.pair():
             node.on_generate = silent
         yield stack
@@ -335,22 +335,23 @@ async def test_weights_are_replaced_under_load_and_no_output_mixes_them(folder):
         assert outputs == {(65,) * 9, (66,) * 9}
 
 
-async def test_a_leaving_node_gets_no_new_requests_and_finishes_the_others(stack):
-    prefill, decode = stack.nodes
-    call, rid = await start_request(stack)
-    decode.leave()
-    while (await stack.get("/ready"))[0] == 200:
-        await asyncio.sleep(0.01)
-    assert (await stack.post("/v1/completions", BODY))[0] == 503
-    other = await stack.node("decode", "other")
-    other.on_generate = silent
-    prefill.tokens(rid, 0, (65,))
-    decode.tokens(rid, 1, (66,), finish="length")
-    async with await call as answer:
-        assert answer.status == 200
-    prefill.on_generate = other.on_generate = echo
-    assert (await stack.post("/v1/completions", BODY))[0] == 200
-    assert len(decode.generates) == 1
+async def test_a_leaving_node_gets_no_new_requests_and_finishes_the_others(folder):
+    async with silent_pair(folder, node_timeout=600.0, recovery_timeout=0.2) as stack:
+        prefill, decode = stack.nodes
+        call, rid = await start_request(stack)
+        decode.leave()
+        while (await stack.get("/ready"))[0] == 200:
+            await asyncio.sleep(0.01)
+        assert (await stack.post("/v1/completions", BODY))[0] == 503
+        other = await stack.node("decode", "other")
+        other.on_generate = silent
+        prefill.tokens(rid, 0, (65,))
+        decode.tokens(rid, 1, (66,), finish="length")
+        async with await call as answer:
+            assert answer.status == 200
+        prefill.on_generate = other.on_generate = echo
+        assert (await stack.post("/v1/completions", BODY))[0] == 200
+        assert len(decode.generates) == 1
 
 
 async def test_a_replacement_with_the_same_name_is_accepted_while_the_old_connection_lingers(stack):
