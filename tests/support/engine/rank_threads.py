@@ -58,7 +58,7 @@ class RankThreads:
         for steps in self._steps:
             steps.put(None)
         for thread in self._threads:
-            thread.join(60)
+            thread.join(120)  # longer than the group may take to form
             assert not thread.is_alive()
         for error in self._errors:
             raise error
