@@ -27,7 +27,7 @@ class RankThreads:
     def __init__(self, config: ModelConfig, num_ranks: int, attention: str = "auto") -> None:
         self.num_ranks = num_ranks
         self._config = config
-        self._attention = resolve_attention(attention, CPU)
+        self._attention = resolve_attention(attention, CPU, config.layout(1, "float32"))
         self._store = HashStore()
         self._steps: list[queue.Queue[Any]] = [queue.Queue() for _ in range(1, num_ranks)]
         self._threads: list[threading.Thread] = []
