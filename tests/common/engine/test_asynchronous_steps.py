@@ -5,6 +5,7 @@ The model is on torch's ``meta`` device, which has shapes and no data: every rea
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -150,11 +151,13 @@ def test_attention_is_prepared_without_waiting(build: Callable[[Any], AttentionB
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", [*INDEPENDENT, *DEPENDENT])
-def test_steps_launched_together_give_a_gpu_the_same_results(name: str) -> None:
+@pytest.mark.parametrize(("name", "device"), [*product([*INDEPENDENT, *DEPENDENT], ["cuda"]), ("random", "cuda:1")])
+def test_steps_launched_together_give_a_gpu_the_same_results(name: str, device: str) -> None:
+    if device == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     params = {**INDEPENDENT, **DEPENDENT}[name]
     config = ModelConfig.load(SMALL_MODEL)
-    executor = load_executor(config, device="cuda", dtype="float32", num_slots=1, num_pages=8, page_size=16)
+    executor = load_executor(config, device=device, dtype="float32", num_slots=1, num_pages=8, page_size=16)
     plans = [begin(params), *map(go_on, range(2, 8))]
     expected = [executor.run(plan) for plan in plans]
     launched = [executor.launch(plan) for plan in plans]
