@@ -33,9 +33,9 @@ class ControlEndpoint:
     node_timeout_s: float = SILENCE_S
 
     def close(self) -> None:
-        """Close the listening socket and the context; all other sockets must be closed."""
+        """Close the listening socket, then the context with any socket that is still open, for which it would wait."""
         self.listen.close()
-        self.context.term()
+        self.context.destroy()
 
     def dial(self, accepts: Any, address: str, server_key: bytes) -> Mailbox:
         """A mailbox connected to ``address``, which accepts only the owner of ``server_key`` as its server."""

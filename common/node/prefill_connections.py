@@ -1,5 +1,6 @@
 """The control connections of a decode node to the nodes that its pages come from, which it dials."""
 
+import logging
 from collections.abc import Iterator
 
 import zmq
@@ -8,6 +9,8 @@ from common.node.endpoint import ControlEndpoint
 from common.wire.curve import KEY_BYTES
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromPrefill, Message, Peer, Ping
+
+log = logging.getLogger(__name__)
 
 NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
 
@@ -26,15 +29,21 @@ class PrefillConnections:
         self._endpoint = endpoint
         self._poller = poller
         self._mailboxes: dict[str, Mailbox] = {}
+        self._failed: list[str] = []  # nodes that could not be dialled
         self.num_dropped = self.num_bytes_sent = 0
 
     def mailboxes(self) -> list[Mailbox]:
         return list(self._mailboxes.values())
 
     def dial(self, peer: Peer) -> None:
-        """Connect to a node, anew if there is a connection already."""
+        """Connect to a node, anew if there is a connection already; if that fails, the node counts as lost."""
         self.hang_up(peer.incarnation)
-        mailbox = self._endpoint.dial(FromPrefill, peer.address, bytes.fromhex(peer.public_key) or NO_KEY)
+        try:
+            mailbox = self._endpoint.dial(FromPrefill, peer.address, bytes.fromhex(peer.public_key) or NO_KEY)
+        except zmq.ZMQError as error:  # this process has no descriptor left
+            log.warning("cannot dial %s: %s", peer.name, error.strerror or error)
+            self._failed.append(peer.incarnation)
+            return
         self._mailboxes[peer.incarnation] = mailbox
         for socket in mailbox.sockets:
             self._poller.register(socket, zmq.POLLIN)
@@ -63,5 +72,6 @@ class PrefillConnections:
                     yield incarnation, letter.message
 
     def lost(self) -> list[str]:
-        """The nodes whose connections have broken since the last call; they are dialled again on their own."""
-        return [name for name, mailbox in self._mailboxes.items() if mailbox.connection_events().disconnected]
+        """The nodes whose connections have broken, or could not be made, since the last call."""
+        failed, self._failed = self._failed, []
+        return failed + [name for name, mailbox in self._mailboxes.items() if mailbox.connection_events().disconnected]

@@ -140,9 +140,12 @@ class Mailbox:
         self._num_key_refusals = 0  # of those; they are counted already
         self._is_connected = False  # of a connecting mailbox
         self._failure = HandshakeFailure.PROTOCOL  # of its handshake in progress, unless an event says otherwise
-        self._monitor = self._socket.get_monitor_socket(
-            _CONNECTED | _DISCONNECTED | (_ACCEPTED if bind else _REFUSED | _CLOSED)
-        )
+        events = _CONNECTED | _DISCONNECTED | (_ACCEPTED if bind else _REFUSED | _CLOSED)
+        try:
+            self._monitor = self._socket.get_monitor_socket(events)
+        except zmq.ZMQError:  # this process has no descriptor left
+            self._socket.close(linger=0)
+            raise
         self._authenticator: Authenticator | None = None
         try:
             if isinstance(curve, CurveServer):

@@ -156,7 +156,10 @@ def request_watch(peer_state: PeerState) -> bool:
     if endpoint is None:
         _assert_on_another_host(peer_state, "its offer has no watch address")
         return True
-    watch_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        watch_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    except OSError as error:  # this process has no descriptor left
+        raise ConnectionError(f"this prefill node cannot open a socket ({error.strerror})") from error
     try:
         watch_socket.connect(f"\0{endpoint[1]}")
     except BlockingIOError:  # its backlog is full

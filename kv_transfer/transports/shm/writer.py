@@ -60,7 +60,10 @@ class ShmWriter(WriterTransport):
         self._attaching[peer] = attaching
 
     def _dial(self, attaching: _Attaching) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        except OSError as error:  # this process has no descriptor left
+            raise AttachError(f"this prefill node cannot open a socket ({error.strerror})") from error
         try:
             connection.connect(f"\0{attaching.name}")
             if peer_credentials(connection)[1] != os.geteuid():

@@ -1,6 +1,7 @@
 """Shared memory between processes: pages arrive, only DETACHED or death fences a writer, and nothing leaks."""
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -33,7 +34,7 @@ from common.wire.messages import Connected, PrefillDone
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.transports.base import Attached, Fenced
+from kv_transfer.transports.base import Attached, AttachError, Fenced
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from scripts.chaos_harness.process_resources import ProcessResources
 
@@ -94,6 +95,20 @@ def test_attaching_waits_for_a_busy_reader(reader: ShmReader, writer: ShmWriter)
     reader.poll(0.0)
     assert select.select(writer.files(), [], [], 0)[0] == list(writer.files())
     assert writer.poll() == [Attached(DECODE, 1)]
+
+
+def test_attaching_fails_if_no_descriptor_is_left(
+    reader: ShmReader, writer: ShmWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    connect = offer(reader)
+    with monkeypatch.context() as without_descriptors:
+        without_descriptors.setattr("kv_transfer.transports.shm.writer.socket.socket", refuse)
+        with pytest.raises(AttachError, match="cannot open a socket"):
+            writer.attach(DECODE, connect)
+    writer.attach(DECODE, connect)
 
 
 def test_attaching_waits_while_the_backlog_is_full(
