@@ -1,14 +1,20 @@
-"""Copies between host and device for which the host does not wait.
+"""Work on the device for which the host does not wait: copies, and the device that kernels are launched on.
 
 CUDA makes the host wait for copies from and to ordinary memory. Arrays therefore pass through pinned memory, which
 torch keeps and uses again once the copy is over.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device the current one of this thread: Triton launches kernels there, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from common.engine.attention import make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionBackend
 from common.engine.batch import RowArrays, make_batch
-from common.engine.device_copies import HostCopies, to_device
+from common.engine.device_copies import HostCopies, current_device, to_device
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder
@@ -147,7 +147,7 @@ class TorchExecutor:
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Apply admits, page deltas and rows, in this order, behind the steps that were launched before."""
-        with torch.inference_mode():
+        with torch.inference_mode(), current_device(self.pool.device):
             for admit in plan.admits:
                 self._admit(admit)
             for delta in plan.pages:

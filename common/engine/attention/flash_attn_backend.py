@@ -16,6 +16,7 @@ from torch import Tensor
 from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionParams, LayerParams, write_kv
 from common.engine.batch import StepBatch
+from common.engine.device_copies import to_device
 from common.engine.kv_pool import KVPool
 
 #: The package's pages are multiples of this.
@@ -113,19 +114,16 @@ class RowGroup:
 
     def __init__(self, batch: StepBatch, rows: NDArray[np.intp]) -> None:
         device = batch.positions.device
-
-        def on_device(numbers: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(numbers).to(device, non_blocking=True)
-
         num_new, lengths = batch.rows.num_new[rows], batch.lengths[rows]
         self.max_new, self.max_length = int(num_new.max()), int(lengths.max())
         tokens = [np.arange(batch.first_new[row], batch.first_new[row + 1]) for row in rows.tolist()]
-        self.tokens = on_device(np.concatenate(tokens))
-        self.lengths = on_device(lengths.astype(np.int32))
+        self.tokens = to_device(np.concatenate(tokens), device)
+        self.lengths = to_device(lengths.astype(np.int32), device)
         self.first_new, self.first_key = (
-            on_device(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)) for counts in (num_new, lengths)
+            to_device(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), device)
+            for counts in (num_new, lengths)
         )
-        self.block_table = batch.page_table[on_device(rows)]
+        self.block_table = batch.page_table[to_device(rows, device)]
 
 
 def _options(params: AttentionParams, head_dim: int) -> dict[str, Any]:

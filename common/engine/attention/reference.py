@@ -1,5 +1,6 @@
 """The reference backend: attention by its definition, one row and one head at a time, in float32. It is slow."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,10 +43,10 @@ class ReferenceStep:
         return out
 
     def _gather(self, paged: Tensor, row: int, head: int, length: int) -> Tensor:
-        """Read one KV head of one row token by token through its page table: ``[length, head_dim]`` float32."""
-        size = paged.shape[2]
-        table = self._batch.rows.page_table[row]
-        return torch.stack([paged[int(table[t // size]), head, t % size] for t in range(length)]).float()
+        """Read one KV head of one row through its page table: ``[length, head_dim]`` float32."""
+        tokens = np.arange(length)
+        pages = self._batch.rows.page_table[row][tokens // paged.shape[2]].astype(np.int64)
+        return paged[torch.from_numpy(pages), head, torch.from_numpy(tokens % paged.shape[2])].float()
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, sink: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from common.engine.attention.protocol import AttentionParams, LayerParams, write_kv
 from common.engine.batch import StepBatch
+from common.engine.device_copies import to_device
 from common.engine.kv_pool import KVPool
 
 
@@ -33,17 +34,17 @@ class TorchStep:
         is_decode = batch.rows.num_new == 1
         self._extends = [ExtendRow(batch, int(row)) for row in np.flatnonzero(~is_decode)]
         decodes = np.flatnonzero(is_decode)
-        self._decode_tokens = torch.from_numpy(batch.first_new[:-1][decodes]).to(device)
+        self._decode_tokens = to_device(batch.first_new[:-1][decodes], device)
         self._has_decodes = len(decodes) > 0
         if self._has_decodes:
             num_pages = int(batch.rows.num_pages[decodes].max())
             # Entries past a row's own pages are stale: page 0 replaces them, and the mask hides it.
             own = np.arange(num_pages)[None, :] < batch.rows.num_pages[decodes, None]
             table = np.where(own, batch.rows.page_table[decodes, :num_pages], 0)
-            self._decode_table = torch.from_numpy(table.astype(np.int64)).to(device)
+            self._decode_table = to_device(table.astype(np.int64), device)
             places = np.arange(num_pages * batch.rows.page_size)
             # Positive from the row's last token on backwards.
-            self._decode_distance = torch.from_numpy(batch.lengths[decodes, None] - places[None, :]).to(device)
+            self._decode_distance = to_device(batch.lengths[decodes, None] - places[None, :], device)
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = self._backend.pool.layer(layer)

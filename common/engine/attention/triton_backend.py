@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.engine.attention.protocol import LayerParams
 from common.engine.batch import StepBatch, cut_into_pieces
+from common.engine.device_copies import to_device
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels.attention import MAX_SPLITS, merge_splits, paged_attention, write_kv
 from common.engine.triton_kernels.tiles import Tile, TileShape, choose_tile, power_of_two, stored_tiles
@@ -115,7 +116,7 @@ class AttentionPass:
         self._tile = tile
         self._page_table = batch.page_table
         pieces = cut_into_pieces(batch, rows, tile.block_m // backend.group)
-        self._pieces = pieces.to(batch.positions.device, non_blocking=True)
+        self._pieces = to_device(pieces.numpy(), batch.positions.device)
         self._num_splits = backend.num_splits(len(pieces), max_tokens)
         # Lines of the fullest piece.
         self._num_lines = int(pieces[:, 2].max()) * backend.group

@@ -48,11 +48,11 @@ class Linear:
         """
         if self._packed is None:
             assert self.weight is not None
-            return F.linear(x, self.weight, self.bias).to(dtype)
+            return F.linear(x, self.weight, self.bias).to(dtype or x.dtype)
         if self._kernels is not None:
             return self._kernels.linear(x, self._packed, self.bias, dtype or x.dtype)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return y.to(dtype)
+        return y.to(dtype or x.dtype)
 
 
 def _is_known_to_onednn(dtype: torch.dtype) -> bool:

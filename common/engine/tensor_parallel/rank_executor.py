@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from common.engine.attention import make_attention
 from common.engine.batch import RowArrays, make_batch
+from common.engine.device_copies import to_device
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder, DecoderWeights
@@ -79,5 +80,5 @@ class RankExecutor:
         """Compute this rank's part of a step. Its KV is in the pool when rank 0 is done with the step."""
         batch = make_batch(rows, self._device)
         tokens = torch.empty(batch.num_tokens, dtype=torch.int64, device=self._device)
-        keep = torch.from_numpy(kept).to(self._device)
+        keep = to_device(kept, self._device)
         self._model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), keep)

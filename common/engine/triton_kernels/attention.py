@@ -114,7 +114,7 @@ def _attend_block(
     return total, new_best, weight
 
 
-# The other integers are the same in every step; these two would compile the kernel again when they become 1 or reach a
+# The other integers are the same in every step and layer; these would compile the kernel again when they become 1 or a
 # multiple of 16.
 @triton.jit(do_not_specialize=["table_stride", "num_splits", "window"])
 def paged_attention(

@@ -1,8 +1,10 @@
 """``python -m common.node.tensor_parallel.rank_main DESCRIPTOR``: a rank other than 0, which rank 0 has started.
 
-It ends when its connection to rank 0 does, whatever ended that, so that no rank outlives its node.
+It ends when its connection to rank 0 does, whatever ended that, so that no rank outlives its node. While it
+loads weights, it does not notice that: if rank 0 is killed, the kernel kills it too.
 """
 
+import ctypes
 import gc
 import logging
 import os
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_PR_SET_PDEATHSIG = 1  # Linux; Python has no name for it
+
 
 def main() -> int:
     """Returns the exit status: 0 if rank 0 has ended the connection, else 1."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 drains first, and then ends this process
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     channel = RankChannel(socket.socket(fileno=int(sys.argv[1])))
     writer = None
     try:

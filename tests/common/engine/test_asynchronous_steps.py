@@ -4,8 +4,11 @@ The model is on torch's ``meta`` device, which has shapes and no data: every rea
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.cache.page_layout import PageLayout
 from common.config.shared import SMALL_MODEL
-from common.engine.attention.protocol import AttentionBackend
-from common.engine.batch import StepBatch
+from common.engine.attention.flash_attn_backend import FlashAttention
+from common.engine.attention.protocol import AttentionBackend, AttentionParams
+from common.engine.attention.torch_sdpa import TorchAttention
+from common.engine.batch import RowArrays, StepBatch, make_batch
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder, allocate_weights
@@ -23,6 +28,7 @@ from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 
 META = torch.device("meta")
+PLAIN = (AttentionParams(),)
 #: Parameters under which no token depends on what the host knows of earlier ones.
 INDEPENDENT = {
     "greedy": SamplingParams(temperature=0.0),
@@ -46,6 +52,7 @@ class NoData:
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout
+        self.tensor = torch.empty(self.num_pages, *layout.shape, device=META)
 
     def prepare(self, batch: StepBatch) -> "NoData":
         return self
@@ -122,12 +129,35 @@ def test_a_row_that_depends_on_its_tokens_waits_for_them_alone(executor: TorchEx
     executor._unread.clear()
 
 
+BACKENDS: dict[str, Callable[[Any], AttentionBackend]] = {
+    "torch": lambda pool: TorchAttention(pool, PLAIN),
+    "flash-attn": lambda pool: FlashAttention(pool, PLAIN, torch.empty, torch.empty),
+}
+if find_spec("triton"):
+    from common.engine.attention.triton_backend import TritonAttention
+
+    BACKENDS["triton"] = lambda pool: TritonAttention(pool, 4, PLAIN)
+
+
+@pytest.mark.parametrize("build", BACKENDS.values(), ids=BACKENDS)
+def test_attention_is_prepared_without_waiting(build: Callable[[Any], AttentionBackend]) -> None:
+    pool = NoData(PageLayout(1, 2, 16, 16, "float32"))
+    table = np.arange(8, dtype=np.int32).reshape(2, 4)
+    with NoWaiting() as watch:
+        batch = make_batch(RowArrays(np.array([20, 3]), np.array([1, 40]), table, 16), META)
+        num_copies = watch.num_copies
+        build(pool).prepare(batch)
+    assert watch.num_copies > num_copies, "nothing was watched"
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", [*INDEPENDENT, *DEPENDENT])
-def test_steps_launched_together_give_a_gpu_the_same_results(name: str) -> None:
+@pytest.mark.parametrize(("name", "device"), [*product([*INDEPENDENT, *DEPENDENT], ["cuda"]), ("random", "cuda:1")])
+def test_steps_launched_together_give_a_gpu_the_same_results(name: str, device: str) -> None:
+    if device == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     params = {**INDEPENDENT, **DEPENDENT}[name]
     config = ModelConfig.load(SMALL_MODEL)
-    executor = load_executor(config, device="cuda", dtype="float32", num_slots=1, num_pages=8, page_size=16)
+    executor = load_executor(config, device=device, dtype="float32", num_slots=1, num_pages=8, page_size=16)
     plans = [begin(params), *map(go_on, range(2, 8))]
     expected = [executor.run(plan) for plan in plans]
     launched = [executor.launch(plan) for plan in plans]

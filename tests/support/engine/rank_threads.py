@@ -27,7 +27,7 @@ class RankThreads:
     def __init__(self, config: ModelConfig, num_ranks: int, attention: str = "auto") -> None:
         self.num_ranks = num_ranks
         self._config = config
-        self._attention = resolve_attention(attention, CPU)
+        self._attention = resolve_attention(attention, CPU, config.layout(1, "float32"))
         self._store = HashStore()
         self._steps: list[queue.Queue[Any]] = [queue.Queue() for _ in range(1, num_ranks)]
         self._threads: list[threading.Thread] = []
@@ -58,7 +58,7 @@ class RankThreads:
         for steps in self._steps:
             steps.put(None)
         for thread in self._threads:
-            thread.join(60)
+            thread.join(120)  # longer than the group may take to form
             assert not thread.is_alive()
         for error in self._errors:
             raise error

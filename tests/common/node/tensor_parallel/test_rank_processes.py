@@ -1,10 +1,16 @@
 """Ranks as real processes: they compute with rank 0, are missed when they end, and end with it."""
 
+import errno
 import os
 import queue
+import select
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.engine.engine_driver import Driver
 from support.engine.reference_models import draw_prompts, make_model
@@ -76,7 +82,7 @@ def test_a_rank_that_is_killed_ends_the_computation_and_leaves_nothing_behind(tm
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_the_computation(tmp_path: Path) -> None:
     folder = make_model(tmp_path)
-    with RankProcesses(2, timeout_s=15) as ranks:
+    with RankProcesses(2, timeout_s=30) as ranks:
         ranks.start(load_of(folder, 2))
         executor = executor_of(folder, ranks)
         [pid] = ranks.pids
@@ -96,6 +102,47 @@ def test_a_rank_that_cannot_load_the_model_refuses_the_start(tmp_path: Path) -> 
             executor_of(folder, ranks)
         [pid] = ranks.pids
     assert not Path(f"/proc/{pid}").exists()
+
+
+def open_for_reader(pipe: Path) -> int:
+    """Waits until a process reads the pipe, and opens it for writing."""
+    ends = time.monotonic() + 120
+    while True:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO or time.monotonic() > ends:
+                raise
+            time.sleep(0.02)
+
+
+def test_a_rank_that_loads_the_model_ends_with_its_node(tmp_path: Path) -> None:
+    """The rank waits for a file of the model, a pipe, when the process that has started it is killed."""
+    folder = make_model(tmp_path)
+    pipe = folder / "generation_config.json"
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    load = msgspec.json.encode(load_of(folder, 2)).decode()
+    code = f"""if True:
+        import msgspec, sys
+        from common.node.tensor_parallel.channel import Load
+        from common.node.tensor_parallel.rank_processes import RankProcesses
+        ranks = RankProcesses(2)
+        ranks.start(msgspec.json.decode({load!r}, type=Load))
+        print(*ranks.pids, flush=True)
+        sys.stdin.read()
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as node:
+        assert node.stdout is not None
+        rank = os.pidfd_open(int(node.stdout.readline()))
+        try:
+            writer = open_for_reader(pipe)
+            node.kill()
+            assert select.select([rank], [], [], 120)[0], "the rank is left of a node"
+            os.close(writer)
+        finally:
+            node.kill()
+            os.close(rank)
 
 
 def test_one_rank_starts_no_process() -> None:
