@@ -8,7 +8,6 @@ back at once, and heed Retry-After. An answer counts towards the goodput if it i
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import statistics
@@ -63,6 +62,7 @@ class Overload:
         self.latencies: list[float] = []
         self.statuses: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []  # open connections
 
     async def run(self) -> dict[str, float]:
         options = self._options
@@ -79,6 +79,8 @@ class Overload:
         figures |= await self._storm(capacity)
         for task in list(self._tasks):
             task.cancel()
+        for _, writer in self._idle:
+            writer.close()
         return figures
 
     async def _closed_loop(self, seconds: float) -> float:
@@ -170,22 +172,30 @@ class Overload:
                 "deadline_ms": round(1000 * self._deadline_s),
             }
         ).encode()
-        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(
-            body
-        )
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        try:
-            writer.write(head + body)
-            answer, _, _ = (await reader.read()).partition(b"\r\n\r\n")
-        finally:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-        lines = answer.lower().split(b"\r\n")
-        status = int(lines[0].split()[1]) if lines[0] else 0
+        status, headers = await self._exchange(body)
         self.statuses[status] += 1
         now = time.monotonic()
         if status == 200 and now - begun_at <= self._deadline_s:
             self.ended_at.append(now)
             self.latencies.append(now - begun_at)
-        return next((float(line[13:]) for line in lines if line.startswith(b"retry-after: ")), 0.0)
+        return float(headers.get(b"retry-after", 0))
+
+    async def _exchange(self, body: bytes) -> tuple[int, dict[bytes, bytes]]:
+        """Sends a request over a connection that is open already, if there is one, and reads the whole answer.
+
+        Returns its status and its headers; 0 and none if the service closed the connection.
+        """
+        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
+        try:
+            writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            first, *lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+            headers = dict(line.split(b": ", 1) for line in lines if line)
+            await reader.readexactly(int(headers[b"content-length"]))
+        except (OSError, asyncio.IncompleteReadError):
+            writer.close()
+            return 0, {}
+        except BaseException:  # the client leaves
+            writer.close()
+            raise
+        self._idle.append((reader, writer))
+        return int(first.split()[1]), headers
