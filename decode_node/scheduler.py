@@ -23,6 +23,7 @@ from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
+from common.scheduling.long_prompts import LongPrompts
 from common.scheduling.new_token_ratio import NewTokenRatio
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
@@ -113,6 +114,14 @@ class DecodeScheduler:
         self._allocator = allocator
         self._limits = limits
         self._ordering = ordering
+        self._long_prompts = LongPrompts(
+            limits.long_prompts,
+            ordering,
+            chunk_tokens=limits.chunk_tokens,
+            alignment=limits.alignment,
+            page_size=cache.page_size,
+            max_requests=limits.max_requests,
+        )
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
         self._capacity = allocator.num_pages * cache.page_size
@@ -444,16 +453,19 @@ class DecodeScheduler:
         sharing = self._queue.sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
         lent: dict[RequestKey, int] = {}
-        num_begun = len(table.extending)
-        for request in self._queue.step_candidates(now):
+        begun_left = dict(table.extending)  # those that may get more of this step
+        queue = self._queue.step_candidates(now, self._long_prompts.in_order(table.extending.values()))
+        for request, most, is_reserved in self._long_prompts.turns(queue, adder, is_here=self._queue.is_computed_here):
             if table.states[request.key] is State.EXTENDING:
-                num_begun -= 1
+                if most is None:
+                    begun_left.pop(request.key, None)
                 if request.num_scheduled == request.num_tokens:
                     continue  # its last chunk is in a step that is not committed yet
-                if adder.add_chunked_req(request) is not AddResult.CONTINUE:
+                result = adder.add_chunked_req(request, most=most, is_reserved=is_reserved)
+                if result is not AddResult.CONTINUE and most is None:
                     break
             elif skip_ahead.is_closed or not self._preemptor.can_have_slot(request):
-                if not num_begun:
+                if not begun_left:
                     break
                 self._waits_for_prefix(request, sharing, lent, now)
             elif not self._queue.is_computed_here(request):
@@ -461,15 +473,18 @@ class DecodeScheduler:
                     skip_ahead.refuse(request)  # else it lacks pages because of a local prompt, which goes first
             elif self._waits_for_prefix(request, sharing, lent, now):
                 pass
-            elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
+            elif (result := adder.add_one_req(request, most=most)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
                 self.decisions.note_wait(now, request.rid, "for room for {} tokens", request.num_tokens)
             elif result is AddResult.OTHER:
-                break
+                if most is None:
+                    break
             else:
                 self._begin(request, now, has_passed=skip_ahead.admit(request))
                 sharing.add(request)
                 begun.append(request)
+                if most is not None:
+                    begun_left[request.key] = request
         for request in table.extending.values():
             request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return adder.chunks, begun

@@ -30,6 +30,7 @@ SERVING: Groups = {
         "auto_roles", "auto_roles_per_hour",
         "local_prefill", "local_prefill_threshold",
         "chunked_prefill_size", "max_prefill_tokens", "prefill_max_requests", "enable_mixed_chunk",
+        "long_prompt_share", "long_prefill_token_threshold", "max_long_partial_prefills",
         "enable_dynamic_chunking", "truncation_align_size", "disable_overlap_schedule", "max_skip_ahead",
         "lpm_degrade_threshold", "schedule_seed",
     ),

@@ -142,11 +142,17 @@ class RequestOrdering:
         effective priority is higher. A request that has waited until it comes first therefore also keeps its place, and
         two requests never preempt each other in turn.
         """
-        if not self.rules.is_enabled or self._class_of(waiting) != self._class_of(running):
-            return False
         if self.priority(waiting) - self.priority(running) <= self.rules.preemption_threshold:
             return False
-        return self.effective_priority(waiting) > self.effective_priority(running)
+        return self.is_more_urgent(waiting, running)
+
+    def is_more_urgent(self, request: Request, other: Request) -> bool:
+        """Whether a request comes before another one of its class because of its priority, and not only of its age."""
+        if not self.rules.is_enabled or self.priority(request) <= self.priority(other):
+            return False
+        if self._class_of(request) != self._class_of(other):
+            return False
+        return self.effective_priority(request) > self.effective_priority(other)
 
     def may_preempt_any(self, highest: int, running: Iterable[Request]) -> bool:
         """Whether a waiting request of priority ``highest`` could preempt any running one. False is always right; True

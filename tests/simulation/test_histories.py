@@ -17,6 +17,7 @@ from common.config.scheduling import POLICIES, PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
+from common.scheduling.long_prompts import LongPromptLimits
 from common.wire.messages import Closed, Flush, GetDecisions, Grant, Reprioritize, Resume
 from scripts.simulator.inprocess_transport import Fault, Wire
 
@@ -111,6 +112,14 @@ class History:
                 ]
             ),
             "max_requests": random.choice([None, None, 1]),
+            "long_prompts": random.choice(
+                [
+                    LongPromptLimits(),
+                    LongPromptLimits(8, 0.5, 1),
+                    LongPromptLimits(4, 0.3, 3),
+                    LongPromptLimits(share=1.0),
+                ]
+            ),
             "sharing": random.choice([InBatchPrefixLimits(), InBatchPrefixLimits(4, 4), InBatchPrefixLimits(0, 1)]),
             "max_skip_ahead": random.choice([8, 8, 0, 1]),
             "is_mixed": random.random() < 0.7,
