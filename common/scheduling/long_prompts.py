@@ -5,7 +5,8 @@ others on its node. A prompt is *long* if it has more tokens to compute than a t
 the long ones that have begun get ``share`` of the budget together, and the shorter ones get the rest. What one kind
 leaves over goes to the other, so no step is filled less. Requests are still admitted in the one order of the node, so
 that no prompt gets pages before another one because of its length, with one exception: only a few long prompts are in
-progress at once, and the prompts behind one that may not begin yet pass it.
+progress at once, and the prompts behind one that may not begin yet pass it. A prompt that begins like a long one in
+progress waits for as long as that one computes tokens that both have.
 
 Short prompts that have begun go before those that wait, the one with the fewest tokens left first. The budget of the
 long ones goes in turns to the first of them in order and to the one with the fewest tokens left. So a prompt of 8,000
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from common.cache.radix_cache import TOKEN_BYTES
 from common.request import Request, RequestKey
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.ordering import RequestOrdering
@@ -194,6 +196,8 @@ class _SharedStep:
                 reserved = max(reserved - taken, 0)
             elif self._is_before(self._first, request):
                 return
+            elif not (request.pages or self._may_begin(request, urgent)):
+                yield Turn(request, 0)
             elif not self.begun:
                 yield Turn(request)
             elif left < self._unit or self._adder.has_last_place:
@@ -203,8 +207,13 @@ class _SharedStep:
 
     def _may_begin(self, request: Request, urgent: Request | None) -> bool:
         """Whether a waiting request may begin: a long one only if few enough long ones are in progress, those that are
-        less urgent left out."""
-        if request.key not in self._long or request is urgent:
+        less urgent left out; and none that a long one computes the next tokens of."""
+        if request is urgent:
+            return True
+        page_size = self._adder.page_size
+        if any(_is_computing_for(request, other, page_size) for other in self._long.values()):
+            return False
+        if request.key not in self._long:
             return True
         in_progress = filter(_is_unfinished, self._long.values())
         return sum(not self._is_before(request, other) for other in in_progress) < self._max_begun
@@ -220,3 +229,16 @@ class _SharedStep:
 def _is_unfinished(request: Request) -> bool:
     """Whether the request has begun and not all of its tokens are planned."""
     return bool(request.pages) and request.num_scheduled < request.num_tokens
+
+
+def _is_computing_for(request: Request, other: Request, page_size: int) -> bool:
+    """Whether the other request, which has begun, computes the page that this waiting request lacks first."""
+    watch = request.watch
+    if watch is None or not other.pages or other.salt != request.salt:
+        return False
+    start = watch.num_tokens * TOKEN_BYTES
+    end = start + page_size * TOKEN_BYTES
+    key, packed = watch.key, other.packed
+    if end > min(len(key), len(packed)) or key[start:end] != packed[start:end]:
+        return False
+    return key[:start] == packed[:start]

@@ -167,7 +167,7 @@ class PrefillAdder:
         self._work_left = prefill_work(self._crossover or 0.0, 0, self.chunk_left or 0)
         self._cache = cache
         self._allocator = allocator
-        self._page_size = cache.page_size
+        self.page_size = cache.page_size
         self._places: dict[RequestKey, int] = {}  # of each request's chunk in ``chunks``
         self._max_requests = max_requests
         self._clip = clip
@@ -180,7 +180,7 @@ class PrefillAdder:
         """Whole pages that are left of the chunk and input budgets, in tokens; None without a chunk budget."""
         if self.chunk_left is None:
             return None
-        return max(min(self.chunk_left, self.input_left), 0) // self._page_size * self._page_size
+        return max(min(self.chunk_left, self.input_left), 0) // self.page_size * self.page_size
 
     def add_chunked_req(self, request: Request, *, most: int | None = None, is_reserved: bool = False) -> AddResult:
         """Add the next chunk of an admitted request, or lengthen its chunk. CONTINUE if it is in the batch, else OTHER.
@@ -290,7 +290,7 @@ class PrefillAdder:
         num_tokens = self._rounded(request.num_tokens - match.num_tokens)
         if not self._may_spend(request, match, num_tokens):
             return None
-        count = num_tokens // self._page_size
+        count = num_tokens // self.page_size
         missing = count - self._allocator.num_free
         if missing > self._cache.num_evictable_pages:
             return None
@@ -301,7 +301,7 @@ class PrefillAdder:
     def _may_spend(self, request: Request, match: Match, num_tokens: int) -> bool:
         """Test the total budget; the prefix must be locked. ``num_tokens`` is the size of the new pages."""
         if self._proves(request):
-            return self._never_runs_out(request, match, num_tokens // self._page_size)
+            return self._never_runs_out(request, match, num_tokens // self.page_size)
         # A request may ask for more output than the pool holds. It is admitted once it has the pool for itself, because
         # waiting longer gains nothing.
         num_usable = (
@@ -328,7 +328,7 @@ class PrefillAdder:
         # Chunking may make it end later than its token count says, so it counts as late.
         mine = Growth(request.num_tokens, num_held, self._expected(request), num_private, is_late=True)
         num_available = self._allocator.num_free + self._cache.num_evictable_pages - count
-        return fits([*others, mine], num_available, self._page_size)
+        return fits([*others, mine], num_available, self.page_size)
 
     def _expected(self, request: Request) -> int:
         """Output tokens that a request will produce (``ignore_eos``) or is expected to produce."""
@@ -352,7 +352,7 @@ class PrefillAdder:
         self.total_left -= self._tokens(len(own)) + self._reserve(request)
 
     def _tokens(self, num_pages: int) -> int:
-        return num_pages * self._page_size
+        return num_pages * self.page_size
 
     def _rounded(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size) * self._page_size
+        return -(-num_tokens // self.page_size) * self.page_size
