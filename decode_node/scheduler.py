@@ -383,12 +383,13 @@ class DecodeScheduler:
         """Give slots to requests that hold all they need: paused ones, and those whose prompts have arrived."""
         able = self._table.not_held([*self._table.paused.values(), *self._table.ready.values()])
         for request in self._ordering.by_priority(able):
-            if not self._preemptor.can_have_slot(request):
+            if not self._preemptor.can_have_slot(request, now):
                 break
             self._preemptor.free_slot(request, now)
             if self._table.states[request.key] is State.PAUSED:
                 self.decisions.note(now, request.rid, "resume", "in a row again, after {} tokens", request.num_tokens)
             self._table.move(request, Event.JOIN_BATCH, with_slot=True)
+            request.placed_at = now
             request.stages.resume(now)
             self._joining[request.key] = request
 
@@ -464,7 +465,7 @@ class DecodeScheduler:
                 result = adder.add_chunked_req(request, most=most, is_reserved=is_reserved)
                 if result is not AddResult.CONTINUE and most is None:
                     break
-            elif skip_ahead.is_closed or not self._preemptor.can_have_slot(request):
+            elif skip_ahead.is_closed or not self._preemptor.can_have_slot(request, now):
                 if not begun_left:
                     break
                 self._waits_for_prefix(request, sharing, lent, now)
@@ -514,6 +515,7 @@ class DecodeScheduler:
         reason = "computes {} of {} tokens" + (PASSING if has_passed else "")
         self.decisions.note(now, request.rid, action, reason, num_new, request.num_tokens)
         self._table.move(request, Event.EXTEND, with_slot=True)
+        request.placed_at = now
 
     def _adder(self) -> PrefillAdder:
         holders = self._table.holders()

@@ -379,7 +379,7 @@ class PrefillScheduler:
         if request.key == self._made_room_for:
             self._made_room_for = ("", 0)
         self._slots.take(request)
-        request.admitted_at = now
+        request.admitted_at = request.placed_at = now
         request.stages.resume(now)
         self._ordering.admitted(request, num_input=request.num_tokens - request.num_computed)
         self._advance(request.key, Event.ADMIT)
@@ -419,7 +419,7 @@ class PrefillScheduler:
         ungranted = self._ungranted()
         if self._ordering.may_preempt_any(max(map(self._ordering.priority, self._waiting.values())), ungranted):
             first = max(self._waiting.values(), key=self._ordering.effective_priority)
-            weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim)]
+            weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim, now)]
             if weaker and self._sharing().holder_of(first, self._cache) is None:
                 self._preempt_for_first(first, weaker, now)
         return None
@@ -435,27 +435,30 @@ class PrefillScheduler:
         extending = [victim for victim in weaker if self._states[victim.key] is State.EXTENDING]
         if not self._slots and not extending:
             return
-        num_retracted = self._totals["retractions"]
+        victims: Sequence[Request] = ()
         if not self._fits(first):
             if not self._slots:  # at least one victim must have a slot
                 weaker = [extending[0], *(victim for victim in weaker if victim is not extending[0])]
-            self._retract_for(first, weaker, now, "its pages go to the more urgent {}")
+            victims = self._retract_for(first, weaker, now, "its pages go to the more urgent {}")
         elif not self._slots:
+            victims = extending[:1]
             self._retract(extending[0], now, "its slot goes to the more urgent {}", first)
-        self._totals["preemptions"] += self._totals["retractions"] - num_retracted
+        for victim in victims:
+            victim.num_preempted += 1
+        self._totals["preemptions"] += len(victims)
 
-    def _retract_for(self, request: Request, candidates: list[Request], now: float, reason: str) -> None:
-        """Retract as many candidates as it takes, or none if all of them would not be enough.
+    def _retract_for(self, request: Request, candidates: list[Request], now: float, reason: str) -> Sequence[Request]:
+        """Retract as many candidates as it takes, or none if all of them would not be enough; returns them.
 
         Pages that linger until an outstanding step is committed count as free: another victim would not bring pages
         any sooner.
         """
         num_pages, prefix = self._needs(request)
         num_pages -= self._allocator.num_lingering
-        for victim in victims_for(
-            self._cache, self._allocator, num_pages=num_pages, keep=prefix, candidates=candidates
-        ):
+        victims = victims_for(self._cache, self._allocator, num_pages=num_pages, keep=prefix, candidates=candidates)
+        for victim in victims:
             self._retract(victim, now, reason, request)
+        return victims
 
     def _fits(self, request: Request) -> bool:
         num_pages, prefix = self._needs(request)

@@ -94,7 +94,9 @@ class History:
         return PriorityRules(
             is_enabled=random.random() < 0.8,
             preemption_threshold=random.choice([0, 0, 2, 10]),
-            aging_per_s=random.choice([0.0, 100.0]) if policy == "fcfs" else 0.0,
+            preemption_cooldown_s=random.choice([0.0, 0.05]),
+            max_preemptions=random.choice([None, 0, 2]),
+            aging_per_s=random.choice([0.0, 100.0]),
             class_weights=classes,
             default_class="low" if classes else "",
         )
