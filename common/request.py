@@ -29,6 +29,7 @@ class Request:
         num_earlier: output tokens of earlier attempts, with which ``output`` begins on a decode node.
         arrived_at, admitted_at, deadline_at: instants in seconds of the node's clock. ``arrived_at`` is earlier than
             the arrival on this node by ``waited_s``.
+        slo_ttft_s, slo_itl_s: objectives for the first token, and between two tokens; 0 without one.
         first_token_at, last_token_at: instants of the first and of the latest output token; 0: none yet.
         waited_s: seconds that the request had waited before it arrived on this node.
         inherited_priority: highest priority of the requests that wait for this one.
@@ -65,6 +66,8 @@ class Request:
     arrived_at: float = 0.0
     admitted_at: float = 0.0
     deadline_at: float = float("inf")
+    slo_ttft_s: float = 0.0
+    slo_itl_s: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     waited_s: float = 0.0
@@ -97,6 +100,14 @@ class Request:
     def received_at(self) -> float:
         """Instant of the arrival on this node."""
         return self.arrived_at + self.waited_s
+
+    @property
+    def due_at(self) -> float:
+        """Instant of the next objective: the first token, the next token, or the deadline if that is earlier."""
+        objective_s = self.slo_itl_s if self.output else self.slo_ttft_s
+        if not objective_s:
+            return self.deadline_at
+        return min(self.deadline_at, max(self.arrived_at, self.last_token_at) + objective_s)
 
     @property
     def num_tokens(self) -> int:

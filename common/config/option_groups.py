@@ -17,7 +17,8 @@ SERVING: Groups = {
         "chat_template", "tool_call_parser", "reasoning_parser",
     ),
     "Requests and answers": (
-        "request_timeout", "strict_fields", "max_body_bytes", "stream_interval", "incremental_streaming_output",
+        "request_timeout", "refuse_hopeless", "strict_fields", "max_body_bytes", "stream_interval",
+        "incremental_streaming_output",
         "max_unread_tokens", "max_stored_responses", "max_stored_response_bytes", "stored_response_ttl",
         "idempotency_ttl", "max_idempotent_results", "max_idempotent_result_bytes", "retry_grace", "app_plugin",
     ),
@@ -90,7 +91,7 @@ SIMULATE: Groups = {
     ),
     **LOAD,
     "Faults": ("faults", "kill_every", "fault_every", "node_timeout"),
-    "Requests": ("request_timeout", "starvation_bound", "stream_interval"),
+    "Requests": ("request_timeout", "refuse_hopeless", "starvation_bound", "stream_interval"),
     **{title: SERVING[title] for title in ("Memory", "Scheduling", "Priorities and tenants")},
     "Reports and replay": ("json", "progress", "replay", "check"),
 }  # fmt: skip

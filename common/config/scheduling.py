@@ -79,8 +79,8 @@ class SchedulingOptions:
     )
     priority_function: str | None = option(
         None,
-        "A function of your own that is called once for each request: it takes common.plugins.RequestFacts and "
-        "returns a priority (higher is more urgent), or None to keep the priority of the request.",
+        "A function of your own that is called for each request, and again about every second while it waits: it takes "
+        "common.plugins.RequestFacts and returns a priority (higher is more urgent), or None to keep the present one.",
         metavar="MODULE:NAME",
     )
     priority_classes: tuple[str, ...] = option(

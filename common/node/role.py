@@ -71,6 +71,7 @@ def request_to_decode(message: Generate, now: float) -> Request:
     """The request of a decode node, which arrived at ``now``, with the output of earlier attempts."""
     request = _request(message, message.prompt, message.sampling, now)
     request.expected_output = message.expected_output
+    request.slo_ttft_s, request.slo_itl_s = message.slo_ttft_s, message.slo_itl_s
     request.output.extend(message.output)
     request.num_earlier = len(message.output)
     return request
@@ -88,6 +89,7 @@ def request_to_prefill(message: Generate | Resume, now: float) -> Request:
         return _request(message, message.prompt + message.output[:-1], DISCARDED_SAMPLING, now)
     request = _request(message, message.prompt, message.sampling, now)
     request.expected_output = message.expected_output
+    request.slo_ttft_s = message.slo_ttft_s
     return request
 
 

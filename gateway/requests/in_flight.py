@@ -122,4 +122,6 @@ def request_of(stream: OutputStream) -> Request:
         expected_output=request.expected_output,
         arrived_at=stream.started_at,
         deadline_at=stream.started_at + request.timeout_s,
+        slo_ttft_s=request.slo_ttft_s,
+        slo_itl_s=request.slo_itl_s,
     )

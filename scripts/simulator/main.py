@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from common.node.recording.format import RecordingError
 from common.plugins import load_priority_function
 from gateway.requests.admission.priority import PriorityResolver
+from gateway.requests.admission.priority_review import INTERVAL_S, PriorityReview
 from scripts.load_tester.workload.plan import Plan, make_plan
 from scripts.simulator.client import Client, PlannedTokens
 from scripts.simulator.cluster import Cluster
@@ -64,12 +65,16 @@ class Simulation:
         self.cluster = Cluster(
             settings, config.pool(MODEL), num_prefill=config.prefill, num_decode=config.decode, on_end=self._on_end
         )
+        priorities = PriorityResolver(config, load_priority_function(config.priority_function))
+        self._review = PriorityReview(priorities, self.cluster.gateway.dispatcher)
+        if priorities.has_function:
+            self.cluster.events.background_after(INTERVAL_S, self._ask_again)
         self.client = Client(
             plan,
             script,
             self.cluster.events,
             self.cluster.gateway.submit,
-            priorities=PriorityResolver(config, load_priority_function(config.priority_function)),
+            priorities=priorities,
             classes=config.class_weights,
             context_length=config.context_length or CONTEXT_LENGTH,
             max_new_tokens=config.max_new_tokens,
@@ -85,6 +90,10 @@ class Simulation:
         if self._faults is not None:
             self._num_wrong += answer.ids != self._script.answer(answer.request.sampling.seed)[: len(answer.ids)]
         self.client.ended(answer)
+
+    def _ask_again(self) -> None:
+        self._review.tick(self.cluster.events.now())
+        self.cluster.events.background_after(INTERVAL_S, self._ask_again)
 
     def stop(self) -> None:
         """Make ``run`` return soon, with partial results."""

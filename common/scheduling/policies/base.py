@@ -153,14 +153,15 @@ class HighestResponseRatioNext(Policy):
 
 
 class EarliestDeadlineFirst(Policy):
-    """``edf``: the earliest deadline first; requests that have missed theirs come last. Overtakes begun prompts."""
+    """``edf``: the earliest objective or deadline first; requests that have missed it come last. Overtakes begun
+    prompts."""
 
     name = "edf"
     overtakes = True
     forecast = "arrival"
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        return sorted(waiting, key=lambda request: (request.deadline_at <= now, request.deadline_at))
+        return sorted(waiting, key=lambda request: ((due_at := request.due_at) <= now, due_at))
 
 
 class LongestPrefixMatch(Policy):

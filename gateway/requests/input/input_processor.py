@@ -67,6 +67,8 @@ class _Context:
     request_id: str
     salt: str
     timeout_s: float
+    slo_ttft_s: float = 0.0
+    slo_itl_s: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
     output: ChatOutput = PLAIN_TEXT
 
@@ -198,7 +200,8 @@ class InputProcessor:
         if limits is None:
             raise model.pool.no_route()
         timeout_s = self._request_timeout_s if body.deadline_ms is None else body.deadline_ms / 1000
-        return _Context(model, limits, tenant, request_id, body.cache_salt or "", timeout_s)
+        objectives_s = (body.slo_ttft_ms or 0.0) / 1000, (body.slo_itl_ms or 0.0) / 1000
+        return _Context(model, limits, tenant, request_id, body.cache_salt or "", timeout_s, *objectives_s)
 
     async def _openai_context(self, body: OpenAIRequest, model: ServedModel, tenant: str, request_id: str) -> _Context:
         """Checks what both OpenAI endpoints share."""
@@ -372,6 +375,8 @@ class InputProcessor:
             tenant=context.tenant,
             expected_output=_expected_output(context, prompt, sampling),
             timeout_s=context.timeout_s,
+            slo_ttft_s=context.slo_ttft_s,
+            slo_itl_s=context.slo_itl_s,
         )
 
 
