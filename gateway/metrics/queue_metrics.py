@@ -7,12 +7,15 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from common.metrics.series import LabelledCounter, LabelledHistogram
+from common.request import LOWEST_PRIORITY
 from common.scheduling.policies.adaptive import Adaptive
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
 LABELS = ("model", "class")
+#: Different priorities that have a label of their own; clients choose them, so there must be a bound.
+MAX_PRIORITIES = 16
 
 
 class QueueMetrics:
@@ -25,6 +28,16 @@ class QueueMetrics:
         self._starved = LabelledCounter(
             registry, "baton_starved", "Outputs that waited longer than --starvation-bound.", *LABELS
         )
+        self._waited_by_priority = LabelledHistogram(
+            registry,
+            "baton_priority_waiting_seconds",
+            "The same by priority, with --enable-priority-scheduling.",
+            SECONDS,
+            "model",
+            "priority",
+        )
+        self._priorities: dict[int, str] = {LOWEST_PRIORITY: "none"}
+        self._by_priority = {pool.model for pool in pools if pool.queue.order.rules.is_enabled}
         for pool in pools:
             for name in pool.queue.class_names:  # shown as 0 before the first request
                 self._waited.of(pool.model, name)
@@ -44,6 +57,16 @@ class QueueMetrics:
         labels = (output.request.model, output.request.priority_class)
         self._waited.of(*labels).add(seconds)
         self._starved.add(seconds > self._bound_s, *labels)
+        if output.request.model in self._by_priority:
+            self._waited_by_priority.of(output.request.model, self._priority_label(output.request.priority)).add(
+                seconds
+            )
+
+    def _priority_label(self, priority: int) -> str:
+        """The label of a priority; ``other`` for those that come after the first different ones."""
+        if priority not in self._priorities and len(self._priorities) <= MAX_PRIORITIES:
+            self._priorities[priority] = str(priority)
+        return self._priorities.get(priority, "other")
 
     def collect(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily("baton_requests_waiting", "Outputs that wait in the gateway.", labels=LABELS)

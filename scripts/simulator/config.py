@@ -128,7 +128,9 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
 
     @property
     def capacity(self) -> Capacity:
-        return plan_capacity(self.node, self.layout, device="cuda", context_length=CONTEXT_LENGTH)
+        return plan_capacity(
+            self.node, self.layout, device="cuda", context_length=self.context_length or CONTEXT_LENGTH
+        )
 
     def pool(self, model: str) -> WorkerPool:
         """Registry, router and admission of the gateway."""

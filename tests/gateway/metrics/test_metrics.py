@@ -132,6 +132,22 @@ async def test_a_request_that_is_never_sent_has_waited_all_its_time(folder):
         assert after['baton_waiting_seconds_sum{class="",model="tiny"}'] >= 0.39
 
 
+async def test_waiting_times_by_priority_have_a_bounded_number_of_labels(folder):
+    async with running(folder, enable_priority_scheduling=True) as stack:
+        await stack.pair()
+        for priority in (None, *range(20)):
+            body = {"prompt": "a"} if priority is None else {"prompt": "a", "priority": priority}
+            assert (await stack.post("/v1/completions", body))[0] == 200
+        after = await scrape(stack)
+        counts = {
+            name: value for name, value in after.items() if name.startswith("baton_priority_waiting_seconds_count")
+        }
+        assert len(counts) == 18
+        assert counts['baton_priority_waiting_seconds_count{model="tiny",priority="none"}'] == 1
+        assert counts['baton_priority_waiting_seconds_count{model="tiny",priority="15"}'] == 1
+        assert counts['baton_priority_waiting_seconds_count{model="tiny",priority="other"}'] == 4
+
+
 async def test_the_adaptive_policy_shows_its_choice_and_measurements(folder):
     async with running(folder, schedule_policy="adaptive", max_dispatch_ahead=0) as stack:
         await stack.pair(max_running=1)
@@ -340,7 +356,7 @@ async def test_no_series_is_left_out_of_these_tests(stack):
         "baton_output_tokens_total", "baton_local_prefills_total", "baton_time_to_first_token_seconds",
         "baton_inter_token_seconds", "baton_time_per_output_token_seconds", "baton_request_seconds",
         "baton_stage_seconds", "baton_nodes", "baton_control_messages_dropped_total",
-        "baton_control_connections_refused_total", "baton_waiting_seconds",
+        "baton_control_connections_refused_total", "baton_waiting_seconds", "baton_priority_waiting_seconds",
         "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy", "baton_adaptive_measured",
         "baton_recoveries_total", "baton_resting_pairs", "baton_idempotent_retries_total",
     }  # fmt: skip
