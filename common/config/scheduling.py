@@ -10,7 +10,7 @@ from common.config.options import option
 from common.errors import ConfigError
 
 #: Built-in values of --schedule-policy; see common/scheduling/policies/factory.py.
-POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair", "adaptive")
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair")
 PREEMPTION_THRESHOLD = 10
 #: MODULE:NAME of an object of the user's own.
 _USER_DEFINED = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
@@ -44,9 +44,9 @@ class SchedulingOptions:
         "fcfs",
         "Order of waiting requests: fcfs (by arrival), lpm (longest cached prefix), dfs-weight (subtree of the cache "
         "with the most requests), lof (longest allowed output), random, short-first (fewest tokens to compute and to "
-        "expect), hrrn (waiting time over tokens to compute), edf (deadline), fair (tenant with the least service), "
-        "adaptive (chosen by measurement); or MODULE:NAME, a class of your own. With --enable-priority-scheduling the "
-        "policy orders requests of equal priority.",
+        "expect), hrrn (waiting time over tokens to compute), edf (objective or deadline), fair (tenant with the least "
+        "service); or MODULE:NAME, a class of your own. With --enable-priority-scheduling the policy orders requests "
+        "of equal priority.",
         metavar="|".join(POLICIES) + "|MODULE:NAME",
     )
     lpm_degrade_threshold: int = option(

@@ -76,7 +76,7 @@ class RequestOrdering:
                     self._classes.charge(name, weighted_tokens(0, count))
 
     def note_policy_change(self, decisions: DecisionLog, now: float) -> None:
-        """Log a decision if an adaptive policy has switched since the last call."""
+        """Log a decision if a policy that chooses among others has switched since the last call."""
         before, self._choice = self._choice, self.policy.choice
         if self._choice != before:
             decisions.note(now, "", "adapt", "from {} to {}: {}", before, self._choice, self.policy.reason)

@@ -8,7 +8,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from common.metrics.series import LabelledCounter, LabelledHistogram
 from common.request import LOWEST_PRIORITY
-from common.scheduling.policies.adaptive import Adaptive
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 
@@ -72,23 +71,13 @@ class QueueMetrics:
         waiting = GaugeMetricFamily("baton_requests_waiting", "Outputs that wait in the gateway.", labels=LABELS)
         policy = GaugeMetricFamily(
             "baton_schedule_policy",
-            "1 for the policy that orders the gateway's queue now, and what has decided that.",
-            labels=["model", "policy", "why"],
-        )
-        measured = GaugeMetricFamily(
-            "baton_adaptive_measured",
-            "What adaptive goes by: requests in the queue, and shares of them.",
-            labels=["model", "measure"],
+            "1 for the policy that orders the gateway's queue now.",
+            labels=["model", "policy"],
         )
         for pool in self._pools:
             now = Totals(request.priority_class for request in pool.queue.requests())
             for name in pool.queue.class_names:
                 waiting.add_metric([pool.model, name], now[name])
-            chosen = pool.queue.order.policy
-            why = chosen.why if isinstance(chosen, Adaptive) else "configured"
-            policy.add_metric([pool.model, pool.queue.policy, why], 1)
-            for name, value in chosen.measured.items() if isinstance(chosen, Adaptive) else ():
-                measured.add_metric([pool.model, name], value)
+            policy.add_metric([pool.model, pool.queue.policy], 1)
         yield waiting
         yield policy
-        yield measured

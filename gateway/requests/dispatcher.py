@@ -251,7 +251,7 @@ class Dispatcher:
         return max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
 
     def _first(self, pool: WorkerPool, count: int, now: float) -> Sequence[Request]:
-        """The next requests in the queue; a change of policy by ``adaptive`` is logged."""
+        """The next requests in the queue; a change of the policy that orders it is logged."""
         queue = pool.queue
         before = queue.policy
         waiting = queue.first(count, now)

@@ -18,7 +18,7 @@ import numpy as np
 from common.config.cli import parse
 from common.config.scheduling import POLICIES
 from scripts.load_tester.workload.plan import Plan
-from scripts.load_tester.workload.planned_request import GROUP, UNIQUE, PlannedRequest, segment_key
+from scripts.load_tester.workload.planned_request import GROUP, UNIQUE, PlannedRequest, Segment, segment_key
 from scripts.load_tester.workload.session_sampling import Session
 from scripts.simulator.client import Outcome
 from scripts.simulator.config import SimulateConfig
@@ -29,7 +29,9 @@ GIANTS = (8_000, 64_000, 512_000)
 #: Chunk of a step; with the simulator's costs a step of it takes 107 ms.
 CHUNK, SHORT_TOKENS, SHORT_RATE = 2_048, 100, 50.0
 RULES = {"begun first": "--long-prompt-share=1", "shares": "--long-prompt-share=0.5"}
-CURVE = f"--chunked-prefill-size={CHUNK} --context-length=600000 --max-total-tokens=1000000"
+CURVE = (
+    f"--chunked-prefill-size={CHUNK} --context-length=600000 --max-total-tokens=1000000 --max-queued-requests=100000"
+)
 DAY = "--chunked-prefill-size=2048 --max-total-tokens=120000"
 
 
@@ -109,7 +111,7 @@ def day(seed: int, part_s: float) -> Iterator[tuple[PlannedRequest, Part]]:
         while (at := at + random.exponential(1 / part.rate)) < (number + 1) * part_s:
             length = int(random.lognormal(np.log(part.lengths[0]), part.lengths[1])) + 1
             length *= 20 if random.random() < part.share_long else 1
-            segments = ((segment_key(UNIQUE, index), min(length, 16_000)),)
+            segments: tuple[Segment, ...] = ((segment_key(UNIQUE, index), min(length, 16_000)),)
             if part.num_groups and random.random() < 0.9:
                 group = int(random.integers(part.num_groups))
                 segments = ((segment_key(GROUP, group), 3_000), *segments)
@@ -144,8 +146,8 @@ def print_day(num_seeds: int, part_s: float) -> dict[str, float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each experiment (%(default)s)")
-    parser.add_argument("--part", type=float, default=60.0, help="seconds of each part of the day (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each experiment (%(default)s)")
+    parser.add_argument("--part", type=float, default=20.0, help="seconds of each part of the day (%(default)s)")
     parser.add_argument("--only", choices=("curve", "day"), help="one of the experiments")
 
 

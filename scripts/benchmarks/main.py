@@ -21,7 +21,7 @@ DURATIONS = {
     "control": ("2 min", "10 s"),
     "disagg": ("60 min", "10 s"),
     "engine": ("> 4 min", "15 s"),
-    "foresight": ("8 min", "15 s"),
+    "foresight": ("5 min", "20 s"),
     "gateway": ("90 s", "10 s"),
     "grammar": ("> 7 min", "10 s"),
     "handoff": ("> 4 min", "20 s"),

@@ -60,8 +60,9 @@ class PriorityResolver:
         if self._function is None:
             return None
         facts = facts_of(request, is_named=True)
-        load = {"num_waiting": num_waiting, "num_in_flight": num_in_flight}
-        return self._function(dataclasses.replace(facts, waited_s=waited_s, **load))
+        return self._function(
+            dataclasses.replace(facts, waited_s=waited_s, num_waiting=num_waiting, num_in_flight=num_in_flight)
+        )
 
     def change(self, priority: int | None, priority_class: str | None) -> tuple[int | None, str | None]:
         """A new priority and class for a request in flight; None keeps the present one.

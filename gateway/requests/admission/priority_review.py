@@ -1,4 +1,4 @@
-"""Asks a priority function again about requests that still wait for their first token. Pure.
+"""Asks a priority function again about requests that still wait for their first token.
 
 The function learns how long each has waited and how much else there is. Its answers change priorities in the gateway's
 queue and on the nodes, as ``POST /v1/requests/ID/priority`` does, so no plan of a node ever calls it.

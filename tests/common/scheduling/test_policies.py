@@ -39,7 +39,7 @@ def test_every_configured_policy_exists_and_no_other() -> None:
     assert set(NEED_CACHE) < set(POLICIES)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "adaptive"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_knows_its_name(name: str) -> None:
     assert make_policy(name, cache_with(*range(4))).name == name
 

@@ -118,7 +118,6 @@ def test_without_nodes_all_requests_expire_unless_a_node_registers():
         ("hrrn", 9.0, 1),  # 9 s for 8 tokens, and 5 s for 4
         ("fair", 8.0, 1),  # after the first request of the other tenant
         ("lpm", 8.0, 2),  # as fcfs, since the gateway has no cache
-        ("adaptive", 8.0, 2),  # as fcfs, which it follows until something has been measured
         ("random", 8.0, 0),  # unknown
     ],
 )
