@@ -86,8 +86,9 @@ LOADTEST: Groups = {
 
 SIMULATE: Groups = {
     "Nodes and costs": (
-        "prefill", "decode", "step_cost", "prompt_token_cost", "row_cost", "context_token_cost", "message_cost",
-        "wire_latency", "wire_bandwidth", "kv_bytes_per_token", "max_new_tokens", "context_length",
+        "prefill", "decode", "hardware", "model", "prefill_tp", "decode_tp", "step_cost", "prompt_token_cost",
+        "row_cost", "context_token_cost", "message_cost", "wire_latency", "wire_bandwidth", "kv_bytes_per_token",
+        "max_new_tokens", "context_length",
     ),
     **LOAD,
     "Faults": ("faults", "kill_every", "fault_every", "node_timeout"),

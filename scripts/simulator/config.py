@@ -1,6 +1,7 @@
 """Options of ``simulate``: limits and policies of the nodes, loads of the load tester, and the cost model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 from common.cache.page_layout import PageLayout
@@ -10,6 +11,7 @@ from common.config.node import NodeConfig
 from common.config.options import option, options_of
 from common.config.scheduling import SchedulingOptions, check_scheduling
 from common.config.serve import check_local_prefill
+from common.config.shared import Role
 from common.errors import ConfigError
 from common.node.loading.memory_plan import Capacity, plan_capacity
 from gateway.workers.pool import WorkerPool, make_pool
@@ -17,9 +19,13 @@ from scripts.load_tester.config import SECONDS, LoadOptions, check_load, parse_s
 from scripts.simulator.costs import Costs
 from scripts.simulator.engine import simulated_layout
 from scripts.simulator.faults import FAULT_NAMES, FaultOptions
+from scripts.simulator.hardware.accelerators import ACCELERATORS
+from scripts.simulator.hardware.model_shape import KNOWN_MODELS
+from scripts.simulator.hardware.node_model import NodeModel, find_hardware
 
 POOL_TOKENS = 400_000
 CONTEXT_LENGTH = 131_072
+COST_OPTIONS = ("step_cost", "prompt_token_cost", "row_cost", "context_token_cost", "message_cost", "wire_latency")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,21 @@ class _Service:
     kv_bytes_per_token: int = option(
         131_072, "KV bytes of one token: 2 x layers x KV heads x head size x bytes per number.", minimum=256
     )
+    hardware: str | None = option(
+        None,
+        f"Take all costs from hardware and model: {', '.join(ACCELERATORS)}, or a JSON file that describes an "
+        "accelerator or that --calibrate wrote.",
+        metavar="NAME|FILE",
+    )
+    model: str | None = option(
+        None,
+        f"Model for --hardware: {', '.join(KNOWN_MODELS)}, or a folder with a config.json.",
+        metavar="NAME|FOLDER",
+    )
+    prefill_tp: int = option(
+        1, "Devices that share the model in a prefill node (tensor parallelism).", minimum=1, maximum=64
+    )
+    decode_tp: int = option(1, "The same for a decode node.", minimum=1, maximum=64)
     max_new_tokens: int | None = option(
         None,
         "The max_tokens of every request; each ends at its planned length, which the nodes do not know. By default "
@@ -94,6 +115,7 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
         check_scheduling(self)
         check_batching(self)
         _ = self.costs
+        self._check_hardware()
         if self.kv_bytes_per_token % 256:
             raise ConfigError(f"--kv-bytes-per-token must be a multiple of 256, not {self.kv_bytes_per_token}")
         check_local_prefill(self)
@@ -102,11 +124,33 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
                 raise ConfigError(f"--faults {name} is not a fault; choose from {', '.join(FAULT_NAMES)}")
         check_auto_roles(self)
 
+    def _check_hardware(self) -> None:
+        if self.hardware is None:
+            for name in ("model", "prefill_tp", "decode_tp"):
+                if getattr(self, name) != getattr(SimulateConfig, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} needs --hardware")
+            return
+        for name in (*COST_OPTIONS, "wire_bandwidth", "kv_bytes_per_token"):
+            if getattr(self, name) != getattr(SimulateConfig, name):
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --hardware; leave one out")
+        _ = self.node_models
+
+    @cached_property
+    def node_models(self) -> dict[Role, NodeModel]:
+        """Costs and sizes of nodes by role, from ``--hardware``; empty without it."""
+        if self.hardware is None:
+            return {}
+        hardware = find_hardware(self.hardware, self.model)
+        decode = hardware.node(self.decode_tp, flag="--decode-tp")
+        return {"prefill": hardware.node(self.prefill_tp) if self.prefill else decode, "decode": decode}
+
     @property
     def costs(self) -> Costs:
-        names = ("step_cost", "prompt_token_cost", "row_cost", "context_token_cost", "message_cost", "wire_latency")
+        """Costs of messages, transfers, and steps of all nodes that ``--hardware`` does not describe."""
+        if self.node_models:  # the slower end of a connection decides
+            return min((found.costs for found in self.node_models.values()), key=lambda one: one.wire_bytes_per_s)
         step, prompt_token, row, context_token, message, wire = (
-            parse_seconds(getattr(self, name), "--" + name.replace("_", "-")) or 0.0 for name in names
+            parse_seconds(getattr(self, name), "--" + name.replace("_", "-")) or 0.0 for name in COST_OPTIONS
         )
         return Costs(step, prompt_token, row, context_token, message, wire, self.wire_bandwidth)
 
@@ -116,7 +160,8 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
 
     @property
     def layout(self) -> PageLayout:
-        return simulated_layout(self.kv_bytes_per_token, self.page_size)
+        kv_bytes = self.node_models["decode"].kv_bytes_per_token if self.node_models else self.kv_bytes_per_token
+        return simulated_layout(kv_bytes, self.page_size)
 
     @property
     def node(self) -> NodeConfig:
@@ -127,10 +172,14 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
         return NodeConfig(**values)
 
     @property
-    def capacity(self) -> Capacity:
-        return plan_capacity(
-            self.node, self.layout, device="cuda", context_length=self.context_length or CONTEXT_LENGTH
-        )
+    def capacities(self) -> dict[Role, Capacity]:
+        return {"prefill": self._capacity("prefill"), "decode": self._capacity("decode")}
+
+    def _capacity(self, role: Role) -> Capacity:
+        node = self.node
+        if self.node_models and self.max_total_tokens is None:
+            node = replace(node, max_total_tokens=self.node_models[role].pool_tokens)
+        return plan_capacity(node, self.layout, device="cuda", context_length=self.context_length or CONTEXT_LENGTH)
 
     def pool(self, model: str) -> WorkerPool:
         """Registry, router and admission of the gateway."""

@@ -52,12 +52,13 @@ class Simulation:
     def __init__(self, config: SimulateConfig, plan: Plan) -> None:
         self._config = config
         self._script = script = PlannedTokens(config.seed, VOCAB_SIZE)
-        layout, capacity = config.layout, config.capacity
+        layout = config.layout
         settings = NodeSettings(
             config.node,
-            {"prefill": capacity, "decode": capacity},
+            config.capacities,
             lambda given: ScriptedEngine(EmptyPageStore(layout, given.num_pages), script.answer, given.num_slots),
             config.costs,
+            {role: found.costs for role, found in config.node_models.items()},
             vocab_size=VOCAB_SIZE,
             context_length=config.context_length or CONTEXT_LENGTH,
             eos_token_ids=(END_TOKEN,),
