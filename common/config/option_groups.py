@@ -91,10 +91,13 @@ SIMULATE: Groups = {
         "max_new_tokens", "context_length",
     ),
     **LOAD,
+    "Planning": (
+        "plan", "plan_windows", "plan_requests", "plan_confidence", "plan_processes", "price_per_hour",
+    ),
     "Faults": ("faults", "kill_every", "fault_every", "node_timeout"),
     "Requests": ("request_timeout", "refuse_hopeless", "starvation_bound", "stream_interval"),
     **{title: SERVING[title] for title in ("Memory", "Scheduling", "Priorities and tenants")},
-    "Reports and replay": ("json", "progress", "replay", "check"),
+    "Reports and replay": ("json", "html", "progress", "replay", "check"),
 }  # fmt: skip
 
 CHAOS: Groups = {

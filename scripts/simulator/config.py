@@ -25,6 +25,10 @@ from scripts.simulator.hardware.node_model import NodeModel, find_hardware
 
 POOL_TOKENS = 400_000
 CONTEXT_LENGTH = 131_072
+#: Options that ``--plan`` sets itself.
+PLANNED = (
+    "prefill", "decode", "num_requests", "duration", "concurrency", "warmup", "cooldown", "faults", "auto_roles",
+)  # fmt: skip
 COST_OPTIONS = ("step_cost", "prompt_token_cost", "row_cost", "context_token_cost", "message_cost", "wire_latency")
 
 
@@ -89,8 +93,35 @@ class _Faults:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Planning:
+    """What ``--plan`` searches for, and how thoroughly."""
+
+    plan: bool = option(
+        False,
+        "Search for the fewest nodes and their settings that hold the --slo options for --slo-attainment of requests. "
+        "Settings that are given stay as they are.",
+    )
+    plan_windows: int = option(
+        6, "--plan: stretches of the trace, or seeds, that are simulated one by one.", minimum=3, maximum=1_000
+    )
+    plan_requests: int = option(
+        900, "--plan: requests of all windows together; more take longer and say more.", minimum=3, maximum=1_000_000
+    )
+    plan_confidence: float = option(
+        0.8, "--plan: least probability that the share is reached.", minimum=0.0, maximum=1.0
+    )
+    plan_processes: int | None = option(
+        None, "--plan: processes that simulate. Without it: as many as there are cores.", minimum=1, maximum=256
+    )
+    price_per_hour: float | None = option(
+        None, "--plan: US dollars per device and hour, instead of the table's.", minimum=0.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Outputs:
     json: str | None = option(None, "Write the report to FILE.", metavar="FILE")
+    html: str | None = option(None, "--plan: write the report as one self-contained page.", metavar="FILE")
     progress: bool = option(True, "Show progress on standard error, if that is a terminal.")
     replay: str | None = option(
         None,
@@ -102,7 +133,7 @@ class _Outputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions, Routing, _Service):
+class SimulateConfig(_Outputs, _Planning, _Faults, LoadOptions, Batching, SchedulingOptions, Routing, _Service):
     ENV_PREFIX: ClassVar[str] = "BATON_SIMULATE_"
 
     def __post_init__(self) -> None:
@@ -123,6 +154,26 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
             if name not in FAULT_NAMES:
                 raise ConfigError(f"--faults {name} is not a fault; choose from {', '.join(FAULT_NAMES)}")
         check_auto_roles(self)
+        self._check_plan()
+
+    def _check_plan(self) -> None:
+        if not self.plan:
+            for name in (*options_of(_Planning), "html"):
+                if getattr(self, name) != getattr(SimulateConfig, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} needs --plan")
+            return
+        if not self.slos:
+            raise ConfigError("--plan needs objectives: give --slo-ttft, --slo-itl, --slo-tpot or --slo-e2e")
+        for name in PLANNED:
+            if getattr(self, name) != getattr(SimulateConfig, name):
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --plan; leave one out")
+        if self.local_prefill == "always":
+            raise ConfigError("--local-prefill always has no effect with --plan, which tries colocated nodes anyway")
+
+    def without_plan(self) -> "SimulateConfig":
+        """The configuration of one simulation that the planner makes."""
+        defaults = {name: getattr(SimulateConfig, name) for name in (*options_of(_Planning), "html", "json")}
+        return replace(self, **defaults)
 
     def _check_hardware(self) -> None:
         if self.hardware is None:

@@ -1,6 +1,6 @@
 """``simulate``: the command.
 
-Exit status: 0 for success, 1 if a replay differs or fails or the report cannot be written, 2 for wrong options, 130
+Exit status: 0 for success, 1 if a replay differs or fails, a plan finds nothing or the report cannot be written, 2 for wrong options, 130
 after Ctrl-C.
 """
 
@@ -9,7 +9,8 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.config.cli import resolve
@@ -37,6 +38,9 @@ Examples:
   simulate --prefill 2 --decode 6 --rate 8 --duration 10m --output-len 250
   simulate --prefill 8 --decode 8 --trace conversation_trace.jsonl
   simulate --trace TRACE.csv --time-scale 0.5 --schedule-policy lpm
+  simulate --hardware h200 --model llama-3.1-8b --prefill 2 --decode 2 --rate 40
+  simulate --plan --trace TRACE.csv --slo-ttft 500ms --slo-itl 50ms
+      --hardware h200 --model llama-3.1-8b --html plan.html
   simulate --replay FILE   check a node's recording (--record)
 
 Loads, traces and seeds are those of loadtest; limits and policies are those of the nodes. The same options give the
@@ -161,6 +165,20 @@ class Progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collect garbage rarely: modules and the plan live for a whole run, which makes few reference cycles."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 1_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
 def simulate(config: SimulateConfig) -> tuple[Figures, list[str]]:
     """Run a simulation; returns its results and notes about the load. Ctrl-C ends it early."""
     plan = make_plan(config)
@@ -174,16 +192,11 @@ def simulate(config: SimulateConfig) -> tuple[Figures, list[str]]:
         simulation.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()  # modules and the plan live for the whole run, and the run makes few reference cycles
-    gc.set_threshold(100_000, 20, 1_000)
     try:
-        found = simulation.run(progress if is_shown else lambda simulation: None)
+        with rare_collections():
+            found = simulation.run(progress if is_shown else lambda simulation: None)
     finally:
         progress.clear()
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
         for number, handler in before.items():
             signal.signal(number, handler)
     return found, plan.notes
@@ -201,6 +214,12 @@ def replay_command(path: str) -> int:
     return 1 if found.difference else 0
 
 
+def _plan(config: SimulateConfig) -> int:
+    from scripts.simulator.planning.command import plan_command  # its modules need those here
+
+    return plan_command(config)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(SimulateConfig, argv, command="simulate", help=HELP)
     if config.replay is not None:
@@ -208,6 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if config.json and not Path(config.json).resolve().parent.is_dir():
             raise ConfigError(f"--json {config.json}: the folder does not exist")
+        if config.plan:
+            return _plan(config)
         found, notes = simulate(config)
     except ConfigError as error:
         print(f"simulate: {error}", file=sys.stderr)
