@@ -208,11 +208,13 @@ class GenerateApp:
             tenant, body = await self._checks.admit(scope, receive)
             await self._generate(body, tenant, scope, send)
         except Exception as error:  # before the answer has begun: a stream sends its later errors itself
-            known = as_error(error)
-            envelope = self.endpoint.envelope(known, scope["state"][REQUEST_ID])
-            await JsonResponse(envelope, known.status, error_headers(known))(scope, receive, send)
-            if known is not error:
+            await self._refusal(as_error(error), scope)(scope, receive, send)
+            if not isinstance(error, RequestError):
                 raise  # to the log
+
+    def _refusal(self, error: RequestError, scope: Scope) -> JsonResponse:
+        envelope = self.endpoint.envelope(error, scope["state"][REQUEST_ID])
+        return JsonResponse(envelope, error.status, error_headers(error))
 
     async def _generate(self, data: bytes, tenant: str, scope: Scope, send: Send) -> None:
         """Answers one request: decodes its body, sends its outputs to the nodes, and formats what they return.

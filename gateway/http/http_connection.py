@@ -119,6 +119,7 @@ class HttpConnection(HttpToolsProtocol):
         self._cancel_request()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+        self.cycle = self._active = None  # type: ignore[assignment]  # no cycle of references is left behind
 
     def eof_received(self) -> None:
         """Ends the request in flight: a client that has closed its sending side counts as gone."""

@@ -172,7 +172,7 @@ class OutputStream:
             if early is None:
                 break
             self._append(early, 0, now)
-        self.wake(self)
+        self._wake()
 
     def drop_early(self) -> None:
         """Drops tokens that came before those in front of them: their attempt has ended, and the next sends them."""
@@ -183,7 +183,12 @@ class OutputStream:
         if not self.is_ended:
             self.error = error
             self._end(now)
-            self.wake(self)
+            self._wake()
+
+    def _wake(self) -> None:
+        self.wake(self)
+        if self.is_ended:
+            self.wake = _do_nothing  # no cycle of references is left behind: readers refer to their streams
 
     @property
     def num_untaken(self) -> int:
@@ -331,3 +336,7 @@ class OutputStream:
         assert not self.is_ended, "an output ends once"
         self.is_ended, self.ended_at = True, now
         self._early.clear()
+
+
+def _do_nothing(stream: OutputStream) -> None:
+    pass
