@@ -15,7 +15,7 @@ from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionParams
 from common.engine.attention.triton_backend import TritonAttention
 from common.engine.batch import RowArrays, StepBatch, make_batch
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import TORCH_DTYPES, KVPool
 from common.engine.triton_kernels.tiles import Tile, TileShape, candidates, default_tile, store_tiles
 
 PAGE_SIZE = 16
@@ -49,11 +49,13 @@ def make_measured(options: argparse.Namespace, *, is_decode: bool) -> Measured:
     num_rows = DECODE_ROWS if is_decode else 1
     width = CONTEXT // PAGE_SIZE
     pool = KVPool(PageLayout(1, kv_heads, head_dim, PAGE_SIZE, options.dtype), num_rows * width, "cuda")
-    pool.tensor.normal_()
+    pool.pages.view(TORCH_DTYPES[options.dtype]).normal_()
     table = np.random.default_rng(0).permutation(num_rows * width).astype(np.int32).reshape(num_rows, width)
     num_new = np.full(num_rows, 1 if is_decode else CONTEXT)
     batch = make_batch(RowArrays(CONTEXT - num_new, num_new, table, PAGE_SIZE), pool.device)
-    qkv = torch.randn(batch.num_tokens, heads + 2 * kv_heads, head_dim).to(pool.tensor)
+    qkv = torch.randn(batch.num_tokens, heads + 2 * kv_heads, head_dim).to(
+        pool.pages.device, TORCH_DTYPES[options.dtype]
+    )
     return Measured(pool, heads, batch, qkv.split([heads, kv_heads, kv_heads], dim=1))
 
 
@@ -71,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int | str:
     for is_decode in (True, False):
         measured = make_measured(options, is_decode=is_decode)
         group = options.heads // options.kv_heads
-        shape = TileShape(is_decode, measured.pool.tensor.dtype, options.head_dim, group)
+        shape = TileShape(is_decode, TORCH_DTYPES[options.dtype], options.head_dim, group)
         times = {tile: measured.run_ms(shape, tile) for tile in candidates(shape)}
         fastest[shape.name] = tile = min(times, key=times.__getitem__)
         default_ms = times[default_tile(shape)]

@@ -17,10 +17,14 @@ SIZES = (1, 2, 3, 4, 6, 8, 12)
 PAIRS = [(s, t) for s in SIZES for t in SIZES if s % t == 0 or t % s == 0]
 
 
+def shape_of(layout: PageLayout) -> tuple[int, ...]:
+    return (layout.num_layers, 2, layout.num_kv_heads, layout.page_size, layout.head_dim)
+
+
 def numbered(layout: PageLayout, num_pages: int, first: int = 1) -> np.ndarray:
     """Pages filled with consecutive numbers, beginning at ``first``."""
     count = num_pages * layout.page_bytes // 4
-    return np.arange(first, first + count, dtype=np.int32).reshape(num_pages, *layout.shape)
+    return np.arange(first, first + count, dtype=np.int32).reshape(num_pages, *shape_of(layout))
 
 
 def test_a_whole_page_is_one_run() -> None:

@@ -44,7 +44,7 @@ class TritonAttention:
         self.group = num_heads // layout.num_kv_heads
         if tiles is None:
             tiles = stored_tiles(torch.cuda.get_device_name(pool.device)) if is_cuda else {}
-        dtype = pool.tensor.dtype
+        dtype = pool.layer(0).keys.dtype
         self.extend_tile, self.decode_tile = (
             choose_tile(TileShape(is_decode, dtype, layout.head_dim, self.group), tiles) for is_decode in (False, True)
         )
@@ -88,7 +88,7 @@ class TritonStep:
         return out
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        keys, values = self._backend.pool.layer(layer)
+        keys, values, _, _ = self._backend.pool.layer(layer)
         num_tokens, kv_heads, head_dim = k.shape
         assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
         write_kv[(num_tokens,)](
@@ -133,7 +133,7 @@ class AttentionPass:
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Write the attention of this pass's rows into ``out``; both are ``[N, heads, head_dim]``."""
-        keys, values = self._backend.pool.layer(layer)
+        keys, values, _, _ = self._backend.pool.layer(layer)
         params, layout = self._backend.params[layer], self._backend.pool.layout
         head_dim = layout.head_dim
         assert q.stride()[1:] == (head_dim, 1) and out.is_contiguous()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cache.page_layout import ITEM_BYTES, PageLayout
+from common.cache.page_layout import PageLayout
 from common.engine.models.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
 from common.errors import ConfigError, UnsupportedModelError
 
@@ -44,9 +44,9 @@ ARCHITECTURES = {
     "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, default_window=4096),
 }
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-DTYPES = tuple(ITEM_BYTES)
 ROPE_TYPES = ("default", "llama3", "yarn")
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = tuple(_STORED_DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def test_the_reference_agrees_with_attention_worked_out_by_hand() -> None:
     """One head of two numbers; scores (q . k) / sqrt(2) are 0 and ln 3, so the weights are 1/4 and 3/4."""
     pool = KVPool(PageLayout(1, 1, 2, 1, "float32"), 2)
     batch = make_batch(RowArrays(np.array([1]), np.array([1]), np.array([[1, 0]], np.int32), 1), torch.device("cpu"))
-    keys, values = pool.layer(0)
+    keys, values, _, _ = pool.layer(0)
     keys[1, 0, 0] = torch.tensor([0.0, 1.0])
     values[1, 0, 0] = torch.tensor([4.0, 8.0])
     q = torch.tensor([[[2.0**0.5, 0.0]]])
@@ -106,7 +106,7 @@ def hand_made_step(values: list[float], params: AttentionParams) -> float:
     pool = KVPool(PageLayout(1, 1, 1, 1, "float32"), len(values))
     table = np.arange(len(values), dtype=np.int32)[None]
     batch = make_batch(RowArrays(np.array([len(values) - 1]), np.array([1]), table, 1), torch.device("cpu"))
-    keys, cached = pool.layer(0)
+    keys, cached, _, _ = pool.layer(0)
     keys.fill_(1.0)
     cached[:, 0, 0, 0] = torch.tensor(values)
     one, last = torch.ones(1, 1, 1), torch.full((1, 1, 1), values[-1])

@@ -48,7 +48,7 @@ def with_programs(num_programs: int) -> Build:
 
     def build(pool: KVPool, num_heads: int, params: tuple[AttentionParams, ...]) -> TritonAttention:
         shapes = [
-            TileShape(is_decode, pool.tensor.dtype, pool.layout.head_dim, num_heads // pool.layout.num_kv_heads)
+            TileShape(is_decode, pool.layer(0).keys.dtype, pool.layout.head_dim, num_heads // pool.layout.num_kv_heads)
             for is_decode in (False, True)
         ]
         tiles = {shape.name: small for shape in shapes}

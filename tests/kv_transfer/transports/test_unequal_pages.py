@@ -26,6 +26,7 @@ def test_slices_of_pages_arrive_unchanged_from_another_process(
     reader = start("reader", transport, TEST_PAGE_SIZE=str(target_size))
     join(writer, reader, transport)
     ours, theirs = replace(LAYOUT, page_size=source_size), replace(LAYOUT, page_size=target_size)
+    shape = (ours.num_layers, 2, ours.num_kv_heads, ours.page_size, ours.head_dim)
     num_units = len(sources) * source_size // min(source_size, target_size)
     per_source, per_target = num_units // len(sources), max(1, target_size // source_size)
     targets = [2 * index + 1 for index in range(num_units // per_target)]
@@ -38,7 +39,7 @@ def test_slices_of_pages_arrive_unchanged_from_another_process(
     finished: list[int] = []
     until(lambda: finished.extend(writer.ask("finished")) or len(finished) == num_units)
     assert sorted(finished) == tickets
-    prompt = prompt_of([np.frombuffer(page_content(page, ours), np.float32).reshape(ours.shape) for page in sources])
+    prompt = prompt_of([np.frombuffer(page_content(page, ours), np.float32).reshape(shape) for page in sources])
     expected = [prompt[..., i * target_size : (i + 1) * target_size, :].tobytes() for i in range(len(targets))]
     assert reader.ask("digest", pages=targets) == [hashlib.sha256(page).hexdigest() for page in expected]
     untouched = [page for page in range(16) if page not in targets]

@@ -65,7 +65,7 @@ def compile_attention(dtype: str, heads: tuple[int, int, int], page_size: int) -
     step = TritonAttention(pool, num_heads, params, num_programs=264, tiles={}).prepare(
         make_step([(37, 1), (300, 170)], page_size, pool.num_pages, "cpu", seed=0)
     )
-    qkv = torch.zeros(171, num_heads + 2 * num_kv_heads, head_dim, dtype=pool.tensor.dtype)
+    qkv = torch.zeros(171, num_heads + 2 * num_kv_heads, head_dim, dtype=pool.layer(0).keys.dtype)
     for layer in range(2):
         step.extend(layer, *qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1))
     pool.close()
