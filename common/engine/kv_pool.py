@@ -24,8 +24,8 @@ from common.cache.page_layout import PageLayout
 
 #: The number formats of weights and KV pages, by their names in configuration and messages.
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: The number formats of KV pages alone.
-_PAGE_DTYPES = TORCH_DTYPES | {"fp8_e4m3": torch.float8_e4m3fn}
+#: The number formats of KV pages.
+PAGE_DTYPES = TORCH_DTYPES | {"fp8_e4m3": torch.float8_e4m3fn}
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python names it from 3.14 on
 _POPULATE_AT_ONCE = 32 << 20  # bytes; between two of these calls signals are handled and the time is checked
 
@@ -193,5 +193,5 @@ def _head_views(pages: Tensor, layout: PageLayout, dim: int, offset: int) -> tup
         return numbers.as_strided((*shape, num_columns), strides, (offset + inside) // item)
 
     (inside, _), *scales = layout.token_parts(dim)
-    numbers = view(_PAGE_DTYPES[layout.dtype], inside, dim)
+    numbers = view(PAGE_DTYPES[layout.dtype], inside, dim)
     return numbers, view(torch.uint8, scales[0][0], 1)[..., 0] if scales else None

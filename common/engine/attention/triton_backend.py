@@ -13,7 +13,7 @@ from torch import Tensor
 from common.engine.attention.protocol import LayerParams
 from common.engine.batch import StepBatch, cut_into_pieces
 from common.engine.device_copies import to_device
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import PAGE_DTYPES, KVPool
 from common.engine.triton_kernels.attention import MAX_SPLITS, merge_splits, paged_attention, write_kv
 from common.engine.triton_kernels.tiles import Tile, TileShape, choose_tile, power_of_two, stored_tiles
 
@@ -44,7 +44,7 @@ class TritonAttention:
         self.group = num_heads // layout.num_kv_heads
         if tiles is None:
             tiles = stored_tiles(torch.cuda.get_device_name(pool.device)) if is_cuda else {}
-        dtype = pool.layer(0).keys.dtype
+        dtype = PAGE_DTYPES[layout.dtype]
         self.extend_tile, self.decode_tile = (
             choose_tile(TileShape(is_decode, dtype, layout.head_dim, self.group), tiles) for is_decode in (False, True)
         )
