@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 #: Shared memory of one program on the smallest GPUs that are served (compute capability 8.6), less a reserve.
 SHARED_BYTES = 96 << 10
+#: Numbers of the weighted sums of values, for one token, that one program keeps in registers.
+MAX_SUMS = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +47,34 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What the best tile depends on. ``group`` is the number of query heads of one KV head."""
+    """What the best tile depends on.
+
+    Attributes:
+        dtype: of the pages.
+        group: query heads of one KV head in one program.
+        value_dim: numbers of a value; 0 for ``head_dim``.
+    """
 
     is_decode: bool
     dtype: torch.dtype
     head_dim: int
     group: int
+    value_dim: int = 0
 
     @property
     def name(self) -> str:
         kind = "decode" if self.is_decode else "extend"
-        return f"{kind} {str(self.dtype).removeprefix('torch.')} head_dim={self.head_dim} group={self.group}"
+        name = f"{kind} {str(self.dtype).removeprefix('torch.')} head_dim={self.head_dim} group={self.group}"
+        return name + (f" value_dim={self.value_dim}" if self.value_dim not in (0, self.head_dim) else "")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a key in shared memory, where numbers of FP8 have 16 bits. Of a longer value, the value's."""
+        value_dim = self.value_dim or self.head_dim
+        main_dim = min(self.head_dim, value_dim)
+        rest_dim = self.head_dim - main_dim
+        dims = max(block_of(value_dim), block_of(main_dim) + (block_of(rest_dim) if rest_dim else 0))
+        return dims * max(2, self.dtype.itemsize)
 
     @property
     def min_lines(self) -> int:
@@ -68,21 +87,33 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+def block_of(dim: int) -> int:
+    """Return the width of a tile with rows of ``dim`` numbers: ``tl.dot`` needs a power of two, at least 16."""
+    return max(16, power_of_two(dim))
+
+
+def heads_of_a_program(group: int, value_dim: int) -> int:
+    """Return how many of the query heads that share a KV head one program computes: a divisor of ``group``."""
+    most = max(1, MAX_SUMS // block_of(value_dim))
+    return max(heads for heads in range(1, group + 1) if group % heads == 0 and heads <= most)
+
+
 def default_tile(shape: TileShape) -> Tile:
     """Return a tile whose blocks of keys and values fit into shared memory, twice if possible, beside the queries."""
-    row_bytes = power_of_two(shape.head_dim) * shape.dtype.itemsize
+    row_bytes = shape.row_bytes
     block_m = shape.min_lines
     if not shape.is_decode:
         if shape.dtype == torch.float32:  # no matrix instructions in full precision: large tiles compile longer
             block_m = max(block_m, 32)
         else:
-            block_m = max(block_m, 128 if row_bytes <= 256 else 64)
+            block_m = max(block_m, 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32)
     left = SHARED_BYTES - block_m * row_bytes
     block_n = 64
     while block_n > 16 and 2 * 2 * block_n * row_bytes > left:
         block_n //= 2
     num_stages = 2 if 2 * 2 * block_n * row_bytes <= left else 1
-    return Tile(block_m, block_n, num_warps=8 if block_m >= 128 else 4, num_stages=num_stages)
+    is_large = block_m >= 128 or block_m * block_of(shape.value_dim or shape.head_dim) >= 2 * MAX_SUMS
+    return Tile(block_m, block_n, num_warps=8 if is_large else 4, num_stages=num_stages)
 
 
 def candidates(shape: TileShape) -> list[Tile]:

@@ -11,14 +11,11 @@ from support.service.client import prompt_of
 from support.service.service import SMALL_MODEL
 
 from common.cache.page_layout import PageLayout, layout_conflict
-from common.engine.attention import resolve_attention
 from common.engine.attention.fp8 import dequantize, quantize
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
-from common.errors import ConfigError
 
-CPU = torch.device("cpu")
 MAX_NEW = 12
 Case = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -76,13 +73,6 @@ def test_pages_in_fp8_go_to_no_node_with_other_pages() -> None:
         "KV dtype fp8_e4m3 and bfloat16 must be equal: give both nodes the same --dtype and --kv-cache-dtype"
     )
     assert layout_conflict(ours, ours) == ""
-
-
-def test_the_cpu_kernels_refuse_fp8_by_name_and_auto_takes_torch() -> None:
-    layout = PageLayout(1, 1, 16, 16, "fp8_e4m3")
-    with pytest.raises(ConfigError, match=r"--attention-backend cpu: cannot read KV pages in FP8: give auto or torch"):
-        resolve_attention("cpu", CPU, layout)
-    assert resolve_attention("auto", CPU, layout) == "torch"
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------

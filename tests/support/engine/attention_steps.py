@@ -1,6 +1,6 @@
 """Steps with random rows for attention backends, and the comparison of a backend with ``reference``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ def compare(
     heads: tuple[int, int, int],
     params: AttentionParams = PLAIN,
     spare_pages: int = 3,
-    **format: Any,
+    format: Mapping[str, Any] | None = None,
 ) -> None:
     """Assert that a backend writes the same KV and returns the same attention as ``reference``, in the second layer.
 
@@ -56,7 +56,7 @@ def compare(
     """
     num_heads, num_kv_heads, head_dim = heads
     num_pages = sum(-(-(start + new) // page_size) for start, new in rows) + spare_pages
-    layout = PageLayout(2, num_kv_heads, head_dim, page_size, **{"dtype": dtype, **format})
+    layout = PageLayout(2, num_kv_heads, head_dim, page_size, **{"dtype": dtype, **(format or {})})
     pool = KVPool(layout, num_pages, device)
     batch = make_step(rows, page_size, num_pages, device, seed=page_size)
     torch.manual_seed(0)
