@@ -207,5 +207,7 @@ class AttentionPass:
         )
         if is_split:
             merge_splits[(len(self._pieces), num_groups, self._num_lines)](
-                *(out, self._pieces, partial_out, partial_lse, out.stride(0), self._num_splits), **shape
+                *(out, self._pieces, partial_out, partial_lse, out.stride(0), self._num_splits),
+                **shape,
+                num_warps=max(4, shape["VALUE_BLOCK"] // 32),
             )

@@ -65,12 +65,11 @@ def compile_attention(num_heads: int, layout: PageLayout) -> None:
     step = TritonAttention(pool, num_heads, params, num_programs=264, tiles={}).prepare(
         make_step([(37, 1), (300, 170)], page_size, pool.num_pages, "cpu", seed=0)
     )
-    q, k, v = (
-        torch.zeros(171, count, dim, dtype=torch.bfloat16)
-        for count, dim in (
-            (num_heads, layout.head_dim), (layout.num_kv_heads, layout.head_dim), (layout.num_kv_heads, layout.value_dim)
-        )
-    )  # fmt: skip
+    shapes = [
+        (num_heads, layout.head_dim),
+        *((layout.num_kv_heads, dim) for dim in (layout.head_dim, layout.value_dim)),
+    ]
+    q, k, v = (torch.zeros(171, *shape, dtype=torch.bfloat16) for shape in shapes)
     for layer in range(2):
         step.extend(layer, q, k, v)
     pool.close()
