@@ -106,7 +106,9 @@ def default_tile(shape: TileShape) -> Tile:
         if shape.dtype == torch.float32:  # no matrix instructions in full precision: large tiles compile longer
             block_m = max(block_m, 32)
         else:
-            block_m = max(block_m, 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32)
+            # Numbers in FP8 take registers while they become 16 bits.
+            most = 128 if row_bytes <= 256 and shape.dtype.itemsize > 1 else 64 if row_bytes <= 512 else 32
+            block_m = max(block_m, most)
     left = SHARED_BYTES - block_m * row_bytes
     block_n = 64
     while block_n > 16 and 2 * 2 * block_n * row_bytes > left:

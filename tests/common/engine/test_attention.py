@@ -174,6 +174,7 @@ FORMATS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "short values": ({"value_dim": 16}, (4, 2, 24)),
     "long values": ({"value_dim": 40}, (3, 1, 16)),
     "latent": ({"value_dim": 32, "is_latent": True}, (4, 1, 40)),
+    "latent of many heads": ({"value_dim": 512, "is_latent": True}, (32, 1, 520)),
     "fp8": ({"dtype": "fp8_e4m3"}, (4, 2, 16)),
     "fp8 short values": ({"dtype": "fp8_e4m3", "value_dim": 20}, (2, 2, 24)),
     "fp8 latent": ({"dtype": "fp8_e4m3", "value_dim": 16, "is_latent": True}, (6, 1, 24)),

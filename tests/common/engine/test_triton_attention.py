@@ -26,6 +26,7 @@ from common.engine.triton_kernels.tiles import (
     TileShape,
     choose_tile,
     default_tile,
+    heads_of_a_program,
     store_tiles,
     stored_tiles,
     tiles_file,
@@ -139,6 +140,17 @@ def test_default_tiles_hold_one_token_and_fit_into_shared_memory(
     assert tile.block_m >= group
     width = 1 << (head_dim - 1).bit_length()
     assert (tile.block_m + 2 * tile.num_stages * tile.block_n) * width * dtype.itemsize <= SHARED_BYTES
+
+
+def test_wide_values_divide_the_query_heads_of_a_kv_head_among_programs() -> None:
+    """A program has as many heads as leave registers for their sums: 8,192 numbers."""
+    assert heads_of_a_program(group=8, value_dim=128) == 8
+    assert heads_of_a_program(group=128, value_dim=512) == 16
+    assert heads_of_a_program(group=24, value_dim=512) == 12, "a divisor of the group"
+    latent = TileShape(True, torch.bfloat16, 576, 16, value_dim=512)
+    assert latent.row_bytes == 2 * (512 + 64)
+    assert TileShape(True, torch.float8_e4m3fn, 128, 4).row_bytes == 256, "16 bits while they are computed"
+    assert latent.name == "decode bfloat16 head_dim=576 group=16 value_dim=512"
 
 
 def test_measured_tiles_are_kept_by_device_and_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
