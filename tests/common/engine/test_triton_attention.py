@@ -73,6 +73,16 @@ def test_rows_of_any_length_are_merged_from_splits(params: dict[str, object], nu
         compare(with_programs(num_programs), device, "float32", rows, 16, heads, made, spare_pages=64)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "format", [{"value_dim": 40}, {"dtype": "fp8_e4m3", "value_dim": 16, "is_latent": True}], ids=["wide", "latent"]
+)
+def test_splits_are_merged_in_other_formats_of_pages(format: dict[str, object], device: str) -> None:
+    dtype = "float16" if device == "cuda" else "float32"
+    build = with_programs(4)
+    compare(build, device, dtype, [(5, 1), (300, 1)], 16, (2, 1, 24), spare_pages=64, format=format)
+
+
 def test_the_number_of_splits_depends_on_the_number_of_pieces_not_on_their_lengths() -> None:
     pool = KVPool(LAYOUT, 256)
     backend = with_programs(264)(pool, 4, (AttentionParams(),))
