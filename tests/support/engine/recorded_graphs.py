@@ -23,6 +23,7 @@ from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder
 from common.engine.models.layers import TorchOperations
 from common.engine.models.weights import load_weights
+from common.engine.sampling.grammar import load_compiler
 
 #: A function of torch or a kernel of Triton with its arguments, and what it returned.
 Operation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
@@ -151,7 +152,8 @@ def load_with_torch(
         patch.setattr("common.engine.models.decoder.make_operations", lambda *_: operations())
         model = Decoder(config, load_weights(config, "float32", torch.device("cpu")))
     pool = KVPool(config.layout(page_size, "float32"), num_pages)
-    return TorchExecutor(model, pool, attention(pool), num_slots=num_slots)
+    grammars = load_compiler(config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
+    return TorchExecutor(model, pool, attention(pool), num_slots=num_slots, grammars=grammars)
 
 
 def _tensors(found: Any) -> list[Tensor]:
