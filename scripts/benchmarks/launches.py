@@ -112,11 +112,11 @@ def compare(batches: Sequence[int], *, context: int, num_layers: int, dtype: str
     with counting_kernels() as counter:
         for batch in batches:
             for kind, params in KINDS.items():
-                both = [
+                eager, with_graph = (
                     count_step(config, batch, params, counter, context=context, dtype=dtype, has_graphs=has_graphs)
                     for has_graphs in (False, True)
-                ]
-                yield Comparison(batch, kind, *both, least_bytes=weights + batch * kv)
+                )
+                yield Comparison(batch, kind, eager, with_graph, weights + batch * kv)
 
 
 def count_step(
@@ -195,7 +195,7 @@ class LaunchCounter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.pool: PoolWithoutData | None = None
         self.context = 0
         self.counts = StepCounts(Counter())

@@ -57,7 +57,6 @@ def test_a_greedy_step_moves_little_more_than_weights_and_context(deep: dict[tup
     for (_, kind), one in deep.items():
         if kind == "greedy":
             assert 1.0 <= one.with_graph.moved_bytes / one.least_bytes < 1.1
-            assert one.with_graph.moved_bytes <= one.eager.moved_bytes
 
 
 def test_the_counter_notices_what_the_host_waits_for() -> None:
