@@ -91,7 +91,7 @@ class KVPool:
         self._landing: Tensor | None = torch.frombuffer(self.memory, dtype=torch.uint8).view(shape)
         on_cpu = self.device.type == "cpu"
         self.pages = self._landing if on_cpu else torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        self._layers = [_layer_views(self.pages, layout, layer) for layer in range(layout.num_layers)]
+        self._layers = [layer_views(self.pages, layout, layer) for layer in range(layout.num_layers)]
         self._moves = None if on_cpu else torch.cuda.Stream(self.device)
 
     @property
@@ -174,7 +174,8 @@ class KVPool:
         del self.memory
 
 
-def _layer_views(pages: Tensor, layout: PageLayout, layer: int) -> LayerKV:
+def layer_views(pages: Tensor, layout: PageLayout, layer: int) -> LayerKV:
+    """Return one layer of pages, which are uint8 ``[num_pages, page_bytes]``."""
     keys, key_scales = _head_views(pages, layout, layout.head_dim, layout.offset(0, layer=layer))
     if layout.is_latent:
         return LayerKV(keys, keys[..., : layout.value_dim], key_scales, key_scales)
