@@ -6,13 +6,15 @@ distribution, in order of token id, at a uniform number that is a hash of (seed,
 so a retracted or migrated request samples the same tokens. Weights are whole numbers (``weights``), so that all devices
 sample the same token from the same logits.
 
-On a GPU nothing here waits for the device, so that the next step can be queued behind the one that samples.
+On a GPU nothing here waits for the device, so that the next step can be queued behind the one that samples; there the
+Triton kernels of ``triton_kernels.sampling`` draw, where that package is installed.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from common.sampling_params import SamplingParams
 
 #: Strips of a row that are searched first for tokens above its threshold; the whole row only if they do not suffice.
 NUM_STRIPS = 32
-#: Rows that a GPU sorts at once, whose copies take 12 bytes for each logit.
+#: Rows that a GPU without Triton sorts at once, whose copies take 12 bytes for each logit.
 ROWS_PER_SORT = 32
 _MOST_PER_STRIP = 256
 
@@ -78,6 +80,28 @@ def sample(
     apply_token_masks(logits, [(row.mask, row.end_ids if row.is_end_masked else ()) for row in rows])
     if masks is not None:
         masks.apply(logits)
+    tokens = _draw_on_device(logits, rows) if _has_kernels(logits.device.type) else _draw(logits, rows)
+    if raw is None:
+        return tokens, None
+    num_top = [rows[index].params.logprobs or 0 for index in asked]
+    return tokens, token_logprobs(raw, tokens[_indices(asked, logits.device)], num_top)
+
+
+@cache
+def _has_kernels(device_type: str) -> bool:
+    return device_type == "cuda" and find_spec("triton") is not None
+
+
+def _draw_on_device(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Return the tokens that ``_draw`` returns, in a few launches."""
+    from common.engine.triton_kernels.sampling import draw_tokens, row_inputs  # imports triton
+
+    inputs = row_inputs([row.params for row in rows], _uniforms(rows), logits.shape[1])
+    return draw_tokens(logits, to_device(inputs, logits.device))
+
+
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Return one token ``[R]`` per row: the likeliest if the row is greedy, else a random one."""
     tokens = _argmax(logits)
     for is_truncated, method in ((True, _sample_likely_strips), (False, _sample_whole_rows)):
         chosen = [
@@ -87,10 +111,7 @@ def sample(
             index_of = _indices(chosen, logits.device)
             part = logits if len(chosen) == len(rows) else logits[index_of]
             tokens[index_of] = method(part, tokens[index_of], [rows[i] for i in chosen])
-    if raw is None:
-        return tokens, None
-    num_top = [rows[index].params.logprobs or 0 for index in asked]
-    return tokens, token_logprobs(raw, tokens[_indices(asked, logits.device)], num_top)
+    return tokens
 
 
 def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -107,6 +128,12 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArra
     with np.errstate(over="ignore"):
         bits = _mix(_mix(seeds + golden) + positions * golden)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _uniforms(rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
+    """Return the random number of each row, ``[R]``."""
+    seeds = np.array([row.params.seed for row in rows], np.uint64)
+    return uniforms(seeds, np.array([row.position for row in rows], np.uint64))
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -226,9 +253,7 @@ class _Truncation:
         self.needs_mass = any(p.top_p < 1 and not 0 < p.top_k < vocab for p in params)
         self.has_ranks = any(p.top_p < 1 or 0 < p.top_k < vocab for p in params)
         self.vocab = vocab
-        seeds = np.array([p.seed for p in params], np.uint64)
-        positions = np.array([row.position for row in rows], np.uint64)
-        self.uniforms = to_device(uniforms(seeds, positions), device)
+        self.uniforms = to_device(_uniforms(rows), device)
 
     def scaled(self, logits: Tensor, best: Tensor) -> Tensor:
         return (logits - best).mul_(self.factor)

@@ -24,6 +24,7 @@ from common.engine.attention.protocol import AttentionParams
 from common.engine.attention.triton_backend import TritonAttention
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels.elementwise import TritonOperations
+from common.engine.triton_kernels.sampling import draw_tokens
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 compile_only = JITFunction.run
@@ -53,6 +54,7 @@ def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any
     stack = [int(size) for size in re.findall(r"STACK:(\d+)", usage)]
     shared = compiled.metadata.shared
     found = {"name": kernel.fn.__name__, "shared_bytes": shared, "stack_bytes": max(stack), "code_bytes": len(code)}
+    found["is_fused"] = "fma." in compiled.asm["ptx"] or compiled.metadata.enable_fp_fusion
     print(json.dumps(found))
     return compiled
 
@@ -89,3 +91,4 @@ if __name__ == "__main__":
     JITFunction.run = run  # type: ignore[method-assign]
     compile_attention("bfloat16", (32, 8, 128), 16)
     compile_operations(32, 8, 128, 4096)
+    draw_tokens(torch.zeros(3, 151_936), torch.zeros(5, 3, dtype=torch.float64))
