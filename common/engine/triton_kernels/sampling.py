@@ -152,7 +152,8 @@ def gather_likely(
 ):
     """Choose the row's edge, and move one block's tokens up to it to ``likely`` and ``likely_ids``.
 
-    These are ``[rows, CAPACITY]``; ``edges`` and ``sizes`` ``[rows]`` get the edge's key and the number of tokens up to it.
+    These are ``[rows, CAPACITY]``. ``edges`` and ``sizes`` ``[rows]`` get the edge's key, and how many tokens are up to
+    there.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     factor = _input(inputs, _FACTOR, row).to(tl.float32)

@@ -68,8 +68,11 @@ def compile_attention(dtype: str, heads: tuple[int, int, int], page_size: int) -
         make_step([(37, 1), (300, 170)], page_size, pool.num_pages, "cpu", seed=0)
     )
     qkv = torch.zeros(171, num_heads + 2 * num_kv_heads, head_dim, dtype=pool.tensor.dtype)
+    rotary = (torch.ones(171, head_dim // 2), torch.zeros(171, head_dim // 2))
+    norm = torch.ones(head_dim, dtype=qkv.dtype)
     for layer in range(2):
         step.extend(layer, *qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1))
+        step.rotate_and_extend(layer, qkv, (norm, norm), rotary, 1e-6)
     pool.close()
 
 

@@ -3,28 +3,30 @@
 By itself it does so again for every call between two functions of a kernel. Importing this module is enough.
 """
 
+from importlib.util import find_spec
 from typing import Any
-
-import triton.language as tl
-from triton.runtime import interpreter
 
 from common.engine.triton_kernels import has_interpreter
 
-_patch_kernel: Any = interpreter._patch_lang
+
+def _make_faster() -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch_kernel: Any = interpreter._patch_lang
+    standard: Any = tl.max  # of the module that holds Triton's standard library
+
+    def patch(function: Any) -> Any:
+        scope = patch_kernel(function)
+        scope._changes += patch_kernel(standard.fn)._changes
+        return scope
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function.rewrite()(*args, **kwargs)
+
+    interpreter._patch_lang = patch
+    interpreter.InterpretedFunction.__call__ = call  # type: ignore[method-assign]
 
 
-def _patch(function: Any) -> Any:
-    """Prepare the modules that a kernel calls, and those that the standard library of Triton calls."""
-    scope = _patch_kernel(function)
-    standard: Any = tl.max
-    scope._changes += _patch_kernel(standard.fn)._changes
-    return scope
-
-
-def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function.rewrite()(*args, **kwargs)
-
-
-if has_interpreter():
-    interpreter._patch_lang = _patch
-    interpreter.InterpretedFunction.__call__ = _call  # type: ignore[method-assign]
+if has_interpreter() and find_spec("triton"):
+    _make_faster()
