@@ -24,6 +24,7 @@ from common.engine.attention.protocol import AttentionParams
 from common.engine.attention.triton_backend import TritonAttention
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels.elementwise import TritonOperations
+from common.engine.triton_kernels.pages import Runs, gather, scatter
 from common.engine.triton_kernels.sampling import draw_tokens
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -94,4 +95,7 @@ if __name__ == "__main__":
     JITFunction.run = run  # type: ignore[method-assign]
     compile_attention("bfloat16", (32, 8, 128), 16)
     compile_operations(32, 8, 128, 4096)
+    runs = Runs.make(((4096, 512), (8192, 512)), 1 << 16, torch.device("cpu"))
+    for copy in (gather, scatter):
+        copy(torch.zeros(4, 1 << 16, dtype=torch.uint8), torch.tensor([2]), runs, torch.zeros(1024, dtype=torch.uint8))
     draw_tokens(torch.zeros(3, 151_936), torch.zeros(5, 3, dtype=torch.float64))
