@@ -21,12 +21,15 @@ from common.engine.attention.protocol import AttentionParams
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels import has_interpreter
 from common.engine.triton_kernels.tiles import (
+    SAMPLING,
     SHARED_BYTES,
+    SamplingTile,
     Tile,
     TileShape,
     choose_tile,
     default_tile,
     store_tiles,
+    stored_sampling_tile,
     stored_tiles,
     tiles_file,
 )
@@ -154,6 +157,21 @@ def test_measured_tiles_are_kept_by_device_and_shape(monkeypatch: pytest.MonkeyP
         "decode bfloat16 head_dim=128 group=4",
         "extend bfloat16 head_dim=128 group=4",
     ]
+
+
+def test_the_measured_tile_of_sampling_is_kept_beside_those_of_attention(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert stored_sampling_tile("GPU") == SamplingTile()
+    shape = TileShape(True, torch.bfloat16, 128, 4)
+    measured, of_sampling = Tile(16, 128, 8, 3), SamplingTile(1024, 8192, 16)
+    store_tiles("GPU", {SAMPLING: of_sampling})
+    store_tiles("GPU", {shape.name: measured})
+    assert stored_sampling_tile("GPU") == of_sampling
+    assert stored_tiles("GPU") == {shape.name: measured}
+    with pytest.raises(ValueError, match="power of two"):
+        SamplingTile(block=1000)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"block_m": 17}}', '{"a": {"block_m": 8}}'])

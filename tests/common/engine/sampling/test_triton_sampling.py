@@ -23,22 +23,25 @@ import support.engine.triton_interpreter  # noqa: F401  (makes the interpreter f
 
 from common.engine.triton_kernels import has_interpreter
 from common.engine.triton_kernels import sampling as kernels
+from common.engine.triton_kernels.tiles import SamplingTile
 
 GREEDY = SamplingParams(temperature=0.0)
 TOP_P = SamplingParams(top_p=0.9, seed=2)
 BOTH = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=3)
 
 
-def draw(logits: torch.Tensor, rows: list[SamplingRow], device: str, **sizes: int) -> list[int]:
+def draw(logits: torch.Tensor, rows: list[SamplingRow], device: str, tile: SamplingTile | None = None) -> list[int]:
     seeds = np.array([row.params.seed for row in rows], np.uint64)
     random = uniforms(seeds, np.array([row.position for row in rows], np.uint64))
     inputs = torch.from_numpy(kernels.row_inputs([row.params for row in rows], random, logits.shape[1]))
-    return kernels.draw_tokens(logits.to(device), inputs.to(device), **sizes).tolist()
+    return kernels.draw_tokens(logits.to(device), inputs.to(device), tile).tolist()
 
 
-def assert_same_draws(logits: torch.Tensor, rows: list[SamplingRow], device: str, **sizes: int) -> None:
+def assert_same_draws(
+    logits: torch.Tensor, rows: list[SamplingRow], device: str, tile: SamplingTile | None = None
+) -> None:
     expected, _ = sample(logits.clone(), rows)
-    assert draw(logits, rows, device, **sizes) == expected.tolist()
+    assert draw(logits, rows, device, tile) == expected.tolist()
 
 
 params_strategy = st.builds(
@@ -70,7 +73,7 @@ def test_every_row_gets_the_token_that_the_cpu_draws(vocab: int, device: str) ->
         logits[:, 1::7] = -np.inf  # as after a mask
         rows = [SamplingRow(one, int(random.integers(0, 50)), 0) for one in params]
         tensor = torch.from_numpy(logits.astype(np.float32))
-        assert_same_draws(tensor, rows, device, block=256, capacity=256)
+        assert_same_draws(tensor, rows, device, SamplingTile(256, 256))
 
     check()
 
