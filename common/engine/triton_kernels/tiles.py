@@ -1,7 +1,7 @@
-"""Tile sizes of the attention kernels: defaults, and measured ones, which are kept in a file for each kind of GPU.
+"""Tile sizes of the kernels: defaults, and measured ones, which are kept in a file for each kind of GPU.
 
-The file is ``~/.cache/baton/triton/DEVICE.json`` (or below ``$XDG_CACHE_HOME``): tile sizes by ``TileShape.name``.
-``scripts.measure_tiles`` writes it; without it the defaults hold.
+The file is ``~/.cache/baton/triton/DEVICE.json`` (or below ``$XDG_CACHE_HOME``): tile sizes of attention by
+``TileShape.name``, and those of sampling. ``scripts.measure_tiles`` writes it; without it the defaults hold.
 """
 
 import json
@@ -82,6 +82,32 @@ class TileShape:
         return max(16, power_of_two(self.group))
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingTile:
+    """How the kernels that draw tokens divide a row of logits.
+
+    Attributes:
+        block: logits of one block.
+        capacity: likely tokens of a row that are gathered; the last kernel reads them at once.
+        num_warps: of the last kernel.
+    """
+
+    block: int = 2048
+    capacity: int = 4096
+    num_warps: int = 8
+
+    def __post_init__(self) -> None:
+        for size in (self.block, self.capacity):
+            if not 128 <= size <= 16384 or size & (size - 1):
+                raise ValueError(f"{size} logits: give a power of two from 128 to 16384")
+        if self.num_warps not in (4, 8, 16):
+            raise ValueError(f"num_warps {self.num_warps}")
+
+
+#: The entry of the ``SamplingTile`` among those of attention.
+SAMPLING = "sampling"
+
+
 def power_of_two(number: int) -> int:
     """Return the least power of two that is not less than ``number``."""
     return 1 << max(number - 1, 0).bit_length()
@@ -138,11 +164,22 @@ def tiles_file(device_name: str) -> Path:
 
 
 def stored_tiles(device_name: str) -> dict[str, Tile]:
-    """Return the measured tiles of a kind of GPU by the names of their shapes; a damaged file counts as absent."""
+    """Return the measured tiles of attention on a kind of GPU by the names of their shapes."""
+    return {name: tile for name, tile in _stored(device_name).items() if isinstance(tile, Tile)}
+
+
+def stored_sampling_tile(device_name: str) -> SamplingTile:
+    """Return the measured tile of sampling on a kind of GPU; the default if none is stored."""
+    tile = _stored(device_name).get(SAMPLING)
+    return tile if isinstance(tile, SamplingTile) else SamplingTile()
+
+
+def _stored(device_name: str) -> dict[str, Tile | SamplingTile]:
+    """Return all measured tiles; a damaged file counts as absent."""
     try:
         file = tiles_file(device_name)
         stored = json.loads(file.read_text())
-        return {name: Tile(**sizes) for name, sizes in stored.items()}
+        return {name: (SamplingTile if name == SAMPLING else Tile)(**sizes) for name, sizes in stored.items()}
     except (FileNotFoundError, RuntimeError):
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -150,11 +187,11 @@ def stored_tiles(device_name: str) -> dict[str, Tile]:
         return {}
 
 
-def store_tiles(device_name: str, tiles: Mapping[str, Tile]) -> Path:
+def store_tiles(device_name: str, tiles: Mapping[str, Tile | SamplingTile]) -> Path:
     """Add tiles to the file of a kind of GPU and return the file."""
     file = tiles_file(device_name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    merged = {name: asdict(tile) for name, tile in {**stored_tiles(device_name), **tiles}.items()}
+    merged = {name: asdict(tile) for name, tile in {**_stored(device_name), **tiles}.items()}
     fresh = file.with_suffix(".new")
     fresh.write_text(json.dumps(merged, indent=1, sort_keys=True))
     fresh.replace(file)  # atomic: a node may read it at the same time

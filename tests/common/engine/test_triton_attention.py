@@ -21,13 +21,16 @@ from common.engine.attention.protocol import AttentionParams
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels import has_interpreter
 from common.engine.triton_kernels.tiles import (
+    SAMPLING,
     SHARED_BYTES,
+    SamplingTile,
     Tile,
     TileShape,
     choose_tile,
     default_tile,
     heads_of_a_program,
     store_tiles,
+    stored_sampling_tile,
     stored_tiles,
     tiles_file,
 )
@@ -178,6 +181,21 @@ def test_measured_tiles_are_kept_by_device_and_shape(monkeypatch: pytest.MonkeyP
     ]
 
 
+def test_the_measured_tile_of_sampling_is_kept_beside_those_of_attention(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert stored_sampling_tile("GPU") == SamplingTile()
+    shape = TileShape(True, torch.bfloat16, 128, 4)
+    measured, of_sampling = Tile(16, 128, 8, 3), SamplingTile(1024, 8192, 16)
+    store_tiles("GPU", {SAMPLING: of_sampling})
+    store_tiles("GPU", {shape.name: measured})
+    assert stored_sampling_tile("GPU") == of_sampling
+    assert stored_tiles("GPU") == {shape.name: measured}
+    with pytest.raises(ValueError, match="power of two"):
+        SamplingTile(block=1000)
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"block_m": 17}}', '{"a": {"block_m": 8}}'])
 def test_a_damaged_file_of_tiles_counts_as_absent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
@@ -238,7 +256,10 @@ def test_kernels_compile_for_gpus_with_hardly_a_spilled_register(capability: int
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     operations = {"add_rms_norm", "norm_and_rotate", "silu_and_multiply"}
-    assert {kernel["name"] for kernel in kernels} == operations | {"write_kv", "paged_attention", "merge_splits"}
+    sampling = {"find_maxima", "weigh_blocks", "gather_likely", "draw"}
+    attention = {"write_kv", "paged_attention", "merge_splits"}
+    assert {kernel["name"] for kernel in kernels} == operations | sampling | attention | {"copy_runs"}
+    assert not any(kernel["is_fused"] for kernel in kernels if kernel["name"] in sampling), "draws may differ"
     for kernel in kernels:
         assert kernel["shared_bytes"] <= 99 << 10, kernel
         assert kernel["stack_bytes"] <= 128, kernel  # spilled registers
