@@ -67,7 +67,8 @@ class Slot:
     @property
     def depends_on_tokens(self) -> bool:
         """Whether the host must know all tokens before the next one is sampled."""
-        return self.history is not None or self.mask is not None or self.constraint is not None
+        has_mask = self.mask is not None and self.mask.depends_on_tokens
+        return self.history is not None or has_mask or self.constraint is not None
 
     def append(self, token: int) -> None:
         """Count one more output token."""

@@ -1,14 +1,19 @@
 """Memory on CUDA: the KV pool gets a share of what weights, CUDA graphs and the largest step leave free."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from common.cache.page_layout import PageLayout
 from common.config.node import NodeConfig
 from common.config.shared import SMALL_MODEL
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError
+from common.node.loading import model_loading
 from common.node.loading.device_plan import (
     GRAPH_OVERHEAD_BYTES,
     STEP_OVERHEAD_BYTES,
@@ -127,3 +132,37 @@ def test_graphs_that_can_have_no_effect_are_refused_by_flag() -> None:
         NodeConfig(cuda_graph_max_bs=2, disable_cuda_graph=True)
     with pytest.raises(ConfigError, match=r"^--cuda-graph-max-bs: there are no CUDA graphs on a CPU"):
         NodeConfig(cuda_graph_max_bs=2, device="cpu")
+
+
+class Capturing:
+    """An executor that captures graphs until the device has no memory left."""
+
+    pool = SimpleNamespace(device=None)
+
+    def __init__(self, num_fitting: int) -> None:
+        self._num_fitting = num_fitting
+
+    def capture_graphs(self, runner: object, batch_sizes: Sequence[int], *, progress: Callable[[int], None]) -> None:
+        for number in range(1, len(batch_sizes) + 1):
+            if number > self._num_fitting:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB\nand more")
+            progress(number)
+
+
+def test_the_log_says_how_many_graphs_are_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("common.engine.cuda_graphs.CudaGraphRunner", lambda device: None)
+    executor: Any = Capturing(num_fitting=3)
+    with caplog.at_level("INFO"):
+        model_loading._capture_graphs(executor, (1, 2, 4))
+    assert "captured 3 of 3 CUDA graphs in" in caplog.messages[-1]
+
+
+def test_a_device_without_memory_for_its_graphs_is_refused_by_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.engine.cuda_graphs.CudaGraphRunner", lambda device: None)
+    executor: Any = Capturing(num_fitting=1)
+    with pytest.raises(
+        ConfigError, match=r"too little memory .* --cuda-graph-max-bs, or give .*Tried to allocate 2 MiB\)"
+    ):
+        model_loading._capture_graphs(executor, (1, 2, 4))
