@@ -305,9 +305,8 @@ def test_a_live_run_with_aborts_and_retractions_replays_identically(tmp_path: Pa
 def _spoil_and_replay(path: Path) -> None:
     """A recording in which one row of one plan is another is told apart, by its place."""
     told = list(frames.read_frames(str(path)))
-    number = next(
-        i for i, f in enumerate(told) if i > len(told) // 2 and isinstance(f, frames.Planned) and f.plan is not None
-    )
+    planned = [i for i, f in enumerate(told) if isinstance(f, frames.Planned) and f.plan is not None]
+    number = planned[len(planned) // 2]
     frame = told[number]
     assert isinstance(frame, frames.Planned) and frame.plan is not None
     first, *rest = frame.plan.rows
