@@ -5,7 +5,7 @@ The axes are ``[layer][key or value][head][token][head_dim]``: the heads of a la
 heads is one piece for the keys and one for the values of each layer. Offsets are Python integers and must stay 64-bit.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -52,9 +52,19 @@ class PageLayout:
         inside = (layer * 2 + int(value)) * self.num_kv_heads + head
         return page * self.page_bytes + inside * self.head_bytes
 
+    def of_heads(self, num_kv_heads: int) -> "PageLayout":
+        """Return the layout of pages that have so many of the KV heads, as the pages of one rank do."""
+        return replace(self, num_kv_heads=num_kv_heads)
+
     def num_pages(self, num_tokens: int) -> int:
         """Return the number of pages for ``num_tokens`` tokens; the last page may be partly filled."""
         return -(-num_tokens // self.page_size)
+
+
+def kv_heads_of(rank: int, num_ranks: int, num_kv_heads: int) -> range:
+    """Return the KV heads of one rank; where ranks are more than heads, several ranks have the same one."""
+    first = rank * num_kv_heads // num_ranks
+    return range(first, first + max(1, num_kv_heads // num_ranks))
 
 
 def layout_conflict(one: PageLayout, other: PageLayout) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from common.cache.page_layout import PageLayout
 from common.errors import BatonError
 from common.wire.messages import Connect
+from kv_transfer.checksums import Checksums
 from kv_transfer.page_slices import PageSlice, SlicePair
 
 
@@ -102,10 +103,15 @@ class Fenced:
 
 
 class Transport(Protocol):
-    """What both sides have in common."""
+    """What both sides have in common.
+
+    ``num_ranks``: processes among which this node divides its pages. ``store`` is then that of all together, with the
+    layout of whole pages.
+    """
 
     name: str
     store: PageStore
+    num_ranks: int = 1
 
     @property
     def names(self) -> Sequence[str]:
@@ -125,6 +131,10 @@ class Transport(Protocol):
 
 class WriterTransport(Transport, Protocol):
     """The prefill node's side."""
+
+    def checksums(self, pages: Sequence[int], slices: SlicePair | None = None) -> list[int]:
+        """Checksums of our pages as they stand in the pool, or of the source slices of them."""
+        return Checksums(self.store).of_sources(pages, slices)
 
     def attach(self, peer: str, connect: Connect) -> None:
         """Begin to attach to a peer's pool; never blocks. ``poll`` reports how that ended.
@@ -172,6 +182,14 @@ class WriterTransport(Transport, Protocol):
 
 class ReaderTransport(Transport, Protocol):
     """The decode node's side."""
+
+    def checksums(self, pages: Sequence[int], part: PageSlice) -> list[int]:
+        """Checksums of one part of pages that have come, where it has come to."""
+        return Checksums(self.store).of_targets(pages, part)
+
+    def expect(self, peer: str, num_ranks: int) -> None:
+        """This peer divides its pages among so many ranks; said before each offer to it."""
+        assert num_ranks == 1, "only the transports of a node in several ranks can do more"
 
     def offer(self, peer: str, epoch: int) -> str:
         """The endpoint through which this peer alone may attach under this epoch, once. Earlier offers to it end."""
@@ -226,6 +244,11 @@ class TransportEnds(Protocol):
 
     @property
     def writer(self) -> WriterTransport: ...
+
+
+def node_of(peer: str) -> str:
+    """The incarnation in the name of a peer; a transport of ranks calls them ``INCARNATION/RANK``."""
+    return peer.partition("/")[0]
 
 
 def stage(store: PageStore, pages: Iterable[int]) -> None:

@@ -133,6 +133,7 @@ def _build(opening: frames.RecordingHeader, ends: ReplayedTransports) -> Any:
         config=config,
         capacity=opening.capacity,
         pool=ends.reader.store,
+        layout=ends.reader.store.layout,
         allocator=allocator,
         cache=make_cache(config, allocator),
         clock=EventQueue(),

@@ -213,6 +213,7 @@ class LoadedNode:
             num_role_changes=self._num_changes,
             previous=self._previous,
             fixed_role=self._fixed_role(config),
+            num_ranks=config.tp,
         )
 
     def _fixed_role(self, config: NodeConfig) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from common.errors import ConfigError
+from common.errors import ConfigError, RankLostError
 from common.node.tensor_parallel.channel import Join, Load, Loaded, RankChannel, Step, path_of
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class RankProcesses:
         """
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-        from common.engine.tensor_parallel.group import RankLostError, open_group
+        from common.engine.tensor_parallel.group import open_group
         from common.engine.tensor_parallel.shard import Shard
 
         # A file that cannot be left behind. It stays open with the process: the group opens it again when it ends.
@@ -130,8 +130,6 @@ class RankProcesses:
 
     def begin(self, rows: "RowArrays", kept: "NDArray[np.int64]") -> None:
         """As ``OtherRanks.begin``."""
-        from common.engine.tensor_parallel.group import RankLostError
-
         step = Step.of(rows, kept)
         for other in self._others:
             try:
@@ -149,8 +147,6 @@ class RankProcesses:
             thread.start()
 
     def _watch(self, other: _RankProcess, on_lost: Callable[[Exception], None]) -> None:
-        from common.engine.tensor_parallel.group import RankLostError
-
         status = other.process.wait()
         if not self._is_closing:
             on_lost(RankLostError(f"tensor-parallel rank {other.rank} of this node has ended with status {status}"))

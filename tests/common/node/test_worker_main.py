@@ -357,8 +357,8 @@ def test_a_node_without_a_configured_name_uses_one_name_everywhere() -> None:
     config, store = NodeConfig(role="decode"), MemfdStore(8)
     allocator = PageAllocator(8)
     parts = WorkerContext(
-        config=config, capacity=Capacity(2, 8, 2, None), pool=store, allocator=allocator,
-        cache=make_cache(config, allocator), clock=MonotonicClock(), digest="d",
+        config=config, capacity=Capacity(2, 8, 2, None), pool=store, layout=store.layout,
+        allocator=allocator, cache=make_cache(config, allocator), clock=MonotonicClock(), digest="d",
         incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
     )  # fmt: skip
     role = build(parts, SimpleNamespace(reader=InProcessReader(Wire(), store)))

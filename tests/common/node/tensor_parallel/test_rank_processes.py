@@ -17,8 +17,7 @@ from support.engine.reference_models import draw_prompts, make_model
 
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
-from common.engine.tensor_parallel.group import RankLostError
-from common.errors import ConfigError
+from common.errors import ConfigError, RankLostError
 from common.node.tensor_parallel.channel import Load
 from common.node.tensor_parallel.rank_processes import RankProcesses
 
