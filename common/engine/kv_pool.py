@@ -7,14 +7,12 @@ Copies use a separate CUDA stream, so that they do not wait for the running step
 waited for, in an earlier step, or are read by a later one.
 """
 
-import copy
 import errno
 import math
 import mmap
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -33,23 +31,16 @@ class KVPool:
         fd: memfd of exactly ``layout.pool_bytes(num_pages)`` bytes: the pool itself, or on CUDA its landing area.
         memory: mapping of that memfd.
         tensor: ``[num_pages, layers, 2, kv_heads, page_size, head_dim]`` on the device.
-
-    Args:
-        fd: of a pool of the same size in another process, which becomes this one too; None makes a new one.
     """
 
-    def __init__(
-        self, layout: PageLayout, num_pages: int, device: str | torch.device = "cpu", *, fd: int | None = None
-    ) -> None:
+    def __init__(self, layout: PageLayout, num_pages: int, device: str | torch.device = "cpu") -> None:
         assert num_pages > 0
         self.layout = layout
         self.num_pages = num_pages
         self.device = torch.device(device)
         num_bytes = layout.pool_bytes(num_pages)
-        if fd is None:
-            fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, num_bytes)
-        self.fd = fd
+        self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, num_bytes)
         self.memory = mmap.mmap(self.fd, num_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)  # a hint: taken where the kernel allows it for shared memory
@@ -77,13 +68,6 @@ class KVPool:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of one layer: strided views ``[num_pages, kv_heads, page_size, head_dim]``."""
         return self.tensor[:, index, 0], self.tensor[:, index, 1]
-
-    def of_heads(self, heads: range) -> "KVPool":
-        """Return a pool that is these KV heads of every page of this one, for the attention of one rank."""
-        view = copy.copy(self)
-        view.layout = replace(self.layout, num_kv_heads=len(heads))
-        view.tensor = self.tensor[:, :, :, heads.start : heads.stop]
-        return view
 
     def populate(self, max_s: float = math.inf) -> int:
         """Allocate the memory behind the pages, first page first, for at most ``max_s`` seconds.

@@ -40,6 +40,11 @@ class Shard:
         """Return the KV heads of this rank; where ranks are more than heads, several ranks compute the same one."""
         return kv_heads_of(self.rank, self.size, num_kv_heads)
 
+    def device(self, first: str) -> str:
+        """Return this rank's device, from that of rank 0: ``cpu``, or as many devices further as its number."""
+        kind, _, index = first.partition(":")
+        return kind if kind == "cpu" else f"{kind}:{int(index or 0) + self.rank}"
+
     def part_of(self, whole: tuple[int, ...], own: tuple[int, ...]) -> tuple[slice, ...]:
         """Return where the rank's part of a tensor lies, from the shape of the tensor and that of the part."""
         found = []
