@@ -284,7 +284,7 @@ class Receiver:
             return True
         self._connections.by_peer[session.peer].page_came()
         whole = session.deliver([index for index in message.indices if index not in damaged], message.part)
-        self._transport.store.landed(whole)
+        self._transport.landed(session.peer, whole)
         self._totals["pages_received"] += len(whole)
         return True
 
@@ -292,7 +292,8 @@ class Receiver:
         """Indices of pages whose bytes here do not have the checksums that came with them."""
         part = self._connections.by_peer[session.peer].parts[message.part]
         told = dict(zip(message.indices, message.checksums, strict=False))
-        sums = self._transport.checksums([session.page_of(index) for index in message.indices], part)
+        pages = [session.page_of(index) for index in message.indices]
+        sums = self._transport.checksums(session.peer, pages, part)
         found = dict(zip(message.indices, sums, strict=True))
         damaged = [index for index in message.indices if told.get(index) != found[index]]
         self._totals["pages_verified"] += len(found)

@@ -183,8 +183,12 @@ class WriterTransport(Transport, Protocol):
 class ReaderTransport(Transport, Protocol):
     """The decode node's side."""
 
-    def checksums(self, pages: Sequence[int], part: PageSlice) -> list[int]:
-        """Checksums of one part of pages that have come, where it has come to."""
+    def landed(self, peer: str, pages: Sequence[int]) -> None:
+        """All parts of these pages of this peer have arrived. When this returns, they can be read in the pool."""
+        self.store.landed(pages)
+
+    def checksums(self, peer: str, pages: Sequence[int], part: PageSlice) -> list[int]:
+        """Checksums of one part of pages that have come from this peer, where it has come to."""
         return Checksums(self.store).of_targets(pages, part)
 
     def expect(self, peer: str, num_ranks: int) -> None:

@@ -68,8 +68,8 @@ ARGUMENTS: dict[str, Any] = {
     "allow": tuple[str, int, list[int], PageSlice | None],
     "forbid": tuple[list[int]],
     "reclaim": tuple[str, int],
-    "target_checksums": tuple[list[int], PageSlice],
-    "landed": tuple[list[int]],
+    "landed": tuple[str, list[int]],
+    "target_checksums": tuple[str, list[int], PageSlice],
 }
 _DECODERS = {method: msgspec.msgpack.Decoder(types) for method, types in ARGUMENTS.items()}
 _ENCODER = msgspec.msgpack.Encoder()

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.wire.messages import Connect
-from kv_transfer.page_slices import SlicePair
+from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.transports.base import Attached, AttachError, PageStore, ReaderTransport, Transport, WriterTransport
 from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.ranks.channel import Answer, Call, FrameStream, News, Refusal, arguments_of
@@ -149,13 +149,10 @@ class RankEndpoint:
 
     def __getattr__(self, name: str) -> Any:
         """Methods that the reader has under the same name."""
-        if name not in ("_offer", "_withdraw", "_chosen", "_allow", "_forbid", "_reclaim"):
+        if name not in ("_offer", "_withdraw", "_chosen", "_allow", "_forbid", "_reclaim", "_landed"):
             raise AttributeError(name)
         return getattr(self._reader, name.removeprefix("_"))
 
-    def _target_checksums(self, pages: list[int], part: Any) -> list[int]:
+    def _target_checksums(self, peer: str, pages: list[int], part: PageSlice) -> list[int]:
         assert self._reader is not None
-        return self._reader.checksums(pages, part)
-
-    def _landed(self, pages: list[int]) -> None:
-        self._transport.store.landed(pages)
+        return self._reader.checksums(peer, pages, part)

@@ -40,23 +40,15 @@ class NodeStore:
 
     Args:
         own: the pool of rank 0.
-        num_ranks: of the node.
         layout: of whole pages.
     """
 
-    def __init__(self, own: PageStore, layout: PageLayout, ends: Sequence[Transport]) -> None:
-        assert own.layout == rank_layout(layout, len(ends))
+    def __init__(self, own: PageStore, layout: PageLayout) -> None:
         self.layout = layout
         self._own = own
-        self._ends = ends
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
-
-    def landed(self, pages: Sequence[int]) -> None:
-        """Has an effect where pages arrive beside the pool; when this returns, every rank has them in its pool."""
-        for end in self._ends:
-            end.store.landed(pages)
 
 
 class RanksEnd(Transport, Generic[T]):
@@ -70,7 +62,8 @@ class RanksEnd(Transport, Generic[T]):
     def __init__(self, ends: Sequence[T], layout: PageLayout) -> None:
         self.name = ends[0].name
         self.num_ranks = len(ends)
-        self.store: PageStore = NodeStore(ends[0].store, layout, ends)
+        assert ends[0].store.layout == rank_layout(layout, len(ends))
+        self.store: PageStore = NodeStore(ends[0].store, layout)
         self._ends = list(ends)
 
     @property

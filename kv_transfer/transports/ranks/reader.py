@@ -93,8 +93,16 @@ class RanksReader(RanksEnd[ReaderTransport], ReaderTransport):
         for end, rank in self._pairs(peer):
             end.reclaim(rank, epoch)
 
-    def checksums(self, pages: Sequence[int], part: PageSlice) -> list[int]:
-        return self._ends[part.rank].checksums(pages, part)
+    def landed(self, peer: str, pages: Sequence[int]) -> None:
+        for rank, end in enumerate(self._ends):
+            end.landed(self._source_of(peer, rank), pages)
+
+    def checksums(self, peer: str, pages: Sequence[int], part: PageSlice) -> list[int]:
+        return self._ends[part.rank].checksums(self._source_of(peer, part.rank), pages, part)
+
+    def _source_of(self, peer: str, target: int) -> str:
+        """One of the peer's ranks that write to this rank of ours; they all have the same transport."""
+        return rank_of_peer(peer, next(pair[0] for pair in self._writers[peer].pairs if pair[1] == target))
 
     def poll(self, now: float) -> list[Fenced]:
         news = []

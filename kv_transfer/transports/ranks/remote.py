@@ -11,7 +11,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from common.cache.page_layout import PageLayout
 from common.errors import ConfigError, RankLostError
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
@@ -114,31 +113,12 @@ class RankConnection:
         os.close(self._wake)
 
 
-class RemoteStore:
-    """The pool of another rank: rank 0 knows its size, and that pages have come."""
-
-    def __init__(self, own: PageStore, connection: RankConnection) -> None:
-        self._own = own
-        self._connection = connection
-
-    @property
-    def layout(self) -> PageLayout:
-        return self._own.layout
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-    def landed(self, pages: Sequence[int]) -> None:
-        if not self._own.is_in_place:
-            self._connection.call("landed", list(pages))
-
-
 class _RemoteEnd(Transport):
     """What the two ends have in common.
 
     Args:
         connection: to a process that serves ``serve_rank``.
-        own: the pool of rank 0, which has the same size.
+        own: the pool of rank 0, which has the same size and layout as that of the other rank.
         rank: whose transports these are.
     Raises:
         ConfigError: the transport that was asked for is not available there.
@@ -155,7 +135,7 @@ class _RemoteEnd(Transport):
         rank: int,
     ) -> None:
         self._connection = RankConnection(connection, rank)
-        self.store: Any = RemoteStore(own, self._connection)
+        self.store = own
         try:
             self.name, *self._names = self._connection.call(f"open_{end}", settings)
         except ConfigError:
@@ -239,8 +219,12 @@ class RemoteReader(_RemoteEnd, ReaderTransport):
     def reclaim(self, peer: str, epoch: int) -> None:
         self._connection.call("reclaim", peer, epoch)
 
-    def checksums(self, pages: Sequence[int], part: PageSlice) -> list[int]:
-        return list(self._connection.call("target_checksums", list(pages), part))
+    def landed(self, peer: str, pages: Sequence[int]) -> None:
+        if not self.store.is_mapped:  # otherwise they are where they should be
+            self._connection.call("landed", peer, list(pages))
+
+    def checksums(self, peer: str, pages: Sequence[int], part: PageSlice) -> list[int]:
+        return list(self._connection.call("target_checksums", peer, list(pages), part))
 
     def poll(self, now: float) -> list[Fenced]:
         return [fenced for news in self._connection.news() for fenced in news.fenced]

@@ -22,6 +22,18 @@ class _Attachment:
     is_broken: bool = False
 
 
+def _mixed(attachment: _Attachment) -> str:
+    """Why the transports that were found do not fit together; empty if they do.
+
+    Some place pages in the pool and some beside it on a GPU's node, and a page cannot come in both ways.
+    """
+    for rank in dict.fromkeys(target for _, target in attachment.pairs):
+        names = [attachment.how[pair][0] for pair in attachment.pairs if pair[1] == rank]
+        if len(set(names)) > 1:
+            return f"rank {rank} would get its pages by {' and '.join(dict.fromkeys(names))}: name one with --transport"
+    return ""
+
+
 class RanksWriter(RanksEnd[WriterTransport], WriterTransport):
     """``WriterTransport`` over those of all ranks."""
 
@@ -77,6 +89,9 @@ class RanksWriter(RanksEnd[WriterTransport], WriterTransport):
     @staticmethod
     def _attached(peer: str, attachment: _Attachment) -> Attached:
         found = [attachment.how[pair] for pair in attachment.pairs]
+        if mixed := _mixed(attachment):
+            attachment.is_broken = True
+            return Attached(peer, attachment.epoch, mixed)
         transports, whys = ([*dict.fromkeys(one)] for one in zip(*found, strict=True))
         transport = transports[0] if len(transports) == 1 else "+".join(transport for transport, _ in found)
         return Attached(peer, attachment.epoch, "", transport, "; ".join(filter(None, whys)))
