@@ -11,15 +11,12 @@ node computes no output. A source that changed all the same would show as a mism
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from common.wire.messages import Coverage
 from kv_transfer.page_slices import PageSlice, SlicePair
-
-if TYPE_CHECKING:
-    from kv_transfer.transports.base import PageStore
+from kv_transfer.page_store import PageStore
 
 WIDTHS: tuple[Coverage, ...] = ("off", "sampled", "all")
 #: One of so many pages is sampled.
@@ -39,7 +36,7 @@ def is_covered(coverage: Coverage, attempt: int, unit: int) -> bool:
 class Checksums:
     """Checksums of the pages of one store."""
 
-    def __init__(self, store: "PageStore") -> None:
+    def __init__(self, store: PageStore) -> None:
         self._store = store
         self._size = store.layout.page_bytes
         self._scratch = bytearray()

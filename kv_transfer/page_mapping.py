@@ -122,9 +122,10 @@ class PageMapping:
         self.ours = ours
         self.theirs = theirs
         self.units = units_of(ours.page_size, theirs.page_size, len(parts))
-        from_ranks, to_ranks = ([(part[end], part.heads) for part in parts] for end in range(2))
-        sources = _cut(ours, self.units.per_source // len(parts), num_sources, from_ranks)
-        targets = _cut(theirs, self.units.per_target // len(parts), num_targets, to_ranks)
+        owned = [(part.source_rank, part.heads) for part in parts]
+        sources = _cut(ours, self.units.per_source // len(parts), num_sources, owned)
+        num_stretches = self.units.per_target // len(parts)
+        targets = target_parts(theirs, num_stretches, num_sources=num_sources, num_targets=num_targets)
         count = max(len(sources), len(targets))  # the shorter one is repeated
         ours, theirs = (
             layout.of_heads(len(kv_heads_of(0, num_ranks, layout.num_kv_heads)))

@@ -137,10 +137,11 @@ class _RemoteEnd(Transport):
         self._connection = RankConnection(connection, rank)
         self.store = own
         try:
-            self.name, *self._names = self._connection.call(f"open_{end}", settings)
+            opened: list[str] = self._connection.call(f"open_{end}", settings)
         except ConfigError:
             self._connection.close()
             raise
+        self.name, self._names = opened[0], opened[1:]
 
     @property
     def names(self) -> Sequence[str]:

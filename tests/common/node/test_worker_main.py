@@ -73,9 +73,9 @@ def test_minus_one_turns_chunking_off() -> None:
 def test_a_policy_that_lacks_its_cache_is_warned_of_once(
     policy: str, is_off: bool, num_said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process, "_serve_model", lambda *args: 0)
+    monkeypatch.setattr(process, "_serve_model", lambda *args, **named: 0)
     config = NodeConfig(role="decode", schedule_policy=policy, disable_radix_cache=is_off)
-    assert process._serve(config, {}) == 0
+    assert process._serve(config, {}, "a.module") == 0
     said = f"--schedule-policy {policy} needs the radix cache: serving with fcfs, since --disable-radix-cache is set"
     assert [record.getMessage() for record in caplog.records] == [said] * num_said
 
