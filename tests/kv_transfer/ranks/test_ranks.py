@@ -4,12 +4,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.kv.kv_fakes import DECODE, PREFILL
+from support.kv.fake_transports import FakeWriter
+from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
 from support.kv.rank_nodes import NUM_PAGES, RankNodes
 
 from common.cache.page_allocator import Owner
+from common.cache.page_layout import PageLayout
 from common.errors import RankLostError
-from common.wire.messages import PagesWritten, Refused
+from common.wire.messages import Connect, LayoutMessage, PagesWritten, Refused
+from kv_transfer.transports.base import Attached, AttachError
+from kv_transfer.transports.ranks import RanksWriter
 
 Make = Callable[..., RankNodes]
 
@@ -148,3 +152,31 @@ def test_a_node_with_other_ranks_than_the_decode_node_knows_refuses_it(make: Mak
     nodes.sender.on_message(DECODE, nodes.receiver.connect("q" * 32, num_ranks=1), 0.0)
     [refused] = [message for _, message in nodes.sender.take()[0] if isinstance(message, Refused)]
     assert refused.reason == "decode expects pages of 1 ranks, and this prefill node has 2"
+
+
+def test_parts_that_would_come_to_one_rank_by_two_transports_are_refused() -> None:
+    """A page of a GPU's pool cannot come partly in the pool and partly beside it."""
+    layout = PageLayout(1, 2, 2, 4, "float32")
+    store = MemfdStore(2, layout.of_heads(1))
+    ends = [FakeWriter("auto", store) for _ in range(2)]
+    writer = RanksWriter(ends, layout)
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(layout), 2, "auto", '["one", "two"]', num_peer_ranks=2)
+    writer.attach(DECODE, connect)
+    assert [end.attached for end in ends] == [[(f"{DECODE}/0", "one")], [(f"{DECODE}/0", "two")]]
+    for end, name in zip(ends, ("shm", "tcp"), strict=True):
+        end.news.append(Attached(f"{DECODE}/0", 1, "", name))
+    [attached] = writer.poll()
+    assert attached.problem == "rank 0 would get its pages by shm and tcp: name one with --transport"
+    assert writer.detach(DECODE)
+    store.close()
+
+
+@pytest.mark.parametrize("endpoint", ["", "{}", '["one"]', '["one", "two", "three"]'])
+def test_an_endpoint_without_one_offer_for_each_pair_of_ranks_is_refused(endpoint: str) -> None:
+    layout = PageLayout(1, 2, 2, 4, "float32")
+    store = MemfdStore(2, layout.of_heads(1))
+    writer = RanksWriter([FakeWriter("auto", store) for _ in range(2)], layout)
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(layout), 2, "auto", endpoint, num_peer_ranks=2)
+    with pytest.raises(AttachError, match="decode-0"):
+        writer.attach(DECODE, connect)
+    store.close()
