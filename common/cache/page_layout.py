@@ -11,7 +11,7 @@ In ``fp8_e4m3`` each key and each value of a token and head has a scale of its o
 follow its numbers, ``[token]`` after ``[token][head_dim]``: they are part of the page wherever it goes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Bytes of a number in each format of KV pages.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
@@ -89,9 +89,19 @@ class PageLayout:
             inside += self.num_kv_heads * self.head_bytes(self.head_dim)
         return page * self.page_bytes + inside
 
+    def of_heads(self, num_kv_heads: int) -> "PageLayout":
+        """Return the layout of pages that have so many of the KV heads, as the pages of one rank do."""
+        return replace(self, num_kv_heads=num_kv_heads)
+
     def num_pages(self, num_tokens: int) -> int:
         """Return the number of pages for ``num_tokens`` tokens; the last page may be partly filled."""
         return -(-num_tokens // self.page_size)
+
+
+def kv_heads_of(rank: int, num_ranks: int, num_kv_heads: int) -> range:
+    """Return the KV heads of one rank; where ranks are more than heads, several ranks have the same one."""
+    first = rank * num_kv_heads // num_ranks
+    return range(first, first + max(1, num_kv_heads // num_ranks))
 
 
 #: What must be equal in two layouts, by the field of ``PageLayout``, in words.

@@ -98,8 +98,8 @@ class EngineOptions:
     tp: int = option(
         1,
         "Tensor parallelism: number of ranks among which a node divides its model, each a process. It must divide the "
-        "attention heads and the intermediate size, and divide the KV heads or be a multiple of them. On CPUs only so "
-        "far.",
+        "attention heads and the intermediate size, and divide the KV heads or be a multiple of them. On CUDA each "
+        "rank has a device of its own, from --device on.",
         minimum=1,
         maximum=64,
     )
@@ -214,8 +214,6 @@ def check_engine(config: Any) -> None:
         raise ConfigError(
             "--gpu-direct needs --transport nixl and CUDA: add --transport nixl, and leave out --device cpu"
         )
-    if config.tp > 1 and config.device.startswith("cuda"):
-        raise ConfigError(f"--tp {config.tp}: tensor parallelism runs on CPUs only so far; add --device cpu")
     if config.cuda_graph_max_bs is not None:
         if config.disable_cuda_graph:
             raise ConfigError("--cuda-graph-max-bs has no effect with --disable-cuda-graph; leave one out")

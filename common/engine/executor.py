@@ -427,11 +427,12 @@ def load_executor(
         torch.set_num_threads(num_threads)
     place = check_device(device)
     dtype = config.resolve_dtype(dtype)
-    layout = config.layout(page_size, dtype, kv_cache_dtype)
+    shard = WHOLE_MODEL if ranks is None else Shard(0, ranks.num_ranks)
+    own = shard.config_of(config)
+    layout = own.layout(page_size, dtype, kv_cache_dtype)
     attention = resolve_attention(attention, place, layout)
     if (attention, place.type, dtype, layout.dtype) == ("triton", "cuda", "float32", "fp8_e4m3"):
         raise ConfigError("--kv-cache-dtype fp8: triton computes FP8 pages in 16 bits; give --dtype bfloat16, or torch")
-    shard = WHOLE_MODEL if ranks is None else Shard(0, ranks.num_ranks)
     try:
         weights = load_weights(config, dtype, place, shard)
         weights.pack()
@@ -442,9 +443,7 @@ def load_executor(
             f"--max-total-tokens ({str(error).splitlines()[0]})"
         ) from error
     group = None if ranks is None else ranks.join(pool)
-    own = shard.config_of(config)
-    heads = pool if ranks is None else pool.of_heads(shard.kv_heads(config.num_kv_heads))
-    backend = make_attention(attention, heads, own.num_heads)
+    backend = make_attention(attention, pool, own.num_heads)
     grammars = load_compiler(config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
     model = Decoder(own, weights, group)
     return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)

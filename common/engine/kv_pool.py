@@ -7,14 +7,12 @@ Copies use a separate CUDA stream, so that they do not wait for the running step
 waited for, in an earlier step, or are read by a later one.
 """
 
-import copy
 import errno
 import math
 import mmap
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,16 +55,6 @@ class LayerKV(NamedTuple):
     def is_latent(self) -> bool:
         return self.values.storage_offset() == self.keys.storage_offset()
 
-    def of_heads(self, heads: range) -> "LayerKV":
-        """Return the views of some KV heads."""
-        chosen = slice(heads.start, heads.stop)
-        return LayerKV(
-            self.keys[:, chosen],
-            self.values[:, chosen],
-            None if self.key_scales is None else self.key_scales[:, chosen],
-            None if self.value_scales is None else self.value_scales[:, chosen],
-        )
-
 
 class KVPool:
     """``num_pages`` pages of one layout on one device.
@@ -75,24 +63,17 @@ class KVPool:
         fd: memfd of exactly ``layout.pool_bytes(num_pages)`` bytes: the pool itself, or on CUDA its landing area.
         memory: mapping of that memfd.
         pages: uint8 ``[num_pages, page_bytes]`` on the device.
-
-    Args:
-        fd: of a pool of the same size in another process, which becomes this one too; None makes a new one.
     """
 
-    def __init__(
-        self, layout: PageLayout, num_pages: int, device: str | torch.device = "cpu", *, fd: int | None = None
-    ) -> None:
+    def __init__(self, layout: PageLayout, num_pages: int, device: str | torch.device = "cpu") -> None:
         assert num_pages > 0
         assert not layout.is_latent or layout.value_dim <= layout.head_dim, "values that are longer than their keys"
         self.layout = layout
         self.num_pages = num_pages
         self.device = torch.device(device)
         num_bytes = layout.pool_bytes(num_pages)
-        if fd is None:
-            fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, num_bytes)
-        self.fd = fd
+        self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, num_bytes)
         self.memory = mmap.mmap(self.fd, num_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)  # a hint: taken where the kernel allows it for shared memory
@@ -118,13 +99,6 @@ class KVPool:
 
     def layer(self, index: int) -> LayerKV:
         return self._layers[index]
-
-    def of_heads(self, heads: range) -> "KVPool":
-        """Return a pool that is these KV heads of every page of this one, for the attention of one rank."""
-        view = copy.copy(self)
-        view.layout = replace(self.layout, num_kv_heads=len(heads))
-        view._layers = [layer.of_heads(heads) for layer in self._layers]
-        return view
 
     def populate(self, max_s: float = math.inf) -> int:
         """Allocate the memory behind the pages, first page first, for at most ``max_s`` seconds.

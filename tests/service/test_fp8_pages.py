@@ -41,14 +41,15 @@ def expected() -> Iterator[list[list[int]]]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_tokens_are_the_same_after_transfers_chunks_and_retractions(
-    tmp_path: Path, expected: list[list[int]]
+    tmp_path: Path, expected: list[list[int]], num_ranks: int
 ) -> None:
     """Pages have unequal sizes, so that slices with their scales travel; all requests do not fit the decode node."""
     options = {"kv_cache_dtype": "fp8", "transport": "tcp", "chunked_prefill_size": 64, "kv_checksum": "all"}
     only = {
         "prefill-0": {"page_size": 16},
-        "decode-0": {"page_size": 8, "max_total_tokens": 448, "num_reserved_decode_tokens": 1},
+        "decode-0": {"page_size": 8, "max_total_tokens": 448, "num_reserved_decode_tokens": 1, "tp": num_ranks},
     }
     with running(tmp_path, node_options=options, only=only) as service:
         async with service.client() as client:

@@ -162,8 +162,8 @@ class LoadedNode:
             config.role,
             worker.capacity.num_pages,
             config.page_size,
-            worker.pool.layout.dtype,
-            worker.pool.layout.bytes_per_token,
+            worker.layout.dtype,
+            worker.layout.bytes_per_token,
             config.gateway,
         )
         server = None if self._http is None else self._http_server(self._http, worker, role=role, loop=loop)
@@ -200,7 +200,7 @@ class LoadedNode:
             context_length=min(model.context_length, config.context_length or model.context_length),
             eos_token_ids=model.eos_token_ids,
             generation=model.generation,
-            layout=LayoutMessage.of(worker.pool.layout),
+            layout=LayoutMessage.of(worker.layout),
             num_pages=worker.capacity.num_pages,
             max_running=worker.capacity.num_slots,
             max_queued=worker.capacity.max_queued,
@@ -214,6 +214,7 @@ class LoadedNode:
             num_role_changes=self._num_changes,
             previous=self._previous,
             fixed_role=self._fixed_role(config),
+            num_ranks=config.tp,
         )
 
     def _fixed_role(self, config: NodeConfig) -> str:

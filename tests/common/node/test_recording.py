@@ -214,6 +214,7 @@ def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) ->
         config=config,
         capacity=capacity,
         pool=executor.pool,
+        layout=executor.pool.layout,
         allocator=allocator,
         cache=make_cache(config, allocator),
         clock=ManualClock(),

@@ -112,7 +112,7 @@ def test_a_slice_of_a_page_goes_directly(pair: Callable[..., tuple[NixlWriter, N
     ours, theirs = DeviceStore(), DeviceStore()
     ours.device_pages[2] = torch.arange(SIZE)
     writer, reader = pair(ours, theirs, directs=(True, True))
-    front, back = PageSlice(0, 2), PageSlice(2, 2)
+    front, back = PageSlice(0, 2, 0, LAYOUT.num_kv_heads), PageSlice(2, 2, 0, LAYOUT.num_kv_heads)
     write(writer, reader, [(2, 1)], SlicePair(LAYOUT, front, LAYOUT, back))
     half = SIZE // 4  # keys and values of two of the four tokens
     page = theirs.device_pages[1].view(2, 2, half)

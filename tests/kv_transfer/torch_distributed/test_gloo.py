@@ -73,7 +73,7 @@ def test_slices_of_a_page_are_gathered_and_scattered(
     reader.allow(PREFILL, 1, [5])
     assert isinstance(writer.store, MemfdStore)
     writer.store.memory[SIZE : 2 * SIZE] = bytes(range(SIZE))
-    front, back = PageSlice(0, 2), PageSlice(2, 2)
+    front, back = PageSlice(0, 2, 0, LAYOUT.num_kv_heads), PageSlice(2, 2, 0, LAYOUT.num_kv_heads)
     ticket = writer.write(DECODE, [(1, 5)], SlicePair(LAYOUT, front, LAYOUT, back))
     assert until(writer.done) == [ticket]
     assert store.read(5) == bytes(16) + bytes(range(16)) + bytes(16) + bytes(range(32, 48))
