@@ -67,7 +67,8 @@ class Worker:
         self.capacity_tokens = self.register.num_pages * self.register.layout.page_size
         self.max_running = self.register.max_running if self.register.share is None else self.register.share
         self.name = self.register.name
-        self.peer = Peer(self.name, self.incarnation, self.register.address, self.register.public_key)
+        register = self.register
+        self.peer = Peer(self.name, self.incarnation, register.address, register.public_key, register.num_ranks)
         self.revision = sys.intern(f"{self.register.digest}/{self.register.weight_version}")
 
 
