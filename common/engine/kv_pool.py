@@ -15,15 +15,25 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from common.cache.page_layout import PageLayout
+from common.engine.device_copies import to_device
+
+if TYPE_CHECKING:
+    from common.engine.triton_kernels.pages import Runs
 
 #: The number formats of weights and KV pages, by their names in configuration and messages.
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python names it from 3.14 on
 _POPULATE_AT_ONCE = 32 << 20  # bytes; between two of these calls signals are handled and the time is checked
+_MAX_RUNS = 1024  # lists of runs kept on the device; a pair of nodes has a few
+
+ByteRuns = tuple[tuple[int, int], ...]
 
 
 class KVPool:
@@ -59,6 +69,7 @@ class KVPool:
         on_cpu = self.device.type == "cpu"
         self.tensor = self._landing if on_cpu else torch.zeros(shape, dtype=dtype, device=self.device)
         self._moves = None if on_cpu else torch.cuda.Stream(self.device)
+        self._runs: dict[ByteRuns, Runs] = {}  # a few for each layout that a peer has
 
     @property
     def is_mapped(self) -> bool:
@@ -129,6 +140,37 @@ class KVPool:
             for page in pages:
                 assert 0 <= page < self.num_pages
                 self.tensor[page].copy_(self._landing[page])
+
+    @property
+    def can_copy_runs(self) -> bool:
+        """Whether ``gather`` and ``scatter`` work: on CUDA, where Triton is installed."""
+        return self.device_pages is not None and find_spec("triton") is not None
+
+    def gather(self, pages: Sequence[int], runs: ByteRuns, staging: torch.Tensor) -> None:
+        """Copy parts of pages to contiguous memory on the device, in one launch on the current stream.
+
+        Args:
+            runs: (offset in the page, bytes) of each part, in the order in which they lie in ``staging``.
+            staging: uint8 on the device; the parts of a page follow those of the page before it.
+        """
+        self._copy_runs(pages, runs, staging, is_gather=True)
+
+    def scatter(self, pages: Sequence[int], runs: ByteRuns, staging: torch.Tensor) -> None:
+        """Copy back what ``gather`` has copied, or what has come in the same order; each page occurs once."""
+        self._copy_runs(pages, runs, staging, is_gather=False)
+
+    def _copy_runs(self, pages: Sequence[int], runs: ByteRuns, staging: torch.Tensor, *, is_gather: bool) -> None:
+        from common.engine.triton_kernels import pages as kernels  # imports triton
+
+        pool = self.device_pages
+        assert pool is not None and all(0 <= page < self.num_pages for page in pages)
+        prepared = self._runs.get(runs)
+        if prepared is None:
+            if len(self._runs) >= _MAX_RUNS:
+                self._runs.clear()
+            prepared = self._runs[runs] = kernels.Runs.make(runs, self.layout.page_bytes, pool.device)
+        numbers = to_device(np.array(pages, np.int64), pool.device)
+        (kernels.gather if is_gather else kernels.scatter)(pool, numbers, prepared, staging)
 
     def close(self) -> None:
         """Release the memory. Idempotent. Views keep the mapping alive, but not the descriptor."""

@@ -13,7 +13,7 @@ moment, and ``forbid`` and ``withdraw`` take effect before they return.
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from common.cache.page_layout import PageLayout
 from common.errors import BatonError
@@ -56,6 +56,22 @@ class PageStore(Protocol):
 
     def landed(self, pages: Sequence[int]) -> None:
         """The bytes of these pages have arrived in ``memory``."""
+        ...
+
+
+@runtime_checkable
+class RunCopier(Protocol):
+    """A ``PageStore`` whose device copies runs of pages, (offset in the page, bytes) each, in one launch."""
+
+    @property
+    def can_copy_runs(self) -> bool: ...
+
+    def gather(self, pages: Sequence[int], runs: tuple[tuple[int, int], ...], staging: Any) -> None:
+        """Put the runs of each page one after another into ``staging``, a uint8 tensor on the device."""
+        ...
+
+    def scatter(self, pages: Sequence[int], runs: tuple[tuple[int, int], ...], staging: Any) -> None:
+        """Put back into the pages what ``gather`` would take from them."""
         ...
 
 

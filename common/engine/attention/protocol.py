@@ -4,6 +4,7 @@ A backend is built once per pool. It turns a step's batch into a ``StepAttention
 step share. Page size, dtype and the mixture of rows are values in the batch; they do not multiply backends.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -11,6 +12,8 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from common.engine.batch import DecodeRows, StepBatch
+
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +63,19 @@ class StepAttention(Protocol):
             ``[N, heads, head_dim]`` in q's dtype.
         """
         ...
+
+
+class RotatingAttention(ABC):
+    """A ``StepAttention`` that also normalises and rotates, in the launch that writes keys and values."""
+
+    @property
+    @abstractmethod
+    def can_rotate(self) -> bool:
+        """Whether it can with this pool's pages."""
+
+    @abstractmethod
+    def rotate_and_extend(self, layer: int, qkv: Tensor, norms: Pair | None, rotary: Pair, eps: float) -> Tensor:
+        """Return what ``extend`` returns after ``Operations.norm_and_rotate``, which has the same arguments."""
 
 
 class AttentionBackend(Protocol):

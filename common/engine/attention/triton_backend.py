@@ -1,7 +1,8 @@
 """The triton backend: own kernels over paged KV, for CUDA; in Triton's interpreter also for the CPU, to test them.
 
-A step needs one launch to write its keys and values, one for rows of several tokens, and two for decode rows. Nothing
-waits for the device, and the grids of a step depend on the number of its pieces, not on the lengths of decode rows.
+A layer needs one launch to normalise, rotate and write its keys and values, one for rows of several tokens, and two
+for decode rows. Nothing waits for the device, and the grids of a step depend on the number of its pieces, not on the
+lengths of decode rows.
 """
 
 from collections.abc import Sequence
@@ -11,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.attention.protocol import LayerParams
+from common.engine.attention.protocol import LayerParams, Pair, RotatingAttention
 from common.engine.batch import DecodeRows, StepBatch, cut_into_pieces
 from common.engine.device_copies import to_device
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import TORCH_DTYPES, KVPool
 from common.engine.triton_kernels.attention import MAX_SPLITS, merge_splits, paged_attention, write_kv
+from common.engine.triton_kernels.elementwise import KVPlaces, launch_norm_and_rotate
 from common.engine.triton_kernels.tiles import Tile, TileShape, choose_tile, power_of_two, stored_tiles
 
 #: Keys from which on one more split pays.
@@ -53,6 +55,12 @@ class TritonAttention:
             num_programs = 2 * torch.cuda.get_device_properties(pool.device).multi_processor_count if is_cuda else 16
         self._num_programs = num_programs
 
+    @cached_property
+    def can_rotate(self) -> bool:
+        """Whether keys and values have one size and the model's number format."""
+        keys, values = self.pool.layer(0)[:2]
+        return keys.shape == values.shape and keys.dtype in TORCH_DTYPES.values()
+
     def prepare(self, batch: StepBatch) -> "TritonStep":
         is_short = batch.rows.num_new <= self.decode_tile.block_m // self.group
         shorts, longs = np.flatnonzero(is_short), np.flatnonzero(~is_short)
@@ -88,7 +96,7 @@ class TritonAttention:
         return min(power_of_two(wanted), power_of_two(useful + 1) // 2, MAX_SPLITS)
 
 
-class TritonStep:
+class TritonStep(RotatingAttention):
     """One step of ``TritonAttention``; rows are cut into pieces once for all layers."""
 
     def __init__(
@@ -100,6 +108,20 @@ class TritonStep:
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._write(layer, k, v)
+        return self._attend(layer, q)
+
+    @property
+    def can_rotate(self) -> bool:
+        return self._backend.can_rotate
+
+    def rotate_and_extend(self, layer: int, qkv: Tensor, norms: Pair | None, rotary: Pair, eps: float) -> Tensor:
+        keys, values = self._backend.pool.layer(layer)[:2]
+        num_heads = self._backend.group * keys.shape[1]
+        places = KVPlaces(keys, values, self._batch.token_pages, self._batch.token_offsets)
+        launch_norm_and_rotate(qkv, num_heads, norms, rotary, eps, places=places)
+        return self._attend(layer, qkv[:, :num_heads])
+
+    def _attend(self, layer: int, q: Tensor) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for one in self._passes:
             one.attend(layer, q, out)

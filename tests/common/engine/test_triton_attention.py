@@ -216,7 +216,10 @@ def test_kernels_compile_for_gpus_with_hardly_a_spilled_register(capability: int
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     operations = {"add_rms_norm", "norm_and_rotate", "silu_and_multiply"}
-    assert {kernel["name"] for kernel in kernels} == operations | {"write_kv", "paged_attention", "merge_splits"}
+    sampling = {"find_maxima", "weigh_blocks", "gather_likely", "draw"}
+    attention = {"write_kv", "paged_attention", "merge_splits"}
+    assert {kernel["name"] for kernel in kernels} == operations | sampling | attention | {"copy_runs"}
+    assert not any(kernel["is_fused"] for kernel in kernels if kernel["name"] in sampling), "draws may differ"
     for kernel in kernels:
         assert kernel["shared_bytes"] <= 99 << 10, kernel
         assert kernel["stack_bytes"] <= 128, kernel  # spilled registers

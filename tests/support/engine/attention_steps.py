@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import support.engine.triton_interpreter  # noqa: F401  (makes the interpreter faster)
 import torch
 
 from common.cache.page_layout import PageLayout

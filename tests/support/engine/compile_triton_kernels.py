@@ -24,6 +24,8 @@ from common.engine.attention.protocol import AttentionParams
 from common.engine.attention.triton_backend import TritonAttention
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels.elementwise import TritonOperations
+from common.engine.triton_kernels.pages import Runs, gather, scatter
+from common.engine.triton_kernels.sampling import draw_tokens
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 compile_only = JITFunction.run
@@ -53,6 +55,7 @@ def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any
     stack = [int(size) for size in re.findall(r"STACK:(\d+)", usage)]
     shared = compiled.metadata.shared
     found = {"name": kernel.fn.__name__, "shared_bytes": shared, "stack_bytes": max(stack), "code_bytes": len(code)}
+    found["is_fused"] = "fma." in compiled.asm["ptx"] or compiled.metadata.enable_fp_fusion
     print(json.dumps(found))
     return compiled
 
@@ -66,8 +69,11 @@ def compile_attention(dtype: str, heads: tuple[int, int, int], page_size: int) -
         make_step([(37, 1), (300, 170)], page_size, pool.num_pages, "cpu", seed=0)
     )
     qkv = torch.zeros(171, num_heads + 2 * num_kv_heads, head_dim, dtype=pool.tensor.dtype)
+    rotary = (torch.ones(171, head_dim // 2), torch.zeros(171, head_dim // 2))
+    norm = torch.ones(head_dim, dtype=qkv.dtype)
     for layer in range(2):
         step.extend(layer, *qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1))
+        step.rotate_and_extend(layer, qkv, (norm, norm), rotary, 1e-6)
     pool.close()
 
 
@@ -89,3 +95,7 @@ if __name__ == "__main__":
     JITFunction.run = run  # type: ignore[method-assign]
     compile_attention("bfloat16", (32, 8, 128), 16)
     compile_operations(32, 8, 128, 4096)
+    runs = Runs.make(((4096, 512), (8192, 512)), 1 << 16, torch.device("cpu"))
+    for copy in (gather, scatter):
+        copy(torch.zeros(4, 1 << 16, dtype=torch.uint8), torch.tensor([2]), runs, torch.zeros(1024, dtype=torch.uint8))
+    draw_tokens(torch.zeros(3, 151_936), torch.zeros(5, 3, dtype=torch.float64))
