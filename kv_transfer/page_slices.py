@@ -3,7 +3,7 @@
 A ``PageSlice`` names tokens of a page. A ``SlicePair`` names a slice of our page and the slice of the peer's page that
 it becomes; both hold the same number of tokens. The bytes of a slice lie in runs, as many as the contiguous pieces of
 memory that the two pages share. On one stream (TCP, Gloo) they travel in the order of the runs, which is
-``[layer][key or value][head][token][head_dim]`` of the slice.
+``[layer][key or value][head][token][head_dim]`` of the slice, with the scales of a head's tokens after their numbers.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from common.cache.page_layout import ITEM_BYTES, PageLayout
+from common.cache.page_layout import PageLayout
 
 
 class PageSlice(NamedTuple):
@@ -36,10 +36,15 @@ class PageSlice(NamedTuple):
         assert self.is_within(layout)
         if self.num_tokens == layout.page_size:
             return [(0, layout.page_bytes)]
-        token_bytes = layout.head_dim * ITEM_BYTES[layout.dtype]
-        planes = product(range(layout.num_layers), (False, True), range(layout.num_kv_heads))
-        starts = [layout.offset(0, layer=layer, value=is_value, head=head) for layer, is_value, head in planes]
-        return [(start + self.token * token_bytes, self.num_tokens * token_bytes) for start in starts]
+        heads = product(range(layout.num_layers), enumerate(layout.stored_dims), range(layout.num_kv_heads))
+        return [
+            (
+                layout.offset(0, layer=layer, value=side == 1, head=head) + inside + self.token * size,
+                self.num_tokens * size,
+            )
+            for layer, (side, dim), head in heads
+            for inside, size in layout.token_parts(dim)
+        ]
 
 
 def whole(layout: PageLayout) -> PageSlice:

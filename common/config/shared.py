@@ -84,6 +84,11 @@ class EngineOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Number format of weights and KV pages; auto takes the format of the checkpoint."
     )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
+        "auto",
+        "Number format of KV pages: auto takes that of the weights; fp8, the same as fp8_e4m3, takes half of the memory"
+        " of 16 bits, with a scale for each key and each value. Prefill and decode nodes must agree.",
+    )
     weight_version: str | None = option(
         None,
         "Name of the weights. The gateway refuses a node whose weights differ from those of the model's other nodes; it"

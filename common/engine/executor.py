@@ -403,6 +403,7 @@ def load_executor(
     *,
     device: str = "cpu",
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     num_slots: int,
     num_pages: int | Callable[[], int],
     page_size: int,
@@ -413,6 +414,7 @@ def load_executor(
     """Load a checkpoint's weights, allocate the KV pool and return an executor over both.
 
     Args:
+        kv_cache_dtype: a value of ``--kv-cache-dtype``.
         num_pages: pages of the KV pool; a function is called once the weights are in memory.
         num_threads: compute threads of the process (torch's OpenMP team); None leaves their number as it is.
         ranks: have the other parts of the model, of which this process then loads the first; None: it loads all of it.
@@ -424,8 +426,10 @@ def load_executor(
         torch.set_num_threads(num_threads)
     place = check_device(device)
     dtype = config.resolve_dtype(dtype)
-    layout = config.layout(page_size, dtype)
+    layout = config.layout(page_size, dtype, kv_cache_dtype)
     attention = resolve_attention(attention, place, layout)
+    if (attention, place.type, dtype, layout.dtype) == ("triton", "cuda", "float32", "fp8_e4m3"):
+        raise ConfigError("--kv-cache-dtype fp8: triton computes FP8 pages in 16 bits; give --dtype bfloat16, or torch")
     shard = WHOLE_MODEL if ranks is None else Shard(0, ranks.num_ranks)
     try:
         weights = load_weights(config, dtype, place, shard)

@@ -71,14 +71,16 @@ class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_kv_heads: Annotated[int, Meta(ge=1, le=65536)]
     head_dim: Annotated[int, Meta(ge=1, le=65536)]
     page_size: Annotated[int, Meta(ge=1, le=65536)]
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
+    value_dim: Annotated[int, Meta(ge=0, le=65536)] = 0  # 0: as ``head_dim``
+    is_latent: bool = False
 
     @classmethod
     def of(cls, layout: PageLayout) -> "LayoutMessage":
         return cls(**dataclasses.asdict(layout))
 
     def layout(self) -> PageLayout:
-        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, self.dtype)
+        return PageLayout(**msgspec.structs.asdict(self))
 
 
 class Register(Message, frozen=True, tag="register"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from common.cache.page_layout import PageLayout
 from kv_transfer.page_mapping import PageMapping, units_of
-from kv_transfer.page_slices import PageSlice, SlicePair, copy, whole
+from kv_transfer.page_slices import PageSlice, SlicePair, copy, whole, whole_pages
 from kv_transfer.transports.tcp.receive_thread import Destination
 
 LAYOUT = PageLayout(num_layers=2, num_kv_heads=3, head_dim=2, page_size=4, dtype="float32")  # 8 bytes per token
@@ -17,10 +17,14 @@ SIZES = (1, 2, 3, 4, 6, 8, 12)
 PAIRS = [(s, t) for s in SIZES for t in SIZES if s % t == 0 or t % s == 0]
 
 
+def shape_of(layout: PageLayout) -> tuple[int, ...]:
+    return (layout.num_layers, 2, layout.num_kv_heads, layout.page_size, layout.head_dim)
+
+
 def numbered(layout: PageLayout, num_pages: int, first: int = 1) -> np.ndarray:
     """Pages filled with consecutive numbers, beginning at ``first``."""
     count = num_pages * layout.page_bytes // 4
-    return np.arange(first, first + count, dtype=np.int32).reshape(num_pages, *layout.shape)
+    return np.arange(first, first + count, dtype=np.int32).reshape(num_pages, *shape_of(layout))
 
 
 def test_a_whole_page_is_one_run() -> None:
@@ -106,6 +110,55 @@ def test_any_slice_can_be_copied_into_any_other_of_the_same_length(data: st.Data
     expected[:, :, :, b.token : b.token + count] = source[:, :, :, a.token : a.token + count]
     assert (target == expected).all()
     assert sum(length for _, _, length in pair.runs) == pair.num_bytes
+
+
+layouts = st.builds(
+    PageLayout,
+    num_layers=st.integers(1, 2),
+    num_kv_heads=st.integers(1, 3),
+    head_dim=st.integers(2, 5),
+    page_size=st.sampled_from([1, 2, 4]),
+    dtype=st.sampled_from(["float16", "fp8_e4m3"]),
+    value_dim=st.integers(1, 7),
+    is_latent=st.booleans(),
+)
+
+
+def token_of(layout: PageLayout, page: np.ndarray, token: int) -> list[bytes]:
+    """The bytes of one token: of each key and each value its numbers, then its scale if there are scales."""
+    item = {"float16": 2, "fp8_e4m3": 1}[layout.dtype]
+    found, at = [], 0
+    for _ in range(layout.num_layers):
+        for dim in [layout.head_dim] if layout.is_latent else [layout.head_dim, layout.value_dim]:
+            for _ in range(layout.num_kv_heads):
+                found.append(page[at + token * dim * item : at + (token + 1) * dim * item].tobytes())
+                at += layout.page_size * dim * item
+                if layout.dtype == "fp8_e4m3":
+                    found.append(page[at + token : at + token + 1].tobytes())
+                    at += layout.page_size
+    assert at == layout.page_bytes == len(page)
+    return found
+
+
+@given(ours=layouts, factor=st.sampled_from([1, 2, 4]), is_larger=st.booleans())
+def test_tokens_keep_their_numbers_and_scales_in_every_format(ours: PageLayout, factor: int, is_larger: bool) -> None:
+    """Pages of one size are cut into, or joined to, pages of ``factor`` times the size."""
+    theirs = replace(ours, page_size=ours.page_size * factor)
+    if is_larger:
+        ours, theirs = theirs, ours
+    mapping = PageMapping(ours, theirs)
+    num_tokens = max(ours.page_size, theirs.page_size)
+    random = np.random.default_rng(0)
+    source = random.integers(0, 256, (num_tokens // ours.page_size, ours.page_bytes), np.uint8)
+    target = np.zeros((num_tokens // theirs.page_size, theirs.page_bytes), np.uint8)
+    for unit in range(mapping.units.count(num_tokens)):
+        pair = mapping.slice_pairs[unit % len(mapping.slice_pairs)] or whole_pages(ours)
+        from_page, to_page = source[unit // mapping.units.per_source], target[unit // mapping.units.per_target]
+        copy(pair, memoryview(from_page), memoryview(to_page))
+        assert sum(length for _, _, length in pair.runs) == pair.num_bytes
+    for token in range(num_tokens):
+        sent = token_of(ours, source[token // ours.page_size], token % ours.page_size)
+        assert token_of(theirs, target[token // theirs.page_size], token % theirs.page_size) == sent
 
 
 def test_bytes_that_arrive_in_small_parts_fill_the_runs_in_order() -> None:

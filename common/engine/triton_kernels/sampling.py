@@ -15,6 +15,7 @@ Every operation on floating-point numbers must be rounded by itself, so all laun
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -24,11 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.sampling.weights import LEAST_SCALED, POWER, WEIGHT_BITS, factor_of, least_kept_by_min_p
-from common.engine.triton_kernels.tiles import power_of_two
+from common.engine.triton_kernels.tiles import SamplingTile, power_of_two, stored_sampling_tile
 from common.sampling_params import SamplingParams
 
-#: Logits of one block; gathered tokens of a row, which are read at once.
-BLOCK, CAPACITY = 2048, 4096
 NUM_EDGES = 8
 _NUM_EDGES = tl.constexpr(NUM_EDGES)
 #: Scaled logits between two edges. Tokens beyond the last edge have the weight 0.
@@ -326,18 +325,24 @@ def row_inputs(params: Sequence[SamplingParams], uniforms: NDArray[np.float64], 
     return np.array([factors, min_p_keys, top_ks, [p.top_p for p in params], uniforms], np.float64)
 
 
-def draw_tokens(logits: Tensor, inputs: Tensor, *, block: int = BLOCK, capacity: int = CAPACITY) -> Tensor:
+@cache
+def _tile_on(device: torch.device) -> SamplingTile:
+    return stored_sampling_tile(torch.cuda.get_device_name(device)) if device.type == "cuda" else SamplingTile()
+
+
+def draw_tokens(logits: Tensor, inputs: Tensor, tile: SamplingTile | None = None) -> Tensor:
     """Return one token ``[R]`` int64 for each row of ``logits`` ``[R, vocab]`` float32, which stay as they are.
 
     Shapes and launches depend on R alone, so that CUDA graphs can hold this function.
 
     Args:
         inputs: ``[5, R]`` float64 of ``row_inputs``, on the same device.
-        block, capacity: powers of two; tests make them small.
+        tile: None takes the one that was measured on this kind of device. The tokens do not depend on it.
     """
     num_rows, vocab = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1 and inputs.is_contiguous()
-    num_blocks = -(-vocab // block)
+    tile = tile or _tile_on(logits.device)
+    num_blocks = -(-vocab // tile.block)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
@@ -345,21 +350,21 @@ def draw_tokens(logits: Tensor, inputs: Tensor, *, block: int = BLOCK, capacity:
     maxima = empty(torch.float32, num_blocks)
     counts, masses = (empty(dtype, num_blocks, NUM_EDGES) for dtype in (torch.int32, torch.int64))
     edges, sizes, tokens = empty(torch.int32), empty(torch.int32), empty(torch.int64)
-    likely, likely_ids = empty(torch.float32, capacity), empty(torch.int32, capacity)
+    likely, likely_ids = empty(torch.float32, tile.capacity), empty(torch.int32, tile.capacity)
     row_stride = logits.stride(0)
-    shape = {"VOCAB": vocab, "BLOCK": block, "enable_fp_fusion": False}
+    shape = {"VOCAB": vocab, "BLOCK": tile.block, "enable_fp_fusion": False}
     blocks = {"NUM_BLOCKS": num_blocks, "BLOCKS": power_of_two(num_blocks)}
     grid = (num_rows, num_blocks)
     find_maxima[grid](logits, maxima, row_stride, **shape)
     weigh_blocks[grid](logits, inputs, maxima, counts, masses, row_stride, **shape, **blocks)
     chosen = (edges, sizes, likely, likely_ids)
     gather_likely[grid](
-        logits, inputs, maxima, counts, masses, *chosen, row_stride, **shape, **blocks, CAPACITY=capacity
+        logits, inputs, maxima, counts, masses, *chosen, row_stride, **shape, **blocks, CAPACITY=tile.capacity
     )
     draw[(num_rows,)](
         *(logits, inputs, maxima, masses, *chosen, tokens, row_stride),
         **(shape | blocks),
-        CAPACITY=capacity,
-        num_warps=8,
+        CAPACITY=tile.capacity,
+        num_warps=tile.num_warps,
     )
     return tokens

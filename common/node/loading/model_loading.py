@@ -62,7 +62,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
     device = pick_device(config.device)
     if config.tp > 1:
         check_ranks(model, config.tp, device)
-    layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
+    layout = model.layout(config.page_size, config.dtype, config.kv_cache_dtype)
     capacity = plan_capacity(
         config,
         layout,
@@ -88,6 +88,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
         model,
         device=device,
         dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         num_slots=capacity.num_slots,
         num_pages=num_pages,
         page_size=config.page_size,
@@ -153,7 +154,7 @@ def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_thr
     from common.engine.attention import resolve_attention
 
     dtype = model.resolve_dtype(config.dtype)
-    layout = model.layout(config.page_size, dtype)
+    layout = model.layout(config.page_size, dtype, config.kv_cache_dtype)
     return Load(
         rank=0,
         num_ranks=config.tp,
@@ -161,6 +162,7 @@ def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_thr
         folder=str(model.folder),
         device=device,
         dtype=dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         attention=resolve_attention(config.attention_backend, torch.device(device), layout),
         page_size=config.page_size,
         num_threads=num_threads,

@@ -40,6 +40,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     folder: str
     device: str
     dtype: str
+    kv_cache_dtype: str
     attention: str
     page_size: int
     num_threads: int

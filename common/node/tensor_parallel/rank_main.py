@@ -79,7 +79,7 @@ def _serve(channel: RankChannel, load: Load) -> None:
     from common.engine.tensor_parallel.shard import Shard
 
     shard, device = Shard(load.rank, load.num_ranks), torch.device(load.device)
-    pool = KVPool(config.layout(load.page_size, load.dtype), join.num_pages, device, fd=memory)
+    pool = KVPool(config.layout(load.page_size, load.dtype, load.kv_cache_dtype), join.num_pages, device, fd=memory)
     group = open_group(FileStore(path_of(store), shard.size), shard, device, timeout_s=join.timeout_s)
     executor = RankExecutor(config, weights, pool, shard=shard, group=group, attention=load.attention)
     gc.collect()

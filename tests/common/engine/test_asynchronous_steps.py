@@ -52,7 +52,7 @@ class NoData:
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout
-        self.tensor = torch.empty(self.num_pages, *layout.shape, device=META)
+        self.pages = torch.empty(self.num_pages, layout.page_bytes, device=META)
 
     def prepare(self, batch: StepBatch) -> "NoData":
         return self

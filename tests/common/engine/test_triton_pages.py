@@ -105,7 +105,7 @@ def test_slices_for_pages_of_another_size_are_put_together_by_the_kernel(monkeyp
     pair = PageMapping(ours, theirs).slice_pairs[1]
     assert pair is not None
     pool = PoolWithDevice(ours, 3)
-    pool.tensor.copy_(torch.randn(pool.tensor.shape))
+    pool.pages.random_()
     with_kernel, without = Pages(pool, "nccl"), Pages(pool, "gloo")
     monkeypatch.setattr("kv_transfer.transports.torch_distributed.backend._copy", None)
     sent = with_kernel.gather(1, pair, with_kernel.staging())
@@ -127,7 +127,7 @@ def test_slices_for_pages_of_another_size_are_put_together_by_the_kernel(monkeyp
 def test_a_pool_on_a_gpu_gathers_and_scatters() -> None:
     layout = PageLayout(3, 4, 8, 16, "bfloat16")
     pool = KVPool(layout, 4, "cuda")
-    pool.tensor.normal_()
+    pool.pages.random_()
     assert pool.can_copy_runs and pool.device_pages is not None
     runs = ((0, 256), (2048, 512))
     staging = torch.empty(2, 768, dtype=torch.uint8, device="cuda")

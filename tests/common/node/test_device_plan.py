@@ -39,17 +39,21 @@ def test_a_token_holds_what_one_layer_holds_at_once() -> None:
 
 
 def test_graphs_and_the_largest_step_are_reserved() -> None:
-    token = 4 * 500
+    token = 2 * 500  # in bfloat16
     step = STEP_OVERHEAD_BYTES + 32 * token + 4 * 1000 * 16
-    assert plan_reserve(NodeConfig(), model(), LAYOUT, CAPACITY, ()) == DeviceReserve(0, step)
-    graphs = 3 * GRAPH_OVERHEAD_BYTES + 4 * (1000 * 8 + token) + 5 * 10 * 4  # a line of ten pages for each slot and one
-    assert plan_reserve(NodeConfig(), model(), LAYOUT, CAPACITY, (1, 2, 4)) == DeviceReserve(graphs, step)
+    assert plan_reserve(NodeConfig(dtype="bfloat16"), model(), LAYOUT, CAPACITY, ()) == DeviceReserve(0, step)
+    graphs = (
+        3 * GRAPH_OVERHEAD_BYTES + 4 * (1000 * (4 + 2) + token) + 5 * 10 * 4
+    )  # a line of ten pages for each slot and one
+    assert plan_reserve(NodeConfig(dtype="bfloat16"), model(), LAYOUT, CAPACITY, (1, 2, 4)) == DeviceReserve(
+        graphs, step
+    )
 
 
 def test_prompts_that_are_computed_whole_make_the_largest_step() -> None:
     whole = replace(CAPACITY, chunk_tokens=None)
-    step = STEP_OVERHEAD_BYTES + 16384 * 2000 + 4 * 1000 * 16
-    assert plan_reserve(NodeConfig(chunked_prefill_size=-1), model(), LAYOUT, whole, ()).step == step
+    step = STEP_OVERHEAD_BYTES + 16384 * 1000 + 4 * 1000 * 16
+    assert plan_reserve(NodeConfig(dtype="bfloat16", chunked_prefill_size=-1), model(), LAYOUT, whole, ()).step == step
 
 
 @pytest.mark.parametrize(

@@ -145,13 +145,13 @@ def test_gpu_direct_is_refused_where_it_has_no_effect(words: dict[str, str]) -> 
 def test_pages_go_from_gpu_to_gpu() -> None:
     last = torch.cuda.device_count() - 1  # the first GPU again if there is only one
     ours, theirs = (KVPool(LAYOUT, NUM_PAGES, f"cuda:{device}") for device in (0, last))
-    ours.tensor.copy_(torch.randn(ours.tensor.shape))
+    ours.pages.random_()
     torch.cuda.synchronize()
     writer, reader = NixlWriter(ours, is_direct=True), NixlReader(theirs, is_direct=True)
     attach(writer, reader, LAYOUT)
     write(writer, reader, [(1, 3), (2, 0)])
-    expected = torch.zeros(theirs.tensor.shape)
-    expected[3], expected[0] = ours.tensor[1].cpu(), ours.tensor[2].cpu()
-    assert torch.equal(theirs.tensor.cpu(), expected)
+    expected = torch.zeros_like(theirs.pages, device="cpu")
+    expected[3], expected[0] = ours.pages[1].cpu(), ours.pages[2].cpu()
+    assert torch.equal(theirs.pages.cpu(), expected)
     writer.close()
     reader.close()

@@ -42,8 +42,8 @@ def page_content(seed: int, layout: PageLayout = LAYOUT) -> bytes:
 
 
 def layout_here() -> PageLayout:
-    """Return the page layout of this process; ``TEST_PAGE_SIZE`` sets its page size."""
-    return replace(LAYOUT, page_size=int(os.environ.get("TEST_PAGE_SIZE", LAYOUT.page_size)))
+    """Return the page layout of this process; ``TEST_LAYOUT`` sets fields of it, as JSON."""
+    return replace(LAYOUT, **json.loads(os.environ.get("TEST_LAYOUT", "{}")))
 
 
 class WriterEnd:

@@ -92,7 +92,7 @@ def test_one_launch_writes_the_same_kv_as_separate_launches(device: str, dtype: 
     num_heads, num_kv_heads, dim = (6, 2, 16) if has_norms else (3, 3, 24)
     torch.manual_seed(dim)
     pools = [KVPool(PageLayout(2, num_kv_heads, dim, 16, NAMES[dtype]), 6, device) for _ in range(2)]
-    content = torch.randn(pools[0].tensor.shape).to(pools[0].tensor)
+    content = torch.randn(6, pools[0].layout.page_bytes // dtype.itemsize).to(device, dtype)
     backends = [TritonAttention(pool, num_heads, (AttentionParams(),) * 2, tiles={}) for pool in pools]
     batch = make_step([(5, 1), (14, 9)], 16, 6, device, seed=dim)
     qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, dim).to(content)
@@ -100,12 +100,12 @@ def test_one_launch_writes_the_same_kv_as_separate_launches(device: str, dtype: 
     angles = torch.rand(batch.num_tokens, dim // 2, device=device) * 6
     turn = (angles.cos(), angles.sin())
     for pool in pools:
-        pool.tensor.copy_(content)
+        pool.pages.copy_(content.view(torch.uint8))
     turned = TritonOperations().norm_and_rotate(qkv.clone(), num_heads, norms, turn, 1e-6)
     parts = turned.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     expected = backends[0].prepare(batch).extend(1, *parts)
     found = backends[1].prepare(batch).rotate_and_extend(1, qkv, norms, turn, 1e-6)
-    assert torch.equal(pools[1].tensor, pools[0].tensor)
+    assert torch.equal(pools[1].pages, pools[0].pages)
     assert torch.equal(found, expected)
     for pool in pools:
         pool.close()

@@ -9,7 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.devices import DEVICES
 
+from common.engine.sampling import sampler
+from common.engine.sampling.constraints import StepMasks
+from common.engine.sampling.penalties import TokenHistory
 from common.engine.sampling.sampler import SamplingRow, sample, uniforms
+from common.engine.sampling.token_masks import TokenMask
 from common.sampling_params import SamplingParams
 
 if not find_spec("triton"):
@@ -17,23 +21,27 @@ if not find_spec("triton"):
 
 import support.engine.triton_interpreter  # noqa: F401  (makes the interpreter faster)
 
+from common.engine.triton_kernels import has_interpreter
 from common.engine.triton_kernels import sampling as kernels
+from common.engine.triton_kernels.tiles import SamplingTile
 
 GREEDY = SamplingParams(temperature=0.0)
 TOP_P = SamplingParams(top_p=0.9, seed=2)
 BOTH = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=3)
 
 
-def draw(logits: torch.Tensor, rows: list[SamplingRow], device: str, **sizes: int) -> list[int]:
+def draw(logits: torch.Tensor, rows: list[SamplingRow], device: str, tile: SamplingTile | None = None) -> list[int]:
     seeds = np.array([row.params.seed for row in rows], np.uint64)
     random = uniforms(seeds, np.array([row.position for row in rows], np.uint64))
     inputs = torch.from_numpy(kernels.row_inputs([row.params for row in rows], random, logits.shape[1]))
-    return kernels.draw_tokens(logits.to(device), inputs.to(device), **sizes).tolist()
+    return kernels.draw_tokens(logits.to(device), inputs.to(device), tile).tolist()
 
 
-def assert_same_draws(logits: torch.Tensor, rows: list[SamplingRow], device: str, **sizes: int) -> None:
+def assert_same_draws(
+    logits: torch.Tensor, rows: list[SamplingRow], device: str, tile: SamplingTile | None = None
+) -> None:
     expected, _ = sample(logits.clone(), rows)
-    assert draw(logits, rows, device, **sizes) == expected.tolist()
+    assert draw(logits, rows, device, tile) == expected.tolist()
 
 
 params_strategy = st.builds(
@@ -65,7 +73,7 @@ def test_every_row_gets_the_token_that_the_cpu_draws(vocab: int, device: str) ->
         logits[:, 1::7] = -np.inf  # as after a mask
         rows = [SamplingRow(one, int(random.integers(0, 50)), 0) for one in params]
         tensor = torch.from_numpy(logits.astype(np.float32))
-        assert_same_draws(tensor, rows, device, block=256, capacity=256)
+        assert_same_draws(tensor, rows, device, SamplingTile(256, 256))
 
     check()
 
@@ -104,6 +112,30 @@ def test_the_logits_stay_as_they_are(device: str) -> None:
     before = logits.clone()
     assert draw(logits, [SamplingRow(GREEDY, 0, 0), SamplingRow(GREEDY, 1, 0)], device) == [299, 299]
     assert torch.equal(logits, before)
+
+
+@pytest.mark.skipif(not has_interpreter(), reason="needs Triton's interpreter")
+def test_penalties_masks_and_log_probabilities_work_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, the sampler changes the logits and the kernels draw from them."""
+    logits = torch.from_numpy(np.random.default_rng(3).normal(0, 2, (4, 300)).astype(np.float32))
+    best = int(logits[0].argmax())
+    penalties = GREEDY._replace(repetition_penalty=50.0, presence_penalty=9.0, logprobs=2)
+    allowed = BOTH._replace(allowed_token_ids=(7, 8, 9))
+    rows = [
+        SamplingRow(penalties, 3, 1, history=TokenHistory([1, best, best], 1)),
+        SamplingRow(allowed, 3, 1, mask=TokenMask(allowed, (), prompt_len=1, vocab_size=300)),
+        SamplingRow(TOP_P._replace(min_tokens=9, logit_bias=((5, 30.0),)), 3, 1, end_ids=(5,)),
+        SamplingRow(BOTH, 3, 1),
+    ]
+    masks = StepMasks((3,), torch.full((1, 300), -torch.inf).index_fill_(1, torch.tensor([40, 41]), 0.0), {})
+    expected, expected_logprobs = sample(logits.clone(), rows, masks)
+    monkeypatch.setattr(sampler, "_has_kernels", lambda _: True)
+    monkeypatch.setattr(sampler, "_draw", None)
+    tokens, logprobs = sample(logits.clone(), rows, masks)
+    assert tokens.tolist() == expected.tolist()
+    assert tokens[0] != best and tokens[1] in (7, 8, 9) and tokens[2] != 5 and tokens[3] in (40, 41)
+    assert logprobs is not None and expected_logprobs is not None
+    assert logprobs.read() == expected_logprobs.read()
 
 
 def test_a_step_has_four_launches_and_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
