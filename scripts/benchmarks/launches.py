@@ -274,7 +274,7 @@ def counting_kernels() -> Iterator[LaunchCounter]:
     except ImportError as error:
         raise ConfigError("bench launches counts the kernels of Triton: install triton") from error
     from common.engine.attention import triton_backend  # noqa: F401  # so that the kernels are imported
-    from common.engine.triton_kernels import elementwise  # noqa: F401
+    from common.engine.triton_kernels import elementwise, sampling  # noqa: F401
 
     counter = LaunchCounter()
     replaced = [
@@ -287,7 +287,8 @@ def counting_kernels() -> Iterator[LaunchCounter]:
     for module, name, _ in replaced:
         setattr(module, name, _CountedKernel(counter, name))
     try:
-        yield counter
+        with patch("common.engine.sampling.sampler._has_kernels", lambda _: True):  # as on CUDA
+            yield counter
     finally:
         for module, name, kernel in replaced:
             setattr(module, name, kernel)
