@@ -87,8 +87,8 @@ class ConnectionOptions:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One timer serves all timeouts of a connection. It is not set anew for each request: when it runs out too early, it
-    waits for the rest.
+    """One timer serves all timeouts of a connection. It is not set anew for each request: if it runs out too early, it
+    is set again for the rest.
 
     Attributes:
         options: the limits of this connection.
@@ -136,7 +136,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.disconnect()
         self.flow.resume_writing()
-        self.parser = None  # it refers to this object
+        self.parser = None  # type: ignore[assignment]  # it refers to this object
 
     def eof_received(self) -> None:
         """Ends the request in flight: a client that has closed its sending side counts as gone."""
