@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.types import Message as AsgiMessage
@@ -165,8 +165,7 @@ def _with_header(send: Send, name: bytes, value: bytes) -> Send:
     return send_with_header
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     """What is written to a client.
 
     Attributes:

@@ -16,7 +16,7 @@ import socket
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
@@ -63,6 +63,10 @@ IDEMPOTENCY_KEY = "idempotency_key"
 CLIENT_GONE = 499
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+JSON_ANSWER = (
+    b"HTTP/1.1 200 OK\r\ndate: %b\r\nx-request-id: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"%b\r\n%b"
+)
 #: The names of the headers that ``_read_header`` reads.
 _READ_HEADERS = frozenset((b"content-length", b"x-request-id", b"traceparent", b"idempotency-key", b"host", b"expect"))
 _PLAIN_PATH = re.compile(rb"/[A-Za-z0-9/_.-]*")
@@ -235,13 +239,11 @@ class HttpConnection(HttpToolsProtocol):
         self._host = None
 
     def on_url(self, url: bytes) -> None:
-        self._num_header_bytes += len(url)
-        self._check_header_bytes()
+        self._count_header_bytes(len(url))
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._num_header_bytes += len(name) + len(value) + 4
-        self._check_header_bytes()
+        self._count_header_bytes(len(name) + len(value) + 4)
         if self._is_in_headers:  # and not in the trailers of a chunked body
             name = name.lower()
             if name in _READ_HEADERS:
@@ -267,8 +269,9 @@ class HttpConnection(HttpToolsProtocol):
         elif value.lower() == b"100-continue":
             self.expect_100_continue = True
 
-    def _check_header_bytes(self) -> None:
+    def _count_header_bytes(self, count: int) -> None:
         self._num_unparsed = 0
+        self._num_header_bytes += count
         if self._num_header_bytes > MAX_HEADER_BYTES:
             raise self._refused(_headers_too_large())
 
@@ -549,13 +552,16 @@ class RequestCycle:
 
     @property
     def can_write(self) -> bool:
-        """Whether ``write_whole`` may be called now; ``send`` is always right."""
-        return not (self._flow.write_paused or self.disconnected)
+        """Whether ``write_json`` may be called now; ``send`` is always right."""
+        return not (self._flow.write_paused or self.disconnected or self._waits_for_continue)
 
-    def write_whole(self, status: int, headers: "Sequence[tuple[bytes, bytes]]", body: bytes) -> None:
-        """Writes a whole answer, as ``send`` does, but at once."""
-        self._begin_answer(status, headers)
-        self._write_body(body, is_last=True)
+    def write_json(self, body: bytes) -> None:
+        """Writes a whole answer to a request that is no HEAD, as ``send`` does, but at once: most answers are such."""
+        assert not self.status, "an application begins its answer once"
+        self.status = 200
+        close = b"" if self.keep_alive else b"connection: close\r\n"
+        self._transport.write(JSON_ANSWER % (http_date(), self._request_id, len(body), close, body))
+        self._end_answer()
 
     @property
     def can_write_chunk(self) -> bool:
@@ -629,11 +635,14 @@ class RequestCycle:
             self._write(body)
         if is_last:
             assert self._num_left <= 0, "the body is shorter than its Content-Length"
-            self.response_complete = True
-            self._wake()
-            if not self.keep_alive:
-                self._connection.close()
-            self._connection.on_response_complete()
+            self._end_answer()
+
+    def _end_answer(self) -> None:
+        self.response_complete = True
+        self._wake()
+        if not self.keep_alive:
+            self._connection.close()
+        self._connection.on_response_complete()
 
 
 def cycle_of(send: Send) -> RequestCycle | None:

@@ -168,11 +168,11 @@ async def send_whole(
         body = encode_json(formatter.answer(outputs))
     else:
         body = await asyncio.to_thread(lambda: encode_json(formatter.answer(outputs)))
-    lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *_encoded(headers)]
     cycle = cycle_of(send)
-    if cycle is not None and cycle.can_write:
-        cycle.write_whole(200, lines, body)
+    if cycle is not None and cycle.can_write and not headers:
+        cycle.write_json(body)
     else:
+        lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *_encoded(headers)]
         await send({"type": "http.response.start", "status": 200, "headers": lines})
         await send({"type": "http.response.body", "body": body})
 

@@ -1,8 +1,9 @@
 """The requests in flight: what the gateway knows of each, beside its output."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from common.request import Request
 from common.wire.messages import EndReason, Failed, Moved, Spans, Tokens
@@ -16,8 +17,7 @@ class Timer(Protocol):
     def cancel(self) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class InFlightRequest:
+class InFlightRequest(msgspec.Struct, eq=False):
     """Gateway state of one in-flight request.
 
     Attributes:

@@ -478,10 +478,14 @@ def _sampling_params(
         raise refuse(f"{min_tokens} is more than the {max_new_tokens} tokens allowed", f"{prefix}min_tokens")
     if body.stop_token_ids or body.logit_bias or body.allowed_token_ids:
         _check_token_ids(body, limits, prefix)
-    temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty = [
-        default if given is None else given
-        for given, default in zip(_sampling_fields(body), limits.defaults, strict=True)
-    ]
+    given: tuple[float | None, ...] = _sampling_fields(body)
+    if given.count(None) == len(given):
+        values = limits.defaults
+    else:
+        values = SamplingDefaults(
+            *[default if own is None else own for own, default in zip(given, limits.defaults, strict=True)]
+        )
+    temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty = values
     return SamplingParams(
         max_new_tokens=max(max_new_tokens, 1),  # 0 still makes one token on the nodes; it is not shown
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
