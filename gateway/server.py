@@ -319,7 +319,8 @@ class Gateway:
         timeline = self._timelines.ended(stream)
         if timeline is not None:
             self._tracer.ended(timeline)
-        self._quotas.settle(stream)
+        if request.tenant:
+            self._quotas.settle(stream)
         if stream.finish and not request.sampling.ignore_eos and not request.is_prompt_only:
             predictor = self._models[request.model].predictor
             predictor.learn(request.tenant, request.prompt, len(stream.ids), is_cut=stream.finish == "length")

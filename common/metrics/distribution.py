@@ -26,6 +26,8 @@ class Distribution:
     def add_all(self, values: Iterable[float]) -> None:
         """Observes many values, each in a fraction of the time that ``add`` takes."""
         ordered, first = sorted(values), 0
+        if not ordered:
+            return
         for i, bound in enumerate(self.bounds):
             last = bisect_right(ordered, bound, first)
             self.counts[i] += last - first

@@ -9,6 +9,7 @@ Without a prediction, nodes use their ratio (``common/scheduling/new_token_ratio
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 #: Tokens at the beginning of a prompt that identify an application.
 PREFIX_TOKENS = 32
@@ -23,20 +24,12 @@ ANY_PREFIX = -1
 ALL_REQUESTS: Group = ("\0", ANY_PREFIX)  # "\0" is no tenant's name
 
 
+@dataclass(slots=True, eq=False)
 class _Mean:
-    """The mean length of the outputs of a group, and how many it stands for."""
+    """The mean length of the last ``count`` outputs of a group."""
 
-    __slots__ = ("count", "length")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.length = 0.0
-
-    def add(self, num_output: int, *, is_cut: bool) -> None:
-        if self.count < WINDOW:
-            self.count += 1
-        if not is_cut or num_output > self.length:
-            self.length += (num_output - self.length) / self.count
+    count: int = 0
+    length: float = 0.0
 
 
 class OutputLengthPredictor:
@@ -62,7 +55,10 @@ class OutputLengthPredictor:
                 mean = self._means[group] = _Mean()
             else:
                 self._means.move_to_end(group)
-            mean.add(num_output, is_cut=is_cut)
+            if mean.count < WINDOW:
+                mean.count += 1
+            if not is_cut or num_output > mean.length:
+                mean.length += (num_output - mean.length) / mean.count
         while len(self._means) > self._max_groups:
             self._means.popitem(last=False)
 

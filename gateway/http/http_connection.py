@@ -239,11 +239,17 @@ class HttpConnection(HttpToolsProtocol):
         self._host = None
 
     def on_url(self, url: bytes) -> None:
-        self._count_header_bytes(len(url))
+        self._num_unparsed = 0
+        self._num_header_bytes += len(url)
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            raise self._refused(_headers_too_large())
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_header_bytes(len(name) + len(value) + 4)
+        self._num_unparsed = 0
+        self._num_header_bytes += len(name) + len(value) + 4
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            raise self._refused(_headers_too_large())
         if self._is_in_headers:  # and not in the trailers of a chunked body
             name = name.lower()
             if name in _READ_HEADERS:
@@ -268,12 +274,6 @@ class HttpConnection(HttpToolsProtocol):
             self._host = value
         elif value.lower() == b"100-continue":
             self.expect_100_continue = True
-
-    def _count_header_bytes(self, count: int) -> None:
-        self._num_unparsed = 0
-        self._num_header_bytes += count
-        if self._num_header_bytes > MAX_HEADER_BYTES:
-            raise self._refused(_headers_too_large())
 
     def _refused(self, error: RequestError) -> RequestError:
         """Keeps the error for the answer: the parser turns every exception into one of its own."""
@@ -349,14 +349,15 @@ class HttpConnection(HttpToolsProtocol):
             if len(self._pipelined) < PIPELINED:
                 self.flow.resume_reading()
         else:
-            self.flow.resume_reading()
+            if self.flow.read_paused:
+                self.flow.resume_reading()
             self._time_out_after(self.options.header_timeout_s if is_body_read else LINGER_S)
 
     def resume_reading(self) -> None:
         """Goes on reading, unless enough is queued already."""
-        if self.flow.read_paused and len(self._pipelined) < PIPELINED:
-            if self.cycle is not None and self.cycle.num_unread <= HIGH_WATER_LIMIT:
-                self.flow.resume_reading()
+        assert self.cycle is not None
+        if len(self._pipelined) < PIPELINED and self.cycle.num_unread <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
 
     def shutdown(self) -> None:
         """Closes the connection, after the answer to the request in flight if there is one."""
@@ -477,11 +478,13 @@ class RequestCycle:
         self._body += body
         if len(self._body) > HIGH_WATER_LIMIT:
             self._flow.pause_reading()
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def on_body_end(self) -> None:
         self.more_body = False
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def fail(self, error: RequestError) -> None:
         """Makes ``receive`` raise this error, unless it has raised one already."""
@@ -507,7 +510,8 @@ class RequestCycle:
             if self._failure is not None:
                 raise self._failure
             body, self._body = bytes(self._body), bytearray()
-            self._connection.resume_reading()
+            if self._flow.read_paused:
+                self._connection.resume_reading()
             self._is_body_given = not self.more_body
             if not self.disconnected:
                 return {"type": "http.request", "body": body, "more_body": self.more_body}
@@ -639,7 +643,8 @@ class RequestCycle:
 
     def _end_answer(self) -> None:
         self.response_complete = True
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
         if not self.keep_alive:
             self._connection.close()
         self._connection.on_response_complete()

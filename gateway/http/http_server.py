@@ -42,6 +42,7 @@ class HttpServer:
         self._config = uvicorn.Config(
             app,
             http=HttpConnection,
+            interface="asgi3",  # not guessed from the application
             ws="none",
             lifespan="on" if starts_app else "off",
             proxy_headers=False,

@@ -301,8 +301,10 @@ class Router:
             load[pair.prefill] = load.get(pair.prefill, 0) + pair.num_compute
         load[last] = load.get(last, 0) + pair.num_hold
         self._num_requests[last] = self._num_requests.get(last, 0) + 1
-        for incarnation in pair.nodes:
-            self._turn[incarnation] = self._num_chosen
+        if pair.prefill is not None:
+            self._turn[pair.prefill] = self._num_chosen
+        if pair.decode is not None:
+            self._turn[pair.decode] = self._num_chosen
 
     def _subtract(self, incarnation: str, num_tokens: int) -> None:
         before = self._load.get(incarnation)
