@@ -6,7 +6,7 @@ in flight, unless the request has a key by which the client may ask for them aga
 """
 
 import asyncio
-import secrets
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -289,9 +289,10 @@ class GenerateApp:
         services, endpoint = self._services, self.endpoint
         if identity is not None and (repeated := self._repeated(identity, body)) is not None:
             return repeated
-        answer_id = endpoint.id_prefix + secrets.token_hex(16)
+        answer_id = endpoint.id_prefix + os.urandom(16).hex()
         requests = await endpoint.process(body, model, tenant, answer_id)
-        requests = services.priorities.assign(requests, body.priority, body.priority_class)
+        if not services.priorities.is_neutral or body.priority is not None or body.priority_class is not None:
+            requests = services.priorities.assign(requests, body.priority, body.priority_class)
         known: dict[str, KeptOutput] = {}
         if identity is not None:
             requests = with_key(requests, identity, draws_seeds=draws_seeds(body))

@@ -10,8 +10,8 @@ uvicorn parses requests, queues those that a client pipelines, and applies back-
 import asyncio
 import logging
 import math
+import os
 import re
-import secrets
 import socket
 import time
 import urllib.parse
@@ -375,7 +375,7 @@ class HttpConnection(HttpToolsProtocol):
     def request_id(self) -> bytes:
         """The client's ``x-request-id``, or a new one."""
         if not self._request_id:
-            self._request_id = secrets.token_hex(16).encode("ascii")
+            self._request_id = os.urandom(16).hex().encode("ascii")
         return self._request_id
 
 

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, groupby
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 
@@ -26,12 +26,10 @@ from common.request import Request
 from common.wire.messages import (
     Abort,
     Failed,
-    Generate,
     Message,
     Move,
     Moved,
     Reprioritize,
-    Sample,
     SetPaused,
     Spans,
     Tokens,
@@ -47,7 +45,7 @@ from gateway.requests.attempts.further_attempts import (
 from gateway.requests.attempts.moves import Moves
 from gateway.requests.attempts.recovery import AttemptEnd
 from gateway.requests.attempts.trials import begin_trial, end_trial, has_passed_trial
-from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, request_of
+from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, request_of, what_is_sent
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool
@@ -142,10 +140,12 @@ class Dispatcher:
         siblings: dict[int, WorkerPair] = {}
         flights: list[InFlightRequest] = []
         for stream in streams:
-            left_s = max(stream.request.timeout_s - (now - stream.started_at), 0.001)
-            timer = self._timers.call_later(left_s, self._on_deadline, stream.request.rid)
-            flights.append(InFlightRequest(stream, pool, timer, siblings))
-            self._in_flight[stream.request.rid] = flights[-1]
+            request = stream.request
+            left_s = max(request.timeout_s - (now - stream.started_at), 0.001)
+            timer = self._timers.call_later(left_s, self._on_deadline, request.rid)
+            flight = InFlightRequest(stream, pool, timer, siblings)
+            flights.append(flight)
+            self._in_flight[request.rid] = flight
         num_able = min(self._capacity(pool), len(flights)) if is_idle else 0
         num_sent = _num_in_turn([flight.stream.request.prompt for flight in flights[:num_able]])
         if num_sent < len(flights):
@@ -301,30 +301,19 @@ class Dispatcher:
             pool.queue.remove(flight.queued)
             num_input = len(request.prompt) if pair.prefill is None else pair.num_compute
             pool.queue.order.admitted(flight.queued, num_input=num_input)
-        flight.siblings[request.prompt_number] = flight.pair = pair
-        flight.nodes = pair.nodes
-        flight.attempt = next(self._attempts)
-        flight.num_continued, flight.began_at = len(stream.ids), now
-        flight.is_prefill_counted = True
-        stream.sent_at = stream.sent_at or now
-        stream.is_local_prefill = pair.prefill is None
-        stream.attempt = flight.attempt
-        stream.num_attempts += 1
-        nodes = [pool.registry.workers[incarnation] for incarnation in flight.nodes]
-        flight.revision = nodes[-1].revision
-        stream.prefill = "" if pair.prefill is None else nodes[0].name
-        stream.decode = "" if pair.decode is None else nodes[-1].name
+        nodes = [pool.registry.workers[incarnation] for incarnation in pair.nodes]
+        flight.begin_attempt(pair, nodes, next(self._attempts), now)
         self.decisions.note(now, request.rid, "send", SENT[len(nodes)], now - stream.started_at, *nodes)
         return True
 
     def _send(self, placed: Sequence[InFlightRequest], now: float) -> None:
         """Sends requests to their pairs; neighbouring samples of one prompt share a message."""
-        groups = [placed] if len(placed) == 1 else [list(samples) for _, samples in groupby(placed, key=_group)]
+        groups = [placed] if len(placed) == 1 else [list(samples) for _, samples in groupby(placed, key=what_is_sent)]
         for flight, *others in groups:
-            self._channel.send(_generate(flight, others, now), *flight.nodes)
-            for sent in (flight, *others):
-                if sent.is_paused:  # an earlier attempt was
-                    self._tell_paused(sent)
+            self._channel.send(flight.generate(others, now), *flight.nodes)
+        for flight in placed:
+            if flight.is_paused:  # an earlier attempt was
+                self._tell_paused(flight)
 
     @staticmethod
     def _choose(pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None) -> WorkerPair | None:
@@ -530,7 +519,7 @@ class Dispatcher:
         stream.num_attempts += 1
         source, target = (workers[incarnation] for incarnation in flight.nodes)
         stream.prefill, stream.decode = source.name, target.name
-        self._channel.send(_generate(flight, (), now), target.incarnation)
+        self._channel.send(flight.generate((), now), target.incarnation)
         if flight.is_paused:
             self._tell_paused(flight)
 
@@ -605,43 +594,6 @@ class Dispatcher:
             end = end_by_loss(flight, incarnation, name, is_empty=is_empty, alive_until=alive_until)
             if end is not None:
                 self._recover(flight, end)
-
-
-def _group(flight: InFlightRequest) -> tuple[Any, ...]:
-    """Equal for samples of one prompt that are sent alike."""
-    request = flight.stream.request
-    continued = flight.attempt if flight.stream.ids else 0
-    return id(flight.siblings), request.prompt_number, flight.nodes, request.priority, request.priority_class, continued
-
-
-def _generate(flight: InFlightRequest, others: Iterable[InFlightRequest], now: float) -> Generate:
-    """The message that begins an attempt at a request, and at other samples of its prompt."""
-    request, workers, pair = flight.stream.request, flight.pool.registry.workers, flight.pair
-    assert pair is not None
-    waited_s = max(now - flight.stream.started_at, 0.0)
-    return Generate(
-        rid=request.rid,
-        attempt=flight.attempt,
-        prompt=request.prompt,
-        sampling=request.sampling,
-        prefill=None if pair.prefill is None else workers[pair.prefill].peer,
-        decode=None if pair.decode is None else workers[pair.decode].peer,
-        timeout_s=max(request.timeout_s - waited_s, 0.001),
-        cache_salt=request.salt,
-        priority=request.priority,
-        priority_class=request.priority_class,
-        tenant=request.tenant,
-        expected_output=request.expected_output,
-        waited_s=waited_s,
-        others=tuple([_sample(other) for other in others]),
-        key=request.key,
-        output=tuple(flight.stream.ids),
-    )
-
-
-def _sample(flight: InFlightRequest) -> Sample:
-    request = flight.stream.request
-    return Sample(request.rid, flight.attempt, request.sampling.seed, request.key)
 
 
 def _num_in_turn(prompts: Sequence[Sequence[int]]) -> int:
