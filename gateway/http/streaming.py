@@ -9,7 +9,7 @@ from starlette.types import Scope, Send
 
 from common.errors import RequestError
 from gateway.http.formatters.common import ResponseFormatter, as_error, encode_json
-from gateway.http.http_connection import RESPONSE_TIMEOUT, RequestCycle, cycle_of
+from gateway.http.request_cycle import RESPONSE_TIMEOUT, RequestCycle, cycle_of
 from gateway.requests.output_processor import OutputStream
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from common.errors import ConfigError, RequestError
-from gateway.http import http_connection
+from gateway.http import http_connection, request_cycle
 from gateway.http.access.hosts import AllowedHosts
 from gateway.http.http_connection import MAX_HEADER_BYTES, MAX_PIPELINED, ConnectionOptions
 from gateway.http.http_server import HttpServer
@@ -362,9 +362,9 @@ async def endless(app, scope, receive, send):
         await send({"type": "http.response.body", "body": b"x" * 100_000, "more_body": True})
 
 
-@pytest.mark.parametrize("state", [{}, {http_connection.RESPONSE_TIMEOUT: 0.3}])
+@pytest.mark.parametrize("state", [{}, {request_cycle.RESPONSE_TIMEOUT: 0.3}])
 async def test_a_client_that_does_not_read_is_disconnected(state, monkeypatch):
-    monkeypatch.setattr(http_connection, "STALL_S", 60.0 if state else 0.3)
+    monkeypatch.setattr(request_cycle, "STALL_S", 60.0 if state else 0.3)
     async with serving(endless) as (app, server), connected(server, limit=1 << 10) as (_, writer):
         app.state = state
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
