@@ -38,9 +38,9 @@ from gateway.http.access.request_checks import RequestChecks
 from gateway.http.access.tls import make_tls_context
 from gateway.http.app import make_app
 from gateway.http.generate import GenerateApp, make_endpoints
-from gateway.http.http_connection import ConnectionOptions
 from gateway.http.http_server import HttpServer
 from gateway.http.limits import MAX_VALUES
+from gateway.http.request_cycle import ConnectionOptions
 from gateway.http.services import Services
 from gateway.metrics.collectors import Metrics
 from gateway.metrics.live import INTERVAL_S, LiveHistory

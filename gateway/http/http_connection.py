@@ -15,8 +15,6 @@ import re
 import socket
 import urllib.parse
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import httptools
@@ -26,10 +24,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from common.errors import RequestError
-from gateway.http.access.hosts import AllowedHosts
 from gateway.http.errors import HttpError, openai_envelope
 from gateway.http.formatters.common import encode_json
-from gateway.http.request_cycle import STALL_S, RequestCycle, http_date
+from gateway.http.request_cycle import STALL_S, ConnectionOptions, RequestCycle, http_date
 from gateway.siblings.connection import BUFFER_BYTES, is_same_user
 
 log = logging.getLogger(__name__)
@@ -54,23 +51,6 @@ IDEMPOTENCY_KEY = "idempotency_key"
 _READ_HEADERS = frozenset((b"content-length", b"x-request-id", b"traceparent", b"idempotency-key", b"host", b"expect"))
 _PLAIN_PATH = re.compile(rb"/[A-Za-z0-9/_.-]*")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionOptions:
-    """Attributes:
-    header_timeout_s: for the headers of a request, from the connection or the previous answer on.
-    body_timeout_s: for the body of a request, from the first attempt to read it on.
-    max_body_bytes: larger bodies get 413.
-    on_answer: called with the scope of each ended request and its status; 499 if the client left before the end.
-    hosts: requests for other hosts get 421.
-    """
-
-    header_timeout_s: float
-    body_timeout_s: float
-    max_body_bytes: int
-    on_answer: Callable[[dict[str, Any], int], None]
-    hosts: AllowedHosts
 
 
 class HttpConnection(HttpToolsProtocol):

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from common.errors import ConfigError
-from gateway.http.http_connection import ConnectionOptions, HttpConnection
-from gateway.http.request_cycle import STALL_S
+from gateway.http.http_connection import HttpConnection
+from gateway.http.request_cycle import STALL_S, ConnectionOptions
 
 #: Connections may wait for so long at a stop until their clients have read the last answers.
 STOP_S = 1.0

@@ -10,8 +10,9 @@ import pytest
 from common.errors import ConfigError, RequestError
 from gateway.http import http_connection, request_cycle
 from gateway.http.access.hosts import AllowedHosts
-from gateway.http.http_connection import MAX_HEADER_BYTES, MAX_PIPELINED, ConnectionOptions
+from gateway.http.http_connection import MAX_HEADER_BYTES, MAX_PIPELINED
 from gateway.http.http_server import HttpServer
+from gateway.http.request_cycle import ConnectionOptions
 
 ANY_HOST = AllowedHosts(("*",))
 POST = b"POST /p HTTP/1.1\r\nHost: x\r\n"
