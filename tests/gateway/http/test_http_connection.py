@@ -279,6 +279,17 @@ async def test_a_request_that_arrives_together_with_the_end_of_its_connection_en
     assert caplog.text == ""
 
 
+async def test_a_request_whose_client_leaves_before_the_application_begins_has_ended():
+    async with serving(wait_for_ever) as (app, server), connected(server):
+        await app.until(lambda: server.connections)
+        (connection,) = server.connections
+        connection.data_received(b"GET /gone HTTP/1.1\r\n\r\n")
+        connection.eof_received()
+        assert app.ended == [("/gone", 499)]
+        await app.until(lambda: not server.connections)
+    assert app.seen == []
+
+
 async def test_work_after_an_answer_goes_on_when_the_client_leaves():
     done = asyncio.Event()
 
