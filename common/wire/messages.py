@@ -406,7 +406,7 @@ class Spans(RequestMessage, frozen=True, tag="spans"):
         """Raises ValueError: numbers that no clock and no count can have. ``StageSpan`` cannot say it: it needs no
         msgspec."""
         for _, start_s, duration_s, amount in self.spans:
-            if not (abs(start_s) <= MAX_SECONDS and 0.0 <= duration_s <= MAX_SECONDS and 0 <= amount <= MAX_AMOUNT):
+            if not (-MAX_SECONDS <= start_s <= MAX_SECONDS >= duration_s >= 0.0 and 0 <= amount <= MAX_AMOUNT):
                 raise ValueError("a span has a number that no clock and no count can have")
 
 
