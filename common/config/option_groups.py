@@ -96,6 +96,7 @@ SIMULATE: Groups = {
     "Planning": (
         "plan", "plan_windows", "plan_requests", "plan_confidence", "plan_processes", "price_per_hour",
     ),
+    "Calibration": ("calibrate", "calibrate_seconds", "api_key"),
     "Faults": ("faults", "kill_every", "fault_every", "node_timeout"),
     "Requests": ("request_timeout", "refuse_hopeless", "starvation_bound", "stream_interval"),
     **{title: SERVING[title] for title in ("Memory", "Scheduling", "Priorities and tenants")},

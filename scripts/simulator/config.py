@@ -15,7 +15,7 @@ from common.config.shared import Role
 from common.errors import ConfigError
 from common.node.loading.memory_plan import Capacity, plan_capacity
 from gateway.workers.pool import WorkerPool, make_pool
-from scripts.load_tester.config import SECONDS, LoadOptions, check_load, parse_seconds
+from scripts.load_tester.config import SECONDS, LoadOptions, check_load, check_url, parse_seconds
 from scripts.simulator.costs import Costs
 from scripts.simulator.engine import simulated_layout
 from scripts.simulator.faults import FAULT_NAMES, FaultOptions
@@ -114,7 +114,25 @@ class _Planning:
         None, "--plan: processes that simulate. Without it: as many as there are cores.", minimum=1, maximum=256
     )
     price_per_hour: float | None = option(
-        None, "--plan: US dollars per device and hour, instead of the table's.", minimum=0.0
+        None, "--plan and --calibrate: US dollars per device and hour, instead of the table's.", minimum=0.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Calibration:
+    """How ``--calibrate`` measures a live service."""
+
+    calibrate: str | None = option(
+        None,
+        "Measure a live service with one prefill and one decode node, and write a profile to --json FILE, which "
+        "--hardware takes. It must have no other load.",
+        metavar="URL",
+    )
+    calibrate_seconds: float = option(
+        120.0, "--calibrate: seconds for which requests are sent.", minimum=1.0, maximum=86_400.0
+    )
+    api_key: str | None = option(
+        None, "--calibrate: sent as a bearer token; better set in the environment.", is_secret=True
     )
 
 
@@ -133,7 +151,9 @@ class _Outputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateConfig(_Outputs, _Planning, _Faults, LoadOptions, Batching, SchedulingOptions, Routing, _Service):
+class SimulateConfig(
+    _Outputs, _Calibration, _Planning, _Faults, LoadOptions, Batching, SchedulingOptions, Routing, _Service
+):
     ENV_PREFIX: ClassVar[str] = "BATON_SIMULATE_"
 
     def __post_init__(self) -> None:
@@ -145,8 +165,9 @@ class SimulateConfig(_Outputs, _Planning, _Faults, LoadOptions, Batching, Schedu
         check_load(self)
         check_scheduling(self)
         check_batching(self)
-        _ = self.costs
+        self._check_calibration()
         self._check_hardware()
+        _ = self.costs
         if self.kv_bytes_per_token % 256:
             raise ConfigError(f"--kv-bytes-per-token must be a multiple of 256, not {self.kv_bytes_per_token}")
         check_local_prefill(self)
@@ -156,9 +177,23 @@ class SimulateConfig(_Outputs, _Planning, _Faults, LoadOptions, Batching, Schedu
         check_auto_roles(self)
         self._check_plan()
 
+    def _check_calibration(self) -> None:
+        if self.calibrate is None:
+            for name in ("calibrate_seconds", "api_key"):
+                if getattr(self, name) != getattr(SimulateConfig, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} needs --calibrate")
+            return
+        check_url(self.calibrate, "--calibrate")
+        if self.json is None:
+            raise ConfigError("--calibrate needs --json FILE, where it writes the profile")
+        for name in ("plan", "hardware", "trace", "faults"):
+            if getattr(self, name) != getattr(SimulateConfig, name):
+                raise ConfigError(f"--{name} has no effect with --calibrate; leave one out")
+
     def _check_plan(self) -> None:
         if not self.plan:
-            for name in (*options_of(_Planning), "html"):
+            allowed = ("price_per_hour",) if self.calibrate is not None else ()
+            for name in [name for name in (*options_of(_Planning), "html") if name not in allowed]:
                 if getattr(self, name) != getattr(SimulateConfig, name):
                     raise ConfigError(f"--{name.replace('_', '-')} needs --plan")
             return
@@ -177,7 +212,7 @@ class SimulateConfig(_Outputs, _Planning, _Faults, LoadOptions, Batching, Schedu
 
     def _check_hardware(self) -> None:
         if self.hardware is None:
-            for name in ("model", "prefill_tp", "decode_tp"):
+            for name in ("prefill_tp", "decode_tp") if self.calibrate else ("model", "prefill_tp", "decode_tp"):
                 if getattr(self, name) != getattr(SimulateConfig, name):
                     raise ConfigError(f"--{name.replace('_', '-')} needs --hardware")
             return

@@ -22,6 +22,7 @@ class Costs:
         weights_s: reading the weights once; matrix products take at least this long.
         token_s: added per token, of a prompt or sampled, beside its matrix products: all-reduce.
         prompt_pair_s: added per pair of a prompt token and a token that it attends to, itself included.
+        prompt_step_s: added to a step with prompt tokens.
     """
 
     step_s: float = 0.005
@@ -35,6 +36,7 @@ class Costs:
     weights_s: float = 0.0
     token_s: float = 0.0
     prompt_pair_s: float = 0.0
+    prompt_step_s: float = 0.0
 
     def seconds(self, work: "StepWork") -> float:
         products = self.prompt_token_s * work.num_prompt + self.row_s * work.num_rows
@@ -42,8 +44,9 @@ class Costs:
             self.step_s
             + max(self.weights_s, products)
             + self.token_s * (work.num_prompt + work.num_rows)
-            + self.context_token_s * work.num_context
             + self.prompt_pair_s * work.num_pairs
+            + (self.prompt_step_s if work.num_prompt else 0.0)
+            + self.context_token_s * work.num_context
         )
 
 

@@ -1,7 +1,7 @@
 """``simulate``: the command.
 
-Exit status: 0 for success, 1 if a replay differs or fails, a plan finds nothing or the report cannot be written, 2 for wrong options, 130
-after Ctrl-C.
+Exit status: 0 for success, 1 if a replay differs or fails, a plan finds nothing or the report cannot be written, 2 for
+wrong options, 130 after Ctrl-C.
 """
 
 import gc
@@ -41,6 +41,8 @@ Examples:
   simulate --hardware h200 --model llama-3.1-8b --prefill 2 --decode 2 --rate 40
   simulate --plan --trace TRACE.csv --slo-ttft 500ms --slo-itl 50ms
       --hardware h200 --model llama-3.1-8b --html plan.html
+  simulate --calibrate http://127.0.0.1:8000 --json profile.json
+  simulate --plan --hardware profile.json --rate 5 --slo-ttft 1s --slo-itl 80ms
   simulate --replay FILE   check a node's recording (--record)
 
 Loads, traces and seeds are those of loadtest; limits and policies are those of the nodes. The same options give the
@@ -220,6 +222,12 @@ def _plan(config: SimulateConfig) -> int:
     return plan_command(config)
 
 
+def _calibrate(config: SimulateConfig) -> int:
+    from scripts.simulator.calibration.command import calibrate_command  # needs the load tester's client
+
+    return calibrate_command(config)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(SimulateConfig, argv, command="simulate", help=HELP)
     if config.replay is not None:
@@ -227,8 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if config.json and not Path(config.json).resolve().parent.is_dir():
             raise ConfigError(f"--json {config.json}: the folder does not exist")
-        if config.plan:
-            return _plan(config)
+        if config.plan or config.calibrate:
+            return _plan(config) if config.plan else _calibrate(config)
         found, notes = simulate(config)
     except ConfigError as error:
         print(f"simulate: {error}", file=sys.stderr)

@@ -54,7 +54,7 @@ def _alerts(result: PlanResult) -> list[Alert]:
         Alert("good", f"{deployment_words(result, chosen.deployment)}; {chosen.deployment.settings.words()}."),
         Alert("", f"It holds {verdict_words(chosen.verdict)}."),
         Alert("", f"Instead: {alternative_words(result)}."),
-        Alert("", f"{crossing_words(result)[:1].upper()}{crossing_words(result)[1:]}."),
+        Alert("", f"A colocated pool: {crossing_words(result)}."),
     ]
 
 
@@ -162,7 +162,7 @@ def _points(result: PlanResult, is_colocated: bool) -> Sequence[tuple[LoadRow, F
 
 
 def _devices_chart(result: PlanResult) -> Chart:
-    chart = Chart(RATE, "devices", finding=crossing_words(result))
+    chart = Chart(RATE, "devices", finding=f"colocated {crossing_words(result)}")
     for colour, name in enumerate(("prefill and decode nodes", "colocated pool")):
         points = [
             (row.factor * result.load.requests_per_s, float(found.deployment.num_devices))

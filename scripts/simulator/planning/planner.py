@@ -92,16 +92,14 @@ class PlanResult:
     def price_per_million_output(self, deployment: Deployment, factor: float = 1.0) -> float:
         return self.price_per_hour(deployment) / (self.load.output_tokens_per_s * factor * HOURLY) * 1e6
 
-    def colocated_cheaper_up_to(self) -> float | None:
-        """The highest factor of ``rows`` up to which a colocated pool always needs fewer devices; None if none."""
-        highest = None
-        for row in self.rows:
-            if row.colocated is None:
-                break
-            if row.separate is not None and row.separate.deployment.num_devices <= row.colocated.deployment.num_devices:
-                break
-            highest = row.factor
-        return highest
+    def colocated_cheaper_at(self) -> list[float]:
+        """The factors among ``rows`` at which a colocated pool needs fewer devices."""
+        return [
+            row.factor
+            for row in self.rows
+            if row.colocated is not None
+            and (row.separate is None or row.colocated.deployment.num_devices < row.separate.deployment.num_devices)
+        ]
 
 
 class Planner:

@@ -1,6 +1,7 @@
 """A plan as text and as a dictionary."""
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,7 +28,7 @@ def plan_lines(result: PlanResult, config: SimulateConfig) -> list[str]:
     lines += _wrapped(
         "load",
         f"{per_second(load.requests_per_s)} requests/s, {load.input_tokens_per_s:,.0f} tokens/s of prompts, "
-        f"{load.output_tokens_per_s:,.0f} of outputs",
+        f"{load.output_tokens_per_s:,.0f} of outputs, in the simulated windows",
     )
     chosen = result.chosen
     if chosen is None:
@@ -88,20 +89,21 @@ def alternative_words(result: PlanResult) -> str:
 
 
 def crossing_words(result: PlanResult) -> str:
-    """Up to which load a colocated pool is cheaper, as far as the simulated loads tell."""
-    highest = result.colocated_cheaper_up_to()
-    rates = [row.factor * result.load.requests_per_s for row in result.rows]
-    if not rates:
-        return "not compared"
-    if highest is None:
-        return (
-            f"a colocated pool is not cheaper at {per_second(rates[0])} requests/s, the lowest load simulated, or above"
-        )
-    rate = highest * result.load.requests_per_s
-    if highest == result.rows[-1].factor:
-        return f"a colocated pool is cheaper at all simulated loads, up to {per_second(rate)} requests/s"
-    above = min(other for other in rates if other > rate)
-    return f"a colocated pool is cheaper up to {per_second(rate)} requests/s and no longer at {per_second(above)}"
+    """At which of the simulated loads a colocated pool is cheaper."""
+    cheaper = result.colocated_cheaper_at()
+    factors = [row.factor for row in result.rows]
+
+    def rates(some: Sequence[float]) -> str:
+        return " and ".join(per_second(factor * result.load.requests_per_s) for factor in some) + " requests/s"
+
+    if not cheaper:
+        return f"not cheaper at any simulated load, {rates([factors[0], factors[-1]])} among them" if factors else "-"
+    if cheaper == factors:
+        return f"cheaper at all simulated loads, up to {rates(factors[-1:])}"
+    if cheaper == factors[: len(cheaper)]:
+        return f"cheaper up to {rates(cheaper[-1:])}, and no longer at {rates([factors[len(cheaper)]])}"
+    others = [factor for factor in factors if factor not in cheaper]
+    return f"cheaper at {rates(cheaper)}, not at {rates(others)}"
 
 
 def _capacity_words(result: PlanResult, deployment: Deployment, factor: float) -> str:
@@ -163,7 +165,7 @@ def plan_figures(result: PlanResult, config: SimulateConfig) -> dict[str, Any]:
             {"factor": row.factor, "separate": of(row.separate, row.factor), "colocated": of(row.colocated, row.factor)}
             for row in result.rows
         ],
-        "colocated_cheaper_up_to": result.colocated_cheaper_up_to(),
+        "colocated_cheaper_at": result.colocated_cheaper_at(),
         "capacities": [
             {"prefill": deployment.num_prefill, "decode": deployment.num_decode, "factor": factor}
             for deployment, factor in result.capacities

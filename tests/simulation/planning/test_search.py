@@ -5,7 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.simulator.planning.deployment import Deployment, Settings
-from scripts.simulator.planning.search import Goal, best_settings, capacity, fewest, tune
+from scripts.simulator.planning.estimate import LoadSize, RequestSize
+from scripts.simulator.planning.planner import LoadRow, PlanResult
+from scripts.simulator.planning.report import crossing_words
+from scripts.simulator.planning.search import Found, Goal, best_settings, capacity, fewest, tune
 from scripts.simulator.planning.verdict import Verdict, WindowResult, is_hopeless, judge
 
 GOAL = Goal(share=0.9, confidence=0.8, max_devices=500)
@@ -119,3 +122,28 @@ def test_a_deployment_is_hopeless_once_too_many_have_missed() -> None:
     assert is_hopeless([bad, bad], 0.9, 5)
     assert not is_hopeless([good, bad], 0.9, 5)
     assert not is_hopeless([], 0.9, 5)
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        ([(2, 2), (4, 4)], "not cheaper at any simulated load, 10 and 20 requests/s among them"),
+        ([(2, 1), (4, 3)], "cheaper at all simulated loads, up to 20 requests/s"),
+        ([(2, 1), (4, 4)], "cheaper up to 10 requests/s, and no longer at 20 requests/s"),
+        ([(2, 2), (4, 3)], "cheaper at 20 requests/s, not at 10 requests/s"),
+    ],
+)
+def test_the_loads_at_which_a_colocated_pool_is_cheaper_are_named(devices: list[tuple[int, int]], words: str) -> None:
+    rows = tuple(
+        LoadRow(
+            float(number),
+            Found(Deployment(1, separate - 1), verdict(1.0)),
+            Found(Deployment(0, pool, Settings(local_prefill="always")), verdict(1.0)),
+        )
+        for number, (separate, pool) in enumerate(devices, 1)
+    )
+    load = LoadSize((RequestSize(1, 0, 1),) * 10, 1.0)
+    assert crossing_words(PlanResult(load, rows[0].separate, rows[0].colocated, rows)) == words
