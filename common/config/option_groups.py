@@ -94,7 +94,7 @@ SIMULATE: Groups = {
     ),
     **LOAD,
     "Planning": (
-        "plan", "plan_windows", "plan_requests", "plan_confidence", "plan_processes", "price_per_hour",
+        "plan", "experiment", "plan_windows", "plan_requests", "plan_confidence", "plan_processes", "price_per_hour",
     ),
     "Calibration": ("calibrate", "calibrate_seconds", "api_key"),
     "Faults": ("faults", "kill_every", "fault_every", "node_timeout"),

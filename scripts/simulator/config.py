@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from common.cache.page_layout import PageLayout
 from common.config.batching import Batching, check_batching
@@ -29,6 +29,11 @@ CONTEXT_LENGTH = 131_072
 PLANNED = (
     "prefill", "decode", "num_requests", "duration", "concurrency", "warmup", "cooldown", "faults", "auto_roles",
 )  # fmt: skip
+#: Options that have an effect with ``--experiment``.
+WITH_EXPERIMENT = {
+    "experiment", "plan_windows", "plan_requests", "plan_processes", "slo_attainment", "seed", "json", "progress",
+    "trace", "trace_unit", "trace_window", "trace_jitter", "length_scale", "max_input_len", "max_output_len",
+}  # fmt: skip
 COST_OPTIONS = ("step_cost", "prompt_token_cost", "row_cost", "context_token_cost", "message_cost", "wire_latency")
 
 
@@ -101,6 +106,11 @@ class _Planning:
         "Search for the fewest nodes and their settings that hold the --slo options for --slo-attainment of requests. "
         "Settings that are given stay as they are.",
     )
+    experiment: Literal["distserve", "mooncake"] | None = option(
+        None,
+        "Repeat what a paper claims: the highest rate at which separate and colocated nodes hold objectives. mooncake "
+        "takes --trace; both take the options --plan-windows, --plan-requests and --plan-processes.",
+    )
     plan_windows: int = option(
         6, "--plan: stretches of the trace, or seeds, that are simulated one by one.", minimum=3, maximum=1_000
     )
@@ -167,7 +177,8 @@ class SimulateConfig(
         check_batching(self)
         self._check_calibration()
         self._check_hardware()
-        _ = self.costs
+        if not self.plan:  # which chooses nodes at which the model fits
+            _ = self.costs
         if self.kv_bytes_per_token % 256:
             raise ConfigError(f"--kv-bytes-per-token must be a multiple of 256, not {self.kv_bytes_per_token}")
         check_local_prefill(self)
@@ -192,11 +203,16 @@ class SimulateConfig(
 
     def _check_plan(self) -> None:
         if not self.plan:
-            allowed = ("price_per_hour",) if self.calibrate is not None else ()
+            allowed: tuple[str, ...] = ("price_per_hour",) if self.calibrate is not None else ()
+            if self.experiment is not None:
+                allowed = tuple(WITH_EXPERIMENT)
+                self._check_experiment()
             for name in [name for name in (*options_of(_Planning), "html") if name not in allowed]:
                 if getattr(self, name) != getattr(SimulateConfig, name):
                     raise ConfigError(f"--{name.replace('_', '-')} needs --plan")
             return
+        if self.experiment is not None:
+            raise ConfigError("--experiment has no effect with --plan; leave one out")
         if not self.slos:
             raise ConfigError("--plan needs objectives: give --slo-ttft, --slo-itl, --slo-tpot or --slo-e2e")
         for name in PLANNED:
@@ -205,10 +221,27 @@ class SimulateConfig(
         if self.local_prefill == "always":
             raise ConfigError("--local-prefill always has no effect with --plan, which tries colocated nodes anyway")
 
+    def _check_experiment(self) -> None:
+        """An experiment brings its own nodes, objectives and, but for a trace, loads."""
+        for found in options_of(SimulateConfig).values():
+            if found.name not in WITH_EXPERIMENT and getattr(self, found.name) != found.default:
+                raise ConfigError(f"{found.flag} has no effect with --experiment; leave one out")
+
     def without_plan(self) -> "SimulateConfig":
         """The configuration of one simulation that the planner makes."""
-        defaults = {name: getattr(SimulateConfig, name) for name in (*options_of(_Planning), "html", "json")}
-        return replace(self, **defaults)
+        values = {name: getattr(SimulateConfig, name) for name in (*options_of(_Planning), "html", "json")}
+        if self.hardware is not None:
+            values |= {"prefill_tp": self.fitting_tp, "decode_tp": self.fitting_tp}
+        return replace(self, **values)
+
+    @property
+    def fitting_tp(self) -> int:
+        """The smallest tensor parallelism at which the model fits the hardware. Raises ConfigError: there is none."""
+        assert self.hardware is not None
+        sizes = find_hardware(self.hardware, self.model).tensor_parallel_sizes()
+        if not sizes:
+            raise ConfigError(f"--hardware {self.hardware}: {self.model} fits at no tensor parallelism up to 8")
+        return sizes[0]
 
     def _check_hardware(self) -> None:
         if self.hardware is None:
@@ -219,7 +252,8 @@ class SimulateConfig(
         for name in (*COST_OPTIONS, "wire_bandwidth", "kv_bytes_per_token"):
             if getattr(self, name) != getattr(SimulateConfig, name):
                 raise ConfigError(f"--{name.replace('_', '-')} has no effect with --hardware; leave one out")
-        _ = self.node_models
+        if self.plan:
+            _ = self.fitting_tp
 
     @cached_property
     def node_models(self) -> dict[Role, NodeModel]:

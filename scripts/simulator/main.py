@@ -43,6 +43,7 @@ Examples:
       --hardware h200 --model llama-3.1-8b --html plan.html
   simulate --calibrate http://127.0.0.1:8000 --json profile.json
   simulate --plan --hardware profile.json --rate 5 --slo-ttft 1s --slo-itl 80ms
+  simulate --experiment distserve
   simulate --replay FILE   check a node's recording (--record)
 
 Loads, traces and seeds are those of loadtest; limits and policies are those of the nodes. The same options give the
@@ -216,16 +217,21 @@ def replay_command(path: str) -> int:
     return 1 if found.difference else 0
 
 
-def _plan(config: SimulateConfig) -> int:
-    from scripts.simulator.planning.command import plan_command  # its modules need those here
+def _other_command(config: SimulateConfig) -> Callable[[SimulateConfig], int] | None:
+    """The command behind --plan, --calibrate or --experiment, whose modules need those here; None for a simulation."""
+    if config.plan:
+        from scripts.simulator.planning.command import plan_command
 
-    return plan_command(config)
+        return plan_command
+    if config.calibrate is not None:
+        from scripts.simulator.calibration.command import calibrate_command
 
+        return calibrate_command
+    if config.experiment is not None:
+        from scripts.simulator.experiments.command import experiment_command
 
-def _calibrate(config: SimulateConfig) -> int:
-    from scripts.simulator.calibration.command import calibrate_command  # needs the load tester's client
-
-    return calibrate_command(config)
+        return experiment_command
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -235,8 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if config.json and not Path(config.json).resolve().parent.is_dir():
             raise ConfigError(f"--json {config.json}: the folder does not exist")
-        if config.plan or config.calibrate:
-            return _plan(config) if config.plan else _calibrate(config)
+        if (other := _other_command(config)) is not None:
+            return other(config)
         found, notes = simulate(config)
     except ConfigError as error:
         print(f"simulate: {error}", file=sys.stderr)

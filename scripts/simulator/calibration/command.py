@@ -27,6 +27,8 @@ MEANINGS = {
     "message_s": "a message",
     "wire_s": "a transfer, beside its bytes",
 }
+#: A median error above this means that the profile is not to be relied on.
+DOUBTFUL = 0.1
 SCALES = {"context_token_s": 1e3, "prompt_token_s": 1e3, "prompt_pair_s": 1e6}
 
 
@@ -69,6 +71,12 @@ def calibrate_command(config: SimulateConfig) -> int:
     except OSError as error:
         raise ConfigError(f"--json {config.json} cannot be written: {error.strerror}") from None
     print("\n".join(profile_lines(profile)), flush=True)
+    if max(profile.errors.values()) > DOUBTFUL:
+        print(
+            f"simulate: an error of more than {DOUBTFUL:.0%} says that the service had other work, or that its steps "
+            "are not of this form: calibrate again on an idle machine",
+            file=sys.stderr,
+        )
     return 0
 
 

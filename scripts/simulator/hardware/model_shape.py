@@ -63,6 +63,8 @@ KNOWN_MODELS = {
     found.name: found
     for found in (
         ModelShape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151_936, is_tied=True),
+        # Two matrices of 20,480 per layer, written as three: this family has no gate.
+        ModelShape("opt-13b", 40, 5120, 40, 40, 128, 13_653, 50_272, is_tied=True),
         ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14_336, 128_256),
         ModelShape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28_672, 128_256),
     )

@@ -96,8 +96,6 @@ def choices_of(config: SimulateConfig) -> Choices:
     else:
         hardware = find_hardware(config.hardware, config.model)
         fitting = tuple(hardware.tensor_parallel_sizes())
-        if not fitting:
-            raise ConfigError(f"--hardware {config.hardware}: {config.model} fits at no tensor parallelism up to 8")
         prefill_tps = (config.prefill_tp,) if config.prefill_tp != default.prefill_tp else fitting
         decode_tps = (config.decode_tp,) if config.decode_tp != default.decode_tp else fitting
         nodes = {tp: hardware.node(tp) for tp in {*prefill_tps, *decode_tps}}

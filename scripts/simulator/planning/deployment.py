@@ -16,7 +16,7 @@ class Settings:
 
     Attributes:
         prefill_tp, decode_tp: devices of a node; a colocated pool has ``decode_tp`` alone.
-        chunk_tokens: ``--chunked-prefill-size``.
+        chunk_tokens: ``--chunked-prefill-size``; -1 computes prompts whole, in a colocated pool in steps of their own.
         batch_limit: ``--max-running-requests``.
         local_prefill: ``--local-prefill``; ``always`` is a colocated pool, whose nodes compute prompts and outputs.
     """
@@ -32,12 +32,18 @@ class Settings:
         return self.local_prefill == "always"
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether chunks of prompts are computed in the same steps as outputs."""
+        return self.is_colocated and self.chunk_tokens > 0
+
+    @property
     def kinds(self) -> tuple[Kind, ...]:
         return ("decode",) if self.is_colocated else ("prefill", "decode")
 
     def words(self) -> str:
-        parts = [f"chunks of {self.chunk_tokens:,} tokens", f"at most {self.batch_limit:,} requests at once"]
-        if self.is_colocated:
+        chunks = f"chunks of {self.chunk_tokens:,} tokens" if self.chunk_tokens > 0 else "whole prompts"
+        parts = [chunks, f"at most {self.batch_limit:,} requests at once"]
+        if self.is_mixed:
             parts.append("prompts and outputs in the same steps")
         elif self.local_prefill == "auto":
             parts.append("short prompts on the decode nodes")
@@ -94,7 +100,7 @@ class Deployment:
         found += [f"--chunked-prefill-size {own.chunk_tokens}", f"--max-running-requests {own.batch_limit}"]
         if own.local_prefill != "never":
             found.append(f"--local-prefill {own.local_prefill}")
-        return [*found, "--enable-mixed-chunk"] if own.is_colocated else found
+        return [*found, "--enable-mixed-chunk"] if own.is_mixed else found
 
 
 def _devices(tp: int) -> str:

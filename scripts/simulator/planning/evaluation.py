@@ -37,7 +37,7 @@ def deployed(config: SimulateConfig, deployment: Deployment) -> SimulateConfig:
         chunked_prefill_size=own.chunk_tokens,
         max_running_requests=own.batch_limit,
         local_prefill=own.local_prefill,
-        enable_mixed_chunk=own.is_colocated or config.enable_mixed_chunk,
+        enable_mixed_chunk=own.is_mixed or config.enable_mixed_chunk,
     )
 
 

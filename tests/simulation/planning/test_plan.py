@@ -14,6 +14,7 @@ from scripts.simulator.costs import Costs
 from scripts.simulator.hardware.node_model import NodeModel
 from scripts.simulator.main import main
 from scripts.simulator.planning import estimate
+from scripts.simulator.planning.command import choices_of
 from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.estimate import LoadSize, RequestSize
 from scripts.simulator.planning.evaluation import Evaluator, deployed, run_window
@@ -116,7 +117,7 @@ def test_the_command_prints_a_plan_and_writes_it(
 ) -> None:
     written, page = tmp_path / "plan.json", tmp_path / "plan.html"
     fixed = ["--chunked-prefill-size=2048", "--max-running-requests=64", "--price-per-hour=2"]
-    words = ["--plan", f"--trace={trace}", "--rate=12", *COSTS, *GOALS, "--plan-requests=36", *fixed]
+    words = ["--plan", f"--trace={trace}", "--rate=12", *COSTS, *GOALS, "--plan-requests=24", *fixed]
     assert main([*words, f"--json={written}", f"--html={page}"]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
@@ -155,6 +156,16 @@ def test_nothing_holds_an_impossible_objective(trace: Path, capsys: pytest.Captu
     assert "prompts take longer than --slo-ttft even alone" in capsys.readouterr().out.replace("\n            ", " ")
     assert main(["--plan", *words, "--slo-itl=5ms"]) == 1
     assert "a decode step takes longer than --slo-itl" in capsys.readouterr().out.replace("\n            ", " ")
+
+
+def test_a_model_that_needs_several_devices_is_planned_with_as_many() -> None:
+    given = config("--plan", "--hardware=h200", "--model=llama-3.1-70b", "--slo-ttft=2s", "--rate=2")
+    assert choices_of(given).prefill_tps == (2, 4, 8)
+    window = windows_of(given, num_windows=3, num_requests=30)[0]
+    found = deployed(window, Deployment(1, 2, Settings(4, 8)))
+    assert [one.num_devices for one in found.node_models.values()] == [4, 8]
+    with pytest.raises(ConfigError, match="fits at no tensor parallelism up to 8"):
+        config("--plan", "--hardware=cpu", "--model=llama-3.1-70b", "--slo-ttft=2s")
 
 
 def test_flags_of_a_deployment_give_it() -> None:
