@@ -46,9 +46,9 @@ class Checksums:
         runs = None if slices is None else [(at, length) for at, _, length in slices.runs]
         return self._sum(page, runs, is_in_memory=self._store.is_mapped)
 
-    def of_target(self, page: int, runs: Iterable[tuple[int, int]]) -> int:
-        """Checksum of these (offset, bytes) runs of a page that has come, where it has come to."""
-        is_in_memory = self._store.is_mapped or not self._store.is_in_place
+    def of_target(self, page: int, runs: Iterable[tuple[int, int]], *, is_in_place: bool) -> int:
+        """Checksum of these (offset, bytes) runs of a page that has come, in the pool itself if ``is_in_place``."""
+        is_in_memory = self._store.is_mapped or not is_in_place
         return self._sum(page, runs, is_in_memory=is_in_memory)
 
     def _sum(self, page: int, runs: Iterable[tuple[int, int]] | None, *, is_in_memory: bool) -> int:

@@ -115,11 +115,12 @@ class EngineOptions:
         "Plan a step only when the one before it has ended. Without it, a node on CUDA plans the next step while one "
         "runs; a node on a CPU never does.",
     )
-    transport: Literal["auto", "shm", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
+    transport: Literal["auto", "shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
         "auto",
-        "Transport of KV pages: shm (shared memory, on one machine), tcp, nixl (UCX; needs the extra nixl), gloo or "
-        "nccl (torch.distributed; nccl between CUDA devices). auto tries shm, nixl (only with a --data-interface that "
-        "other machines can reach) and tcp for each pair of nodes, and uses the first that works. inprocess is for "
+        "Transport of KV pages: shm (shared memory, on one machine), cuda-ipc (between GPUs of one machine), tcp, nixl "
+        "(UCX; needs the extra nixl), gloo or nccl (torch.distributed; nccl between CUDA devices). auto tries cuda-ipc "
+        "(only on CUDA), shm, nixl (only with a --data-interface that other machines can reach) and tcp for each pair "
+        "of nodes, and uses the first that works. inprocess is for "
         "tests and the simulator only.",
     )
     record: str | None = option(
@@ -201,6 +202,8 @@ def check_engine(config: Any) -> None:
         raise ConfigError(
             "--gpu-direct needs --transport nixl and CUDA: add --transport nixl, and leave out --device cpu"
         )
+    if config.transport == "cuda-ipc" and config.device == "cpu":
+        raise ConfigError("--transport cuda-ipc needs CUDA: leave out --device cpu, or use --transport shm")
     if config.tp > 1 and config.device.startswith("cuda"):
         raise ConfigError(f"--tp {config.tp}: tensor parallelism runs on CPUs only so far; add --device cpu")
     if config.weight_version is not None and not 0 < len(config.weight_version) <= MAX_WEIGHT_VERSION:

@@ -284,7 +284,7 @@ class Receiver:
             return True
         self._connections.by_peer[session.peer].page_came()
         whole = session.deliver([index for index in message.indices if index not in damaged], message.part)
-        self._transport.store.landed(whole)
+        self._transport.store_of(session.peer).landed(whole)
         self._totals["pages_received"] += len(whole)
         return True
 
@@ -293,7 +293,9 @@ class Receiver:
         part = self._connections.by_peer[session.peer].parts[message.part]
         runs = part.runs(self._transport.store.layout)
         told = dict(zip(message.indices, message.checksums, strict=False))
-        found = {index: self._checksums.of_target(session.page_of(index), runs) for index in message.indices}
+        is_in_place = self._transport.store_of(session.peer).is_in_place
+        pages = {index: session.page_of(index) for index in message.indices}
+        found = {index: self._checksums.of_target(page, runs, is_in_place=is_in_place) for index, page in pages.items()}
         damaged = [index for index in message.indices if told.get(index) != found[index]]
         self._totals["pages_verified"] += len(found)
         self._totals["checksum_mismatches"] += len(damaged)

@@ -189,6 +189,13 @@ class ReaderTransport(Transport, Protocol):
         """The peer reports the transport by which it attached. False: that was not offered."""
         return transport == self.name
 
+    def store_of(self, peer: str) -> PageStore:
+        """The store as the pages of this peer arrive in it: with some transports on the device, with others beside it.
+
+        The peer has reported its transport and has not been withdrawn since.
+        """
+        return self.store
+
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
         """Permit this peer to write these pages under this epoch, each byte once; or the slice ``again`` of them, which
         has come already, once more. Only a reader that places the bytes itself can permit and forbid.

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import msgspec
-from support.kv.kv_fakes import JUNK, MemfdStore
-from support.kv.transport_process import LAYOUT, NUM_PAGES
+from support.kv.kv_fakes import JUNK
+from support.kv.transport_process import LAYOUT, NUM_PAGES, make_store
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.request import RequestKey
@@ -31,15 +31,11 @@ def content(key: RequestKey, index: int) -> bytes:
     return random.Random(f"{key} {index}").randbytes(LAYOUT.page_bytes)
 
 
-def put(store: MemfdStore, page: int, data: bytes) -> None:
-    store.memory[page * len(data) : (page + 1) * len(data)] = data
-
-
 class TransferEnd:
     """The part that both ends share; ``outgoing`` are messages that the test has not fetched yet, [peer, JSON]."""
 
-    def __init__(self) -> None:
-        self.store = MemfdStore(NUM_PAGES, LAYOUT)
+    def __init__(self, settings: TransportSettings) -> None:
+        self.store = make_store(settings.name)
         self.allocator = PageAllocator(NUM_PAGES)
         self.outgoing: list[list[str]] = []
 
@@ -53,7 +49,7 @@ class TransferEnd:
 
 class SenderEnd(TransferEnd):
     def __init__(self, settings: TransportSettings) -> None:
-        super().__init__()
+        super().__init__(settings)
         self.transport = open_writer(self.store, settings)
         self.sender = Sender(self.transport, digest="model")
         self.pages: dict[RequestKey, list[int]] = {}
@@ -83,7 +79,7 @@ class SenderEnd(TransferEnd):
         assert pages is not None
         self.pages[key] = pages
         for index, page in enumerate(pages):
-            put(self.store, page, content(key, index))
+            self.store.put(page, content(key, index))
         self.sender.open(key, peer)
         self.sender.finish(key, PrefillDone(*key, num_tokens(num_pages), 7), pages)
         self._settle()
@@ -111,7 +107,7 @@ class SenderEnd(TransferEnd):
 
 class ReceiverEnd(TransferEnd):
     def __init__(self, settings: TransportSettings) -> None:
-        super().__init__()
+        super().__init__(settings)
         self.transport = open_reader(self.store, settings)
         self.receiver = Receiver(self.transport, self.allocator, name="decode-0", digest="model")
         self.ends: dict[str, str] = {}
