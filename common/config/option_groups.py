@@ -30,7 +30,8 @@ SERVING: Groups = {
         "auto_roles", "auto_roles_per_hour",
         "local_prefill", "local_prefill_threshold",
         "chunked_prefill_size", "max_prefill_tokens", "prefill_max_requests", "enable_mixed_chunk",
-        "enable_dynamic_chunking", "truncation_align_size", "disable_overlap_schedule", "max_skip_ahead",
+        "enable_dynamic_chunking", "truncation_align_size", "disable_overlap_schedule", "cuda_graph_max_bs",
+        "disable_cuda_graph", "max_skip_ahead",
         "lpm_degrade_threshold", "schedule_seed",
     ),
     "Priorities and tenants": (

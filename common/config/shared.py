@@ -115,6 +115,14 @@ class EngineOptions:
         "Plan a step only when the one before it has ended. Without it, a node on CUDA plans the next step while one "
         "runs; a node on a CPU never does.",
     )
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "Largest batch of decode rows for which a node on CUDA captures a CUDA graph at start; larger batches run "
+        "eagerly. Without it: as many requests as the node runs at once, at most 256.",
+        minimum=1,
+        maximum=4096,
+    )
+    disable_cuda_graph: bool = option(False, "Capture no CUDA graphs: run every step of a node on CUDA eagerly.")
     transport: Literal["auto", "shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
         "auto",
         "Transport of KV pages: shm (shared memory, on one machine), cuda-ipc (between GPUs of one machine), tcp, nixl "
@@ -206,6 +214,11 @@ def check_engine(config: Any) -> None:
         raise ConfigError("--transport cuda-ipc needs CUDA: leave out --device cpu, or use --transport shm")
     if config.tp > 1 and config.device.startswith("cuda"):
         raise ConfigError(f"--tp {config.tp}: tensor parallelism runs on CPUs only so far; add --device cpu")
+    if config.cuda_graph_max_bs is not None:
+        if config.disable_cuda_graph:
+            raise ConfigError("--cuda-graph-max-bs has no effect with --disable-cuda-graph; leave one out")
+        if config.device == "cpu":
+            raise ConfigError("--cuda-graph-max-bs: there are no CUDA graphs on a CPU; leave it or --device cpu out")
     if config.weight_version is not None and not 0 < len(config.weight_version) <= MAX_WEIGHT_VERSION:
         raise ConfigError(
             f"--weight-version must have 1 to {MAX_WEIGHT_VERSION} characters, not {len(config.weight_version)}"

@@ -37,6 +37,9 @@ BACKENDS: dict[str, Callable[[KVPool, int, LayerParams], AttentionBackend]] = {
     "flash-attn": _flash_attn,
 }
 
+#: The backends that are ``GraphSafeAttention``; the others run every step eagerly.
+GRAPH_SAFE = ("triton", "flash-attn")
+
 
 def resolve_attention(name: str, device: torch.device, layout: PageLayout, params: LayerParams = ()) -> str:
     """Return the name of a backend for pools of this layout on this device; ``auto`` picks the fastest.

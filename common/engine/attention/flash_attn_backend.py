@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionParams, LayerParams, write_kv
-from common.engine.batch import StepBatch
+from common.engine.batch import DecodeRows, StepBatch
 from common.engine.device_copies import to_device
 from common.engine.kv_pool import KVPool
 
@@ -60,6 +60,9 @@ class FlashAttention:
     def prepare(self, batch: StepBatch) -> "FlashStep":
         return FlashStep(self, batch)
 
+    def prepare_decode(self, rows: DecodeRows) -> "FlashDecodeStep":
+        return FlashDecodeStep(self, rows)
+
 
 class FlashStep:
     """One step of ``FlashAttention``; lengths and block tables are copied to the device once for all layers."""
@@ -101,6 +104,30 @@ class FlashStep:
                 **_options(params, q.shape[2]),
             )
         return out
+
+
+class FlashDecodeStep:
+    """One step of ``FlashAttention`` of which the host knows only the number of its rows."""
+
+    def __init__(self, backend: FlashAttention, rows: DecodeRows) -> None:
+        self._backend = backend
+        self._rows = rows
+        self._lengths = (rows.positions + 1).to(torch.int32)
+        self._block_table = rows.page_table[rows.slots]
+
+    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv = self._backend.pool.layer(layer)
+        write_kv(kv, k, v, self._rows)
+        keys, values = (part.transpose(1, 2) for part in kv)
+        attended = self._backend.attend_decode(
+            q=q[:, None],
+            k_cache=keys,
+            v_cache=values,
+            cache_seqlens=self._lengths,
+            block_table=self._block_table,
+            **_options(self._backend.params[layer], q.shape[2]),
+        )
+        return attended[:, 0]
 
 
 class RowGroup:

@@ -6,11 +6,11 @@ step share. Page size, dtype and the mixture of rows are values in the batch; th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from common.engine.batch import StepBatch
+from common.engine.batch import DecodeRows, StepBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,20 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: StepBatch) -> StepAttention: ...
 
 
-def write_kv(kv: tuple[Tensor, Tensor], k: Tensor, v: Tensor, batch: StepBatch) -> None:
+@runtime_checkable
+class GraphSafeAttention(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured in CUDA graphs."""
+
+    def prepare_decode(self, rows: DecodeRows) -> StepAttention:
+        """Return the attention of rows of one new token each.
+
+        This and the step's ``extend`` read nothing on the host and copy nothing to the device, and their launches
+        depend on the number of rows alone.
+        """
+        ...
+
+
+def write_kv(kv: tuple[Tensor, Tensor], k: Tensor, v: Tensor, batch: StepBatch | DecodeRows) -> None:
     """Write a step's keys and values into their pages.
 
     Args:

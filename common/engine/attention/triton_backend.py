@@ -4,6 +4,7 @@ A step needs one launch to write its keys and values, one for rows of several to
 waits for the device, and the grids of a step depend on the number of its pieces, not on the lengths of decode rows.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.protocol import LayerParams
-from common.engine.batch import StepBatch, cut_into_pieces
+from common.engine.batch import DecodeRows, StepBatch, cut_into_pieces
 from common.engine.device_copies import to_device
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels.attention import MAX_SPLITS, merge_splits, paged_attention, write_kv
@@ -53,7 +54,32 @@ class TritonAttention:
         self._num_programs = num_programs
 
     def prepare(self, batch: StepBatch) -> "TritonStep":
-        return TritonStep(self, batch)
+        is_short = batch.rows.num_new <= self.decode_tile.block_m // self.group
+        shorts, longs = np.flatnonzero(is_short), np.flatnonzero(~is_short)
+        passes = []
+        if len(shorts):
+            passes.append(self._pass(batch, shorts, self.decode_tile, self._capacity))
+        if len(longs):
+            passes.append(self._pass(batch, longs, self.extend_tile, int(batch.lengths[longs].max())))
+        return TritonStep(self, batch, passes)
+
+    def prepare_decode(self, rows: DecodeRows) -> "TritonStep":
+        first = torch.arange(len(rows.slots), device=rows.slots.device)
+        pieces = torch.stack((rows.slots, first, torch.ones_like(first), rows.positions), dim=1)
+        one = AttentionPass(self, rows.page_table, pieces, self.decode_tile, self._capacity, num_lines=self.group)
+        return TritonStep(self, rows, [one])
+
+    def _pass(self, batch: StepBatch, rows: np.ndarray, tile: Tile, max_tokens: int) -> "AttentionPass":
+        """The pass of some rows of a batch, which have at most ``max_tokens`` tokens."""
+        pieces = cut_into_pieces(batch, rows, tile.block_m // self.group)
+        num_lines = int(pieces[:, 2].max()) * self.group
+        on_device = to_device(pieces.numpy(), batch.positions.device)
+        return AttentionPass(self, batch.page_table, on_device, tile, max_tokens, num_lines=num_lines)
+
+    @property
+    def _capacity(self) -> int:
+        """Tokens of the pool, which bound every length, so that the number of splits is the same in every step."""
+        return self.pool.num_pages * self.pool.layout.page_size
 
     def num_splits(self, num_pieces: int, max_tokens: int) -> int:
         """Return into how many splits the keys of every piece are divided: a power of two."""
@@ -65,20 +91,12 @@ class TritonAttention:
 class TritonStep:
     """One step of ``TritonAttention``; rows are cut into pieces once for all layers."""
 
-    def __init__(self, backend: TritonAttention, batch: StepBatch) -> None:
+    def __init__(
+        self, backend: TritonAttention, batch: StepBatch | DecodeRows, passes: "Sequence[AttentionPass]"
+    ) -> None:
         self._backend = backend
         self._batch = batch
-        decode_tile, extend_tile = backend.decode_tile, backend.extend_tile
-        is_short = batch.rows.num_new <= decode_tile.block_m // backend.group
-        shorts, longs = np.flatnonzero(is_short), np.flatnonzero(~is_short)
-        self._passes = []
-        if len(shorts):
-            # The pool's size bounds every length, so that the number of splits is the same in every step.
-            capacity = backend.pool.num_pages * batch.rows.page_size
-            self._passes.append(AttentionPass(backend, batch, shorts, decode_tile, capacity))
-        if len(longs):
-            longest = int(batch.lengths[longs].max())
-            self._passes.append(AttentionPass(backend, batch, longs, extend_tile, longest))
+        self._passes = passes
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._write(layer, k, v)
@@ -105,21 +123,28 @@ class AttentionPass:
     """The launches of one step and layer for rows that share a tile.
 
     Args:
-        rows: indices of the batch's rows.
-        max_tokens: bound of their lengths.
+        page_table: int32 on the device; its lines are those that the pieces name.
+        pieces: ``[P, 4]`` int64 on the device, as in ``cut_into_pieces``.
+        max_tokens: bound of the rows' lengths.
+        num_lines: lines of the fullest piece.
     """
 
     def __init__(
-        self, backend: TritonAttention, batch: StepBatch, rows: np.ndarray, tile: Tile, max_tokens: int
+        self,
+        backend: TritonAttention,
+        page_table: Tensor,
+        pieces: Tensor,
+        tile: Tile,
+        max_tokens: int,
+        *,
+        num_lines: int,
     ) -> None:
         self._backend = backend
         self._tile = tile
-        self._page_table = batch.page_table
-        pieces = cut_into_pieces(batch, rows, tile.block_m // backend.group)
-        self._pieces = to_device(pieces.numpy(), batch.positions.device)
+        self._page_table = page_table
+        self._pieces = pieces
         self._num_splits = backend.num_splits(len(pieces), max_tokens)
-        # Lines of the fullest piece.
-        self._num_lines = int(pieces[:, 2].max()) * backend.group
+        self._num_lines = num_lines
 
     @cached_property
     def _partial(self) -> tuple[Tensor, Tensor]:

@@ -125,13 +125,16 @@ class Decoder:
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self._ops: Operations = make_operations(config, device)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, attention: StepAttention, keep: Tensor) -> Tensor:
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attention: StepAttention, keep: Tensor | None = None
+    ) -> Tensor:
         """Run all layers on ``tokens`` ``[N]`` at ``positions`` ``[N]`` and write their KV.
 
         Args:
             tokens: on ranks other than 0, memory for the tokens of rank 0.
             attention: writes new KV into the pool and reads cached KV from it.
-            keep: ``[K]`` int64, indices of the tokens to return; the last feed-forward layer skips all others.
+            keep: ``[K]`` int64, indices of the tokens to return; the last feed-forward layer skips all others. None
+                returns all.
         Returns:
             ``[K, hidden]``, before the last norm.
         """
@@ -143,7 +146,7 @@ class Decoder:
         for index, layer in enumerate(self.weights.layers):
             q, k, v = self._qkv(layer, self._ops.add_rms_norm(x, delta, layer.input_norm, self._eps), rotary)
             attended = attention.extend(index, q, k, v).flatten(1)
-            if index + 1 == len(self.weights.layers):
+            if keep is not None and index + 1 == len(self.weights.layers):
                 x, attended = x[keep], attended[keep]
                 if len(keep) == 0:
                     if self._group is not None:  # other ranks may still write KV of the last layer
@@ -154,11 +157,11 @@ class Decoder:
         assert delta is not None
         return x + delta
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states ``[rows, hidden]`` to float32 logits ``[rows, vocab]``."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Map hidden states ``[rows, hidden]`` to float32 logits ``[rows, vocab]``, in ``out`` if that is given."""
         assert self.weights.head is not None, "only rank 0 has the projection to the vocabulary"
         normed = self._ops.add_rms_norm(hidden, None, self.weights.norm, self._eps)
-        return self.weights.head(normed, torch.float32)
+        return self.weights.head(normed, torch.float32, out)
 
     def _sum(self, x: Tensor) -> Tensor:
         """Return the sum of what all ranks have computed."""

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,18 @@ from common.cache.page_layout import PageLayout
 from common.config.node import NodeConfig
 from common.errors import ConfigError
 from common.model_folder import find_checkpoint
+from common.node.loading.device_plan import (
+    DeviceReserve,
+    check_left,
+    graph_conflict,
+    pages_on_device,
+    plan_graphs,
+    plan_reserve,
+)
 from common.node.loading.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
 from common.node.tensor_parallel.channel import Load
 from common.node.tensor_parallel.rank_processes import RankProcesses
+from common.reminder import Reminder
 
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor
@@ -62,7 +71,9 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
         crossover_tokens=model.crossover_tokens,
     )
 
-    num_fitting = pages_of(config, layout, capacity.num_pages, device)
+    batch_sizes = _plan_graphs(config, layout, device, capacity)
+    reserve = plan_reserve(config, model, layout, capacity, batch_sizes)
+    num_fitting = pages_of(config, layout, capacity, device, reserve)
     num_fitting()  # refuse a pool that can never fit before the weights are read
     from common.engine.executor import load_executor  # loads torch
 
@@ -86,9 +97,41 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
     )
     _populate(executor.pool)
     executor.warm_up()
-    num_pages_made = executor.pool.num_pages
+    if batch_sizes:
+        _capture_graphs(executor, batch_sizes)
+        check_left(reserve, free_bytes(device))
+    num_pages_made = executor.num_pages
     capacity = replace(capacity, num_pages=num_pages_made, num_slots=min(capacity.num_slots, num_pages_made))
     return model, executor, capacity
+
+
+def _plan_graphs(config: NodeConfig, layout: PageLayout, device: str, capacity: Capacity) -> Sequence[int]:
+    conflict = graph_conflict(config, layout, device)
+    if conflict and device != "cpu":
+        log.info("no CUDA graphs: %s", conflict)
+    return plan_graphs(config, conflict, capacity.num_slots)
+
+
+def _capture_graphs(executor: "TorchExecutor", batch_sizes: Sequence[int]) -> None:
+    import torch
+
+    from common.engine.cuda_graphs import CudaGraphRunner
+
+    begun_at = time.monotonic()
+    reminder = Reminder(begun_at)
+
+    def note(num_graphs: int) -> None:
+        now = time.monotonic()
+        if reminder.is_due(now) or num_graphs == len(batch_sizes):
+            log.info("captured %d of %d CUDA graphs in %.0f s", num_graphs, len(batch_sizes), now - begun_at)
+
+    try:
+        executor.capture_graphs(CudaGraphRunner(executor.pool.device), batch_sizes, progress=note)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the device has too little memory for CUDA graphs: lower --memory-fraction, --max-total-tokens or "
+            f"--cuda-graph-max-bs, or give --disable-cuda-graph ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def check_ranks(model: "ModelConfig", num_ranks: int, device: str) -> None:
@@ -126,9 +169,13 @@ def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_thr
     )
 
 
-def pages_of(config: NodeConfig, layout: PageLayout, planned: int, device: str) -> Callable[[], int]:
+def pages_of(
+    config: NodeConfig, layout: PageLayout, capacity: Capacity, device: str, reserve: DeviceReserve
+) -> Callable[[], int]:
     """A function that tells, once the weights are in memory, how many pages the pool can have."""
-    return lambda: num_pages_that_fit(config, layout, planned, free_bytes(device))
+    if device == "cpu":
+        return lambda: num_pages_that_fit(config, layout, capacity.num_pages, free_bytes(device))
+    return lambda: pages_on_device(config, layout, capacity, reserve, free_bytes(device))
 
 
 def _populate(pool: "KVPool") -> None:

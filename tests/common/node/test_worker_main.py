@@ -28,6 +28,7 @@ from common.node.engine_thread import EngineThread
 from common.node.event_loop import EventLoop
 from common.node.gateways.outbox import Outbox
 from common.node.loading import model_loading
+from common.node.loading.device_plan import DeviceReserve
 from common.node.loading.memory_plan import (
     CPU_CHUNK_TOKENS,
     CPU_POOL_TOKENS,
@@ -103,13 +104,14 @@ def test_a_pool_of_default_size_takes_most_of_the_memory_that_the_weights_leave(
             num_pages_that_fit(NodeConfig(), TINY, 1000, num_bytes)
 
 
-def test_the_pool_of_a_gpu_is_reduced_to_the_memory_that_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_of_a_gpu_is_that_of_the_memory_which_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     page = 2 * 8 * 16 * 4
     free = iter([1000 * page, 100 * page])  # before the weights are read, and after
     monkeypatch.setattr(model_loading, "free_bytes", lambda device: next(free) if device == "cuda:0" else 0)
-    num_pages = model_loading.pages_of(NodeConfig(), TINY, 600, "cuda:0")
-    assert num_pages() == 600
-    assert num_pages() == 80
+    capacity = Capacity(4, 10_000, 0, None)
+    num_pages = model_loading.pages_of(NodeConfig(memory_fraction=0.5), TINY, capacity, "cuda:0", DeviceReserve())
+    assert num_pages() == 500
+    assert num_pages() == 50
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
