@@ -22,6 +22,7 @@ DURATIONS = {
     "disagg": ("60 min", "10 s"),
     "engine": ("> 4 min", "15 s"),
     "gateway": ("90 s", "10 s"),
+    "gpu": ("7 min", "15 s"),
     "grammar": ("> 7 min", "10 s"),
     "handoff": ("> 4 min", "20 s"),
     "loadtest": ("65 s", "5 s"),
