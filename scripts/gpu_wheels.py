@@ -1,7 +1,7 @@
 """Downloads the packages that ``gpu_check`` needs beside torch, for a machine that reaches no package index.
 
 Usage: ``gpu_check wheels FOLDER [--nixl] [--python-version 3.12]``, in an environment with Baton's extra ``dev``, whose
-versions are taken. What comes with torch and transformers is left to the other machine. Without NIXL the wheels have 25
+versions are taken. What comes with torch and transformers is left to the other machine. Without NIXL the wheels have 20
 MB; NIXL adds 60.
 """
 
