@@ -109,7 +109,8 @@ class DecodeInputs:
 
     def rows(self, batch_size: int) -> DecodeRows:
         """The staged rows: views, whose content the next ``stage`` changes."""
-        return DecodeRows(*self._staged[: 4 * batch_size].view(4, batch_size), self._page_table)
+        slots, positions, pages, offsets = self._staged[: 4 * batch_size].view(4, batch_size)
+        return DecodeRows(slots, positions, pages, offsets, self._page_table)
 
 
 class DecodeGraphs:

@@ -13,6 +13,7 @@ from itertools import product
 
 import torch
 
+from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import TORCH_DTYPES
 from common.errors import BatonError, ConfigError
 from scripts.benchmarks import transfer
@@ -177,7 +178,7 @@ class GpuBenchmark:
             executor.close()
         return ""
 
-    def _prefill_item(self, shape: str, executor: steps.TorchExecutor, num_tokens: int) -> Item:
+    def _prefill_item(self, shape: str, executor: TorchExecutor, num_tokens: int) -> Item:
         name = f"{shape}, prefill {num_tokens}"
 
         def measure() -> str:
@@ -192,7 +193,7 @@ class GpuBenchmark:
 
         return name, measure
 
-    def _decode_item(self, shape: str, executor: steps.TorchExecutor, batch: int, context: int) -> Item:
+    def _decode_item(self, shape: str, executor: TorchExecutor, batch: int, context: int) -> Item:
         name = f"{shape}, decode batch {batch} of {context}"
 
         def measure() -> str:

@@ -118,7 +118,7 @@ class FlashDecodeStep:
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = self._backend.pool.layer(layer)
         write_kv(kv, k, v, self._rows)
-        keys, values = (part.transpose(1, 2) for part in kv)
+        keys, values = (part.transpose(1, 2) for part in kv[:2])
         attended = self._backend.attend_decode(
             q=q[:, None],
             k_cache=keys,

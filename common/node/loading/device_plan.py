@@ -77,7 +77,7 @@ def plan_reserve(
     config: NodeConfig, model: ModelConfig, layout: PageLayout, capacity: Capacity, batch_sizes: Sequence[int]
 ) -> DeviceReserve:
     """Estimate the memory that graphs and steps take."""
-    item_bytes = ITEM_BYTES[layout.dtype]
+    item_bytes = ITEM_BYTES[model.resolve_dtype(config.dtype)]
     num_tokens = capacity.chunk_tokens or max(config.max_prefill_tokens, model.context_length)
     # Sampling holds the logits and what it computes from them: three tensors of their size.
     sampling = capacity.num_slots * model.vocab_size * 4 * 4

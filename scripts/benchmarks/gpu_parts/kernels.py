@@ -96,10 +96,13 @@ def _sdpa(case: AttentionCase, config: ModelConfig, device: Device) -> Callable[
 def operations(config: ModelConfig, num_tokens: int, device: Device) -> Iterator[tuple[str, Callable[[], object], int]]:
     """Operations between the matrix products, with the bytes that each must move."""
     ops = make_operations(config, device.device)
-    place = {"device": device.device, "dtype": device.dtype}
-    x, delta = (torch.zeros(num_tokens, config.hidden_size, **place) for _ in range(2))
-    weight = torch.ones(config.hidden_size, **place)
-    gate_up = torch.zeros(num_tokens, 2 * config.intermediate_size, **place)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, device=device.device, dtype=device.dtype)
+
+    x, delta = (zeros(num_tokens, config.hidden_size) for _ in range(2))
+    weight = zeros(config.hidden_size)
+    gate_up = zeros(num_tokens, 2 * config.intermediate_size)
     size = ITEM_BYTES[device.dtype_name]
     yield "add and norm", lambda: ops.add_rms_norm(x, delta, weight, config.rms_norm_eps), 4 * x.numel() * size
     yield "silu and multiply", lambda: ops.silu_and_multiply(gate_up), 3 * gate_up.numel() // 2 * size

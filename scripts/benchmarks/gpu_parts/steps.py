@@ -98,7 +98,7 @@ def prefill_s(executor: TorchExecutor, num_tokens: int, chunk: int) -> float | N
     if num_pages > executor.num_pages or num_tokens + 1 > executor.model.config.context_length:
         return None
     prompt = tuple(number % executor.model.config.vocab_size for number in range(num_tokens))
-    plans = []
+    plans: list[StepPlan] = []
     for start in range(0, num_tokens, chunk):
         tokens = prompt[start : start + chunk]
         row = Row(0, start, tokens, start + len(tokens) == num_tokens)

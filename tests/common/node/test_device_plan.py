@@ -1,14 +1,19 @@
 """Memory on CUDA: the KV pool gets a share of what weights, CUDA graphs and the largest step leave free."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from common.cache.page_layout import PageLayout
 from common.config.node import NodeConfig
 from common.config.shared import SMALL_MODEL
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError
+from common.node.loading import model_loading
 from common.node.loading.device_plan import (
     GRAPH_OVERHEAD_BYTES,
     STEP_OVERHEAD_BYTES,
@@ -39,17 +44,21 @@ def test_a_token_holds_what_one_layer_holds_at_once() -> None:
 
 
 def test_graphs_and_the_largest_step_are_reserved() -> None:
-    token = 4 * 500
+    token = 2 * 500  # in bfloat16
     step = STEP_OVERHEAD_BYTES + 32 * token + 4 * 1000 * 16
-    assert plan_reserve(NodeConfig(), model(), LAYOUT, CAPACITY, ()) == DeviceReserve(0, step)
-    graphs = 3 * GRAPH_OVERHEAD_BYTES + 4 * (1000 * 8 + token) + 5 * 10 * 4  # a line of ten pages for each slot and one
-    assert plan_reserve(NodeConfig(), model(), LAYOUT, CAPACITY, (1, 2, 4)) == DeviceReserve(graphs, step)
+    assert plan_reserve(NodeConfig(dtype="bfloat16"), model(), LAYOUT, CAPACITY, ()) == DeviceReserve(0, step)
+    graphs = (
+        3 * GRAPH_OVERHEAD_BYTES + 4 * (1000 * (4 + 2) + token) + 5 * 10 * 4
+    )  # a line of ten pages for each slot and one
+    assert plan_reserve(NodeConfig(dtype="bfloat16"), model(), LAYOUT, CAPACITY, (1, 2, 4)) == DeviceReserve(
+        graphs, step
+    )
 
 
 def test_prompts_that_are_computed_whole_make_the_largest_step() -> None:
     whole = replace(CAPACITY, chunk_tokens=None)
-    step = STEP_OVERHEAD_BYTES + 16384 * 2000 + 4 * 1000 * 16
-    assert plan_reserve(NodeConfig(chunked_prefill_size=-1), model(), LAYOUT, whole, ()).step == step
+    step = STEP_OVERHEAD_BYTES + 16384 * 1000 + 4 * 1000 * 16
+    assert plan_reserve(NodeConfig(dtype="bfloat16", chunked_prefill_size=-1), model(), LAYOUT, whole, ()).step == step
 
 
 @pytest.mark.parametrize(
@@ -123,3 +132,37 @@ def test_graphs_that_can_have_no_effect_are_refused_by_flag() -> None:
         NodeConfig(cuda_graph_max_bs=2, disable_cuda_graph=True)
     with pytest.raises(ConfigError, match=r"^--cuda-graph-max-bs: there are no CUDA graphs on a CPU"):
         NodeConfig(cuda_graph_max_bs=2, device="cpu")
+
+
+class Capturing:
+    """An executor that captures graphs until the device has no memory left."""
+
+    pool = SimpleNamespace(device=None)
+
+    def __init__(self, num_fitting: int) -> None:
+        self._num_fitting = num_fitting
+
+    def capture_graphs(self, runner: object, batch_sizes: Sequence[int], *, progress: Callable[[int], None]) -> None:
+        for number in range(1, len(batch_sizes) + 1):
+            if number > self._num_fitting:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB\nand more")
+            progress(number)
+
+
+def test_the_log_says_how_many_graphs_are_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("common.engine.cuda_graphs.CudaGraphRunner", lambda device: None)
+    executor: Any = Capturing(num_fitting=3)
+    with caplog.at_level("INFO"):
+        model_loading._capture_graphs(executor, (1, 2, 4))
+    assert "captured 3 of 3 CUDA graphs in" in caplog.messages[-1]
+
+
+def test_a_device_without_memory_for_its_graphs_is_refused_by_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.engine.cuda_graphs.CudaGraphRunner", lambda device: None)
+    executor: Any = Capturing(num_fitting=1)
+    with pytest.raises(
+        ConfigError, match=r"too little memory .* --cuda-graph-max-bs, or give .*Tried to allocate 2 MiB\)"
+    ):
+        model_loading._capture_graphs(executor, (1, 2, 4))

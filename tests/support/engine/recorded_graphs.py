@@ -122,7 +122,7 @@ class _GatheringStep:
         kv = self._pool.layer(layer)
         write_kv(kv, k, v, self._rows)
         keys, values = (
-            paged[self._table].transpose(1, 2).flatten(2, 3).masked_fill(self._is_hidden, 0) for paged in kv
+            paged[self._table].transpose(1, 2).flatten(2, 3).masked_fill(self._is_hidden, 0) for paged in kv[:2]
         )
         grouped = q.view(len(q), keys.shape[1], -1, q.shape[2])
         scores = grouped @ keys.mT * q.shape[2] ** -0.5
