@@ -16,8 +16,7 @@ import torch
 from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import TORCH_DTYPES
 from common.errors import BatonError, ConfigError
-from scripts.benchmarks import transfer
-from scripts.benchmarks.gpu_parts import service, steps
+from scripts.benchmarks.gpu_parts import steps
 from scripts.benchmarks.gpu_parts.device import Device, Limits, measure_limits
 from scripts.benchmarks.gpu_parts.kernels import AttentionCase, attention_s, operations
 from scripts.benchmarks.gpu_parts.time_budget import TimeBudget
@@ -240,12 +239,16 @@ class GpuBenchmark:
         return ""
 
     def _transfers(self) -> Iterator[Item]:
+        from scripts.benchmarks import transfer  # a machine without its packages runs the other parts
+
         layouts = [shape for shape in self._options.shapes if shape in transfer.LAYOUTS] or ["qwen3-0.6b"]
         for layout in layouts:
             for transport in self._options.transports:
                 yield self._transfer_item(layout, transport)
 
     def _transfer_item(self, layout: str, transport: str) -> Item:
+        from scripts.benchmarks import transfer
+
         def measure() -> str:
             words = argparse.Namespace(device=self._options.device, cluster_key="")
             try:
@@ -261,6 +264,8 @@ class GpuBenchmark:
             yield f"{shape}, service", lambda shape=shape: self._service_of(shape)  # type: ignore[misc]
 
     def _service_of(self, shape: str) -> str:
+        from scripts.benchmarks.gpu_parts import service  # likewise
+
         if self._budget.left_s < SERVICE_S.get(shape, 0.0):
             return "no time left"
         try:
