@@ -15,8 +15,8 @@ from collections.abc import Iterable
 import xxhash
 
 from common.wire.messages import Coverage
-from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import PageStore
+from kv_transfer.page_slices import PageSlice, SlicePair
+from kv_transfer.page_store import PageStore
 
 WIDTHS: tuple[Coverage, ...] = ("off", "sampled", "all")
 #: One of so many pages is sampled.
@@ -41,14 +41,23 @@ class Checksums:
         self._size = store.layout.page_bytes
         self._scratch = bytearray()
 
+    def of_sources(self, pages: Iterable[int], slices: SlicePair | None) -> list[int]:
+        """``of_source`` of each of these pages."""
+        return [self.of_source(page, slices) for page in pages]
+
+    def of_targets(self, pages: Iterable[int], part: PageSlice) -> list[int]:
+        """``of_target`` of this part of each of these pages."""
+        runs = part.runs(self._store.layout)
+        return [self.of_target(page, runs) for page in pages]
+
     def of_source(self, page: int, slices: SlicePair | None) -> int:
         """Checksum of our page as it stands in the pool, or of the source slice of it."""
         runs = None if slices is None else [(at, length) for at, _, length in slices.runs]
         return self._sum(page, runs, is_in_memory=self._store.is_mapped)
 
-    def of_target(self, page: int, runs: Iterable[tuple[int, int]], *, is_in_place: bool) -> int:
-        """Checksum of these (offset, bytes) runs of a page that has come, in the pool itself if ``is_in_place``."""
-        is_in_memory = self._store.is_mapped or not is_in_place
+    def of_target(self, page: int, runs: Iterable[tuple[int, int]]) -> int:
+        """Checksum of these (offset, bytes) runs of a page that has come, where it has come to."""
+        is_in_memory = self._store.is_mapped or not self._store.is_in_place
         return self._sum(page, runs, is_in_memory=is_in_memory)
 
     def _sum(self, page: int, runs: Iterable[tuple[int, int]] | None, *, is_in_memory: bool) -> int:

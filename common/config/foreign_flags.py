@@ -72,7 +72,6 @@ NO_EQUAL: dict[str, str] = {
     # weights and tokenizer
     "--quantization": _AS_STORED,
     "--load-format": _AS_STORED,
-    "--kv-cache-dtype": "KV pages have the format of the weights; give --dtype",
     **dict.fromkeys(("--tokenizer", "--tokenizer-path", "--tokenizer-mode"), _TOKENIZER),
     "--trust-remote-code": "code of a checkpoint is never run; leave it out",
     **dict.fromkeys(("--speculative-algorithm", "--speculative-config", "--speculative-draft-model-path"), _NO_DRAFTS),

@@ -84,6 +84,11 @@ class EngineOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Number format of weights and KV pages; auto takes the format of the checkpoint."
     )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
+        "auto",
+        "Number format of KV pages: auto takes that of the weights; fp8, the same as fp8_e4m3, takes half of the memory"
+        " of 16 bits, with a scale for each key and each value. Prefill and decode nodes must agree.",
+    )
     weight_version: str | None = option(
         None,
         "Name of the weights. The gateway refuses a node whose weights differ from those of the model's other nodes; it"
@@ -93,8 +98,8 @@ class EngineOptions:
     tp: int = option(
         1,
         "Tensor parallelism: number of ranks among which a node divides its model, each a process. It must divide the "
-        "attention heads and the intermediate size, and divide the KV heads or be a multiple of them. On CPUs only so "
-        "far.",
+        "attention heads and the intermediate size, and divide the KV heads or be a multiple of them. On CUDA each "
+        "rank has a device of its own, from --device on.",
         minimum=1,
         maximum=64,
     )
@@ -212,8 +217,6 @@ def check_engine(config: Any) -> None:
         )
     if config.transport == "cuda-ipc" and config.device == "cpu":
         raise ConfigError("--transport cuda-ipc needs CUDA: leave out --device cpu, or use --transport shm")
-    if config.tp > 1 and config.device.startswith("cuda"):
-        raise ConfigError(f"--tp {config.tp}: tensor parallelism runs on CPUs only so far; add --device cpu")
     if config.cuda_graph_max_bs is not None:
         if config.disable_cuda_graph:
             raise ConfigError("--cuda-graph-max-bs has no effect with --disable-cuda-graph; leave one out")

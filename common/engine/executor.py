@@ -67,7 +67,8 @@ class Slot:
     @property
     def depends_on_tokens(self) -> bool:
         """Whether the host must know all tokens before the next one is sampled."""
-        return self.history is not None or self.mask is not None or self.constraint is not None
+        has_mask = self.mask is not None and self.mask.depends_on_tokens
+        return self.history is not None or has_mask or self.constraint is not None
 
     def append(self, token: int) -> None:
         """Count one more output token."""
@@ -403,6 +404,7 @@ def load_executor(
     *,
     device: str = "cpu",
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     num_slots: int,
     num_pages: int | Callable[[], int],
     page_size: int,
@@ -413,6 +415,7 @@ def load_executor(
     """Load a checkpoint's weights, allocate the KV pool and return an executor over both.
 
     Args:
+        kv_cache_dtype: a value of ``--kv-cache-dtype``.
         num_pages: pages of the KV pool; a function is called once the weights are in memory.
         num_threads: compute threads of the process (torch's OpenMP team); None leaves their number as it is.
         ranks: have the other parts of the model, of which this process then loads the first; None: it loads all of it.
@@ -424,9 +427,12 @@ def load_executor(
         torch.set_num_threads(num_threads)
     place = check_device(device)
     dtype = config.resolve_dtype(dtype)
-    layout = config.layout(page_size, dtype)
-    attention = resolve_attention(attention, place, layout)
     shard = WHOLE_MODEL if ranks is None else Shard(0, ranks.num_ranks)
+    own = shard.config_of(config)
+    layout = own.layout(page_size, dtype, kv_cache_dtype)
+    attention = resolve_attention(attention, place, layout)
+    if (attention, place.type, dtype, layout.dtype) == ("triton", "cuda", "float32", "fp8_e4m3"):
+        raise ConfigError("--kv-cache-dtype fp8: triton computes FP8 pages in 16 bits; give --dtype bfloat16, or torch")
     try:
         weights = load_weights(config, dtype, place, shard)
         weights.pack()
@@ -437,9 +443,7 @@ def load_executor(
             f"--max-total-tokens ({str(error).splitlines()[0]})"
         ) from error
     group = None if ranks is None else ranks.join(pool)
-    own = shard.config_of(config)
-    heads = pool if ranks is None else pool.of_heads(shard.kv_heads(config.num_kv_heads))
-    backend = make_attention(attention, heads, own.num_heads)
+    backend = make_attention(attention, pool, own.num_heads)
     grammars = load_compiler(config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
     model = Decoder(own, weights, group)
     return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)

@@ -135,7 +135,7 @@ def build(config: ModelConfig, options: Options, grammars: GrammarCompiler | Non
         [*options.prefill, *(batch * (CONTEXT + options.new_tokens + 2 * PAGE_SIZE) for batch in options.batch)]
     )
     pool = KVPool(config.layout(PAGE_SIZE, options.dtype), most_tokens // PAGE_SIZE + 2, device)
-    pool.tensor.normal_()
+    pool.pages.view(TORCH_DTYPES[options.dtype]).normal_()
     weights.pack()
     backend = make_attention(options.attention, pool, config.num_heads)
     num_slots = max([1, *options.batch])

@@ -24,7 +24,7 @@ from common.cache.page_layout import ITEM_BYTES, PageLayout
 from common.engine.attention.protocol import AttentionParams
 from common.engine.cuda_graphs import batch_sizes_to_capture
 from common.engine.executor import TorchExecutor
-from common.engine.kv_pool import TORCH_DTYPES
+from common.engine.kv_pool import TORCH_DTYPES, LayerKV, layer_views
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder, allocate_weights
 from common.errors import ConfigError
@@ -175,10 +175,11 @@ class PoolWithoutData:
     def __init__(self, layout: PageLayout, num_pages: int) -> None:
         self.layout = layout
         self.num_pages = num_pages
-        self.tensor = torch.empty(num_pages, *layout.shape, dtype=TORCH_DTYPES[layout.dtype], device=META)
+        self.pages = torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, device=META)
+        self._layers = [layer_views(self.pages, layout, layer) for layer in range(layout.num_layers)]
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.tensor[:, index, 0], self.tensor[:, index, 1]
+    def layer(self, index: int) -> LayerKV:
+        return self._layers[index]
 
     def close(self) -> None:
         pass
@@ -230,7 +231,7 @@ class LaunchCounter(TorchDispatchMode):
         """Count a launch of a kernel of Triton."""
         self.counts.launches[name] += 1
         assert self.pool is not None
-        pool = self.pool.tensor.untyped_storage()._cdata
+        pool = self.pool.pages.untyped_storage()._cdata
         tensors = {id(one): one for one in args if isinstance(one, Tensor)}.values()
         own = [one for one in tensors if one.untyped_storage()._cdata != pool]
         self.counts.moved_bytes += sum(map(_nbytes, own))
@@ -273,7 +274,7 @@ def counting_kernels() -> Iterator[LaunchCounter]:
     except ImportError as error:
         raise ConfigError("bench launches counts the kernels of Triton: install triton") from error
     from common.engine.attention import triton_backend  # noqa: F401  # so that the kernels are imported
-    from common.engine.triton_kernels import elementwise  # noqa: F401
+    from common.engine.triton_kernels import elementwise, sampling  # noqa: F401
 
     counter = LaunchCounter()
     replaced = [
@@ -286,7 +287,8 @@ def counting_kernels() -> Iterator[LaunchCounter]:
     for module, name, _ in replaced:
         setattr(module, name, _CountedKernel(counter, name))
     try:
-        yield counter
+        with patch("common.engine.sampling.sampler._has_kernels", lambda _: True):  # as on CUDA
+            yield counter
     finally:
         for module, name, kernel in replaced:
             setattr(module, name, kernel)

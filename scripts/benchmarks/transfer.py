@@ -76,7 +76,7 @@ class Reader:
 
     def do_landed(self, count: int) -> None:
         """Copy the pages to the device, if they have arrived beside it."""
-        self.transport.store_of(WRITER).landed(range(count))
+        self.transport.landed(WRITER, range(count))
 
     def do_listen(self) -> int:
         """A plain socket: 8 bytes with the number of pages, then the pages; answered by one byte when all are there."""
@@ -131,7 +131,7 @@ class Reader:
 
 def _touch(pool: KVPool) -> None:
     """Touch every page of memory before anything is timed."""
-    pool.tensor.view(-1)[::2048] = 0
+    pool.pages.view(-1)[::4096] = 0
 
 
 class ReaderProcess:
@@ -194,7 +194,7 @@ def memcpy(pool: KVPool, target: KVPool) -> Callable[[int], float]:
     def run_on_device(count: int) -> float:
         torch.cuda.synchronize()
         begun_at = time.perf_counter()
-        target.tensor[:count].copy_(pool.tensor[:count])
+        target.pages[:count].copy_(pool.pages[:count])
         torch.cuda.synchronize()
         return time.perf_counter() - begun_at
 

@@ -28,6 +28,10 @@ def flash_attn_conflict(layout: PageLayout, params: LayerParams) -> str:
     """Return why flash-attn cannot serve this layout and these layers, with the fix; empty if it can."""
     if layout.page_size % PAGE_MULTIPLE:
         return f"needs pages of a multiple of {PAGE_MULTIPLE} tokens: give --page-size {PAGE_MULTIPLE}, or triton"
+    if layout.has_scales:
+        return "cannot read KV pages in FP8: give --kv-cache-dtype auto, or triton"
+    if layout.is_latent or layout.value_dim != layout.head_dim:
+        return "needs keys and values of one size, which this model has not: give triton"
     if layout.dtype not in ("bfloat16", "float16"):
         return f"computes in bfloat16 or float16, not in {layout.dtype}: give --dtype bfloat16, or triton"
     if layout.head_dim % 8 or layout.head_dim > MAX_HEAD_DIM:
@@ -78,7 +82,7 @@ class FlashStep:
         kv = self._backend.pool.layer(layer)
         params = self._backend.params[layer]
         write_kv(kv, k, v, self._batch)
-        keys, values = (part.transpose(1, 2) for part in kv)
+        keys, values = kv.keys.transpose(1, 2), kv.values.transpose(1, 2)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._decodes is not None:
             rows = self._decodes

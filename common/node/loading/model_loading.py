@@ -59,10 +59,10 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
     log.info("loading %s", config.model)
     model = ModelConfig.load(config.model, revision=config.revision)
     model = replace(model, weight_version=config.weight_version or fingerprint(weight_files(model.folder)))
-    device = pick_device(config.device)
+    device = rank_device(config)
     if config.tp > 1:
         check_ranks(model, config.tp, device)
-    layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
+    layout = memory_layout(config, model, device)
     capacity = plan_capacity(
         config,
         layout,
@@ -88,6 +88,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
         model,
         device=device,
         dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         num_slots=capacity.num_slots,
         num_pages=num_pages,
         page_size=config.page_size,
@@ -140,11 +141,37 @@ def check_ranks(model: "ModelConfig", num_ranks: int, device: str) -> None:
     Raises:
         ConfigError: names the reason.
     """
-    from common.engine.tensor_parallel.shard import check_divisible
+    from common.engine.executor import check_device
+    from common.engine.tensor_parallel.shard import Shard, check_divisible
 
-    if device != "cpu":
-        raise ConfigError(f"--tp {num_ranks}: tensor parallelism runs on CPUs only so far; add --device cpu")
     check_divisible(model, num_ranks)
+    try:
+        check_device(Shard(num_ranks - 1, num_ranks).device(device))  # the last one
+    except ConfigError as error:
+        raise ConfigError(f"--tp {num_ranks}: {error}") from error
+
+
+def rank_device(config: NodeConfig) -> str:
+    """The device of rank 0: ``--device``, with a number where there are several ranks.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    from common.engine.tensor_parallel.shard import Shard
+
+    device = pick_device(config.device)
+    return device if config.tp == 1 else Shard(0, config.tp).device(device)
+
+
+def memory_layout(config: NodeConfig, model: "ModelConfig", device: str) -> PageLayout:
+    """The layout of the part of a page that takes memory of this device: on a CPU, that of all ranks."""
+    from common.engine.tensor_parallel.shard import Shard
+
+    layout = model.layout(config.page_size, config.dtype, config.kv_cache_dtype)
+    if config.tp == 1:
+        return layout
+    num_heads = len(Shard(0, config.tp).kv_heads(layout.num_kv_heads))
+    return layout.of_heads(num_heads * config.tp if device == "cpu" else num_heads)
 
 
 def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_threads: int) -> Load:
@@ -153,7 +180,7 @@ def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_thr
     from common.engine.attention import resolve_attention
 
     dtype = model.resolve_dtype(config.dtype)
-    layout = model.layout(config.page_size, dtype)
+    layout = model.layout(config.page_size, dtype, config.kv_cache_dtype)
     return Load(
         rank=0,
         num_ranks=config.tp,

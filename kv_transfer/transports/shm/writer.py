@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport
+from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, node_of
 from kv_transfer.transports.shm.copy_thread import CopyThread, MappedPool, PeerPool
 from kv_transfer.transports.shm.protocol import (
     DETACHED,
@@ -156,7 +156,7 @@ class LocalWriter(WriterTransport):
             if not frame:
                 raise AttachError(f"{who} would not hand over its pool: another token, user or process namespace")
             num_bytes = connect.layout.layout().pool_bytes(connect.num_pages)
-            expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, sender) for sender in (peer.encode(), b"")]
+            expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, sender) for sender in (node_of(peer).encode(), b"")]
             if frame[: HELLO.size] not in expected:
                 raise AttachError(f"the offer of {who} and what it sent over its socket differ")
             if flags & socket.MSG_CTRUNC:

@@ -64,7 +64,7 @@ def attention_s(case: AttentionCase, name: str, config: ModelConfig, device: Dev
     layout = PageLayout(1, config.num_kv_heads, config.head_dim, page_size, device.dtype_name)
     pool = KVPool(layout, case.batch * width, device.device)
     try:
-        pool.tensor.normal_()
+        pool.pages.view(device.dtype).normal_()
         backend = make_attention(name, pool, config.num_heads)
         table = np.random.default_rng(0).permutation(case.batch * width).astype(np.int32).reshape(case.batch, width)
         num_new = np.full(case.batch, case.num_new)

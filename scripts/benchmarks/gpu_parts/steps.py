@@ -54,7 +54,7 @@ def random_executor(config: ModelConfig, device: Device, *, num_tokens: int, num
     layout = config.layout(PAGE_SIZE, device.dtype_name)
     num_pages = min(layout.num_pages(num_tokens) + 1, int(device.free_bytes() * POOL_SHARE) // layout.page_bytes)
     pool = KVPool(layout, num_pages, device.device)
-    pool.tensor.normal_()
+    pool.pages.view(device.dtype).normal_()
     backend = make_attention("auto", pool, config.num_heads)
     return TorchExecutor(Decoder(config, weights), pool, backend, num_slots=num_slots)
 

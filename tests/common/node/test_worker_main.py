@@ -74,9 +74,9 @@ def test_minus_one_turns_chunking_off() -> None:
 def test_a_policy_that_lacks_its_cache_is_warned_of_once(
     policy: str, is_off: bool, num_said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process, "_serve_model", lambda *args: 0)
+    monkeypatch.setattr(process, "_serve_model", lambda *args, **named: 0)
     config = NodeConfig(role="decode", schedule_policy=policy, disable_radix_cache=is_off)
-    assert process._serve(config, {}) == 0
+    assert process._serve(config, {}, "a.module") == 0
     said = f"--schedule-policy {policy} needs the radix cache: serving with fcfs, since --disable-radix-cache is set"
     assert [record.getMessage() for record in caplog.records] == [said] * num_said
 
@@ -359,8 +359,8 @@ def test_a_node_without_a_configured_name_uses_one_name_everywhere() -> None:
     config, store = NodeConfig(role="decode"), MemfdStore(8)
     allocator = PageAllocator(8)
     parts = WorkerContext(
-        config=config, capacity=Capacity(2, 8, 2, None), pool=store, allocator=allocator,
-        cache=make_cache(config, allocator), clock=MonotonicClock(), digest="d",
+        config=config, capacity=Capacity(2, 8, 2, None), pool=store, layout=store.layout,
+        allocator=allocator, cache=make_cache(config, allocator), clock=MonotonicClock(), digest="d",
         incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
     )  # fmt: skip
     role = build(parts, SimpleNamespace(reader=InProcessReader(Wire(), store)))
