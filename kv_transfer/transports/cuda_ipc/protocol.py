@@ -8,9 +8,9 @@ from kv_transfer.transports.cuda_ipc.driver import HANDLE_BYTES, UUID_BYTES
 NONCE_BYTES = 32
 #: Writers that try out their attachments at the same time write into areas of their own.
 NUM_ECHO_AREAS = 256
-#: The probe memory: what the reader tells, and an area for each epoch, modulo their number.
+#: The probe memory: what the reader tells, and the areas.
 PROBE_BYTES = NONCE_BYTES * (1 + NUM_ECHO_AREAS)
-_GIFT = struct.Struct(f"<{UUID_BYTES}s{HANDLE_BYTES}sQ{HANDLE_BYTES}s{NONCE_BYTES}s")
+_GIFT = struct.Struct(f"<{UUID_BYTES}s{HANDLE_BYTES}sQ{HANDLE_BYTES}s{NONCE_BYTES}sI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class SharedPool:
         offset: of the pool in it, in bytes.
         probe: handle of the memory for probes.
         nonce: what stands at its beginning.
+        area: number of the area for this writer.
     """
 
     device: bytes
@@ -30,6 +31,7 @@ class SharedPool:
     offset: int
     probe: bytes
     nonce: bytes
+    area: int
 
     def encode(self) -> bytes:
         return _GIFT.pack(*astuple(self))
@@ -43,6 +45,6 @@ class SharedPool:
             raise ValueError(f"{len(gift)} bytes instead of {_GIFT.size}") from error
 
 
-def echo_offset(epoch: int) -> int:
-    """Where in the probe memory a writer tries out its attachment under this epoch."""
-    return NONCE_BYTES * (1 + epoch % NUM_ECHO_AREAS)
+def echo_offset(area: int) -> int:
+    """Where in the probe memory a writer tries out its attachment."""
+    return NONCE_BYTES * (1 + area % NUM_ECHO_AREAS)

@@ -2,11 +2,12 @@
 
 import contextlib
 import secrets
+from dataclasses import replace
 
 from common.errors import ConfigError
 from kv_transfer.transports.base import InPlace, PageStore
 from kv_transfer.transports.cuda_ipc.driver import CudaDriver, DriverError
-from kv_transfer.transports.cuda_ipc.protocol import NONCE_BYTES, PROBE_BYTES, SharedPool
+from kv_transfer.transports.cuda_ipc.protocol import NONCE_BYTES, NUM_ECHO_AREAS, PROBE_BYTES, SharedPool
 from kv_transfer.transports.shm.reader import ShmReader
 
 #: The driver may put smaller allocations into one that it shares with others, and a handle is of the whole.
@@ -29,8 +30,8 @@ class CudaIpcReader(ShmReader):
         self._driver = CudaDriver(store.device_pages.device.index or 0)
         self._probe_at = 0
         try:
-            shared = self._share(store)
-            super().__init__(store, incarnation, is_shared=False, gift=shared.encode())
+            self._shared = self._share(store)
+            super().__init__(store, incarnation, is_shared=False)
         except DriverError as error:
             self._close_driver()
             raise ConfigError(
@@ -49,7 +50,11 @@ class CudaIpcReader(ShmReader):
         pool = driver.export(base)
         self._probe_at = driver.allocate(max(PROBE_BYTES, MIN_ALLOCATION_BYTES))
         driver.put(self._probe_at, nonce)
-        return SharedPool(driver.uuid, pool, at - base, driver.export(self._probe_at), nonce)
+        return SharedPool(driver.uuid, pool, at - base, driver.export(self._probe_at), nonce, area=0)
+
+    def _gift(self) -> bytes:
+        self._shared = replace(self._shared, area=(self._shared.area + 1) % NUM_ECHO_AREAS)
+        return self._shared.encode()
 
     def close(self) -> None:
         """Close every descriptor. Writers that have the pool open keep it."""

@@ -116,7 +116,7 @@ class CudaIpcWriter(LocalWriter):
         try:
             if allocation.num_bytes < PROBE_BYTES:
                 raise AttachError(f"{connect.name} has {allocation.num_bytes} bytes to try out its GPU memory")
-            area = allocation.at + echo_offset(connect.epoch)
+            area = allocation.at + echo_offset(shared.area)
             found = self._opener.get(allocation.at, NONCE_BYTES)
             self._opener.put(area, sent)
             if found != shared.nonce or self._opener.get(area, NONCE_BYTES) != sent:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from kv_transfer.transports.base import Fenced, PageStore, ReaderTransport
 from kv_transfer.transports.pending_connections import PendingConnection, PendingConnections
-from kv_transfer.transports.shm.protocol import DETACHED, HELLO, MAGIC, MAX_GIFT_BYTES, TOKEN_BYTES, peer_credentials
+from kv_transfer.transports.shm.protocol import DETACHED, HELLO, MAGIC, TOKEN_BYTES, peer_credentials
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,6 @@ class ShmReader(ReaderTransport):
         store: the pool; its memfd is sealed here against changes of size, where the system allows that.
         incarnation: of this process; the writer compares it with the peer that it expects, unless it is empty.
         is_shared: False: watch writers of this host that reach the pool by other means; the memfd is not handed over.
-        gift: what they are given instead, which tells them how to reach it.
 
     Raises:
         ConfigError: this kernel has no pidfds, or the pool's file does not have the size of the pool.
@@ -80,10 +79,8 @@ class ShmReader(ReaderTransport):
 
     name = "shm"
 
-    def __init__(self, store: PageStore, incarnation: str = "", *, is_shared: bool = True, gift: bytes = b"") -> None:
-        assert len(gift) <= MAX_GIFT_BYTES
+    def __init__(self, store: PageStore, incarnation: str = "", *, is_shared: bool = True) -> None:
         self.store = store
-        self._gift = gift
         self._is_shared = is_shared
         self._incarnation = incarnation.encode()
         self._num_bytes = store.layout.pool_bytes(store.num_pages)
@@ -167,11 +164,15 @@ class ShmReader(ReaderTransport):
         self._writers[connection.fileno()] = self._writers[pidfd] = writer
         for descriptor in (connection.fileno(), pidfd):
             self._epoll.register(descriptor, select.EPOLLIN)
-        hello = HELLO.pack(MAGIC, epoch, self._num_bytes, self._incarnation) + self._gift
+        hello = HELLO.pack(MAGIC, epoch, self._num_bytes, self._incarnation) + self._gift()
         try:
             socket.send_fds(connection, [hello], [self.store.fd] if self._is_shared else [])
         except OSError:
             self._fence(writer, "the prefill node left before it had the pool")
+
+    def _gift(self) -> bytes:
+        """What a writer is given beside the descriptor, or instead of it: at most ``MAX_GIFT_BYTES``."""
+        return b""
 
     def _hear(self, descriptor: int, writer: _Writer) -> None:
         if descriptor == writer.pidfd:

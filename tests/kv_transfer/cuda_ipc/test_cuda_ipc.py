@@ -59,8 +59,8 @@ def writer() -> Iterator[CudaIpcWriter]:
     store.close()
 
 
-def offer(reader: End, epoch: int = 1) -> Connect:
-    connect = msgspec.json.decode(reader.ask("offer", peer=PREFILL, epoch=epoch), type=Connect)
+def offer(reader: End, epoch: int = 1, peer: str = PREFILL) -> Connect:
+    connect = msgspec.json.decode(reader.ask("offer", peer=peer, epoch=epoch), type=Connect)
     return msgspec.structs.replace(connect, endpoint=json.loads(connect.endpoint)["cuda-ipc"])
 
 
@@ -202,7 +202,7 @@ def test_a_file_beside_the_pool_is_refused(start: Callable[..., End], writer: Cu
 
 @given(st.binary(max_size=400))
 def test_only_a_gift_of_the_right_length_is_decoded(gift: bytes) -> None:
-    length = UUID_BYTES + 2 * HANDLE_BYTES + 8 + NONCE_BYTES
+    length = UUID_BYTES + 2 * HANDLE_BYTES + 8 + NONCE_BYTES + 4
     if len(gift) == length:
         assert SharedPool.decode(gift).encode() == gift
     else:
@@ -210,10 +210,18 @@ def test_only_a_gift_of_the_right_length_is_decoded(gift: bytes) -> None:
             SharedPool.decode(gift)
 
 
-@given(st.integers(0, 2**63))
-def test_every_epoch_has_room_in_the_probe_memory_that_is_not_the_nonce(epoch: int) -> None:
-    assert NONCE_BYTES <= echo_offset(epoch) <= PROBE_BYTES - NONCE_BYTES
-    assert echo_offset(epoch) != echo_offset(epoch + 1)
+@given(st.integers(0, 2**32 - 1))
+def test_every_area_of_the_probe_memory_has_room_beside_the_nonce(area: int) -> None:
+    assert NONCE_BYTES <= echo_offset(area) <= PROBE_BYTES - NONCE_BYTES
+    assert echo_offset(area) != echo_offset(area + 1)
+
+
+def test_writers_of_one_epoch_try_out_their_attachments_in_areas_of_their_own(start: Callable[..., End]) -> None:
+    """As the ranks of one prefill node do."""
+    reader = start("reader", "cuda-ipc")
+    ranks = [f"{PREFILL}/{rank}" for rank in range(3)]
+    gifts = [gift_of(reader, offer(reader, peer=peer))[1] for peer in ranks]
+    assert len({SharedPool.decode(gift).area for gift in gifts}) == 3
 
 
 # ---- the device fails ---------------------------------------------------------------------------------------------
