@@ -189,6 +189,10 @@ class ReaderTransport(Transport, Protocol):
         """
         ...
 
+    def forget(self, peer: str) -> None:
+        """Nothing is asked about pages of this peer any more until it gets a new offer. It is withdrawn."""
+        return
+
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         """The peer reports the transport by which it attached. False: that was not offered."""
         return transport == self.name
@@ -196,7 +200,8 @@ class ReaderTransport(Transport, Protocol):
     def store_of(self, peer: str) -> PageStore:
         """The store as the pages of this peer arrive in it: with some transports on the device, with others beside it.
 
-        The peer has reported its transport and has not been withdrawn since.
+        The peer has reported its transport and has not been forgotten since: pages that have come are read, and count,
+        until its end is proven.
         """
         return self.store
 

@@ -292,7 +292,7 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
         #: peer -> epoch and transport, until a fence is proven. A peer attaches again only when it has dropped its
         #: earlier attachment, so only the newest epoch needs proof.
         self._chosen: dict[str, tuple[int, ReaderTransport]] = {}
-        self._stores: dict[str, PageStore] = {}  # of the transports that were chosen, until their peers are withdrawn
+        self._stores: dict[str, PageStore] = {}  # of the transports that were chosen last, until ``forget``
         self._unasked: dict[str, dict[str, Fenced]] = {}  # fences of offers that were proven before the choice
         self._news: list[Fenced] = []
 
@@ -304,9 +304,11 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
     def withdraw(self, peer: str) -> None:
         self._offered.pop(peer, None)
         self._unasked.pop(peer, None)
-        self._stores.pop(peer, None)
         for transport in self._transports:
             transport.withdraw(peer)
+
+    def forget(self, peer: str) -> None:
+        self._stores.pop(peer, None)
 
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         named = [t for t in self._transports if t.name == transport]

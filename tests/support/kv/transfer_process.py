@@ -8,6 +8,7 @@ after a release.
 import os
 import random
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,20 +34,14 @@ def content(key: RequestKey, index: int) -> bytes:
     return random.Random(f"{key} {index}").randbytes(LAYOUT.page_bytes)
 
 
-def put(store: MemfdStore | RankPools, page: int, data: bytes) -> None:
-    if isinstance(store, RankPools):
-        store.put(page, data)
-        return
-    store.memory[page * len(data) : (page + 1) * len(data)] = data
-
-
 class TransferEnd:
     """The part that both ends share; ``outgoing`` are messages that the test has not fetched yet, [peer, JSON]."""
 
     def __init__(self, settings: TransportSettings) -> None:
         num_ranks = int(os.environ.get("TEST_RANKS", 0))
+        make = partial(make_store, settings.name)
         self.store: MemfdStore | RankPools = (
-            RankPools(NUM_PAGES, LAYOUT, num_ranks, set_timeouts) if num_ranks else make_store(settings.name)
+            RankPools(LAYOUT, num_ranks, make, set_timeouts) if num_ranks else make(LAYOUT)
         )
         self.allocator = PageAllocator(NUM_PAGES)
         self.outgoing: list[list[str]] = []
