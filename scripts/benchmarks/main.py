@@ -23,6 +23,7 @@ DURATIONS = {
     "engine": ("> 4 min", "15 s"),
     "foresight": ("5 min", "20 s"),
     "gateway": ("90 s", "10 s"),
+    "gpu": ("7 min", "15 s"),
     "grammar": ("> 7 min", "10 s"),
     "handoff": ("> 4 min", "20 s"),
     "launches": ("30 s", "10 s"),
