@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.engine.cpu.compile_native import BuildError, Library, build_library
+from common.engine.cpu.huge_pages import empty_in_huge_pages
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ class Kernels:
     def pack_linear(self, weight: Tensor) -> Tensor:
         """Return the weight in the order in which ``linear`` reads it, ``[out / 16, in / 2, 16, 2]``."""
         num_out, num_in = weight.shape
-        return weight.view(num_out // LANES, LANES, num_in // 2, 2).permute(0, 2, 1, 3).contiguous()
+        packed = empty_in_huge_pages((num_out // LANES, num_in // 2, LANES, 2), weight.dtype)
+        return packed.copy_(weight.view(num_out // LANES, LANES, num_in // 2, 2).permute(0, 2, 1, 3))
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` bfloat16, as bfloat16 or float32."""
