@@ -15,6 +15,7 @@ Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
 LocalPrefill = Literal["never", "auto", "always"]
+WeightDtype = Literal["auto", "int8", "int4"]
 
 #: The small model of the repository, the default of --model.
 SMALL_MODEL = str(Path(__file__).resolve().parents[2] / "scripts" / "models" / "small_model")
@@ -41,6 +42,9 @@ NEEDS_KEYS = "give it keys of baton keygen with --keys, or "
 
 #: Why nodes refuse ``--transport inprocess``.
 IN_PROCESS = "connects nodes of one process, in tests and in the simulator; give another transport"
+
+#: Why nodes refuse ``--weight-dtype`` on CUDA.
+ONLY_ON_CPUS = "runs on CPUs only so far; add --device cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,12 @@ class EngineOptions:
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Number format of weights and KV pages; auto takes the format of the checkpoint."
+    )
+    weight_dtype: WeightDtype = option(
+        "auto",
+        "Number format of the matrices: int8 (a scale for each output) or int4 (a scale for each group of 32 to 128"
+        " inputs) reads half or a quarter of the bytes of bfloat16 in every step, and changes the answers slightly;"
+        " auto is --dtype. All nodes of a model must agree. On CPUs only so far.",
     )
     weight_version: str | None = option(
         None,
@@ -203,6 +213,8 @@ def check_engine(config: Any) -> None:
         )
     if config.tp > 1 and config.device.startswith("cuda"):
         raise ConfigError(f"--tp {config.tp}: tensor parallelism runs on CPUs only so far; add --device cpu")
+    if config.weight_dtype != "auto" and config.device.startswith("cuda"):
+        raise ConfigError(f"--weight-dtype {config.weight_dtype} {ONLY_ON_CPUS}")
     if config.weight_version is not None and not 0 < len(config.weight_version) <= MAX_WEIGHT_VERSION:
         raise ConfigError(
             f"--weight-version must have 1 to {MAX_WEIGHT_VERSION} characters, not {len(config.weight_version)}"

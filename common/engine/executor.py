@@ -26,6 +26,7 @@ from common.engine.device_copies import HostCopies, current_device, to_device
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder
+from common.engine.models.quantization import WeightDtype
 from common.engine.models.weights import load_weights
 from common.engine.pending_step import PendingStep, SampledTensors
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, StepMasks, TokenMasks
@@ -362,6 +363,7 @@ def load_executor(
     attention: str = "auto",
     num_threads: int | None = None,
     ranks: OtherRanks | None = None,
+    weight_dtype: WeightDtype = "auto",
 ) -> TorchExecutor:
     """Load a checkpoint's weights, allocate the KV pool and return an executor over both.
 
@@ -369,6 +371,7 @@ def load_executor(
         num_pages: pages of the KV pool; a function is called once the weights are in memory.
         num_threads: compute threads of the process (torch's OpenMP team); None leaves their number as it is.
         ranks: have the other parts of the model, of which this process then loads the first; None: it loads all of it.
+        weight_dtype: format to which matrices are rounded; auto: none.
     Raises:
         ConfigError: the dtype, device or attention backend is unknown, the weights do not match the configuration, or
             the device has too little memory.
@@ -382,7 +385,7 @@ def load_executor(
     shard = WHOLE_MODEL if ranks is None else Shard(0, ranks.num_ranks)
     try:
         weights = load_weights(config, dtype, place, shard)
-        weights.pack()
+        weights.pack(weight_dtype)
         pool = KVPool(layout, num_pages() if callable(num_pages) else num_pages, place)
     except torch.OutOfMemoryError as error:
         raise ConfigError(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.engine.cpu.compile_native import BuildError, Library, build_library
 from common.engine.cpu.huge_pages import empty_in_huge_pages
+from common.engine.models.quantization import QuantizedWeight
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +25,15 @@ Pair = tuple[Tensor, Tensor]
 LANES = 16  # every width must be a multiple of this
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
+MAX_GROUP = 1 << 16  # the sum of so many products of bytes fits into 32 bits
 
 _FOLDER = Path(__file__).parent
 LIBRARY = Library(
     "kernels",
-    sources=tuple(_FOLDER / name for name in ("kernels.c", "linear.c", "paged_attention.c", "amx_attention.c")),
+    sources=tuple(
+        _FOLDER / name
+        for name in ("kernels.c", "linear.c", "quantized_linear.c", "paged_attention.c", "amx_attention.c")
+    ),
     headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "dot_attention.h")),
     flags=("-O3", "-march=native", "-fopenmp"),
     libraries=("-lm",),
@@ -52,6 +57,32 @@ class Paged(Structure):
     )
 
 
+class PackedWeight(Structure):
+    """A quantized weight in the order in which the kernel reads it: the C struct ``QuantizedWeight``.
+
+    Attributes:
+        tensors: hold the memory that the struct points to.
+    """
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_long),
+        ("outputs", c_long),
+        ("group", c_long),
+        ("bits", c_int),
+    )
+    tensors: tuple[Tensor | None, ...]
+
+
+class QuantizedRows(Structure):
+    """Memory for the rounded inputs of a product: the C struct of the same name."""
+
+    _fields_ = (("values", c_void_p), ("scales", c_void_p), ("sums", c_void_p))
+
+
 class Kernels:
     """The library's functions, for contiguous CPU tensors whose widths are multiples of ``LANES``.
 
@@ -67,6 +98,10 @@ class Kernels:
         self._silu_and_multiply.argtypes = (c_void_p, c_void_p, c_long, c_long, c_int)
         self._linear_bf16 = library.baton_linear_bf16
         self._linear_bf16.argtypes = (*(c_void_p,) * 4, *(c_long,) * 3, c_int)
+        self._linear_quantized = library.baton_linear_quantized
+        self._linear_quantized.argtypes = (
+            *(POINTER(PackedWeight), POINTER(QuantizedRows), c_void_p, c_void_p, c_long, c_int, c_int),
+        )
         self._paged_attention = library.baton_paged_attention
         self._paged_attention.argtypes = (
             *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_float, c_int),
@@ -81,6 +116,7 @@ class Kernels:
         #: Whether processor and kernel support ``amx_attention``.
         self.has_amx = bool(library.baton_has_amx())
         self._has_bf16_dot = bool(library.baton_has_bf16_dot())
+        self._has_int8_dot = bool(library.baton_has_int8_dot())
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         assert x.is_contiguous() and (delta is None or delta.is_contiguous())
@@ -125,6 +161,43 @@ class Kernels:
         out = x.new_empty(len(x), width, dtype=dtype)
         biases = None if bias is None else bias.data_ptr()
         self._linear_bf16(x.data_ptr(), packed.data_ptr(), biases, out.data_ptr(), *x.shape, width, DTYPES[dtype])
+        return out
+
+    def can_multiply_quantized(self, weight: QuantizedWeight) -> bool:
+        """Whether ``linear_quantized`` computes the product with this weight here."""
+        size = weight.group_size
+        return self._has_int8_dot and len(weight.values) % LANES == 0 and size % LANES == 0 and size <= MAX_GROUP
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedWeight:
+        """Return the weight in the order that quantized_linear.c describes."""
+        num_out, num_in = weight.values.shape
+        values = weight.values
+        if weight.bits == 4:
+            halves = values.view(num_out, num_in // 8, 2, 4)
+            values = (halves[:, :, 0] | halves[:, :, 1] << 4).view(num_out, num_in // 2)
+        values = values.view(num_out // LANES, LANES, -1, 4).permute(0, 2, 1, 3)
+        packed = empty_in_huge_pages(tuple(values.shape), torch.uint8).copy_(values)
+        scales, zeros = (
+            numbers.view(num_out // LANES, LANES, -1).transpose(1, 2).contiguous()
+            for numbers in (weight.scales, weight.zeros)
+        )
+        biases = None if bias is None else bias.data_ptr()
+        found = PackedWeight(
+            *(packed.data_ptr(), scales.data_ptr(), zeros.data_ptr(), biases),
+            *(num_in, num_out, weight.group_size, weight.bits),
+        )
+        found.tensors = (packed, scales, zeros, bias)
+        return found
+
+    def linear_quantized(self, x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` in the bias's dtype, as ``dtype``."""
+        assert x.is_contiguous() and x.shape[1] == weight.inputs
+        out = x.new_empty(len(x), weight.outputs, dtype=dtype)
+        num_groups = x.numel() // weight.group
+        scratch = torch.empty(x.numel() + 8 * num_groups, dtype=torch.uint8)
+        start = scratch.data_ptr()
+        rows = QuantizedRows(start, start + x.numel(), start + x.numel() + 4 * num_groups)
+        self._linear_quantized(*(weight, rows, x.data_ptr(), out.data_ptr(), len(x), DTYPES[x.dtype], DTYPES[dtype]))
         return out
 
     def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:

@@ -14,6 +14,7 @@ from common.engine.attention.protocol import StepAttention
 from common.engine.models.config import ModelConfig
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
+from common.engine.models.quantization import WeightDtype
 from common.engine.tensor_parallel.group import RankGroup
 
 
@@ -44,13 +45,18 @@ class DecoderWeights:
     norm: Tensor
     head: Linear | None
 
-    def pack(self) -> None:
-        """Repack every matrix for this machine, one at a time, so that peak memory is one extra matrix."""
+    def pack(self, dtype: WeightDtype = "auto") -> None:
+        """Round every matrix to ``dtype`` and repack it for this machine, one at a time, so that memory is enough.
+
+        The projection to the vocabulary is the largest matrix of a small model, and is rounded too, to 8 bits at least:
+        nothing evens out its errors. The embedding, of which a step reads a row for each token, stays as it is.
+        """
         for layer in self.layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                linear.pack()
+                linear.pack(dtype)
         if self.head is not None:
-            self.head.pack(keep_weight=self.head.weight is self.embedding)
+            at_least_int8: WeightDtype = "int8" if dtype == "int4" else dtype
+            self.head.pack(at_least_int8, keep_weight=self.head.weight is self.embedding)
 
 
 def allocate_weights(

@@ -1,10 +1,29 @@
 """Linear layers. Their weights are packed once, in the order in which this machine's matrix product reads them."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from common.engine.cpu.kernels import Kernels, load_kernels
+from common.engine.models.quantization import (
+    QuantizedWeight,
+    TorchQuantizedProduct,
+    WeightDtype,
+    quantize_weight,
+)
+
+
+class Product(Protocol):
+    """``x @ weight.T + bias`` with a weight in one of the forms that weights are kept in.
+
+    The result for a row does not depend on the rows beside it, except in oneDNN's product.
+    """
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Map contiguous ``[rows, in]`` to ``[rows, out]`` of ``dtype``."""
+        ...
 
 
 class Linear:
@@ -15,44 +34,83 @@ class Linear:
         bias: ``[out]`` or None.
     """
 
-    __slots__ = ("_kernels", "_packed", "bias", "weight")
+    __slots__ = ("_product", "bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight: Tensor | None = weight
         self.bias = bias
-        self._packed: Tensor | None = None
-        self._kernels: Kernels | None = None
+        self._product: Product | None = None
 
-    def pack(self, *, keep_weight: bool = False) -> None:
-        """Pack the weight for our own kernel or for oneDNN, if one of them is faster here than the plain weight.
+    def pack(self, dtype: WeightDtype = "auto", *, keep_weight: bool = False) -> None:
+        """Round the weight to ``dtype``, and pack it if something here multiplies faster than with the plain one.
 
         Args:
             keep_weight: keep the plain weight too, for an embedding tied to the output.
         """
         if self.weight is None or self.weight.device.type != "cpu":
             return
-        kernels = load_kernels()
-        if kernels is not None and kernels.can_multiply(self.weight):
-            self._kernels, self._packed = kernels, kernels.pack_linear(self.weight)
-        elif _is_known_to_onednn(self.weight.dtype):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+        if dtype == "auto":
+            self._product = _plain_product(self.weight, self.bias)
         else:
-            return
-        if not keep_weight:
+            self._product = quantized_product(quantize_weight(self.weight, dtype), self.bias)
+        if not keep_weight and self._product is not None:
             self.weight = None
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Map contiguous ``[rows, in]`` to ``[rows, out]`` of ``dtype``, by default that of ``x``.
+        """Map contiguous ``[rows, in]`` to ``[rows, out]`` of ``dtype``, by default that of ``x``."""
+        if self._product is not None:
+            return self._product(x, dtype or x.dtype)
+        assert self.weight is not None
+        return F.linear(x, self.weight, self.bias).to(dtype or x.dtype)
 
-        Our own kernel adds up each row in the same order whatever rows are beside it, and rounds its float32 sum once.
-        """
-        if self._packed is None:
-            assert self.weight is not None
-            return F.linear(x, self.weight, self.bias).to(dtype or x.dtype)
-        if self._kernels is not None:
-            return self._kernels.linear(x, self._packed, self.bias, dtype or x.dtype)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return y.to(dtype or x.dtype)
+
+def quantized_product(weight: QuantizedWeight, bias: Tensor | None) -> Product:
+    """Return the fastest product with a quantized weight on this CPU."""
+    kernels = load_kernels()
+    if kernels is not None and kernels.can_multiply_quantized(weight):
+        return _QuantizedProduct(kernels, weight, bias)
+    return TorchQuantizedProduct(weight, bias)
+
+
+def _plain_product(weight: Tensor, bias: Tensor | None) -> Product | None:
+    """Return the fastest product with this weight on this CPU; None for ``F.linear``."""
+    kernels = load_kernels()
+    if kernels is not None and kernels.can_multiply(weight):
+        return _Bf16Product(kernels, weight, bias)
+    return _OneDnnProduct(weight, bias) if _is_known_to_onednn(weight.dtype) else None
+
+
+class _Bf16Product:
+    """Our own kernel: it adds up each row in the same order whatever rows are beside it, and rounds the sum once."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
+        self._kernels = kernels
+        self._weight = kernels.pack_linear(weight)
+        self._bias = bias
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kernels.linear(x, self._weight, self._bias, dtype)
+
+
+class _QuantizedProduct:
+    """Our own kernel: it rounds the inputs of each row to 8 bits, and multiplies integers."""
+
+    def __init__(self, kernels: Kernels, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        self._kernels = kernels
+        self._weight = kernels.pack_quantized(weight, bias)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kernels.linear_quantized(x, self._weight, dtype)
+
+
+class _OneDnnProduct:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._bias = bias
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return y.to(dtype)
 
 
 def _is_known_to_onednn(dtype: torch.dtype) -> bool:

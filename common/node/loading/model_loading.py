@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from common.cache.page_layout import PageLayout
 from common.config.node import NodeConfig
+from common.config.shared import ONLY_ON_CPUS
 from common.errors import ConfigError
 from common.model_folder import find_checkpoint
 from common.node.loading.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
@@ -53,6 +54,10 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
     device = pick_device(config.device)
     if config.tp > 1:
         check_ranks(model, config.tp, device)
+    if config.weight_dtype != "auto":
+        if device != "cpu":
+            raise ConfigError(f"--weight-dtype {config.weight_dtype} {ONLY_ON_CPUS}")
+        model = replace(model, weight_version=f"{model.weight_version}-{config.weight_dtype}")
     layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
     capacity = plan_capacity(
         config,
@@ -77,6 +82,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
         model,
         device=device,
         dtype=config.dtype,
+        weight_dtype=config.weight_dtype,
         num_slots=capacity.num_slots,
         num_pages=num_pages,
         page_size=config.page_size,
@@ -118,6 +124,7 @@ def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_thr
         folder=str(model.folder),
         device=device,
         dtype=dtype,
+        weight_dtype=config.weight_dtype,
         attention=resolve_attention(config.attention_backend, torch.device(device), layout),
         page_size=config.page_size,
         num_threads=num_threads,

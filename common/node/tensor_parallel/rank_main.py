@@ -100,7 +100,7 @@ def _load_weights(load: Load, config: "ModelConfig") -> "DecoderWeights":
     torch.set_num_threads(load.num_threads)
     try:
         weights = load_weights(config, load.dtype, torch.device(load.device), Shard(load.rank, load.num_ranks))
-        weights.pack()
+        weights.pack(load.weight_dtype)
     except torch.OutOfMemoryError as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return weights
