@@ -1,7 +1,7 @@
 """Error and speed of int8 and int4 weights beside bfloat16.
 
 The error is that of the small model, which was trained, on verse that it has not seen: perplexity, and the distance of
-its distributions from those of float32 weights. The speed is that of Qwen3-0.6B's shape with random weights. The formats
+its distributions from those of float32 weights. The speed is that of Qwen3-0.6B's shape with random weights. Formats
 take turns, and the best round counts.
 """
 
