@@ -1,6 +1,6 @@
 """Memory in huge pages for the weights that every step reads from end to end.
 
-Small pages cost a translation for every 4 KiB that is read; huge ones, of 2 MiB, one for 512 times as much.
+Small pages cost a translation for every 4 KiB that is read, and end the processor's prefetching; huge ones have 2 MiB.
 """
 
 import math
@@ -10,19 +10,38 @@ import torch
 from torch import Tensor
 
 _HUGE = 2 << 20
+_ALIGNED = 64  # bytes, a cache line
 
 
-def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor on the CPU, in huge pages where the kernel grants them.
+class HugePages:
+    """Makes tensors that stand one behind the other in mappings of huge pages, where the kernel grants them.
 
-    The advice must come before the first write, which is when the kernel chooses the size of a page. A tensor of less
-    than a huge page, and the rest of a larger one, stay in small pages, so that no memory is wasted.
+    A mapping takes memory only where tensors are written, and exists as long as one of its tensors.
+
+    Args:
+        mapping_bytes: size of a mapping; a larger tensor has one of its own.
     """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __init__(self, mapping_bytes: int = 64 << 20) -> None:
+        self._mapping_bytes = mapping_bytes
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor on the CPU."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > len(self._rest):
+            self._rest = _mapped(max(num_bytes, self._mapping_bytes))
+        taken = self._rest[:num_bytes]
+        self._rest = self._rest[-(-num_bytes // _ALIGNED) * _ALIGNED :]
+        return taken.view(dtype).view(shape)
+
+
+def _mapped(num_bytes: int) -> Tensor:
+    """Return new memory that begins at a huge page. The advice must come before the first write."""
+    size = -(-num_bytes // _HUGE) * _HUGE
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # holds the mapping as long as a tensor over it exists
     first = -whole.data_ptr() % _HUGE
-    memory.madvise(mmap.MADV_HUGEPAGE, first, num_bytes // _HUGE * _HUGE)
-    return whole[first : first + num_bytes].view(dtype).view(shape)
+    return whole[first : first + size]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.engine.cpu.compile_native import BuildError, Library, build_library
-from common.engine.cpu.huge_pages import empty_in_huge_pages
+from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.quantization import QuantizedWeight
 
 log = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 Pair = tuple[Tensor, Tensor]
 LANES = 16  # every width must be a multiple of this
+BLOCKS = 3  # of LANES outputs, which a tile of a matrix product has, as in linear.c
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
 MAX_GROUP = 1 << 16  # the sum of so many products of bytes fits into 32 bits
@@ -148,11 +149,10 @@ class Kernels:
         is_fast = self._has_bf16_dot and not self.has_amx
         return is_fast and weight.dtype == torch.bfloat16 and weight.shape[0] % LANES == 0 and weight.shape[1] % 2 == 0
 
-    def pack_linear(self, weight: Tensor) -> Tensor:
-        """Return the weight in the order in which ``linear`` reads it, ``[out / 16, in / 2, 16, 2]``."""
+    def pack_linear(self, weight: Tensor, memory: HugePages) -> Tensor:
+        """Return the weight in the order in which ``linear`` reads it; see linear.c."""
         num_out, num_in = weight.shape
-        packed = empty_in_huge_pages((num_out // LANES, num_in // 2, LANES, 2), weight.dtype)
-        return packed.copy_(weight.view(num_out // LANES, LANES, num_in // 2, 2).permute(0, 2, 1, 3))
+        return _in_tiles(weight.view(num_out // LANES, LANES, num_in // 2, 2).permute(0, 2, 1, 3), memory)
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` bfloat16, as bfloat16 or float32."""
@@ -168,15 +168,14 @@ class Kernels:
         size = weight.group_size
         return self._has_int8_dot and len(weight.values) % LANES == 0 and size % LANES == 0 and size <= MAX_GROUP
 
-    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedWeight:
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, memory: HugePages) -> PackedWeight:
         """Return the weight in the order that quantized_linear.c describes."""
         num_out, num_in = weight.values.shape
         values = weight.values
         if weight.bits == 4:
             halves = values.view(num_out, num_in // 8, 2, 4)
             values = (halves[:, :, 0] | halves[:, :, 1] << 4).view(num_out, num_in // 2)
-        values = values.view(num_out // LANES, LANES, -1, 4).permute(0, 2, 1, 3)
-        packed = empty_in_huge_pages(tuple(values.shape), torch.uint8).copy_(values)
+        packed = _in_tiles(values.view(num_out // LANES, LANES, -1, 4).permute(0, 2, 1, 3), memory)
         scales, zeros = (
             numbers.view(num_out // LANES, LANES, -1).transpose(1, 2).contiguous()
             for numbers in (weight.scales, weight.zeros)
@@ -222,6 +221,16 @@ class Kernels:
             *(kv, pages.data_ptr(), offsets.data_ptr(), len(k)),
             *(k.data_ptr(), v.data_ptr(), k.stride(0), DTYPES[k.dtype]),
         )
+
+
+def _in_tiles(blocks: Tensor, memory: HugePages) -> Tensor:
+    """Copy ``[blocks, vectors, ...]`` so that ``BLOCKS`` blocks stand together: the first vector of each, and so on."""
+    packed = memory.empty(tuple(blocks.shape), blocks.dtype)
+    num = len(blocks) - len(blocks) % BLOCKS
+    tiles = blocks[:num].unflatten(0, (-1, BLOCKS)).transpose(1, 2)
+    packed[:num].view(tiles.shape).copy_(tiles)
+    packed[num:] = blocks[num:]
+    return packed
 
 
 @cache

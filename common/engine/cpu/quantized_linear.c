@@ -1,9 +1,9 @@
 /* Matrix products with weights of 8 or 4 bits, and with inputs that are rounded to 8 bits here, row by row.
  *
  * A weight is an unsigned number minus the zero point of its group, times the scale of its group; a group is a run of
- * inputs of one output. Values: [out / 16, in / 4, 16, 4] bytes, four inputs of sixteen outputs in a vector, which is
- * what the processor's dot product of bytes takes. With 4 bits [out / 16, in / 8, 16, 4]: the low half of a byte has an
- * input, and the high half the input four later. Scales and zero points: [out / 16, groups, 16].
+ * inputs of one output. A vector of values, 64 bytes, holds four inputs of sixteen outputs, which is what the processor's
+ * dot product of bytes takes; with 4 bits eight inputs: the low half of a byte is an input, the high half the input four
+ * later. Blocks of sixteen outputs stand together as in linear.c. Scales and zero points: [out / 16, groups, 16].
  *
  * Sums within a group are integers, thus exact: a row's result depends on no other row.
  */
@@ -82,21 +82,21 @@ INLINE void add_dot(__m512i *sums, __m512i weights, __m512i inputs) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(*sums) : "v"(weights), "v"(inputs));
 }
 
-/* Sixteen outputs' weights for the inputs k .. k + 3 of a group. */
-INLINE __m512i weights_at(const uint8_t *values, long k, int bits) {
-    if (bits == 8) return _mm512_loadu_si512(values + k * LANES);
-    const __m512i both = _mm512_loadu_si512(values + k / 8 * 4 * LANES);
+/* Weights of block j of `blocks` for the inputs k .. k + 3 of a group. */
+INLINE __m512i weights_at(const uint8_t *values, long k, int j, int blocks, int bits) {
+    if (bits == 8) return _mm512_loadu_si512(values + (k / 4 * blocks + j) * 64);
+    const __m512i both = _mm512_loadu_si512(values + (k / 8 * blocks + j) * 64);
     return _mm512_and_si512(k % 8 == 0 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
 }
 
 /* Add the products of `rows` rows with `blocks` blocks of sixteen outputs, for eight inputs, to `sums`. */
-INLINE void add_products(__m512i sums[ROWS][BLOCKS], const uint8_t *values, long panel, const int8_t *x, int rows,
-                         int blocks, int bits) {
+INLINE void add_products(__m512i sums[ROWS][BLOCKS], const uint8_t *values, const int8_t *x, int rows, int blocks,
+                         int bits) {
 #pragma GCC unroll 2
     for (long k = 0; k < 8; k += 4) {
         __m512i weights[BLOCKS];
 #pragma GCC unroll 4
-        for (int j = 0; j < blocks; j++) weights[j] = weights_at(values + j * panel, k, bits);
+        for (int j = 0; j < blocks; j++) weights[j] = weights_at(values, k, j, blocks, bits);
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
             const __m512i four = four_inputs(x + k * rows + i * 4);
@@ -119,7 +119,8 @@ static __attribute__((noinline)) void write_tile(const QuantizedWeight *w, vf to
 /* `rows` rows from `row` on times `blocks` blocks of sixteen outputs from `block` on. */
 INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block, int rows,
                           int blocks, int bits, int dtype, int out_dtype) {
-    const long inputs = w->inputs, groups = inputs / w->group, panel = inputs * LANES * bits / 8;
+    const long inputs = w->inputs, groups = inputs / w->group;
+    const uint8_t *values = w->values + block * inputs * LANES * bits / 8; /* the groups of a tile follow each other */
     vf totals[ROWS][BLOCKS];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < blocks; j++) totals[i][j] = (vf){0};
@@ -133,12 +134,13 @@ INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char
                 memcpy(&zeros, w->zeros + ((block + j) * groups + g) * LANES, sizeof zeros);
                 sums[i][j] = (__m512i)(__builtin_convertvector(zeros, vi) * -x->sums[(row + i) * groups + g]);
             }
-        const uint8_t *values = w->values + block * panel + g * w->group * LANES * bits / 8;
         const int8_t *some = x->values + (row * groups + g * rows) * w->group;
-        const uint8_t *end = values + w->group * LANES * bits / 8;
+        const uint8_t *end = values + w->group * LANES * bits / 8 * blocks;
         do {
-            add_products(sums, values, panel, some, rows, blocks, bits);
-            values += LANES * bits;
+            for (int byte = 0; rows > 3 && byte < LANES * bits * blocks; byte += 64)
+                __builtin_prefetch(values + byte + AHEAD, 0, 2);
+            add_products(sums, values, some, rows, blocks, bits);
+            values += LANES * bits * blocks;
             some += 8 * rows;
         } while (values < end);
 #pragma GCC unroll 8

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.engine.attention.protocol import StepAttention
+from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.config import ModelConfig
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
@@ -51,12 +52,13 @@ class DecoderWeights:
         The projection to the vocabulary is the largest matrix of a small model, and is rounded too, to 8 bits at least:
         nothing evens out its errors. The embedding, of which a step reads a row for each token, stays as it is.
         """
+        memory = HugePages()
         for layer in self.layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                linear.pack(dtype)
+                linear.pack(dtype, memory=memory)
         if self.head is not None:
             at_least_int8: WeightDtype = "int8" if dtype == "int4" else dtype
-            self.head.pack(at_least_int8, keep_weight=self.head.weight is self.embedding)
+            self.head.pack(at_least_int8, memory=memory, keep_weight=self.head.weight is self.embedding)
 
 
 def allocate_weights(

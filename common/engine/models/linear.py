@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.engine.cpu.kernels import Kernels, load_kernels
+from common.engine.cpu.huge_pages import HugePages
+from common.engine.cpu.kernels import Kernels, PackedWeight, load_kernels
 from common.engine.models.quantization import (
     QuantizedWeight,
     TorchQuantizedProduct,
@@ -41,18 +42,20 @@ class Linear:
         self.bias = bias
         self._product: Product | None = None
 
-    def pack(self, dtype: WeightDtype = "auto", *, keep_weight: bool = False) -> None:
+    def pack(self, dtype: WeightDtype = "auto", *, memory: HugePages | None = None, keep_weight: bool = False) -> None:
         """Round the weight to ``dtype``, and pack it if something here multiplies faster than with the plain one.
 
         Args:
+            memory: for the packed weight, beside those of other layers; None: the weight has memory of its own.
             keep_weight: keep the plain weight too, for an embedding tied to the output.
         """
         if self.weight is None or self.weight.device.type != "cpu":
             return
+        memory = memory or HugePages(0)
         if dtype == "auto":
-            self._product = _plain_product(self.weight, self.bias)
+            self._product = _plain_product(self.weight, self.bias, memory)
         else:
-            self._product = quantized_product(quantize_weight(self.weight, dtype), self.bias)
+            self._product = quantized_product(quantize_weight(self.weight, dtype), self.bias, memory)
         if not keep_weight and self._product is not None:
             self.weight = None
 
@@ -64,19 +67,19 @@ class Linear:
         return F.linear(x, self.weight, self.bias).to(dtype or x.dtype)
 
 
-def quantized_product(weight: QuantizedWeight, bias: Tensor | None) -> Product:
+def quantized_product(weight: QuantizedWeight, bias: Tensor | None, memory: HugePages) -> Product:
     """Return the fastest product with a quantized weight on this CPU."""
     kernels = load_kernels()
     if kernels is not None and kernels.can_multiply_quantized(weight):
-        return _QuantizedProduct(kernels, weight, bias)
+        return _QuantizedProduct(kernels, kernels.pack_quantized(weight, bias, memory))
     return TorchQuantizedProduct(weight, bias)
 
 
-def _plain_product(weight: Tensor, bias: Tensor | None) -> Product | None:
+def _plain_product(weight: Tensor, bias: Tensor | None, memory: HugePages) -> Product | None:
     """Return the fastest product with this weight on this CPU; None for ``F.linear``."""
     kernels = load_kernels()
     if kernels is not None and kernels.can_multiply(weight):
-        return _Bf16Product(kernels, weight, bias)
+        return _Bf16Product(kernels, kernels.pack_linear(weight, memory), bias)
     return _OneDnnProduct(weight, bias) if _is_known_to_onednn(weight.dtype) else None
 
 
@@ -85,7 +88,7 @@ class _Bf16Product:
 
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
         self._kernels = kernels
-        self._weight = kernels.pack_linear(weight)
+        self._weight = weight
         self._bias = bias
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,9 +98,9 @@ class _Bf16Product:
 class _QuantizedProduct:
     """Our own kernel: it rounds the inputs of each row to 8 bits, and multiplies integers."""
 
-    def __init__(self, kernels: Kernels, weight: QuantizedWeight, bias: Tensor | None) -> None:
+    def __init__(self, kernels: Kernels, weight: PackedWeight) -> None:
         self._kernels = kernels
-        self._weight = kernels.pack_quantized(weight, bias)
+        self._weight = weight
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return self._kernels.linear_quantized(x, self._weight, dtype)

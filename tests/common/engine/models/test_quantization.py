@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.engine.engine_driver import Driver
 
 from common.config.shared import SMALL_MODEL, WeightDtype
+from common.engine.cpu.huge_pages import HugePages
 from common.engine.executor import load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.models.linear import Linear, quantized_product
@@ -80,7 +81,7 @@ def test_the_kernel_equals_torch_and_no_row_depends_on_the_others(
         bits=bits,
     )
     bias = torch.randn(num_out).to(taken) if has_bias else None
-    product = quantized_product(weight, bias)
+    product = quantized_product(weight, bias, HugePages())
     whole = torch.randint(-127, 128, (rows, num_in))
     whole[:, ::group] = 127
     tolerance = 1e-4 if given == torch.float32 else 1e-2
