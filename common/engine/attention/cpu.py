@@ -5,8 +5,6 @@ Arithmetic limits long extends: in bfloat16 on a processor with AMX a second ker
 instructions; elsewhere torch's flash attention does, row by row.
 """
 
-import ctypes
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,6 +28,10 @@ class CpuAttention:
         self.pool = pool
         self.params = params
         self.kernels = kernels
+        layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
+        #: Addresses of the keys and values of each layer, found once, since views of tensors take long to make.
+        self.addresses = [(keys.data_ptr(), values.data_ptr()) for keys, values in layers]
+        self.page_stride, self.head_stride = layers[0][0].stride()[:2]
         self.group = num_heads // pool.layout.num_kv_heads
         layout = pool.layout
         fits_tiles = layout.page_size % 16 == 0 and layout.head_dim % 32 == 0 and 32 % self.group == 0
@@ -46,6 +48,7 @@ class CpuStep:
         self._pool = backend.pool
         self._params = backend.params
         self._kernels = backend.kernels
+        self._backend = backend
         self._batch = batch
         is_long = batch.rows.num_new >= LONG_EXTEND
         longs = np.flatnonzero(is_long)
@@ -59,28 +62,21 @@ class CpuStep:
         scale = params.scale_for(q.shape[2])
         self._kernels.write_kv(paged, self._batch.token_pages, self._batch.token_offsets, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
-        if len(self._short):
+        if self._short.shape[0]:
             self._kernels.paged_attention(paged, self._short, q, out, scale)
-        if len(self._tiled):
+        if self._tiled.shape[0]:
             self._kernels.amx_attention(paged, self._tiled, q, out, scale)
         for row in self._rest:
             out[row.first : row.end] = row.attend(q[row.first : row.end], self._pool.layer(layer), params)
         return out
 
     def _paged(self, layer: int, num_heads: int) -> Paged:
-        keys, values = self._pool.layer(layer)
-        table = self._batch.page_table
+        keys, values = self._backend.addresses[layer]
+        table, layout = self._batch.page_table, self._pool.layout
         return Paged(
-            keys=ctypes.c_void_p(keys.data_ptr()),
-            values=ctypes.c_void_p(values.data_ptr()),
-            page_table=ctypes.c_void_p(table.data_ptr()),
-            table_width=table.shape[1],
-            page_size=keys.shape[2],
-            page_stride=keys.stride(0),
-            head_stride=keys.stride(1),
-            heads=num_heads,
-            kv_heads=keys.shape[1],
-            dim=keys.shape[3],
+            *(keys, values, table.data_ptr(), table.shape[1]),
+            *(layout.page_size, self._backend.page_stride, self._backend.head_stride),
+            *(num_heads, layout.num_kv_heads, layout.head_dim),
         )
 
 

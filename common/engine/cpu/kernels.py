@@ -139,7 +139,7 @@ class Kernels:
 
     def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
         assert gate_up.is_contiguous()
-        rows, width = len(gate_up), gate_up.shape[1] // 2
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         self._silu_and_multiply(gate_up.data_ptr(), out.data_ptr(), rows, width, DTYPES[gate_up.dtype])
         return out
@@ -157,8 +157,8 @@ class Kernels:
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` bfloat16, as bfloat16 or float32."""
         assert x.is_contiguous() and x.dtype == torch.bfloat16
-        width = len(packed) * LANES
-        out = x.new_empty(len(x), width, dtype=dtype)
+        width = packed.shape[0] * LANES
+        out = x.new_empty(x.shape[0], width, dtype=dtype)
         biases = None if bias is None else bias.data_ptr()
         self._linear_bf16(x.data_ptr(), packed.data_ptr(), biases, out.data_ptr(), *x.shape, width, DTYPES[dtype])
         return out
@@ -191,25 +191,28 @@ class Kernels:
     def linear_quantized(self, x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` in the bias's dtype, as ``dtype``."""
         assert x.is_contiguous() and x.shape[1] == weight.inputs
-        out = x.new_empty(len(x), weight.outputs, dtype=dtype)
+        out = x.new_empty(x.shape[0], weight.outputs, dtype=dtype)
         num_groups = x.numel() // weight.group
         scratch = torch.empty(x.numel() + 8 * num_groups, dtype=torch.uint8)
         start = scratch.data_ptr()
         rows = QuantizedRows(start, start + x.numel(), start + x.numel() + 4 * num_groups)
-        self._linear_quantized(*(weight, rows, x.data_ptr(), out.data_ptr(), len(x), DTYPES[x.dtype], DTYPES[dtype]))
+        self._linear_quantized(
+            *(weight, rows, x.data_ptr(), out.data_ptr(), x.shape[0], DTYPES[x.dtype], DTYPES[dtype])
+        )
         return out
 
     def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
         """Compute attention for ``pieces``: ``[P, 4]`` int64 of (row, first query, queries, position of the first)."""
         self._paged_attention(
-            *(kv, pieces.data_ptr(), len(pieces), q.data_ptr(), q.stride(0)), *(out.data_ptr(), scale, DTYPES[q.dtype])
+            *(kv, pieces.data_ptr(), pieces.shape[0], q.data_ptr(), q.stride(0)),
+            *(out.data_ptr(), scale, DTYPES[q.dtype]),
         )
 
     def amx_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
         """Compute attention for long pieces in bfloat16; see amx_attention.c for the supported shapes."""
         assert self.has_amx
         is_done = self._amx_attention(
-            *(kv, pieces.data_ptr(), len(pieces), q.data_ptr(), q.stride(0), out.data_ptr(), scale)
+            *(kv, pieces.data_ptr(), pieces.shape[0], q.data_ptr(), q.stride(0), out.data_ptr(), scale)
         )
         if not is_done:
             raise MemoryError("no memory for a copy of one row's values in attention")
@@ -218,7 +221,7 @@ class Kernels:
         """Write keys and values ``[N, kv_heads, head_dim]`` to ``pages`` and ``offsets``, both ``[N]`` int64."""
         assert k.stride() == v.stride()
         self._write_kv(
-            *(kv, pages.data_ptr(), offsets.data_ptr(), len(k)),
+            *(kv, pages.data_ptr(), offsets.data_ptr(), k.shape[0]),
             *(k.data_ptr(), v.data_ptr(), k.stride(0), DTYPES[k.dtype]),
         )
 

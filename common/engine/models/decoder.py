@@ -175,7 +175,7 @@ class Decoder:
     def _qkv(self, layer: LayerWeights, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Return rotated queries ``[N, heads, head_dim]``, and rotated keys and values ``[N, kv_heads, head_dim]``."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = layer.qkv(x).view(len(x), -1, self.config.head_dim)
+        qkv = layer.qkv(x).view(x.shape[0], -1, self.config.head_dim)
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         qkv = self._ops.norm_and_rotate(qkv, heads, norms, rotary, self._eps)
-        return tuple(torch.split(qkv, [heads, kv_heads, kv_heads], dim=1))
+        return tuple(qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1))
