@@ -110,8 +110,8 @@ class EngineOptions:
     )
     threads: int | None = option(
         None,
-        "Compute threads of a node, divided among its ranks. Without it: one for each core; serve divides the cores "
-        "among its nodes.",
+        "Compute threads of a node, divided among its ranks; on CPUs at most one for each core. Without it: one for "
+        "each core; serve divides the cores among its nodes.",
         minimum=1,
         maximum=1024,
     )

@@ -71,7 +71,13 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
     num_fitting()  # refuse a pool that can never fit before the weights are read
     from common.engine.executor import load_executor  # loads torch
 
-    num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.tp)
+    num_cpus = len(os.sched_getaffinity(0))
+    if device == "cpu" and config.threads is not None and config.threads > num_cpus:
+        raise ConfigError(
+            f"--threads {config.threads}: this process may use {num_cpus} CPUs, and threads that share one are many "
+            f"times slower; give at most {num_cpus}"
+        )
+    num_threads = max(1, (config.threads or num_cpus) // config.tp)
     ranks.start(_load_message(config, model, device, num_threads))
 
     def num_pages() -> int:
