@@ -1,8 +1,9 @@
 """The CPU backend: C kernels that read pages in place.
 
 Memory bandwidth limits decode rows and short extends: one kernel reads every key and value once, without gathering.
-Arithmetic limits long extends: in bfloat16 on a processor with AMX a second kernel computes them with matrix
-instructions; elsewhere torch's flash attention does, row by row.
+Arithmetic limits long extends. In bfloat16, on a processor with AMX a second kernel computes them with matrix
+instructions, and on one with a dot product of bfloat16 pairs the first kernel does; elsewhere torch's flash attention
+does, row by row.
 """
 
 import numpy as np
@@ -17,6 +18,7 @@ from common.engine.kv_pool import KVPool
 
 #: New tokens from which on matrix instructions or flash attention are faster for a row.
 LONG_EXTEND = 32
+NEVER = 1 << 62
 #: New tokens of a long row in one unit of work for a thread.
 LONG_PIECE = 1024
 
@@ -36,6 +38,9 @@ class CpuAttention:
         layout = pool.layout
         fits_tiles = layout.page_size % 16 == 0 and layout.head_dim % 32 == 0 and 32 % self.group == 0
         self.uses_amx = kernels.has_amx and layout.dtype == "bfloat16" and fits_tiles
+        has_dots = kernels.has_bf16_dot and layout.dtype == "bfloat16" and layout.head_dim % 32 == 0
+        #: New tokens from which on a row is long.
+        self.long_extend = NEVER if has_dots and not self.uses_amx else LONG_EXTEND
 
     def prepare(self, batch: StepBatch) -> "CpuStep":
         return CpuStep(self, batch)
@@ -50,7 +55,7 @@ class CpuStep:
         self._kernels = backend.kernels
         self._backend = backend
         self._batch = batch
-        is_long = batch.rows.num_new >= LONG_EXTEND
+        is_long = batch.rows.num_new >= backend.long_extend
         longs = np.flatnonzero(is_long)
         self._short = cut_into_pieces(batch, np.flatnonzero(~is_long), MAX_QUERIES // backend.group)
         self._tiled = cut_into_pieces(batch, longs if backend.uses_amx else longs[:0], LONG_PIECE)

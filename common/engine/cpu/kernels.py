@@ -116,7 +116,8 @@ class Kernels:
         self._amx_attention.restype = c_int
         #: Whether processor and kernel support ``amx_attention``.
         self.has_amx = bool(library.baton_has_amx())
-        self._has_bf16_dot = bool(library.baton_has_bf16_dot())
+        #: Whether the processor has a dot product of bfloat16 pairs.
+        self.has_bf16_dot = bool(library.baton_has_bf16_dot())
         self._has_int8_dot = bool(library.baton_has_int8_dot())
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -146,7 +147,7 @@ class Kernels:
 
     def can_multiply(self, weight: Tensor) -> bool:
         """Whether ``linear`` is the fastest product here with a weight ``[out, in]``: with AMX, oneDNN's is."""
-        is_fast = self._has_bf16_dot and not self.has_amx
+        is_fast = self.has_bf16_dot and not self.has_amx
         return is_fast and weight.dtype == torch.bfloat16 and weight.shape[0] % LANES == 0 and weight.shape[1] % 2 == 0
 
     def pack_linear(self, weight: Tensor, memory: HugePages) -> Tensor:
