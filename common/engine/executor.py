@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.config.shared import WeightDtype
 from common.engine.attention import make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionBackend
 from common.engine.batch import RowArrays, make_batch
@@ -26,7 +27,6 @@ from common.engine.device_copies import HostCopies, current_device, to_device
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder
-from common.engine.models.quantization import WeightDtype
 from common.engine.models.weights import load_weights
 from common.engine.pending_step import PendingStep, SampledTensors
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, StepMasks, TokenMasks

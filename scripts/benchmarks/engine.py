@@ -217,7 +217,7 @@ def measure_prefill(
             theirs(input_ids=prompt, logits_to_keep=1).logits.argmax().item()
 
     runs = [prefill_run(num_tokens, ours, options)] + ([run_theirs] if theirs else [])
-    ours_s, theirs_s = (*take_turns(runs, options), None)[:2]
+    ours_s, *theirs_s = take_turns(runs, options)
     flops = 2 * linear_parameters(config, with_head=False) * num_tokens
     flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
     return measurement(f"prefill {num_tokens}", num_tokens, ours_s, theirs_s, flops / limits.flops_per_s)
@@ -233,7 +233,7 @@ def measure_decode(
             decode_transformers(theirs, batch, steps, options)
 
     runs = [decode_run(batch, ours, options)] + ([run_theirs] if theirs else [])
-    ours_s, theirs_s = (*take_turns(runs, options), None)[:2]
+    ours_s, *theirs_s = take_turns(runs, options)
     parameters = linear_parameters(config, with_head=True)
     kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.layout.page_bytes / PAGE_SIZE
     memory_s = (parameters * ITEM_BYTES[options.dtype] + kv_bytes) / limits.read_bytes_per_s
@@ -284,8 +284,8 @@ def linear_parameters(config: ModelConfig, *, with_head: bool) -> int:
     return config.num_layers * layer + (config.vocab_size * config.hidden_size if with_head else 0)
 
 
-def measurement(name: str, num_tokens: int, ours_s: float, theirs_s: float | None, limit_s: float) -> Measurement:
-    return Measurement(name, num_tokens / ours_s, num_tokens / theirs_s if theirs_s else None, num_tokens / limit_s)
+def measurement(name: str, num_tokens: int, ours_s: float, theirs_s: Sequence[float], limit_s: float) -> Measurement:
+    return Measurement(name, num_tokens / ours_s, num_tokens / theirs_s[0] if theirs_s else None, num_tokens / limit_s)
 
 
 def heading(options: Options, limits: MachineLimits) -> str:

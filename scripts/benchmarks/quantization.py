@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: Options) -> dict[str, float]:
     if options.threads:
         torch.set_num_threads(options.threads)
-    figures = {}
+    figures: dict[str, float] = {}
     print(f"{'small model':<24}{'perplexity':>12}{'divergence':>12}{'logit distance':>16}{'same likeliest':>16}")
     for name, error in measure_errors(Path(SMALL_MODEL)).items():
         figures |= {f"{name}, perplexity": error.perplexity, f"{name}, likeliest token agrees": error.agreement}
@@ -116,7 +116,7 @@ def measure_speeds(options: Options) -> dict[str, float]:
     executors = [engine.build(engine.model_shape(options.layers), options, weight_dtype=name)[0] for name in FORMATS]
     threads = torch.get_num_threads()
     print(f"\n{f'tokens/s, {threads} threads':<24}{'bfloat16':>12}{'int8':>12}{'ratio':>8}{'int4':>12}{'ratio':>8}")
-    figures = {}
+    figures: dict[str, float] = {}
     kinds = (("prefill", options.prefill, engine.prefill_run), ("decode batch", options.batch, engine.decode_run))
     for kind, counts, make in kinds:
         for count in counts:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.config.shared import WeightDtype
 from common.engine.attention.protocol import StepAttention
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.config import ModelConfig
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
-from common.engine.models.quantization import WeightDtype
 from common.engine.tensor_parallel.group import RankGroup
 
 

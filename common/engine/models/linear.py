@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.config.shared import WeightDtype
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import Kernels, PackedWeight, load_kernels
 from common.engine.models.quantization import (
     QuantizedWeight,
     TorchQuantizedProduct,
-    WeightDtype,
     quantize_weight,
 )
 
