@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=None, help="threads of torch (one per core)")
     parser.add_argument("--attention", default="auto", help="attention backend (%(default)s)")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths (%(default)s)")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="decode batch sizes (%(default)s)")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 8, 32], help="decode batch sizes (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="decode steps (%(default)s)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
