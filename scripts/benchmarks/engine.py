@@ -8,7 +8,7 @@ the engine waits for the host between two decode steps, with and without overlap
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from common.cache.page_layout import ITEM_BYTES
+from common.config.shared import WeightDtype
 from common.engine.attention import make_attention
 from common.engine.attention.protocol import GraphSafeAttention
 from common.engine.cuda_graphs import CudaGraphRunner, batch_sizes_to_capture
@@ -57,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=None, help="threads of torch (one per core)")
     parser.add_argument("--attention", default="auto", help="attention backend (%(default)s)")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths (%(default)s)")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="decode batch sizes (%(default)s)")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 8, 32], help="decode batch sizes (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="decode steps (%(default)s)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
@@ -124,7 +125,13 @@ def model_shape(num_layers: int) -> ModelConfig:
     )
 
 
-def build(config: ModelConfig, options: Options, grammars: GrammarCompiler | None = None) -> tuple[TorchExecutor, Any]:
+def build(
+    config: ModelConfig,
+    options: Options,
+    grammars: GrammarCompiler | None = None,
+    *,
+    weight_dtype: WeightDtype = "auto",
+) -> tuple[TorchExecutor, Any]:
     """Both engines over one set of random tensors, which ours repacks."""
     device = torch.device(options.device)
     weights, places = allocate_weights(config, TORCH_DTYPES[options.dtype], device)
@@ -136,7 +143,7 @@ def build(config: ModelConfig, options: Options, grammars: GrammarCompiler | Non
     )
     pool = KVPool(config.layout(PAGE_SIZE, options.dtype), most_tokens // PAGE_SIZE + 2, device)
     pool.pages.view(TORCH_DTYPES[options.dtype]).normal_()
-    weights.pack()
+    weights.pack(weight_dtype)
     backend = make_attention(options.attention, pool, config.num_heads)
     num_slots = max([1, *options.batch])
     executor = TorchExecutor(Decoder(config, weights), pool, backend, num_slots=num_slots, grammars=grammars)
@@ -182,23 +189,40 @@ def measure_limits(options: Options) -> MachineLimits:
     return MachineLimits(read, flops)
 
 
+def prefill_run(num_tokens: int, executor: TorchExecutor, options: Options) -> Callable[[], object]:
+    """Return a run of one cold prompt in one step, up to its first token."""
+    prompt = tuple(torch.randint(0, executor.model.config.vocab_size, (num_tokens,)).tolist())
+    pages = tuple(range(executor.pool.layout.num_pages(num_tokens)))
+    admits, deltas = (Admit(0, GREEDY, num_tokens, None),), (PageDelta(0, 0, pages),)
+    return lambda: executor.run(StepPlan(0, admits, deltas, (Row(0, 0, prompt, True),)))
+
+
+def decode_run(batch: int, executor: TorchExecutor, options: Options) -> Callable[[], object]:
+    """Return a run of ``new_tokens`` steps of ``batch`` rows, each from ``CONTEXT`` cached tokens."""
+    per_row = executor.pool.layout.num_pages(CONTEXT + options.new_tokens)
+    admits = tuple(Admit(slot, GREEDY, CONTEXT, 1) for slot in range(batch))
+    deltas = tuple(PageDelta(slot, 0, tuple(range(slot * per_row, (slot + 1) * per_row))) for slot in range(batch))
+
+    def run_all() -> None:
+        for step in range(options.new_tokens):
+            rows = tuple(Row(slot, CONTEXT + step, None, True) for slot in range(batch))
+            executor.run(StepPlan(step, admits if step == 0 else (), deltas if step == 0 else (), rows))
+
+    return run_all
+
+
 def measure_prefill(
     num_tokens: int, ours: TorchExecutor, theirs: Any, limits: MachineLimits, options: Options
 ) -> Measurement:
-    """Measure one cold prompt in one step, up to its first token."""
     config = ours.model.config
-    prompt = torch.randint(0, config.vocab_size, (num_tokens,)).tolist()
-    pages = tuple(range(ours.pool.layout.num_pages(num_tokens)))
-    plan = StepPlan(
-        0, (Admit(0, GREEDY, num_tokens, None),), (PageDelta(0, 0, pages),), (Row(0, 0, tuple(prompt), True),)
-    )
+    prompt = torch.randint(0, config.vocab_size, (1, num_tokens), device=options.device)
 
     def run_theirs() -> None:
         with torch.inference_mode():
-            logits = theirs(input_ids=torch.tensor([prompt], device=options.device), logits_to_keep=1).logits
-            logits.argmax().item()
+            theirs(input_ids=prompt, logits_to_keep=1).logits.argmax().item()
 
-    ours_s, theirs_s = take_turns(lambda: ours.run(plan), run_theirs if theirs else None, options)
+    runs = [prefill_run(num_tokens, ours, options)] + ([run_theirs] if theirs else [])
+    ours_s, *theirs_s = take_turns(runs, options)
     flops = 2 * linear_parameters(config, with_head=False) * num_tokens
     flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
     return measurement(f"prefill {num_tokens}", num_tokens, ours_s, theirs_s, flops / limits.flops_per_s)
@@ -207,22 +231,14 @@ def measure_prefill(
 def measure_decode(
     batch: int, ours: TorchExecutor, theirs: Any, limits: MachineLimits, options: Options
 ) -> Measurement:
-    """Measure ``new_tokens`` steps of ``batch`` rows, each from ``CONTEXT`` cached tokens."""
     config, steps = ours.model.config, options.new_tokens
-    per_row = ours.pool.layout.num_pages(CONTEXT + steps)
-    admits = tuple(Admit(slot, GREEDY, CONTEXT, 1) for slot in range(batch))
-    deltas = tuple(PageDelta(slot, 0, tuple(range(slot * per_row, (slot + 1) * per_row))) for slot in range(batch))
-
-    def run_ours() -> None:
-        for step in range(steps):
-            rows = tuple(Row(slot, CONTEXT + step, None, True) for slot in range(batch))
-            ours.run(StepPlan(step, admits if step == 0 else (), deltas if step == 0 else (), rows))
 
     def run_theirs() -> None:
         with torch.inference_mode():
             decode_transformers(theirs, batch, steps, options)
 
-    ours_s, theirs_s = take_turns(run_ours, run_theirs if theirs else None, options)
+    runs = [decode_run(batch, ours, options)] + ([run_theirs] if theirs else [])
+    ours_s, *theirs_s = take_turns(runs, options)
     parameters = linear_parameters(config, with_head=True)
     kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.layout.page_bytes / PAGE_SIZE
     memory_s = (parameters * ITEM_BYTES[options.dtype] + kv_bytes) / limits.read_bytes_per_s
@@ -246,16 +262,11 @@ def decode_transformers(model: Any, batch: int, steps: int, options: Options) ->
         tokens.tolist()
 
 
-def take_turns(
-    ours: Callable[[], object], theirs: Callable[[], object] | None, options: Options
-) -> tuple[float, float | None]:
-    """Best seconds of both, run alternately after one warm-up round."""
+def take_turns(runs: Sequence[Callable[[], object]], options: Options) -> list[float]:
+    """Return the best seconds of each run; they run alternately, after one round that warms up."""
     device = torch.device(options.device)
-    pairs = [
-        (timed(ours, device), timed(theirs, device) if theirs else None) for _ in range(max(2, options.rounds + 1))
-    ][1:]
-    theirs_s = [pair[1] for pair in pairs if pair[1] is not None]
-    return min(pair[0] for pair in pairs), min(theirs_s) if theirs_s else None
+    rounds = [[timed(each, device) for each in runs] for _ in range(max(2, options.rounds + 1))][1:]
+    return [min(times) for times in zip(*rounds, strict=True)]
 
 
 def best_s(run: Callable[[], object], rounds: int, device: torch.device) -> float:
@@ -278,8 +289,8 @@ def linear_parameters(config: ModelConfig, *, with_head: bool) -> int:
     return config.num_layers * layer + (config.vocab_size * config.hidden_size if with_head else 0)
 
 
-def measurement(name: str, num_tokens: int, ours_s: float, theirs_s: float | None, limit_s: float) -> Measurement:
-    return Measurement(name, num_tokens / ours_s, num_tokens / theirs_s if theirs_s else None, num_tokens / limit_s)
+def measurement(name: str, num_tokens: int, ours_s: float, theirs_s: Sequence[float], limit_s: float) -> Measurement:
+    return Measurement(name, num_tokens / ours_s, num_tokens / theirs_s[0] if theirs_s else None, num_tokens / limit_s)
 
 
 def heading(options: Options, limits: MachineLimits) -> str:

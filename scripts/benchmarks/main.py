@@ -30,6 +30,7 @@ DURATIONS = {
     "loadtest": ("65 s", "5 s"),
     "overload": ("3 min", "20 s"),
     "pictures": ("4 min", "20 s"),
+    "quantization": ("4 min", "15 s"),
     "scheduler": ("60 s", "5 s"),
     "simulate": ("5 min", "5 s"),
     "tracing": ("2 min", "10 s"),
@@ -87,9 +88,9 @@ def empty_figures(figures: Mapping[str, float]) -> list[str]:
 
 def _usage() -> str:
     """The benchmarks, how long each takes, and what it measures, in 80 columns."""
-    lines = ["Usage: bench NAME [OPTIONS]", "", f"{'':13}whole   --shortest"]
+    lines = ["Usage: bench NAME [OPTIONS]", "", f"{'':15}whole   --shortest"]
     for name, (whole, shortest) in DURATIONS.items():
-        lines.append(f"  {name:10} {whole:7} {shortest}")
+        lines.append(f"  {name:12} {whole:7} {shortest}")
         lines += textwrap.wrap(_summary(name), 76, initial_indent=" " * 6, subsequent_indent=" " * 6)
     lines += ["", "Measured on two busy cores; ? is not measured yet.", "bench NAME --help shows its options."]
     return "\n".join(lines)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.config.shared import WeightDtype
 from common.engine.attention.protocol import RotatingAttention, StepAttention
+from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.config import ModelConfig
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
@@ -44,13 +46,19 @@ class DecoderWeights:
     norm: Tensor
     head: Linear | None
 
-    def pack(self) -> None:
-        """Repack every matrix for this machine, one at a time, so that peak memory is one extra matrix."""
+    def pack(self, dtype: WeightDtype = "auto") -> None:
+        """Round every matrix to ``dtype`` and repack it for this machine, one at a time, so that memory is enough.
+
+        The projection to the vocabulary is the largest matrix of a small model, and is rounded too, to 8 bits at least:
+        nothing evens out its errors. The embedding, of which a step reads a row for each token, stays as it is.
+        """
+        memory = HugePages()
         for layer in self.layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                linear.pack()
+                linear.pack(dtype, memory=memory)
         if self.head is not None:
-            self.head.pack(keep_weight=self.head.weight is self.embedding)
+            at_least_int8: WeightDtype = "int8" if dtype == "int4" else dtype
+            self.head.pack(at_least_int8, memory=memory, keep_weight=self.head.weight is self.embedding)
 
 
 def allocate_weights(
@@ -175,5 +183,5 @@ class Decoder:
             return attention.rotate_and_extend(index, qkv, norms, rotary, self._eps)
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = self._ops.norm_and_rotate(qkv, heads, norms, rotary, self._eps)
-        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         return attention.extend(index, q, k, v)

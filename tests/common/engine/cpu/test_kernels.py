@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from common.cache.page_layout import PageLayout
 from common.engine.attention import make_attention
 from common.engine.cpu.compile_native import build_library
+from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import LIBRARY, Kernels, load_kernels
 from common.engine.kv_pool import KVPool
 from common.engine.models.layers import TorchOperations
@@ -109,7 +110,7 @@ def test_linear_equals_torch_and_no_row_depends_on_the_others(
     bias = torch.randn(num_out).bfloat16() if has_bias else None
     if not compiled.can_multiply(weight):
         pytest.skip("this processor has no dot product of bfloat16, or AMX")
-    packed = compiled.pack_linear(weight)
+    packed = compiled.pack_linear(weight, HugePages())
     found = compiled.linear(x, packed, bias, dtype)
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
