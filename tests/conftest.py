@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Lets the garbage collector skip what collection has made: modules collect garbage, half a second each otherwise."""
+    """Lets the garbage collector skip what was collected: many modules end with a collection, of half a second each."""
     gc.collect()
     gc.freeze()
 
