@@ -13,8 +13,8 @@ from scripts.benchmarks.main import DURATIONS, NAMES, empty_figures
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: Benchmarks that start whole services.
-SLOW = {"disagg", "handoff", "pictures"}
+#: Benchmarks that start whole services, or all transports.
+SLOW = {"disagg", "handoff", "overload", "pictures", "transfer"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
