@@ -1,13 +1,15 @@
-"""C kernels for the CPU, compiled once per machine. They do in one pass over memory what torch does in several.
+"""C kernels for the CPU. They do in one pass over memory what torch does in several.
 
-``compile_native.py`` compiles the C files of this folder into one shared library. It is linked without an OpenMP
-runtime, so that it uses the threads that torch has already started: two teams of threads on the same cores are ten
-times slower. If the library cannot be built, ``load_kernels`` logs a warning and returns None, and torch does the work.
+The C files of this folder make one shared library for each target. A wheel carries them; in a checkout,
+``compile_native.py`` compiles the one for this machine once. It is linked without an OpenMP runtime, so that it uses
+the threads that torch has already started: two teams of threads on the same cores are ten times slower. If there is no
+library, ``load_kernels`` logs a warning and returns None, and torch does the work.
 """
 
 import ctypes
 import logging
 from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from common.engine.cpu.compile_native import BuildError, Library, build_library
 from common.engine.cpu.huge_pages import HugePages
+from common.engine.cpu.targets import Target, own_target
 from common.engine.models.quantization import QuantizedWeight
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,8 @@ MAX_QUERIES = 16
 MAX_GROUP = 1 << 16  # the sum of so many products of bytes fits into 32 bits
 
 _FOLDER = Path(__file__).parent
+#: The libraries of a wheel, one for each target. A checkout has none.
+CARRIED = _FOLDER / "libraries"
 LIBRARY = Library(
     "kernels",
     sources=tuple(
@@ -36,7 +41,8 @@ LIBRARY = Library(
         for name in ("kernels.c", "linear.c", "quantized_linear.c", "paged_attention.c", "amx_attention.c")
     ),
     headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "dot_attention.h")),
-    flags=("-O3", "-march=native", "-fopenmp"),
+    # GCC warns of vectors that the target's calls cannot pass; the functions are inlined.
+    flags=("-O3", "-fopenmp", "-Wno-psabi"),
     libraries=("-lm",),
 )
 
@@ -237,11 +243,33 @@ def _in_tiles(blocks: Tensor, memory: HugePages) -> Tensor:
     return packed
 
 
+def library_for(target: Target) -> Library:
+    """Return what the library of a target is compiled from."""
+    return replace(LIBRARY, name=f"{LIBRARY.name}-{target.name}", flags=(*LIBRARY.flags, *target.flags))
+
+
+def open_kernels(target: Target) -> Kernels:
+    """Return the kernels of a target that this processor has, from the wheel or compiled.
+
+    Raises:
+        BuildError: they cannot be compiled.
+        OSError: their library cannot be loaded.
+    """
+    library = library_for(target)
+    carried = CARRIED / f"{library.name}.so"
+    return Kernels(ctypes.CDLL(str(carried if carried.exists() else build_library(library))))
+
+
 @cache
 def load_kernels() -> Kernels | None:
-    """Return the kernels, compiled at the first call on a machine; None if they cannot be compiled."""
+    """Return the kernels for this processor; None if they cannot be compiled.
+
+    Raises:
+        ConfigError: ``BATON_CPU_TARGET`` names no target of this processor.
+    """
+    target = own_target()
     try:
-        return Kernels(ctypes.CDLL(str(build_library(LIBRARY))))
+        return open_kernels(target)
     except (BuildError, OSError, AttributeError) as error:
-        log.warning("cannot compile the CPU kernels, using torch's, which are slower: %s", error)
+        log.warning("cannot load the CPU kernels, using torch's, which are slower: %s", error)
         return None
