@@ -6,6 +6,8 @@
 import math
 from collections.abc import Callable, Sequence
 
+from msgspec import field
+
 from common.errors import RequestError
 from common.wire.messages import Failed, Message, Moved, Register, Registered, Spans, Tokens
 from gateway.requests.dispatcher import Dispatcher
@@ -27,7 +29,7 @@ class NoText:
         return ""
 
 
-class Answer(OutputStream):
+class Answer(OutputStream, eq=False):
     """A production stream that records when tokens arrive.
 
     Attributes:
@@ -35,10 +37,8 @@ class Answer(OutputStream):
         extra: tokens beyond the first of a message, by its index in ``stamps_s``; messages with one token are left out.
     """
 
-    def __init__(self, request: GenerateRequest, started_at: float) -> None:
-        OutputStream.__init__(self, request, 0, NoText, lambda stream: None, started_at)
-        self.stamps_s: list[float] = []
-        self.extra: dict[int, int] = {}
+    stamps_s: list[float] = field(default_factory=list)
+    extra: dict[int, int] = field(default_factory=dict)
 
     def on_tokens(self, message: Tokens, now: float) -> None:
         ids = self.ids
@@ -53,6 +53,10 @@ class Answer(OutputStream):
             if num_new > 1:
                 self.extra[len(self.stamps_s)] = num_new - 1
             self.stamps_s.append(now)
+
+
+def _ignore(stream: OutputStream) -> None:
+    """Nothing reads an answer before its end."""
 
 
 class Gateway:
@@ -75,7 +79,8 @@ class Gateway:
         if not self._is_ticking:
             self._is_ticking = True
             self._events.background_after(TICK_S, self._tick)
-        answer = self.answers[request.rid] = Answer(request, self._events.now())
+        answer = Answer(request, 0, NoText, _ignore, self._events.now())
+        self.answers[request.rid] = answer
         try:
             self.dispatcher.dispatch([answer])
         except RequestError:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionBackend, LayerParams
 from common.engine.attention.torch_sdpa import ExtendRow, TorchAttention
 from common.engine.batch import StepBatch, cut_into_pieces
@@ -32,8 +33,8 @@ class CpuAttention:
         self.kernels = kernels
         layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
         #: Addresses of the keys and values of each layer, found once, since views of tensors take long to make.
-        self.addresses = [(keys.data_ptr(), values.data_ptr()) for keys, values in layers]
-        self.page_stride, self.head_stride = layers[0][0].stride()[:2]
+        self.addresses = [(one.keys.data_ptr(), one.values.data_ptr()) for one in layers]
+        self.page_stride, self.head_stride = layers[0].keys.stride()[:2]
         self.group = num_heads // pool.layout.num_kv_heads
         layout = pool.layout
         fits_tiles = layout.page_size % 16 == 0 and layout.head_dim % 32 == 0 and 32 % self.group == 0
@@ -83,6 +84,15 @@ class CpuStep:
             *(layout.page_size, self._backend.page_stride, self._backend.head_stride),
             *(num_heads, layout.num_kv_heads, layout.head_dim),
         )
+
+
+def cpu_conflict(layout: PageLayout) -> str:
+    """Return why no kernel can read this layout, with the fix; empty if one can, or torch can in its place."""
+    if layout.has_scales:
+        return "cannot read KV pages in FP8: give auto or torch, or --kv-cache-dtype auto"
+    if layout.is_latent or layout.value_dim != layout.head_dim:
+        return "needs keys and values of one size, which this model has not: give auto or torch"
+    return ""
 
 
 def cpu_attention(pool: KVPool, num_heads: int, params: LayerParams) -> AttentionBackend:

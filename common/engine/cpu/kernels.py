@@ -37,8 +37,8 @@ CARRIED = _FOLDER / "libraries"
 LIBRARY = Library(
     "kernels",
     sources=tuple(
-        _FOLDER / name
-        for name in ("kernels.c", "linear.c", "quantized_linear.c", "paged_attention.c", "amx_attention.c")
+        _FOLDER / f"{name}.c"
+        for name in ("kernels", "linear", "quantized_linear", "paged_attention", "amx_attention", "sampling")
     ),
     headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "dot_attention.h")),
     # GCC warns of vectors that the target's calls cannot pass; the functions are inlined.
@@ -91,7 +91,7 @@ class QuantizedRows(Structure):
 
 
 class Kernels:
-    """The library's functions, for contiguous CPU tensors whose widths are multiples of ``LANES``.
+    """The library's functions, for contiguous CPU tensors, whose widths are multiples of ``LANES`` if nothing is said.
 
     ``common.engine.models.layers.Operations`` describes the first three; ``norm_and_rotate`` works in place.
     """
@@ -115,6 +115,8 @@ class Kernels:
         )
         self._write_kv = library.baton_write_kv
         self._write_kv.argtypes = (POINTER(Paged), c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_long, c_int)
+        self._token_weights = library.baton_token_weights
+        self._token_weights.argtypes = (c_void_p, c_void_p, c_long, c_long)
         for function in vars(self).values():
             function.restype = None
         self._amx_attention = library.baton_amx_attention
@@ -150,6 +152,12 @@ class Kernels:
         out = gate_up.new_empty(rows, width)
         self._silu_and_multiply(gate_up.data_ptr(), out.data_ptr(), rows, width, DTYPES[gate_up.dtype])
         return out
+
+    def token_weights(self, scaled: Tensor, threshold: Tensor | None) -> Tensor:
+        """``common.engine.sampling.weights.token_weights`` for a width of any size; ``scaled`` is overwritten."""
+        assert scaled.is_contiguous() and (threshold is None or threshold.is_contiguous())
+        self._token_weights(scaled.data_ptr(), None if threshold is None else threshold.data_ptr(), *scaled.shape)
+        return scaled
 
     def can_multiply(self, weight: Tensor) -> bool:
         """Whether ``linear`` is the fastest product here with a weight ``[out, in]``: with AMX, oneDNN's is."""

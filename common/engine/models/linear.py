@@ -59,12 +59,17 @@ class Linear:
         if not keep_weight and self._product is not None:
             self.weight = None
 
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Map contiguous ``[rows, in]`` to ``[rows, out]`` of ``dtype``, by default that of ``x``."""
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """Map contiguous ``[rows, in]`` to ``[rows, out]`` of ``dtype``, by default that of ``x``.
+
+        The result is written to ``out``, which has this dtype, if that is given.
+        """
         if self._product is not None:
-            return self._product(x, dtype or x.dtype)
-        assert self.weight is not None
-        return F.linear(x, self.weight, self.bias).to(dtype or x.dtype)
+            y = self._product(x, dtype or x.dtype)
+        else:
+            assert self.weight is not None
+            y = F.linear(x, self.weight, self.bias)
+        return y.to(dtype or x.dtype) if out is None else out.copy_(y)
 
 
 def quantized_product(weight: QuantizedWeight, bias: Tensor | None, memory: HugePages) -> Product:

@@ -134,7 +134,6 @@ def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
             ["--weight-dtype", "int8", "--device", "cuda"],
             "--weight-dtype int8 runs on CPUs only so far; add --device cpu",
         ),
-        (["--tp", "2", "--device", "cuda"], "--tp 2: tensor parallelism runs on CPUs only so far; add --device cpu"),
     ],
 )
 def test_an_impossible_node_is_refused_by_flag(words, sentence):

@@ -24,7 +24,7 @@ from common.engine.cpu.compile_native import build_library
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import Kernels, library_for
 from common.engine.cpu.targets import own_target
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import TORCH_DTYPES, layer_views
 from common.engine.models.quantization import QuantizedWeight
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
@@ -45,6 +45,19 @@ class Exact(HugePages):
 
     def empty(self, shape, dtype):
         return torch.empty(shape, dtype=dtype)
+
+
+class ExactPool:
+    """A pool whose ends the sanitizer knows."""
+
+    def __init__(self, layout, num_pages):
+        self.layout = layout
+        dtype = TORCH_DTYPES[layout.dtype]
+        numbers = torch.randn(num_pages, layout.page_bytes // dtype.itemsize)
+        self._pages = numbers.to(dtype).view(torch.uint8)
+
+    def layer(self, index):
+        return layer_views(self._pages, self.layout, index)
 
 
 for dtype, rows in itertools.product(DTYPES, (1, 5, 19)):
@@ -73,14 +86,16 @@ SHAPES = ((4, 2, 32), (8, 1, 128), (3, 3, 16), (16, 1, 256))
 for dtype, (heads, kv_heads, dim), page_size in itertools.product(("float32", "bfloat16", "float16"), SHAPES, (1, 16)):
     starts, num_new = np.array([0, 37, 5, 130]), np.array([20, 1, 31, 33])
     pages = -(-int((starts + num_new).max()) // page_size)
-    pool = KVPool(PageLayout(1, kv_heads, dim, page_size, dtype), 4 * pages)
-    pool.tensor = torch.randn(pool.tensor.shape).to(pool.tensor.dtype)  # ends that the sanitizer knows
+    pool = ExactPool(PageLayout(1, kv_heads, dim, page_size, dtype), 4 * pages)
     table = np.random.permutation(4 * pages).astype(np.int32).reshape(4, pages)
     batch = make_batch(RowArrays(starts, num_new, table, page_size), torch.device("cpu"))
     step = CpuAttention(pool, heads, (AttentionParams(),), kernels).prepare(batch)
     count = int(num_new.sum())
-    q, k, v = (torch.randn(count, n, dim).to(pool.tensor.dtype) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(count, n, dim).to(TORCH_DTYPES[dtype]) for n in (heads, kv_heads, kv_heads))
     assert step.extend(0, q, k, v).isfinite().all()
+for width in (1, 16, 100):
+    kernels.token_weights(torch.randn(3, width), None)
+    kernels.token_weights(torch.randn(3, width), torch.zeros(3))
 print("clean")
 '''
 
