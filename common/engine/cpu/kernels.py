@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 Pair = tuple[Tensor, Tensor]
 LANES = 16  # every width must be a multiple of this
-BLOCKS = 3  # of LANES outputs, which a tile of a matrix product has, as in linear.c
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
 MAX_GROUP = 1 << 16  # the sum of so many products of bytes fits into 32 bits
@@ -38,7 +37,7 @@ LIBRARY = Library(
     "kernels",
     sources=tuple(
         _FOLDER / f"{name}.c"
-        for name in ("kernels", "linear", "quantized_linear", "paged_attention", "amx_attention", "sampling")
+        for name in ("kernels", "pack", "linear", "quantized_linear", "paged_attention", "amx_attention", "sampling")
     ),
     headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "dot_attention.h")),
     # GCC warns of vectors that the target's calls cannot pass; the functions are inlined.
@@ -103,6 +102,8 @@ class Kernels:
         self._norm_and_rotate.argtypes = (*(c_void_p,) * 5, *(c_long,) * 4, c_float, c_int)
         self._silu_and_multiply = library.baton_silu_and_multiply
         self._silu_and_multiply.argtypes = (c_void_p, c_void_p, c_long, c_long, c_int)
+        self._pack_tiles = library.baton_pack_tiles
+        self._pack_tiles.argtypes = (c_void_p, c_void_p, c_long, c_long)
         self._linear_bf16 = library.baton_linear_bf16
         self._linear_bf16.argtypes = (*(c_void_p,) * 4, *(c_long,) * 3, c_int)
         self._linear_quantized = library.baton_linear_quantized
@@ -166,8 +167,9 @@ class Kernels:
 
     def pack_linear(self, weight: Tensor, memory: HugePages) -> Tensor:
         """Return the weight in the order in which ``linear`` reads it; see linear.c."""
-        num_out, num_in = weight.shape
-        return _in_tiles(weight.view(num_out // LANES, LANES, num_in // 2, 2).permute(0, 2, 1, 3), memory)
+        packed = memory.empty((weight.shape[0] // LANES, weight.shape[1] // 2, LANES, 2), weight.dtype)
+        self._copy_in_tiles(weight, packed)
+        return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` bfloat16, as bfloat16 or float32."""
@@ -190,7 +192,8 @@ class Kernels:
         if weight.bits == 4:
             halves = values.view(num_out, num_in // 8, 2, 4)
             values = (halves[:, :, 0] | halves[:, :, 1] << 4).view(num_out, num_in // 2)
-        packed = _in_tiles(values.view(num_out // LANES, LANES, -1, 4).permute(0, 2, 1, 3), memory)
+        packed = memory.empty((num_out // LANES, values.shape[1] // 4, LANES, 4), values.dtype)
+        self._copy_in_tiles(values, packed)
         scales, zeros = (
             numbers.view(num_out // LANES, LANES, -1).transpose(1, 2).contiguous()
             for numbers in (weight.scales, weight.zeros)
@@ -202,6 +205,10 @@ class Kernels:
         )
         found.tensors = (packed, scales, zeros, bias)
         return found
+
+    def _copy_in_tiles(self, rows: Tensor, packed: Tensor) -> None:
+        assert rows.is_contiguous() and rows.nbytes == packed.nbytes
+        self._pack_tiles(rows.data_ptr(), packed.data_ptr(), packed.shape[0], packed.shape[1])
 
     def linear_quantized(self, x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` in the bias's dtype, as ``dtype``."""
@@ -239,16 +246,6 @@ class Kernels:
             *(kv, pages.data_ptr(), offsets.data_ptr(), k.shape[0]),
             *(k.data_ptr(), v.data_ptr(), k.stride(0), DTYPES[k.dtype]),
         )
-
-
-def _in_tiles(blocks: Tensor, memory: HugePages) -> Tensor:
-    """Copy ``[blocks, vectors, ...]`` so that ``BLOCKS`` blocks stand together: the first vector of each, and so on."""
-    packed = memory.empty(tuple(blocks.shape), blocks.dtype)
-    num = len(blocks) - len(blocks) % BLOCKS
-    tiles = blocks[:num].unflatten(0, (-1, BLOCKS)).transpose(1, 2)
-    packed[:num].view(tiles.shape).copy_(tiles)
-    packed[num:] = blocks[num:]
-    return packed
 
 
 def library_for(target: Target) -> Library:
