@@ -89,7 +89,7 @@ def _take(part: Tensor, stored: Tensor) -> None:
     """Fill a part. A whole weight, unlike rows of one, becomes the mapped file itself where formats agree."""
     is_whole = part.nbytes == part.untyped_storage().nbytes()
     if is_whole and part.device == stored.device and part.dtype == stored.dtype:
-        part.set_(stored)
+        part.data = stored
     else:
         part.copy_(stored)
 
