@@ -31,8 +31,9 @@ SCHEDULING_VARIABLES = (
     "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
     "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
 )
-#: BATON_* variables that are not options: two of scripts/setup.sh, one of ``common.config.cli``, and those above.
-OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG", *SCHEDULING_VARIABLES)
+#: BATON_* variables that are not options: two of scripts/setup.sh, one each of ``common.config.cli`` and
+#: ``common.engine.cpu.targets``, and those above.
+OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG", "BATON_CPU_TARGET", *SCHEDULING_VARIABLES)
 
 #: Largest length of ``--weight-version``, which must fit into a control message beside the model's digest.
 MAX_WEIGHT_VERSION = 128
