@@ -85,6 +85,11 @@ class ReceiveSession:
         return rows
 
     @property
+    def num_missing(self) -> int:
+        """Pages that have not wholly arrived."""
+        return self.num_pages - self.first - self._num_whole
+
+    @property
     def is_landed(self) -> bool:
         return self._num_whole == self.num_pages - self.first
 

@@ -13,6 +13,7 @@ from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool, WorkerPools
 from scripts.simulator.event_queue import EventQueue, Timer
+from scripts.simulator.repeated_steps import RepeatedSteps
 
 TICK_S = 1.0
 
@@ -92,6 +93,10 @@ class Gateway:
             self._on_end(answer)
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
+
+    def defer_tokens(self, steps: RepeatedSteps) -> bool:
+        """Let streams take their tokens from a repeated step, if each token concerns nothing but its stream."""
+        return False
 
     def register(self, incarnation: str, register: Register) -> None:
         answer = self.pool.registry.register(incarnation, register, self._events.now())

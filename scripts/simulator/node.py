@@ -17,15 +17,18 @@ from common.node.event_loop import LONGEST_WAIT_S
 from common.node.loading.memory_plan import Capacity
 from common.node.role import heartbeat_of
 from common.node.worker_context import WorkerContext, make_cache
+from common.request import Request
 from common.scheduling.grammar_queue import CompileGrammar
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Abort, Heartbeat, LayoutMessage, Message, Peer, Register
 from decode_node.factory import build as build_decode
 from prefill_node.factory import build as build_prefill
 from scripts.simulator.costs import Costs, StepWork
+from scripts.simulator.engine import ScriptedEngine
 from scripts.simulator.event_queue import EventQueue, NodeClock
 from scripts.simulator.inprocess_transport import InProcessReader
 from scripts.simulator.network import Network, NetworkWriter
+from scripts.simulator.repeated_steps import RepeatedSteps
 
 MODEL, DIGEST = "simulated", "simulated"
 
@@ -47,6 +50,7 @@ class NodeSettings:
         config: configuration of every node; role and name are filled in.
         capacities: pages and slots, by role.
         engine: makes an engine with the given capacity.
+        takes_steps_together: decode steps that are alike (``repeated_steps``); they need a ``ScriptedEngine``.
     """
 
     config: NodeConfig
@@ -56,10 +60,12 @@ class NodeSettings:
     vocab_size: int = 32_000
     context_length: int = 131_072
     eos_token_ids: tuple[int, ...] = ()
+    takes_steps_together: bool = False
 
 
 class MessageBus(Protocol):
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None: ...
+    def defer_tokens(self, sender: str, steps: RepeatedSteps) -> bool: ...
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None: ...
     def hang_up(self, sender: str, peer: str) -> None: ...
 
@@ -114,6 +120,7 @@ class Node:
             PageAllocator(self.capacity.num_pages) if previous is None else previous.allocator
         )
         self.cache: RadixCache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
+        self._repeated: RepeatedSteps | None = None
         self._on_empty: Callable[[], None] | None = None
         self.transports = NodeEnds(
             InProcessReader(network, self.engine.pool, incarnation),
@@ -167,6 +174,7 @@ class Node:
 
     def _happens(self, what: Callable[..., None], *arguments: Any) -> None:
         """Let something happen to the node, at its present instant: now, after it has hung, or never if it is dead."""
+        self.catch_up()
         if self.is_hanging:
             self._missed.append((what, arguments))
         elif self.is_alive:
@@ -181,6 +189,12 @@ class Node:
             self.role.on_gateway(message, now)
 
     def on_peer_messages(self, sender: str, messages: Sequence[Message]) -> None:
+        if self._repeated is not None and all(map(self.role.leaves_steps_alone, messages)):
+            now = self.clock.now()
+            self._take_peer_messages(sender, messages, now)
+            self.role.tick(now)
+            self._send_messages()
+            return
         self._happens(self._take_peer_messages, sender, messages)
 
     def _take_peer_messages(self, sender: str, messages: Sequence[Message], now: float) -> None:
@@ -201,6 +215,7 @@ class Node:
 
     def die(self) -> None:
         """Stop as ``kill -9`` would."""
+        self.catch_up()
         self.is_alive = False
         self.is_hanging = False
         self.transports.reader.die()
@@ -208,6 +223,7 @@ class Node:
 
     def hang(self) -> None:
         """Stop as SIGSTOP would: connections stay open, and nothing is answered until ``wake``."""
+        self.catch_up()
         self.is_hanging = True
 
     def wake(self) -> None:
@@ -219,10 +235,12 @@ class Node:
 
     def slow_down(self, factor: float) -> None:
         """Let steps take so many times as long from here on."""
+        self.catch_up()
         self._slowness = factor
 
     def leave(self, on_empty: Callable[[], None]) -> None:
         """Stop, as a node that changes its role does, once it is done with all requests; then call ``on_empty``."""
+        self.catch_up()
         self._on_empty = on_empty
         self.turn()
 
@@ -234,6 +252,7 @@ class Node:
             self._on_empty()
 
     def heartbeat(self) -> Heartbeat:
+        self.catch_up()
         return heartbeat_of(self.role, counters={"busy_seconds": self.busy_s})
 
     def turn(self) -> None:
@@ -255,6 +274,10 @@ class Node:
             self._events.background_after(LONGEST_WAIT_S, self._on_timer)
 
     def _on_timer(self) -> None:
+        if self._repeated is not None and self.clock.now() < self._repeated.until:
+            self._events.background_after(LONGEST_WAIT_S, self._on_timer)
+            return
+        self.catch_up()
         self._has_timer = False
         self.turn()
 
@@ -272,7 +295,64 @@ class Node:
         counts["prompt_tokens"] += work.num_prompt
         self.busy_s += seconds
         self._note_pages()
-        self._events.after(seconds, self._end, plan)
+        self._repeated = self._repeatable(plan)
+        if self._repeated is None:
+            self._events.after(seconds, self._end, plan)
+        else:
+            self._events.after(seconds, self._repeat, self._repeated)
+
+    # ---- steps that are alike ---------------------------------------------------------------------------------------
+
+    def _repeatable(self, plan: StepPlan) -> RepeatedSteps | None:
+        """The repetitions of a step that has just been planned; None if the next step will be another."""
+        engine = self.engine
+        if not self._settings.takes_steps_together or self.kind != "decode" or plan.admits or self._on_empty is not None:
+            return None
+        assert isinstance(engine, ScriptedEngine)
+
+        def tokens_of(request: Request) -> list[int]:
+            return engine.upcoming(request.slot, request.num_scheduled - 1)
+
+        found = self.role.repeatable(tokens_of)
+        if found is None:
+            return None
+        steps = RepeatedSteps(plan, found.rows, list(map(tokens_of, found.rows)), most=found.most, until=self.role.due_at)
+        steps.is_deferred = self._bus.defer_tokens(self.incarnation, steps)
+        return steps
+
+    def _repeat(self, steps: RepeatedSteps) -> None:
+        """End a step: plan the same once more, or whatever follows."""
+        now = self._events.now()
+        if steps.is_over or self.transports.reader.has_news or not steps.may_repeat(self.clock.now()):
+            self.catch_up()
+            self._end(steps.plan)
+            return
+        seconds = steps.repeat(now, self._costs, self._slowness)
+        self._events.after(seconds, self._repeat, steps)
+        if steps.is_deferred:
+            steps.defer(now + self._costs.message_s, self._events.reserve())
+        else:
+            self._bus.to_gateway(self.incarnation, steps.messages())
+
+    def catch_up(self) -> None:
+        """Apply the repetitions of a step so far. It is outstanding afterwards, and ends as any other."""
+        steps, self._repeated = self._repeated, None
+        if steps is None:
+            return
+        count, plan, grown = len(steps.instants), steps.plan, []
+        if count:
+            plan, grown = self.role.repeat(steps.rows, [tokens[:count] for tokens in steps.tokens], steps.instants)
+        self.work["steps"] += count
+        self.work["rows"] += count * len(steps.rows)
+        for seconds in steps.durations:
+            self.busy_s += seconds
+        num_grown = Counter(grown)
+        used, since = self._used
+        for number, now in enumerate(steps.instants, 1):
+            self.used_page_s += used * (now - since)
+            used, since = used + num_grown[number], now
+        self._used = (used, since)
+        steps.applied(plan)
 
     def _end(self, plan: StepPlan) -> None:
         self._happens(self._commit, plan)
