@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from common.errors import RequestError
 from common.wire.messages import Failed, Message, Moved, Register, Registered, Spans, Tokens
@@ -13,7 +14,7 @@ from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool, WorkerPools
 from scripts.simulator.event_queue import EventQueue, Timer
-from scripts.simulator.repeated_steps import RepeatedSteps
+from scripts.simulator.repeated_steps import RepeatedSteps, TokenFeed
 
 TICK_S = 1.0
 
@@ -28,18 +29,76 @@ class NoText:
         return ""
 
 
+#: The attributes that ``Answer`` replaces.
+IDS: Any = OutputStream.ids
+LAST_AT: Any = OutputStream.last_at
+
+
 class Answer(OutputStream):
-    """A production stream that records when tokens arrive.
+    """A production stream that records when tokens arrive. Those of repeated steps are taken when it is looked at.
+
+    Args:
+        on_feed_end: called if the stream ends before the tokens of a repeated step have come.
 
     Attributes:
         stamps_s: arrival of each message with tokens.
         extra: tokens beyond the first of a message, by its index in ``stamps_s``; messages with one token are left out.
     """
 
-    def __init__(self, request: GenerateRequest, started_at: float) -> None:
-        OutputStream.__init__(self, request, 0, NoText, lambda stream: None, started_at)
+    def __init__(
+        self, request: GenerateRequest, events: EventQueue, on_feed_end: Callable[[TokenFeed], None]
+    ) -> None:
+        self._feeds: list[TokenFeed] = []
+        self._events = events
+        self._on_feed_end = on_feed_end
+        OutputStream.__init__(self, request, 0, NoText, lambda stream: None, events.now())
         self.stamps_s: list[float] = []
         self.extra: dict[int, int] = {}
+
+    @property
+    def ids(self) -> list[int]:
+        if self._feeds:
+            self._take()
+        return IDS.__get__(self)
+
+    @ids.setter
+    def ids(self, ids: list[int]) -> None:
+        IDS.__set__(self, ids)
+
+    @property
+    def last_at(self) -> float:
+        if self._feeds:
+            self._take()
+        return LAST_AT.__get__(self)
+
+    @last_at.setter
+    def last_at(self, instant: float) -> None:
+        LAST_AT.__set__(self, instant)
+
+    @property
+    def can_defer(self) -> bool:
+        """Whether a further token, but for the last, only lengthens the output."""
+        return not (self.is_ended or self._early) and self.num_attempts == 1 and bool(self.ids)
+
+    def feed(self, feed: TokenFeed) -> None:
+        self._feeds.append(feed)
+
+    def _take(self) -> None:
+        """Take the tokens that have arrived by now."""
+        for feed in self._feeds:
+            tokens, arrivals = feed.take(self._events)
+            if tokens:
+                IDS.__get__(self).extend(tokens)
+                self.stamps_s += arrivals
+                LAST_AT.__set__(self, arrivals[-1])
+        self._feeds = [feed for feed in self._feeds if not feed.is_empty]
+
+    def _end(self, now: float) -> None:
+        self._take()
+        feeds, self._feeds = self._feeds, []
+        OutputStream._end(self, now)
+        for feed in feeds:
+            self._on_feed_end(feed)
 
     def on_tokens(self, message: Tokens, now: float) -> None:
         ids = self.ids
@@ -76,13 +135,19 @@ class Gateway:
         if not self._is_ticking:
             self._is_ticking = True
             self._events.background_after(TICK_S, self._tick)
-        answer = self.answers[request.rid] = Answer(request, self._events.now())
+        answer = self.answers[request.rid] = Answer(request, self._events, self._on_feed_end)
         try:
             self.dispatcher.dispatch([answer])
         except RequestError:
             self.answers.pop(request.rid, None)
             raise
         return answer
+
+    def _on_feed_end(self, feed: TokenFeed) -> None:
+        """A stream has ended before its tokens: those under way come as messages, which the dispatcher answers."""
+        feed.steps.catch_up()
+        for arrival, number, message in feed.untaken():
+            self._events.at_reserved(arrival, number, self.on_messages, feed.steps.sender, (message,))
 
     def abort(self, rid: str) -> None:
         self.dispatcher.abort(rid)
@@ -96,7 +161,13 @@ class Gateway:
 
     def defer_tokens(self, steps: RepeatedSteps) -> bool:
         """Let streams take their tokens from a repeated step, if each token concerns nothing but its stream."""
-        return False
+        answers = [self.answers.get(request.rid) for request in steps.rows]
+        if self.pool.queue.order.is_charging or not all([answer and answer.can_defer for answer in answers]):
+            return False
+        for row, answer in enumerate(answers):
+            assert answer is not None
+            answer.feed(TokenFeed(steps, row))
+        return True
 
     def register(self, incarnation: str, register: Register) -> None:
         answer = self.pool.registry.register(incarnation, register, self._events.now())

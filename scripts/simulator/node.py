@@ -189,10 +189,9 @@ class Node:
             self.role.on_gateway(message, now)
 
     def on_peer_messages(self, sender: str, messages: Sequence[Message]) -> None:
-        if self._repeated is not None and all(map(self.role.leaves_steps_alone, messages)):
-            now = self.clock.now()
+        steps, now = self._repeated, self.clock.now()
+        if steps is not None and now < steps.until and all(map(self.role.leaves_steps_alone, messages)):
             self._take_peer_messages(sender, messages, now)
-            self.role.tick(now)
             self._send_messages()
             return
         self._happens(self._take_peer_messages, sender, messages)
@@ -316,7 +315,15 @@ class Node:
         found = self.role.repeatable(tokens_of)
         if found is None:
             return None
-        steps = RepeatedSteps(plan, found.rows, list(map(tokens_of, found.rows)), most=found.most, until=self.role.due_at)
+        steps = RepeatedSteps(
+            plan,
+            found.rows,
+            list(map(tokens_of, found.rows)),
+            sender=self.incarnation,
+            catch_up=self.catch_up,
+            most=found.most,
+            until=self.role.due_at,
+        )
         steps.is_deferred = self._bus.defer_tokens(self.incarnation, steps)
         return steps
 

@@ -5,7 +5,7 @@ only notes the instant; schedulers, caches and streams are brought up to date wh
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.request import Request
 from common.step_plan import StepPlan
@@ -19,6 +19,8 @@ class RepeatedSteps:
 
     Args:
         plan: the outstanding step.
+        sender: the node.
+        catch_up: applies the repetitions so far.
         rows: its requests.
         tokens: the next tokens of each, the one that the outstanding step samples first.
         until: instant before which the node has nothing to do but these steps.
@@ -38,6 +40,8 @@ class RepeatedSteps:
         rows: Sequence[Request],
         tokens: Sequence[list[int]],
         *,
+        sender: str,
+        catch_up: Callable[[], None],
         most: int,
         until: float,
     ) -> None:
@@ -45,6 +49,8 @@ class RepeatedSteps:
         self.rows = rows
         self.tokens = tokens
         self.until = until
+        self.sender = sender
+        self.catch_up = catch_up
         self.is_deferred = False
         self.is_over = False
         self.instants: list[float] = []
