@@ -28,8 +28,8 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._number = 0  # of the event that is being handled
+        self._heap: list[tuple[float, float, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = 0.0  # of the event that is being handled
         self.num_events = 0
         self.num_background = 0  # pending calls made with `background_after`
 
@@ -49,8 +49,12 @@ class EventQueue:
         self.num_events += 1
         return self.num_events
 
-    def at_reserved(self, when: float, number: int, do: Callable[..., None], *arguments: Any) -> None:
-        """Make a reserved event, which lies ahead, happen by a call after all."""
+    def at_reserved(self, when: float, number: float, do: Callable[..., None], *arguments: Any) -> None:
+        """Make a reserved event, which lies ahead, or a part of it, happen by a call after all.
+
+        Args:
+            number: plus a fraction below 1 that orders the parts.
+        """
         heapq.heappush(self._heap, (when, number, do, arguments))
 
     def is_past(self, when: float, number: int) -> bool:

@@ -118,8 +118,11 @@ class TokenFeed:
         """Whether no token can come any more."""
         return self.steps.is_over and self._num_taken == len(self.steps.arrivals)
 
-    def untaken(self) -> list[tuple[float, int, Tokens]]:
-        """The tokens under way as messages, with the instant and the number of the event in which each arrives."""
-        steps = self.steps
+    def untaken(self) -> list[tuple[float, float, Tokens]]:
+        """The tokens under way as messages, with the instant and the number of the event in which each arrives.
+
+        Those of other rows are parts of the same events; the fraction of a number is the place of this row.
+        """
+        steps, place = self.steps, self._row / len(self.steps.rows)
         under_way = range(self._num_taken, len(steps.arrivals))
-        return [(steps.arrivals[i], steps.numbers[i], steps.message(self._row, i)) for i in under_way]
+        return [(steps.arrivals[i], steps.numbers[i] + place, steps.message(self._row, i)) for i in under_way]
