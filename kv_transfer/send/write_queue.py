@@ -85,7 +85,9 @@ class WriteQueue:
         units = session.start(limit)
         mapping = self._connections.by_peer[session.peer].mapping
         for number, slices in enumerate(mapping.slice_pairs):
-            some = [unit for unit in units if unit % len(mapping.slice_pairs) == number]
+            some = units[:]
+            if len(mapping.slice_pairs) > 1:
+                some = [unit for unit in units if unit % len(mapping.slice_pairs) == number]
             if some:
                 self._write(session, some, slices)
         if not session.num_due:
@@ -94,14 +96,15 @@ class WriteQueue:
 
     def _write(self, session: SendSession, units: list[int], slices: SlicePair | None) -> None:
         begun_at = self.clock.now()
-        ticket = self._transport.write(session.peer, [session.pages_of(unit) for unit in units], slices)
+        pages = session.pages_of(units)
+        ticket = self._transport.write(session.peer, pages, slices)
         self._seconds += self.clock.now() - begun_at
         connection = self._connections.by_peer[session.peer]
-        sums = {
-            unit: self._checksums.of_source(session.pages_of(unit)[0], slices)
-            for unit in units
-            if is_covered(connection.checksums, session.key[1], unit)
-        }
+        sums: Sums = {}
+        if connection.checksums != "off":
+            for unit, (source, _) in zip(units, pages, strict=True):
+                if is_covered(connection.checksums, session.key[1], unit):
+                    sums[unit] = self._checksums.of_source(source, slices)
         self._tickets[ticket] = Write(session, units, sums, connection.transport)
         self._write_time.begin(connection.transport, begun_at)
 
@@ -166,6 +169,8 @@ def written_messages(session: SendSession, units: Sequence[int], sums: Sums) -> 
     """
     assert session.epoch is not None
     per_page = session.units.per_target
+    if per_page == 1 and not sums and not session.has_resent:  # the usual case without checksums
+        return [PagesWritten(*session.key, session.epoch, tuple(units))] if units else []
     alike: dict[tuple[int, int, bool], list[int]] = {}
     for unit in units:
         alike.setdefault((unit % per_page, session.num_resends(unit), unit in sums), []).append(unit)
