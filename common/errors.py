@@ -60,6 +60,10 @@ class ConfigError(BatonError):
     """A flag, environment variable or file is wrong; the message names it and says what to do."""
 
 
+class RankLostError(BatonError):
+    """A rank of this node has ended, or does not answer: the node cannot work any more."""
+
+
 class UnsupportedModelError(ConfigError):
     """Baton does not support the checkpoint; the message lists what it supports."""
 

@@ -295,7 +295,8 @@ class DecodeRole:
     def _dial(self, peer: Peer, now: float) -> None:
         if self._peers.dial(peer, now):
             self.outbox.dial.append(peer)
-            self.outbox.peers.append((peer.incarnation, self._receiver.connect(peer.incarnation, peer.name)))
+            connect = self._receiver.connect(peer.incarnation, peer.name, peer.num_ranks)
+            self.outbox.peers.append((peer.incarnation, connect))
 
     def _dial_prefill_nodes(self, now: float) -> None:
         """Connect to the prefill nodes that the gateway names, and hang up from others that nothing uses any more."""

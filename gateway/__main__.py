@@ -23,9 +23,9 @@ from gateway.workers.served_models import load_models, model_folders
 
 log = logging.getLogger("gateway")
 
-#: Net allocations before young objects are searched for cycles, and such searches before older objects are. The objects
-#: of the requests in flight are far more than Python's default of 700, and hardly any are part of a cycle.
-GC_THRESHOLDS = (20_000, 20, 20)
+#: Net allocations before young objects are searched for cycles. The objects of the requests in flight are far more than
+#: Python's default of 700, and none of them is part of a cycle when its request has ended.
+GC_THRESHOLD = 20_000
 
 
 async def serve(gateway: Gateway, drain_timeout_s: float) -> None:
@@ -44,7 +44,7 @@ async def serve(gateway: Gateway, drain_timeout_s: float) -> None:
     await gateway.start()
     gc.collect()
     gc.freeze()  # what exists by now lives as long as the process
-    gc.set_threshold(*GC_THRESHOLDS)
+    gc.set_threshold(GC_THRESHOLD)
     log.info("nodes dial %s", gateway.control_address)
     log.info("listening %s", gateway.http_address)
     grace_s = await stop

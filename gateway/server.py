@@ -38,9 +38,9 @@ from gateway.http.access.request_checks import RequestChecks
 from gateway.http.access.tls import make_tls_context
 from gateway.http.app import make_app
 from gateway.http.generate import GenerateApp, make_endpoints
-from gateway.http.http_connection import ConnectionOptions
 from gateway.http.http_server import HttpServer
 from gateway.http.limits import MAX_VALUES
+from gateway.http.request_cycle import ConnectionOptions
 from gateway.http.services import Services
 from gateway.metrics.collectors import Metrics
 from gateway.metrics.live import INTERVAL_S, LiveHistory
@@ -327,7 +327,8 @@ class Gateway:
         timeline = self._timelines.ended(stream)
         if timeline is not None:
             self._tracer.ended(timeline)
-        self._quotas.settle(stream)
+        if request.tenant:
+            self._quotas.settle(stream)
         if stream.finish and not request.sampling.ignore_eos and not request.is_prompt_only:
             predictor = self._models[request.model].predictor
             predictor.learn(request.tenant, request.prompt, len(stream.ids), is_cut=stream.finish == "length")

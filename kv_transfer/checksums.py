@@ -15,8 +15,8 @@ from collections.abc import Iterable
 import xxhash
 
 from common.wire.messages import Coverage
-from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import PageStore
+from kv_transfer.page_slices import PageSlice, SlicePair
+from kv_transfer.page_store import PageStore
 
 WIDTHS: tuple[Coverage, ...] = ("off", "sampled", "all")
 #: One of so many pages is sampled.
@@ -40,6 +40,15 @@ class Checksums:
         self._store = store
         self._size = store.layout.page_bytes
         self._scratch = bytearray()
+
+    def of_sources(self, pages: Iterable[int], slices: SlicePair | None) -> list[int]:
+        """``of_source`` of each of these pages."""
+        return [self.of_source(page, slices) for page in pages]
+
+    def of_targets(self, pages: Iterable[int], part: PageSlice) -> list[int]:
+        """``of_target`` of this part of each of these pages."""
+        runs = part.runs(self._store.layout)
+        return [self.of_target(page, runs) for page in pages]
 
     def of_source(self, page: int, slices: SlicePair | None) -> int:
         """Checksum of our page as it stands in the pool, or of the source slice of it."""

@@ -1,33 +1,68 @@
-"""How the pages of two pools correspond when page sizes differ by a whole factor. Pure index arithmetic.
+"""How the pages of two pools correspond when their sizes differ, or when ranks divide them. Pure index arithmetic.
 
-The smaller page is the *unit* of shipping: unit ``u`` of a prompt holds its tokens ``u * tokens`` and on. It lies in
-one page of either pool: it is all of the smaller page, and one of several parts of the larger. Delivery is reported by
-(page of the decode node, part), and a page is received when all parts that the prompt has of it are there.
+The smaller page is the measure: a stretch of that many tokens lies in one page of either pool. Where a node divides its
+pages among ranks, each rank has some of the KV heads of every page, and a stretch is sent in as many *parts* as there
+are pairs of ranks that share heads (``head_parts``). One part of one stretch is the *unit* of shipping. Delivery is
+reported by (page of the decode node, part), and a page is received when all parts that the prompt has of it are there.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from common.cache.page_layout import PageLayout
+from common.cache.page_layout import PageLayout, kv_heads_of
 from kv_transfer.page_slices import PageSlice, SlicePair
+
+
+class HeadPart(NamedTuple):
+    """The KV heads that one rank of the prefill node sends to one rank of the decode node."""
+
+    source_rank: int
+    target_rank: int
+    heads: range
+
+
+def head_parts(num_kv_heads: int, num_sources: int, num_targets: int) -> tuple[HeadPart, ...]:
+    """All parts of a page between two nodes of so many ranks; no pair of ranks has more than one.
+
+    Every target rank gets each of its heads once. Where several source ranks have a head, the targets that need it are
+    divided among them.
+    """
+    having, wanting = _ranks_by_head(num_kv_heads, num_sources), _ranks_by_head(num_kv_heads, num_targets)
+    parts: list[HeadPart] = []
+    for target in range(num_targets):
+        for head in kv_heads_of(target, num_targets, num_kv_heads):
+            number = wanting[head].index(target)
+            source = having[head][number * len(having[head]) // len(wanting[head])]
+            if parts and parts[-1][:2] == (source, target):
+                parts[-1] = HeadPart(source, target, range(parts[-1].heads.start, head + 1))
+            else:
+                parts.append(HeadPart(source, target, range(head, head + 1)))
+    return tuple(parts)
+
+
+def _ranks_by_head(num_kv_heads: int, num_ranks: int) -> list[list[int]]:
+    owned = [kv_heads_of(rank, num_ranks, num_kv_heads) for rank in range(num_ranks)]
+    return [[rank for rank, heads in enumerate(owned) if head in heads] for head in range(num_kv_heads)]
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The common measure of two page sizes.
+    """The common measure of the pages of two nodes.
 
     Attributes:
         tokens: of a unit.
-        per_source, per_target: units of a page of the prefill node, and of a page of the decode node. One of them
-            is 1.
+        per_source, per_target: units of a page of the prefill node, and of a page of the decode node.
+        num_parts: units of the same tokens, which hold different heads.
     """
 
     tokens: int
     per_source: int = 1
     per_target: int = 1
+    num_parts: int = 1
 
     def count(self, num_tokens: int) -> int:
-        """Units of a prompt, including a partly filled last one."""
-        return -(-num_tokens // self.tokens)
+        """Units of a prompt, including those of a partly filled last page."""
+        return -(-num_tokens // self.tokens) * self.num_parts
 
     def num_target_pages(self, num_units: int) -> int:
         """Pages of the decode node that so many units fill, including a partly filled last one."""
@@ -38,37 +73,70 @@ class Units:
         return range(index * self.per_target, (index + 1) * self.per_target)
 
 
-def parts_of(layout: PageLayout, num_units: int) -> tuple[PageSlice, ...]:
-    """The slices of a page that is cut into so many units, in order."""
-    tokens = layout.page_size // num_units
-    assert tokens * num_units == layout.page_size
-    return tuple(PageSlice(number * tokens, tokens) for number in range(num_units))
-
-
-def units_of(source_size: int, target_size: int) -> Units:
+def units_of(source_size: int, target_size: int, num_parts: int = 1) -> Units:
     """The units of pages of so many tokens; one size must be a multiple of the other."""
     tokens = min(source_size, target_size)
     assert max(source_size, target_size) % tokens == 0
-    return Units(tokens, source_size // tokens, target_size // tokens)
+    return Units(tokens, source_size // tokens * num_parts, target_size // tokens * num_parts, num_parts)
+
+
+def target_parts(
+    layout: PageLayout, num_stretches: int, *, num_sources: int = 1, num_targets: int = 1
+) -> list[PageSlice]:
+    """What a page of the decode node is put together from, by the number of the part in messages.
+
+    Args:
+        layout: of whole pages.
+        num_stretches: into how many stretches of tokens the writer divides a page.
+        num_sources, num_targets: ranks of the two nodes.
+    """
+    parts = head_parts(layout.num_kv_heads, num_sources, num_targets)
+    return _cut(layout, num_stretches, num_targets, [(part.target_rank, part.heads) for part in parts])
+
+
+def _cut(layout: PageLayout, num_stretches: int, num_ranks: int, owned: list[tuple[int, range]]) -> list[PageSlice]:
+    tokens = layout.page_size // num_stretches
+    assert tokens * num_stretches == layout.page_size
+    slices = []
+    for number in range(num_stretches):
+        for rank, heads in owned:
+            first = kv_heads_of(rank, num_ranks, layout.num_kv_heads).start
+            slices.append(PageSlice(number * tokens, tokens, heads.start - first, len(heads), rank))
+    return slices
 
 
 class PageMapping:
     """The prefill node's pages and those of one decode node.
+
+    Args:
+        ours, theirs: layouts of whole pages, with the heads of all ranks.
+        num_sources, num_targets: ranks of the two nodes.
 
     Attributes:
         units: their common measure.
         slice_pairs: what a write moves of a unit, by the unit's number modulo their count; None: a whole page each.
     """
 
-    def __init__(self, ours: PageLayout, theirs: PageLayout) -> None:
+    def __init__(self, ours: PageLayout, theirs: PageLayout, *, num_sources: int = 1, num_targets: int = 1) -> None:
+        parts = head_parts(ours.num_kv_heads, num_sources, num_targets)
         self.ours = ours
         self.theirs = theirs
-        self.units = units_of(ours.page_size, theirs.page_size)
-        sources, targets = parts_of(ours, self.units.per_source), parts_of(theirs, self.units.per_target)
-        self.slice_pairs: tuple[SlicePair | None, ...] = (None,)
-        if len(sources) + len(targets) > 2:
-            pairs = [(source, target) for source in sources for target in targets]  # one of the two has one only
-            self.slice_pairs = tuple(SlicePair(ours, source, theirs, target) for source, target in pairs)
+        self.units = units_of(ours.page_size, theirs.page_size, len(parts))
+        owned = [(part.source_rank, part.heads) for part in parts]
+        sources = _cut(ours, self.units.per_source // len(parts), num_sources, owned)
+        num_stretches = self.units.per_target // len(parts)
+        targets = target_parts(theirs, num_stretches, num_sources=num_sources, num_targets=num_targets)
+        count = max(len(sources), len(targets))  # the shorter one is repeated
+        ours, theirs = (
+            layout.of_heads(len(kv_heads_of(0, num_ranks, layout.num_kv_heads)))
+            for layout, num_ranks in ((ours, num_sources), (theirs, num_targets))
+        )
+        self.slice_pairs: tuple[SlicePair | None, ...] = tuple(
+            SlicePair(ours, sources[number % len(sources)], theirs, targets[number % len(targets)])
+            for number in range(count)
+        )
+        if count == 1:
+            self.slice_pairs = (None,)
 
     def max_target_pages(self, num_tokens: int | None, num_source_pages: int) -> int:
         """Pages of the decode node that a prompt can fill: of ``num_tokens`` or, if None, of any that fits here."""

@@ -1,9 +1,10 @@
 """Slices of pages, and what a write moves when it does not move whole pages. Pure arithmetic.
 
-A ``PageSlice`` names tokens of a page. A ``SlicePair`` names a slice of our page and the slice of the peer's page that
-it becomes; both hold the same number of tokens. The bytes of a slice lie in runs, as many as the contiguous pieces of
-memory that the two pages share. On one stream (TCP, Gloo) they travel in the order of the runs, which is
-``[layer][key or value][head][token][head_dim]`` of the slice.
+A ``PageSlice`` names tokens and heads of a page. A ``SlicePair`` names a slice of our page and the slice of the peer's
+page that it becomes; both hold the same numbers of tokens and heads. The bytes of a slice lie in runs, as many as the
+contiguous pieces of memory that the two pages share. On one stream (TCP, Gloo) they travel in the order of the runs,
+which is ``[layer][key or value][head][token][head_dim]`` of the slice, with the scales of a head's tokens after their
+numbers.
 """
 
 from collections.abc import Iterator
@@ -12,39 +13,68 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from common.cache.page_layout import ITEM_BYTES, PageLayout
+from common.cache.page_layout import PageLayout
 
 
 class PageSlice(NamedTuple):
-    """Part of a page: the keys and values of ``num_tokens`` tokens, from ``token`` on."""
+    """Part of a page: the keys and values of ``num_tokens`` tokens from ``token`` on, and of ``num_heads`` KV heads
+    from ``head`` on.
+
+    ``rank``: whose page it is, on a node that divides its pages among ranks.
+    """
 
     token: int
     num_tokens: int
+    head: int
+    num_heads: int
+    rank: int = 0
 
     def is_within(self, layout: PageLayout) -> bool:
         """Whether the slice is not empty and lies inside a page."""
-        return 0 <= self.token < self.token + self.num_tokens <= layout.page_size
+        return (
+            0 <= self.token < self.token + self.num_tokens <= layout.page_size
+            and 0 <= self.head < self.head + self.num_heads <= layout.num_kv_heads
+        )
+
+    def is_whole(self, layout: PageLayout) -> bool:
+        """Whether the slice is all of a page."""
+        return (self.num_tokens, self.num_heads) == (layout.page_size, layout.num_kv_heads)
 
     def overlaps(self, other: "PageSlice") -> bool:
-        return self.token < other.token + other.num_tokens and other.token < self.token + self.num_tokens
+        """Whether a byte of the same page is in both."""
+        return (
+            self.token < other.token + other.num_tokens
+            and other.token < self.token + self.num_tokens
+            and self.head < other.head + other.num_heads
+            and other.head < self.head + self.num_heads
+        )
 
     def num_bytes(self, layout: PageLayout) -> int:
-        return layout.page_bytes // layout.page_size * self.num_tokens
+        return layout.page_bytes // (layout.page_size * layout.num_kv_heads) * self.num_tokens * self.num_heads
 
     def runs(self, layout: PageLayout) -> list[tuple[int, int]]:
         """(offset in the page, bytes) of its contiguous parts, in order, each as long as possible."""
         assert self.is_within(layout)
-        if self.num_tokens == layout.page_size:
+        if self.is_whole(layout):
             return [(0, layout.page_bytes)]
-        token_bytes = layout.head_dim * ITEM_BYTES[layout.dtype]
-        planes = product(range(layout.num_layers), (False, True), range(layout.num_kv_heads))
-        starts = [layout.offset(0, layer=layer, value=is_value, head=head) for layer, is_value, head in planes]
-        return [(start + self.token * token_bytes, self.num_tokens * token_bytes) for start in starts]
+        found = []
+        for layer, (side, dim) in product(range(layout.num_layers), enumerate(layout.stored_dims)):
+            start = layout.offset(0, layer=layer, value=side == 1, head=self.head)
+            head_bytes = layout.head_bytes(dim)
+            if self.num_tokens == layout.page_size:  # heads of a layer are contiguous
+                found.append((start, self.num_heads * head_bytes))
+                continue
+            found += [
+                (start + head * head_bytes + inside + self.token * size, self.num_tokens * size)
+                for head in range(self.num_heads)
+                for inside, size in layout.token_parts(dim)
+            ]
+        return found
 
 
 def whole(layout: PageLayout) -> PageSlice:
     """The slice that is all of a page."""
-    return PageSlice(0, layout.page_size)
+    return PageSlice(0, layout.page_size, 0, layout.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -52,7 +82,7 @@ class SlicePair:
     """``source`` of a page of ours becomes ``target`` of a page of the peer's.
 
     Attributes:
-        ours, theirs: the layouts of the pages.
+        ours, theirs: the layouts of the pages; those of the ranks where nodes divide their pages.
     """
 
     ours: PageLayout
@@ -61,8 +91,14 @@ class SlicePair:
     target: PageSlice
 
     def __post_init__(self) -> None:
-        assert self.source.num_tokens == self.target.num_tokens
-        assert replace(self.ours, page_size=self.theirs.page_size) == self.theirs
+        assert self.source[1::2] == self.target[1::2], "the two hold different numbers of tokens or heads"
+        alike = replace(self.ours, page_size=self.theirs.page_size, num_kv_heads=self.theirs.num_kv_heads)
+        assert alike == self.theirs
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a whole page becomes a whole page of the same layout."""
+        return self.ours == self.theirs and self.source.is_whole(self.ours)
 
     @cached_property
     def num_bytes(self) -> int:

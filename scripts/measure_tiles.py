@@ -1,12 +1,14 @@
-"""Measures the tile sizes of the Triton attention kernels on this GPU and keeps the fastest for later nodes.
+"""Measures the tile sizes of the Triton kernels on this GPU and keeps the fastest for later nodes.
 
-Usage: ``python -m scripts.measure_tiles [--heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16]``. A node of the same
-kind of GPU, with the same head size and heads per KV head, reads them at its start.
+Usage: ``python -m scripts.measure_tiles [--heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16 --vocab 151936]``. A
+node of the same kind of GPU reads them at its start: those of attention if it has the same head size and heads per KV
+head, and those of sampling.
 """
 
 import argparse
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,12 +17,22 @@ from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionParams
 from common.engine.attention.triton_backend import TritonAttention
 from common.engine.batch import RowArrays, StepBatch, make_batch
-from common.engine.kv_pool import KVPool
-from common.engine.triton_kernels.tiles import Tile, TileShape, candidates, default_tile, store_tiles
+from common.engine.kv_pool import TORCH_DTYPES, KVPool
+from common.engine.triton_kernels.tiles import (
+    SAMPLING,
+    SamplingTile,
+    Tile,
+    TileShape,
+    candidates,
+    default_tile,
+    store_tiles,
+)
+from common.sampling_params import SamplingParams
 
 PAGE_SIZE = 16
 CONTEXT = 4096
 DECODE_ROWS = 32
+SAMPLED_ROWS = 33
 
 
 @dataclass(frozen=True)
@@ -49,12 +61,36 @@ def make_measured(options: argparse.Namespace, *, is_decode: bool) -> Measured:
     num_rows = DECODE_ROWS if is_decode else 1
     width = CONTEXT // PAGE_SIZE
     pool = KVPool(PageLayout(1, kv_heads, head_dim, PAGE_SIZE, options.dtype), num_rows * width, "cuda")
-    pool.tensor.normal_()
+    pool.pages.view(TORCH_DTYPES[options.dtype]).normal_()
     table = np.random.default_rng(0).permutation(num_rows * width).astype(np.int32).reshape(num_rows, width)
     num_new = np.full(num_rows, 1 if is_decode else CONTEXT)
     batch = make_batch(RowArrays(CONTEXT - num_new, num_new, table, PAGE_SIZE), pool.device)
-    qkv = torch.randn(batch.num_tokens, heads + 2 * kv_heads, head_dim).to(pool.tensor)
+    qkv = torch.randn(batch.num_tokens, heads + 2 * kv_heads, head_dim).to(
+        pool.pages.device, TORCH_DTYPES[options.dtype]
+    )
     return Measured(pool, heads, batch, qkv.split([heads, kv_heads, kv_heads], dim=1))
+
+
+def sampling_ms(vocab: int) -> dict[SamplingTile, float]:
+    """Return the time of drawing the tokens of a step by tile, the default first; logits are as peaked as a model's."""
+    import triton
+
+    from common.engine.triton_kernels.sampling import draw_tokens, row_inputs
+
+    kinds = (SamplingParams(), SamplingParams(top_p=0.95), SamplingParams(top_k=20, top_p=0.95))
+    params = [kinds[row % len(kinds)] for row in range(SAMPLED_ROWS)]
+    logits = torch.from_numpy(np.random.default_rng(0).gumbel(0, 2, (SAMPLED_ROWS, vocab)).astype(np.float32)).cuda()
+    inputs = torch.from_numpy(row_inputs(params, np.full(SAMPLED_ROWS, 0.5), vocab)).cuda()
+    tiles = [  # one size changes at a time, since every tile is compiled
+        SamplingTile(),
+        *(SamplingTile(block=block) for block in (1024, 4096)),
+        *(SamplingTile(capacity=capacity) for capacity in (2048, 8192)),
+        *(SamplingTile(num_warps=num_warps) for num_warps in (4, 16)),
+    ]
+    return {
+        tile: float(triton.testing.do_bench(partial(draw_tokens, logits, inputs, tile), warmup=20, rep=60))
+        for tile in tiles
+    }
 
 
 def main(arguments: list[str] | None = None) -> int | str:
@@ -64,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int | str:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--vocab", type=int, default=151_936)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         return "measure_tiles: torch finds no CUDA device"
@@ -71,13 +108,16 @@ def main(arguments: list[str] | None = None) -> int | str:
     for is_decode in (True, False):
         measured = make_measured(options, is_decode=is_decode)
         group = options.heads // options.kv_heads
-        shape = TileShape(is_decode, measured.pool.tensor.dtype, options.head_dim, group)
+        shape = TileShape(is_decode, TORCH_DTYPES[options.dtype], options.head_dim, group)
         times = {tile: measured.run_ms(shape, tile) for tile in candidates(shape)}
         fastest[shape.name] = tile = min(times, key=times.__getitem__)
         default_ms = times[default_tile(shape)]
         print(f"{shape.name}: {tile}, {times[tile]:.3f} ms; the default needs {default_ms:.3f} ms")
         measured.pool.close()
-    print(f"stored in {store_tiles(torch.cuda.get_device_name(), fastest)}")
+    of_sampling = sampling_ms(options.vocab)
+    best = min(of_sampling, key=of_sampling.__getitem__)
+    print(f"{SAMPLING}: {best}, {of_sampling[best]:.3f} ms; the default needs {of_sampling[SamplingTile()]:.3f} ms")
+    print(f"stored in {store_tiles(torch.cuda.get_device_name(), {**fastest, SAMPLING: best})}")
     return 0
 
 

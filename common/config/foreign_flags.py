@@ -17,6 +17,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "tp": ("--tensor-parallel-size", "--tp-size"),
     "max_running_requests": ("--max-num-seqs",),
     "disable_radix_cache": ("--no-enable-prefix-caching/--enable-prefix-caching",),
+    "disable_cuda_graph": ("--enforce-eager/--no-enforce-eager",),
     "transport": ("--disaggregation-transfer-backend",),
     "tls_cert": ("--ssl-certfile",),
     "tls_key": ("--ssl-keyfile",),
@@ -42,7 +43,8 @@ _NODES_DIAL = "nodes connect to the gateway; start each with --gateway HOST:PORT
 _AS_STORED = "weights are served as they are stored; leave it out"
 _NO_DRAFTS = "every token is computed by the model itself; leave it out"
 _NO_ADAPTERS = "only plain checkpoints are served; leave it out"
-_NO_GRAPHS = "the engine neither compiles the model nor captures CUDA graphs; leave it out"
+_NOT_COMPILED = "the engine does not compile the model; leave it out"
+_GRAPH_SIZES = "batch sizes follow from --cuda-graph-max-bs; give that"
 _TOKENIZER = "the tokenizer is that of --model; leave it out"
 _NO_TIERS = "KV pages stay on the device; --memory-fraction and --max-total-tokens set their number"
 _MEMORY = "it includes the weights; give --memory-fraction, the share that KV pages take of what the weights leave free"
@@ -70,7 +72,6 @@ NO_EQUAL: dict[str, str] = {
     # weights and tokenizer
     "--quantization": _AS_STORED,
     "--load-format": _AS_STORED,
-    "--kv-cache-dtype": "KV pages have the format of the weights; give --dtype",
     **dict.fromkeys(("--tokenizer", "--tokenizer-path", "--tokenizer-mode"), _TOKENIZER),
     "--trust-remote-code": "code of a checkpoint is never run; leave it out",
     **dict.fromkeys(("--speculative-algorithm", "--speculative-config", "--speculative-draft-model-path"), _NO_DRAFTS),
@@ -88,8 +89,8 @@ NO_EQUAL: dict[str, str] = {
     "--no-enable-chunked-prefill": "give --chunked-prefill-size -1",
     "--scheduling-policy": "give --schedule-policy; for the policy priority of vLLM, --enable-priority-scheduling and "
     "--schedule-low-priority-values-first",
-    **dict.fromkeys(("--enforce-eager", "--disable-cuda-graph", "--cuda-graph-max-bs", "--cuda-graph-bs"), _NO_GRAPHS),
-    **dict.fromkeys(("--enable-torch-compile", "--compilation-config"), _NO_GRAPHS),
+    **dict.fromkeys(("--cuda-graph-bs", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size"), _GRAPH_SIZES),
+    **dict.fromkeys(("--enable-torch-compile", "--compilation-config"), _NOT_COMPILED),
     "--prefill-attention-backend": "give --attention-backend to the prefill nodes",
     "--decode-attention-backend": "give --attention-backend to the decode nodes",
     **dict.fromkeys(("--random-seed", "--seed"), _SEED),

@@ -61,7 +61,10 @@ class NodeConfig(Batching, EngineOptions, DrainOptions, NodeHttpOptions, Schedul
         minimum=0.1,
     )
     memory_fraction: float = option(
-        0.4, "Largest share of the device's free memory for the KV pool.", minimum=0.001, maximum=0.95
+        0.4,
+        "Largest share of free memory for the KV pool; on CUDA, of what weights, CUDA graphs and steps leave free.",
+        minimum=0.001,
+        maximum=0.95,
     )
 
     def __post_init__(self) -> None:

@@ -23,8 +23,9 @@ SERVING: Groups = {
         "idempotency_ttl", "max_idempotent_results", "max_idempotent_result_bytes", "retry_grace", "app_plugin",
     ),
     "Memory": (
-        "memory_fraction", "max_total_tokens", "page_size", "disable_radix_cache", "radix_eviction_policy",
-        "schedule_conservativeness", "num_reserved_decode_tokens", "retraction_policy", "resume_prefill_threshold",
+        "memory_fraction", "max_total_tokens", "page_size", "kv_cache_dtype", "disable_radix_cache",
+        "radix_eviction_policy", "schedule_conservativeness", "num_reserved_decode_tokens", "retraction_policy",
+        "resume_prefill_threshold",
     ),
     "Scheduling": (
         "schedule_policy", "max_running_requests", "max_queued_requests", "max_dispatch_ahead",
@@ -32,7 +33,8 @@ SERVING: Groups = {
         "local_prefill", "local_prefill_threshold",
         "chunked_prefill_size", "max_prefill_tokens", "prefill_max_requests", "enable_mixed_chunk",
         "long_prompt_share", "long_prefill_token_threshold", "max_long_partial_prefills",
-        "enable_dynamic_chunking", "truncation_align_size", "disable_overlap_schedule", "max_skip_ahead",
+        "enable_dynamic_chunking", "truncation_align_size", "disable_overlap_schedule", "cuda_graph_max_bs",
+        "disable_cuda_graph", "max_skip_ahead",
         "lpm_degrade_threshold", "schedule_seed",
     ),
     "Priorities and tenants": (

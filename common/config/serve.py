@@ -30,7 +30,8 @@ class ServeConfig(
     control_port: int = option(0, "Port on which the gateway listens for nodes; 0 takes a free port.", maximum=65535)
     memory_fraction: float = option(
         0.8,
-        "Largest share of the device's free memory for the KV pools of all nodes together.",
+        "Largest share of free memory for the KV pools of all nodes together; on CUDA, of what weights, CUDA graphs "
+        "and steps leave free.",
         minimum=0.001,
         maximum=0.95,
     )

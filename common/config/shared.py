@@ -84,6 +84,11 @@ class EngineOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Number format of weights and KV pages; auto takes the format of the checkpoint."
     )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
+        "auto",
+        "Number format of KV pages: auto takes that of the weights; fp8, the same as fp8_e4m3, takes half of the memory"
+        " of 16 bits, with a scale for each key and each value. Prefill and decode nodes must agree.",
+    )
     weight_version: str | None = option(
         None,
         "Name of the weights. The gateway refuses a node whose weights differ from those of the model's other nodes; it"
@@ -93,8 +98,8 @@ class EngineOptions:
     tp: int = option(
         1,
         "Tensor parallelism: number of ranks among which a node divides its model, each a process. It must divide the "
-        "attention heads and the intermediate size, and divide the KV heads or be a multiple of them. On CPUs only so "
-        "far.",
+        "attention heads and the intermediate size, and divide the KV heads or be a multiple of them. On CUDA each "
+        "rank has a device of its own, from --device on.",
         minimum=1,
         maximum=64,
     )
@@ -115,6 +120,14 @@ class EngineOptions:
         "Plan a step only when the one before it has ended. Without it, a node on CUDA plans the next step while one "
         "runs; a node on a CPU never does.",
     )
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "Largest batch of decode rows for which a node on CUDA captures a CUDA graph at start; larger batches run "
+        "eagerly. Without it: as many requests as the node runs at once, at most 256.",
+        minimum=1,
+        maximum=4096,
+    )
+    disable_cuda_graph: bool = option(False, "Capture no CUDA graphs: run every step of a node on CUDA eagerly.")
     transport: Literal["auto", "shm", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
         "auto",
         "Transport of KV pages: shm (shared memory, on one machine), tcp, nixl (UCX; needs the extra nixl), gloo or "
@@ -201,8 +214,11 @@ def check_engine(config: Any) -> None:
         raise ConfigError(
             "--gpu-direct needs --transport nixl and CUDA: add --transport nixl, and leave out --device cpu"
         )
-    if config.tp > 1 and config.device.startswith("cuda"):
-        raise ConfigError(f"--tp {config.tp}: tensor parallelism runs on CPUs only so far; add --device cpu")
+    if config.cuda_graph_max_bs is not None:
+        if config.disable_cuda_graph:
+            raise ConfigError("--cuda-graph-max-bs has no effect with --disable-cuda-graph; leave one out")
+        if config.device == "cpu":
+            raise ConfigError("--cuda-graph-max-bs: there are no CUDA graphs on a CPU; leave it or --device cpu out")
     if config.weight_version is not None and not 0 < len(config.weight_version) <= MAX_WEIGHT_VERSION:
         raise ConfigError(
             f"--weight-version must have 1 to {MAX_WEIGHT_VERSION} characters, not {len(config.weight_version)}"

@@ -76,6 +76,24 @@ class StepBatch:
         return int(self.first_new[-1])
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """R rows of one new token each, of which the host knows only the number: all else is read on the device.
+
+    Attributes:
+        slots: ``[R]`` int64, the line of ``page_table`` of each row.
+        positions: ``[R]`` int64, position of each new token in its request.
+        token_pages, token_offsets: ``[R]`` int64, page and place in it of each new token's KV.
+        page_table: ``[S, W]`` int32, the page tables of all slots; entries past a row's own pages are stale.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    token_pages: torch.Tensor
+    token_offsets: torch.Tensor
+    page_table: torch.Tensor
+
+
 def make_batch(rows: RowArrays, device: torch.device) -> StepBatch:
     """Compute the positions and KV places of all new tokens and copy them to the device."""
     first_new = rows.first_new

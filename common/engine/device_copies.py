@@ -25,6 +25,14 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def copy_into(target: Tensor, array: NDArray[Any]) -> None:
+    """Copy an array to memory that is on a device already."""
+    tensor = torch.from_numpy(array)
+    if target.device.type == "cuda":
+        tensor = tensor.pin_memory()
+    target.copy_(tensor, non_blocking=True)
+
+
 class HostCopies:
     """The tensors of one step that the host will read. On the CPU they are there at once."""
 

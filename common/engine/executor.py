@@ -9,7 +9,7 @@ next token depends on. A step with such rows waits for the tokens of the step be
 is queued by then, and sampling.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.attention import make_attention, resolve_attention
-from common.engine.attention.protocol import AttentionBackend
+from common.engine.attention.protocol import AttentionBackend, GraphSafeAttention
 from common.engine.batch import RowArrays, make_batch
+from common.engine.cuda_graphs import DecodeGraphs, DecodeInputs, GraphRunner
 from common.engine.device_copies import HostCopies, current_device, to_device
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
@@ -66,7 +67,8 @@ class Slot:
     @property
     def depends_on_tokens(self) -> bool:
         """Whether the host must know all tokens before the next one is sampled."""
-        return self.history is not None or self.mask is not None or self.constraint is not None
+        has_mask = self.mask is not None and self.mask.depends_on_tokens
+        return self.history is not None or has_mask or self.constraint is not None
 
     def append(self, token: int) -> None:
         """Count one more output token."""
@@ -125,7 +127,9 @@ class TorchExecutor:
         # The operating system zeroes memory at first use, so that unused rows and columns cost nothing.
         self._page_table: NDArray[np.int32] = np.zeros((num_slots, width), np.int32)
         self._slots: list[Slot | None] = [None] * num_slots
-        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
+        # One more than there are slots, for the padding rows of graphs.
+        self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=pool.device)
+        self._graphs: DecodeGraphs | None = None
         self._unread: list[UnreadTokens] = []
 
     @property
@@ -152,6 +156,8 @@ class TorchExecutor:
                 self._admit(admit)
             for delta in plan.pages:
                 self._append_pages(delta)
+            if self._graphs is not None:
+                self._graphs.set_pages(plan.pages)
             return self._extend(plan)
 
     def warm_up(self, num_tokens: int = 64) -> None:
@@ -169,8 +175,35 @@ class TorchExecutor:
             self.run(StepPlan(0, (), (), (Row(0, num_tokens, None, True),)))
         self._slots[0] = None
 
+    def capture_graphs(
+        self, runner: GraphRunner, batch_sizes: Iterable[int], *, progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Capture the decode steps of these batch sizes, which later steps replay where they can.
+
+        The pool's last page is that of padding rows from then on: see ``num_pages``.
+
+        Args:
+            progress: called after each capture with the number of graphs so far.
+        """
+        assert isinstance(self._attention, GraphSafeAttention)
+        assert self._ranks is None
+        with torch.inference_mode(), current_device(self.pool.device):
+            inputs = DecodeInputs(
+                self._last_tokens,
+                self._page_table,
+                page_size=self._page_size,
+                padding_page=self.pool.num_pages - 1,
+            )
+            self._graphs = DecodeGraphs(self.model, self._attention, inputs, runner, batch_sizes, progress=progress)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool that requests may have."""
+        return self.pool.num_pages - (self._graphs is not None)
+
     def close(self) -> None:
         """Release the pool; ``run`` must not be called afterwards."""
+        self._graphs = None
         self._masks.close()
         self._grammars.close()
         self.pool.close()
@@ -209,7 +242,7 @@ class TorchExecutor:
         slot = self._slot(delta.slot)
         assert 0 <= delta.first <= slot.num_pages, f"a gap in the page table of slot {delta.slot}"
         assert end <= self._page_table.shape[1], f"slot {delta.slot} grows beyond the context length"
-        assert all(0 <= page < self.pool.num_pages for page in delta.pages), "a page outside the pool"
+        assert all(0 <= page < self.num_pages for page in delta.pages), "a page outside the pool"
         self._page_table[delta.slot, delta.first : end] = delta.pages
         slot.num_pages = max(end, slot.num_pages)
 
@@ -222,11 +255,11 @@ class TorchExecutor:
         with_targets = [row for row in rows if row.targets]
         awaits_tokens = not all(unread.step.is_done for unread in self._unread)
         masks = None if awaits_tokens else self._begin_masks(sampled)  # on another thread, while the model computes
-        hidden = self._hidden_states(rows)
+        logits, before_targets = self._compute(rows, len(sampled))
         if awaits_tokens:  # the device has this step's model to compute by now
             masks = self._begin_masks(sampled)
-        tokens = self._sample(sampled, hidden[: len(sampled)], masks)
-        logprobs = self._prompt_logprobs(with_targets, hidden[len(sampled) :])
+        tokens = self._sample(sampled, logits, masks)
+        logprobs = self._prompt_logprobs(with_targets, before_targets)
         step = PendingStep(
             plan.step,
             copies,
@@ -240,9 +273,20 @@ class TorchExecutor:
             self._unread.append(UnreadTokens(step, slots))
         return step
 
+    def _compute(self, rows: tuple[Row, ...], num_sampled: int) -> tuple[Tensor, Tensor]:
+        """Launch the model; return the logits of each row that samples, and hidden states before the rows' targets."""
+        self._check(rows)
+        if self._graphs is not None and self._graphs.fits(len(rows)) and all(map(_is_decode, rows)):
+            slots, positions = [row.slot for row in rows], [row.start for row in rows]
+            pages = self._page_table[slots, [start // self._page_size for start in positions]]
+            logits = self._graphs.launch(slots, positions, pages.tolist())
+            return logits, logits[:0]
+        hidden = self._hidden_states(rows)
+        logits = self.model.logits(hidden[:num_sampled]) if num_sampled else hidden[:0]
+        return logits, hidden[num_sampled:]
+
     def _hidden_states(self, rows: tuple[Row, ...]) -> Tensor:
         """Return the hidden states of each row that samples, then those of the positions before the rows' targets."""
-        self._check(rows)
         arrays = self._arrays(rows)
         batch = make_batch(arrays, self.pool.device)
         tokens = self._tokens(rows, batch.first_new)
@@ -280,12 +324,11 @@ class TorchExecutor:
         return self._masks.begin(masked) if masked else None
 
     def _sample(
-        self, rows: Sequence[Row], hidden: Tensor, pending: "Future[StepMasks] | None"
+        self, rows: Sequence[Row], logits: Tensor, pending: "Future[StepMasks] | None"
     ) -> SampledTensors | None:
-        """Sample one token per row from the hidden states ``[len(rows), hidden]`` of their last positions."""
+        """Sample one token per row from the logits ``[len(rows), vocab]`` after their last positions."""
         if not rows:
             return None
-        logits = self.model.logits(hidden)
         sampling_rows = [self._sampling_row(row) for row in rows]
         masks = None if pending is None else pending.result()
         tokens, logprobs = sample(logits, sampling_rows, masks)
@@ -340,6 +383,11 @@ class TorchExecutor:
         return SamplingRow(slot.sampling, position, slot.prompt_len, end_ids, slot.history, slot.mask)
 
 
+def _is_decode(row: Row) -> bool:
+    """Whether a row extends its request by the token sampled last, and samples the next one."""
+    return row.tokens is None and row.sample and not row.targets
+
+
 def _kept_positions(rows: Sequence[Row], first_new: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return indices of packed tokens: the last of each row that samples, then the tokens before each row's targets."""
     lasts = [first_new[index + 1] - 1 for index, row in enumerate(rows) if row.sample]
@@ -356,6 +404,7 @@ def load_executor(
     *,
     device: str = "cpu",
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     num_slots: int,
     num_pages: int | Callable[[], int],
     page_size: int,
@@ -366,6 +415,7 @@ def load_executor(
     """Load a checkpoint's weights, allocate the KV pool and return an executor over both.
 
     Args:
+        kv_cache_dtype: a value of ``--kv-cache-dtype``.
         num_pages: pages of the KV pool; a function is called once the weights are in memory.
         num_threads: compute threads of the process (torch's OpenMP team); None leaves their number as it is.
         ranks: have the other parts of the model, of which this process then loads the first; None: it loads all of it.
@@ -377,9 +427,12 @@ def load_executor(
         torch.set_num_threads(num_threads)
     place = check_device(device)
     dtype = config.resolve_dtype(dtype)
-    layout = config.layout(page_size, dtype)
-    attention = resolve_attention(attention, place, layout)
     shard = WHOLE_MODEL if ranks is None else Shard(0, ranks.num_ranks)
+    own = shard.config_of(config)
+    layout = own.layout(page_size, dtype, kv_cache_dtype)
+    attention = resolve_attention(attention, place, layout)
+    if (attention, place.type, dtype, layout.dtype) == ("triton", "cuda", "float32", "fp8_e4m3"):
+        raise ConfigError("--kv-cache-dtype fp8: triton computes FP8 pages in 16 bits; give --dtype bfloat16, or torch")
     try:
         weights = load_weights(config, dtype, place, shard)
         weights.pack()
@@ -390,9 +443,7 @@ def load_executor(
             f"--max-total-tokens ({str(error).splitlines()[0]})"
         ) from error
     group = None if ranks is None else ranks.join(pool)
-    own = shard.config_of(config)
-    heads = pool if ranks is None else pool.of_heads(shard.kv_heads(config.num_kv_heads))
-    backend = make_attention(attention, heads, own.num_heads)
+    backend = make_attention(attention, pool, own.num_heads)
     grammars = load_compiler(config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
     model = Decoder(own, weights, group)
     return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)

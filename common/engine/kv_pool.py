@@ -7,23 +7,53 @@ Copies use a separate CUDA stream, so that they do not wait for the running step
 waited for, in an earlier step, or are read by a later one.
 """
 
-import copy
 import errno
 import math
 import mmap
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from common.cache.page_layout import PageLayout
+from common.engine.device_copies import to_device
+
+if TYPE_CHECKING:
+    from common.engine.triton_kernels.pages import Runs
 
 #: The number formats of weights and KV pages, by their names in configuration and messages.
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: The number formats of KV pages.
+PAGE_DTYPES = TORCH_DTYPES | {"fp8_e4m3": torch.float8_e4m3fn}
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python names it from 3.14 on
 _POPULATE_AT_ONCE = 32 << 20  # bytes; between two of these calls signals are handled and the time is checked
+_MAX_RUNS = 1024  # lists of runs kept on the device; a pair of nodes has a few
+
+ByteRuns = tuple[tuple[int, int], ...]
+
+
+class LayerKV(NamedTuple):
+    """One layer of a pool: strided views of its pages.
+
+    Attributes:
+        keys, values: ``[num_pages, kv_heads, page_size, head_dim]``, values with ``value_dim`` as the last. In a latent
+            layout the values are a view into the keys.
+        key_scales, value_scales: ``[num_pages, kv_heads, page_size]`` uint8; None in a format without scales.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+
+    @property
+    def is_latent(self) -> bool:
+        return self.values.storage_offset() == self.keys.storage_offset()
 
 
 class KVPool:
@@ -32,58 +62,43 @@ class KVPool:
     Attributes:
         fd: memfd of exactly ``layout.pool_bytes(num_pages)`` bytes: the pool itself, or on CUDA its landing area.
         memory: mapping of that memfd.
-        tensor: ``[num_pages, layers, 2, kv_heads, page_size, head_dim]`` on the device.
-
-    Args:
-        fd: of a pool of the same size in another process, which becomes this one too; None makes a new one.
+        pages: uint8 ``[num_pages, page_bytes]`` on the device.
     """
 
-    def __init__(
-        self, layout: PageLayout, num_pages: int, device: str | torch.device = "cpu", *, fd: int | None = None
-    ) -> None:
+    def __init__(self, layout: PageLayout, num_pages: int, device: str | torch.device = "cpu") -> None:
         assert num_pages > 0
+        assert not layout.is_latent or layout.value_dim <= layout.head_dim, "values that are longer than their keys"
         self.layout = layout
         self.num_pages = num_pages
         self.device = torch.device(device)
         num_bytes = layout.pool_bytes(num_pages)
-        if fd is None:
-            fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, num_bytes)
-        self.fd = fd
+        self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, num_bytes)
         self.memory = mmap.mmap(self.fd, num_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)  # a hint: taken where the kernel allows it for shared memory
-        shape = (num_pages, *layout.shape)
-        dtype = TORCH_DTYPES[layout.dtype]
-        self._landing: torch.Tensor | None = torch.frombuffer(self.memory, dtype=dtype).view(shape)
+        shape = (num_pages, layout.page_bytes)
+        self._landing: Tensor | None = torch.frombuffer(self.memory, dtype=torch.uint8).view(shape)
         on_cpu = self.device.type == "cpu"
-        self.tensor = self._landing if on_cpu else torch.zeros(shape, dtype=dtype, device=self.device)
+        self.pages = self._landing if on_cpu else torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        self._layers = [layer_views(self.pages, layout, layer) for layer in range(layout.num_layers)]
         self._moves = None if on_cpu else torch.cuda.Stream(self.device)
+        self._runs: dict[ByteRuns, Runs] = {}  # a few for each layout that a peer has
 
     @property
     def is_mapped(self) -> bool:
         """Whether ``memory`` is the pool itself."""
-        return self.tensor is self._landing
+        return self.pages is self._landing
 
     is_in_place = is_mapped  # incoming pages then need no copy to the device
 
     @property
-    def device_pages(self) -> torch.Tensor | None:
-        """The device's pool as uint8 ``[num_pages, page_bytes]``; None if ``memory`` is the pool."""
-        if self.is_mapped:
-            return None
-        return self.tensor.view(torch.uint8).view(self.num_pages, self.layout.page_bytes)
+    def device_pages(self) -> Tensor | None:
+        """``pages``; None if ``memory`` is the pool."""
+        return None if self.is_mapped else self.pages
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of one layer: strided views ``[num_pages, kv_heads, page_size, head_dim]``."""
-        return self.tensor[:, index, 0], self.tensor[:, index, 1]
-
-    def of_heads(self, heads: range) -> "KVPool":
-        """Return a pool that is these KV heads of every page of this one, for the attention of one rank."""
-        view = copy.copy(self)
-        view.layout = replace(self.layout, num_kv_heads=len(heads))
-        view.tensor = self.tensor[:, :, :, heads.start : heads.stop]
-        return view
+    def layer(self, index: int) -> LayerKV:
+        return self._layers[index]
 
     def populate(self, max_s: float = math.inf) -> int:
         """Allocate the memory behind the pages, first page first, for at most ``max_s`` seconds.
@@ -116,9 +131,9 @@ class KVPool:
         """
         assert 0 <= page < self.num_pages
         assert into.nbytes == self.layout.page_bytes
-        target = torch.frombuffer(into, dtype=self.tensor.dtype).view(self.layout.shape)
+        target = torch.frombuffer(into, dtype=torch.uint8)
         with torch.cuda.stream(self._moves):
-            target.copy_(self.tensor[page])
+            target.copy_(self.pages[page])
 
     def landed(self, pages: Sequence[int]) -> None:
         """Copy pages that have arrived in ``memory`` to the device; does nothing where ``memory`` is the pool."""
@@ -128,15 +143,71 @@ class KVPool:
         with torch.cuda.stream(self._moves):
             for page in pages:
                 assert 0 <= page < self.num_pages
-                self.tensor[page].copy_(self._landing[page])
+                self.pages[page].copy_(self._landing[page])
+
+    @property
+    def can_copy_runs(self) -> bool:
+        """Whether ``gather`` and ``scatter`` work: on CUDA, where Triton is installed."""
+        return self.device_pages is not None and find_spec("triton") is not None
+
+    def gather(self, pages: Sequence[int], runs: ByteRuns, staging: torch.Tensor) -> None:
+        """Copy parts of pages to contiguous memory on the device, in one launch on the current stream.
+
+        Args:
+            runs: (offset in the page, bytes) of each part, in the order in which they lie in ``staging``.
+            staging: uint8 on the device; the parts of a page follow those of the page before it.
+        """
+        self._copy_runs(pages, runs, staging, is_gather=True)
+
+    def scatter(self, pages: Sequence[int], runs: ByteRuns, staging: torch.Tensor) -> None:
+        """Copy back what ``gather`` has copied, or what has come in the same order; each page occurs once."""
+        self._copy_runs(pages, runs, staging, is_gather=False)
+
+    def _copy_runs(self, pages: Sequence[int], runs: ByteRuns, staging: torch.Tensor, *, is_gather: bool) -> None:
+        from common.engine.triton_kernels import pages as kernels  # imports triton
+
+        pool = self.device_pages
+        assert pool is not None and all(0 <= page < self.num_pages for page in pages)
+        prepared = self._runs.get(runs)
+        if prepared is None:
+            if len(self._runs) >= _MAX_RUNS:
+                self._runs.clear()
+            prepared = self._runs[runs] = kernels.Runs.make(runs, self.layout.page_bytes, pool.device)
+        numbers = to_device(np.array(pages, np.int64), pool.device)
+        (kernels.gather if is_gather else kernels.scatter)(pool, numbers, prepared, staging)
 
     def close(self) -> None:
         """Release the memory. Idempotent. Views keep the mapping alive, but not the descriptor."""
         if self._landing is None:
             return
         self._landing = None
-        self.tensor = torch.empty(0)
+        self.pages = torch.empty(0)
+        self._layers = []
         os.close(self.fd)
         # mmap.close() would unmap under tensors made by frombuffer, and reading one would crash. Without it the mapping
         # ends with the last tensor.
         del self.memory
+
+
+def layer_views(pages: Tensor, layout: PageLayout, layer: int) -> LayerKV:
+    """Return one layer of pages, which are uint8 ``[num_pages, page_bytes]``."""
+    keys, key_scales = _head_views(pages, layout, layout.head_dim, layout.offset(0, layer=layer))
+    if layout.is_latent:
+        return LayerKV(keys, keys[..., : layout.value_dim], key_scales, key_scales)
+    values, value_scales = _head_views(pages, layout, layout.value_dim, layout.offset(0, layer=layer, value=True))
+    return LayerKV(keys, values, key_scales, value_scales)
+
+
+def _head_views(pages: Tensor, layout: PageLayout, dim: int, offset: int) -> tuple[Tensor, Tensor | None]:
+    """Return one layer's keys or values of ``dim`` numbers, which begin at ``offset`` of a page, and their scales."""
+    shape = (len(pages), layout.num_kv_heads, layout.page_size)
+
+    def view(dtype: torch.dtype, inside: int, num_columns: int) -> Tensor:
+        numbers = pages.view(dtype)
+        item = dtype.itemsize
+        strides = (layout.page_bytes // item, layout.head_bytes(dim) // item, num_columns, 1)
+        return numbers.as_strided((*shape, num_columns), strides, (offset + inside) // item)
+
+    (inside, _), *scales = layout.token_parts(dim)
+    numbers = view(PAGE_DTYPES[layout.dtype], inside, dim)
+    return numbers, view(torch.uint8, scales[0][0], 1)[..., 0] if scales else None

@@ -1,7 +1,7 @@
 """The observed values of one histogram. Pure: a few integers and a sum."""
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 
 
 class Distribution:
@@ -22,3 +22,15 @@ class Distribution:
         """Observes a value ``count`` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
+
+    def add_all(self, values: Iterable[float]) -> None:
+        """Observes many values, each in a fraction of the time that ``add`` takes."""
+        ordered, first = sorted(values), 0
+        if not ordered:
+            return
+        for i, bound in enumerate(self.bounds):
+            last = bisect_right(ordered, bound, first)
+            self.counts[i] += last - first
+            first = last
+        self.counts[-1] += len(ordered) - first
+        self.sum += sum(ordered)

@@ -1,11 +1,13 @@
 """The parts that a node process hands to the builder of its role."""
 
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.page_layout import PageLayout
 from common.cache.radix_cache import RadixCache
 from common.clock import Clock
 from common.config.node import NodeConfig
@@ -26,15 +28,18 @@ class WorkerContext:
 
     Attributes:
         capacity: slots, pages and chunk size of this node.
-        pool: the KV pool, which is also the ``PageStore`` of the transfer plane.
+        pool: the KV pool of this process, which is also its ``PageStore`` of the transfer plane.
+        layout: of whole pages, with the KV heads of all ranks.
         digest: identifies the model and its weights; nodes that differ in it cannot share KV.
         incarnation: drawn at each start of a process, and again for each other role that it takes.
+        other_ranks: connect to the transfer endpoint of each.
         environ: variables that are read beside the configuration.
     """
 
     config: NodeConfig
     capacity: Capacity
     pool: Any
+    layout: PageLayout
     allocator: PageAllocator
     cache: RadixCache
     clock: Clock
@@ -42,6 +47,7 @@ class WorkerContext:
     incarnation: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    other_ranks: Sequence[Callable[[], socket.socket]] = ()
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     @property

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -40,17 +41,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run(config: NodeConfig, factories: Mapping[RoleName, RoleFactory]) -> int:
+def run(config: NodeConfig, factories: Mapping[RoleName, RoleFactory], rank_module: str) -> int:
     """Serve until a signal or a refusal.
 
     Args:
         factories: of both roles, so that the gateway can change the role of this node; or of its own alone.
+        rank_module: the main module of the other ranks of this node.
     Returns:
         The exit status: 0 stopped on purpose, 1 failed, 2 refused.
     """
     writer = configure_logging(config.node_name, level=config.log_level, log_format=config.log_format)
     try:
-        return _serve(config, factories)
+        return _serve(config, factories, rank_module)
     except ConfigError as error:
         log.error("%s", error)
         return 2
@@ -74,7 +76,7 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _serve(config: NodeConfig, factories: Mapping[RoleName, RoleFactory]) -> int:
+def _serve(config: NodeConfig, factories: Mapping[RoleName, RoleFactory], rank_module: str) -> int:
     if config.disable_radix_cache and config.schedule_policy in NEED_CACHE:
         log.warning(
             "--schedule-policy %s needs the radix cache: serving with fcfs, since --disable-radix-cache is set",
@@ -87,7 +89,8 @@ def _serve(config: NodeConfig, factories: Mapping[RoleName, RoleFactory]) -> int
     try:
         if config.http_port is not None:
             http = listen(config.http_host, config.http_port)
-        return _serve_model(config, factories, endpoint, http)
+        with RankProcesses(config.tp, module=rank_module) as ranks:
+            return _serve_model(config, factories, ranks, endpoint=endpoint, http=http)
     finally:
         if http is not None:
             http.close()
@@ -97,35 +100,39 @@ def _serve(config: NodeConfig, factories: Mapping[RoleName, RoleFactory]) -> int
 def _serve_model(
     config: NodeConfig,
     factories: Mapping[RoleName, RoleFactory],
+    ranks: RankProcesses,
+    *,
     endpoint: ControlEndpoint,
     http: socket.socket | None,
 ) -> int:
     profiler = Profiler(Path(config.profile_dir), config.node_name) if config.profile_dir else None
-    with RankProcesses(config.tp) as ranks:
-        model, executor, capacity = load_model(config, ranks)
-        worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
-        has_overlap = executor.is_asynchronous and not config.disable_overlap_schedule
-        engine = EngineThread(executor, profiler, max_outstanding=2 if has_overlap else 1)
-        ranks.watch(engine.fail)
-        node = LoadedNode(model, engine, factories, http, drain_timeout_s=config.drain_timeout)
-        signal.signal(signal.SIGTERM, lambda *_: node.drain())
-        signal.signal(signal.SIGINT, lambda *_: node.stop())
-        gc.collect()
-        gc.freeze()  # weights and modules stay; the collector need not visit them again
-        try:
-            return node.serve(worker, endpoint)
-        finally:
-            engine.close()
+    model, executor, capacity = load_model(config, ranks)
+    worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
+    worker = replace(worker, other_ranks=ranks.transfer_ends())
+    has_overlap = executor.is_asynchronous and not config.disable_overlap_schedule
+    engine = EngineThread(executor, profiler, max_outstanding=2 if has_overlap else 1)
+    ranks.watch(engine.fail)
+    node = LoadedNode(model, engine, factories, http, drain_timeout_s=config.drain_timeout)
+    signal.signal(signal.SIGTERM, lambda *_: node.drain())
+    signal.signal(signal.SIGINT, lambda *_: node.stop())
+    gc.collect()
+    gc.freeze()  # weights and modules stay; the collector need not visit them again
+    try:
+        return node.serve(worker, endpoint)
+    finally:
+        engine.close()
 
 
 def _worker_context(
     config: NodeConfig, model: "ModelConfig", executor: "TorchExecutor", capacity: Capacity, incarnation: str
 ) -> WorkerContext:
     allocator = PageAllocator(capacity.num_pages)
+    own = executor.pool.layout
     return WorkerContext(
         config=config,
         capacity=capacity,
         pool=executor.pool,
+        layout=own if config.tp == 1 else own.of_heads(model.num_kv_heads),
         allocator=allocator,
         cache=make_cache(config, allocator),
         clock=MonotonicClock(),

@@ -9,6 +9,7 @@ Without a prediction, nodes use their ratio (``common/scheduling/new_token_ratio
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 #: Tokens at the beginning of a prompt that identify an application.
 PREFIX_TOKENS = 32
@@ -23,29 +24,41 @@ ANY_PREFIX = -1
 ALL_REQUESTS: Group = ("\0", ANY_PREFIX)  # "\0" is no tenant's name
 
 
+@dataclass(slots=True, eq=False)
+class _Mean:
+    """The mean length of the last ``count`` outputs of a group."""
+
+    count: int = 0
+    length: float = 0.0
+
+
 class OutputLengthPredictor:
     """Predicts output lengths for one model. Beyond ``max_groups``, the least recently used groups are forgotten."""
 
     def __init__(self, max_groups: int = 10_000) -> None:
         self._max_groups = max_groups
-        self._means: OrderedDict[Group, tuple[int, float]] = OrderedDict()  # outputs seen, and their mean length
+        self._means: OrderedDict[Group, _Mean] = OrderedDict()
 
     def expected(self, tenant: str, prompt: Sequence[int]) -> int:
         """The predicted number of output tokens; 0 without data."""
         for group in _groups(tenant, prompt):
-            count, mean = self._means.get(group, (0, 0.0))
-            if count >= MIN_OUTPUTS:
-                return max(1, math.ceil(mean))
+            mean = self._means.get(group)
+            if mean is not None and mean.count >= MIN_OUTPUTS:
+                return max(1, math.ceil(mean.length))
         return 0
 
     def learn(self, tenant: str, prompt: Sequence[int], num_output: int, *, is_cut: bool) -> None:
         """Record an output that has ended, by itself or (``is_cut``) at its limit."""
         for group in _groups(tenant, prompt):
-            count, mean = self._means.get(group, (0, 0.0))
-            length = max(num_output, mean) if is_cut else num_output
-            count = min(count + 1, WINDOW)
-            self._means[group] = (count, mean + (length - mean) / count)
-            self._means.move_to_end(group)
+            mean = self._means.get(group)
+            if mean is None:
+                mean = self._means[group] = _Mean()
+            else:
+                self._means.move_to_end(group)
+            if mean.count < WINDOW:
+                mean.count += 1
+            if not is_cut or num_output > mean.length:
+                mean.length += (num_output - mean.length) / mean.count
         while len(self._means) > self._max_groups:
             self._means.popitem(last=False)
 

@@ -31,6 +31,7 @@ Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
 Role = Literal["prefill", "decode"]
 Coverage = Literal["off", "sampled", "all"]  # which pages travel with a checksum
 EndReason = Literal["aborted", "stopped", "finished", "continued"]  # why an attempt ends
+NumRanks = Annotated[int, Meta(ge=1, le=1_024)]
 PublicKey = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]  # of CURVE; empty without keys
 
 MAX_SECONDS = 1e10
@@ -71,14 +72,16 @@ class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_kv_heads: Annotated[int, Meta(ge=1, le=65536)]
     head_dim: Annotated[int, Meta(ge=1, le=65536)]
     page_size: Annotated[int, Meta(ge=1, le=65536)]
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
+    value_dim: Annotated[int, Meta(ge=0, le=65536)] = 0  # 0: as ``head_dim``
+    is_latent: bool = False
 
     @classmethod
     def of(cls, layout: PageLayout) -> "LayoutMessage":
         return cls(**dataclasses.asdict(layout))
 
     def layout(self) -> PageLayout:
-        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, self.dtype)
+        return PageLayout(**msgspec.structs.asdict(self))
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -108,6 +111,7 @@ class Register(Message, frozen=True, tag="register"):
     previous: Annotated[str, Meta(max_length=32)] = ""  # incarnation of this process in its last role, which has ended
     fixed_role: Sentence = ""  # why the node cannot change its role; empty: it can
     share: Count | None = None  # as in ``Heartbeat``
+    num_ranks: NumRanks = 1  # processes among which the node divides its model
 
 
 class Registered(Message, frozen=True, tag="registered"):
@@ -294,6 +298,7 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: Incarnation
     address: Text
     public_key: PublicKey = ""  # of a prefill node
+    num_ranks: NumRanks = 1  # among which the node divides its KV heads
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -403,7 +408,7 @@ class Spans(RequestMessage, frozen=True, tag="spans"):
         """Raises ValueError: numbers that no clock and no count can have. ``StageSpan`` cannot say it: it needs no
         msgspec."""
         for _, start_s, duration_s, amount in self.spans:
-            if not (abs(start_s) <= MAX_SECONDS and 0.0 <= duration_s <= MAX_SECONDS and 0 <= amount <= MAX_AMOUNT):
+            if not (-MAX_SECONDS <= start_s <= MAX_SECONDS >= duration_s >= 0.0 and 0 <= amount <= MAX_AMOUNT):
                 raise ValueError("a span has a number that no clock and no count can have")
 
 
@@ -448,12 +453,14 @@ class Connect(Message, frozen=True, tag="connect"):
     name: Id
     digest: Id  # digest and weight version of the model
     epoch: Count
-    layout: LayoutMessage
+    layout: LayoutMessage  # of pages with the KV heads of all ranks
     num_pages: Annotated[int, Meta(ge=1)]
     transport: Id
     endpoint: Annotated[str, Meta(max_length=65536)]  # of the transport, which alone can parse it
     checksums: Coverage = "off"  # which pages come with one, at least
     resumes: bool = False  # the last connection broke, and its transfers go on under this epoch
+    num_ranks: NumRanks = 1  # of the decode node, each with its KV heads of every page
+    num_peer_ranks: NumRanks = 1  # of the prefill node, as the decode node knows it
 
 
 class Connected(Message, frozen=True, tag="connected"):
@@ -461,7 +468,7 @@ class Connected(Message, frozen=True, tag="connected"):
 
     epoch: Count
     transport: Id
-    num_units: Annotated[int, Meta(ge=1, le=65536)] = 1  # parts of each page of the decode node
+    num_units: Annotated[int, Meta(ge=1, le=65536)] = 1  # stretches of tokens in which each page comes
     why: Sentence = ""  # why this transport was chosen
 
 
@@ -491,7 +498,7 @@ class PagesWritten(RequestMessage, frozen=True, tag="pages_written"):
 
     epoch: Count
     indices: tuple[Count, ...]  # of the pages in the prompt
-    part: Count = 0  # number of the part of each page
+    part: Count = 0  # number of the part of each page: of its tokens and heads
     checksums: tuple[Checksum, ...] = ()  # of each part at the prefill node; all or none
     num_resends: Count = 0  # number of times that these parts were written again
 

@@ -4,7 +4,7 @@ Generating endpoints are plain Starlette routes (``gateway.http.generate``); all
 FastAPI in ``gateway.http.routes``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -61,14 +61,11 @@ class GatewayApp(FastAPI):
             self._completed = document
         return document
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         app = None
         if scope["type"] == "http" and not self.user_middleware:
             app = self._direct.get((scope["method"], scope["path"]))
-        if app is None:
-            await super().__call__(scope, receive, send)
-        else:
-            await app(scope, receive, send)
+        return super().__call__(scope, receive, send) if app is None else app(scope, receive, send)
 
 
 def make_app(

@@ -6,11 +6,11 @@ in flight, unless the request has a key by which the client may ask for them aga
 """
 
 import asyncio
-import secrets
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.types import Message as AsgiMessage
@@ -165,8 +165,7 @@ def _with_header(send: Send, name: bytes, value: bytes) -> Send:
     return send_with_header
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     """What is written to a client.
 
     Attributes:
@@ -208,11 +207,13 @@ class GenerateApp:
             tenant, body = await self._checks.admit(scope, receive)
             await self._generate(body, tenant, scope, send)
         except Exception as error:  # before the answer has begun: a stream sends its later errors itself
-            known = as_error(error)
-            envelope = self.endpoint.envelope(known, scope["state"][REQUEST_ID])
-            await JsonResponse(envelope, known.status, error_headers(known))(scope, receive, send)
-            if known is not error:
+            await self._refusal(as_error(error), scope)(scope, receive, send)
+            if not isinstance(error, RequestError):
                 raise  # to the log
+
+    def _refusal(self, error: RequestError, scope: Scope) -> JsonResponse:
+        envelope = self.endpoint.envelope(error, scope["state"][REQUEST_ID])
+        return JsonResponse(envelope, error.status, error_headers(error))
 
     async def _generate(self, data: bytes, tenant: str, scope: Scope, send: Send) -> None:
         """Answers one request: decodes its body, sends its outputs to the nodes, and formats what they return.
@@ -290,9 +291,10 @@ class GenerateApp:
         services, endpoint = self._services, self.endpoint
         if identity is not None and (repeated := self._repeated(identity, body)) is not None:
             return repeated
-        answer_id = endpoint.id_prefix + secrets.token_hex(16)
+        answer_id = endpoint.id_prefix + os.urandom(16).hex()
         requests = await endpoint.process(body, model, tenant, answer_id)
-        requests = services.priorities.assign(requests, body.priority, body.priority_class)
+        if not services.priorities.is_neutral or body.priority is not None or body.priority_class is not None:
+            requests = services.priorities.assign(requests, body.priority, body.priority_class)
         known: dict[str, KeptOutput] = {}
         if identity is not None:
             requests = with_key(requests, identity, draws_seeds=draws_seeds(body))

@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from common.errors import ConfigError
-from gateway.http.http_connection import STALL_S, ConnectionOptions, HttpConnection
+from gateway.http.http_connection import HttpConnection
+from gateway.http.request_cycle import STALL_S, ConnectionOptions
 
 #: Connections may wait for so long at a stop until their clients have read the last answers.
 STOP_S = 1.0
@@ -42,6 +43,7 @@ class HttpServer:
         self._config = uvicorn.Config(
             app,
             http=HttpConnection,
+            interface="asgi3",  # not guessed from the application
             ws="none",
             lifespan="on" if starts_app else "off",
             proxy_headers=False,

@@ -9,7 +9,7 @@ from starlette.types import Scope, Send
 
 from common.errors import RequestError
 from gateway.http.formatters.common import ResponseFormatter, as_error, encode_json
-from gateway.http.http_connection import RESPONSE_TIMEOUT, RequestCycle, cycle_of
+from gateway.http.request_cycle import RESPONSE_TIMEOUT, RequestCycle, cycle_of
 from gateway.requests.output_processor import OutputStream
 
 log = logging.getLogger(__name__)
@@ -168,9 +168,13 @@ async def send_whole(
         body = encode_json(formatter.answer(outputs))
     else:
         body = await asyncio.to_thread(lambda: encode_json(formatter.answer(outputs)))
-    lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": lines + _encoded(headers)})
-    await send({"type": "http.response.body", "body": body})
+    cycle = cycle_of(send)
+    if cycle is not None and cycle.can_write and not headers:
+        cycle.write_json(body)
+    else:
+        lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *_encoded(headers)]
+        await send({"type": "http.response.start", "status": 200, "headers": lines})
+        await send({"type": "http.response.body", "body": body})
 
 
 async def send_stream(

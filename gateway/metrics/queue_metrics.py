@@ -1,7 +1,7 @@
 """Prometheus series of the queue, by model and priority class: waiting times, starved and waiting requests, policy."""
 
 from collections import Counter as Totals
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -43,23 +43,27 @@ class QueueMetrics:
                 self._starved.add(0, pool.model, name)
         registry.register(self)
 
-    def ended(self, output: OutputStream, prefill_queue_s: float) -> None:
-        """Counts an ended output. It waited until a node started its prompt, or else until its end.
+    def ended(self, model: str, outputs: Sequence[OutputStream], timings: Sequence[Mapping[str, float]]) -> None:
+        """Counts ended outputs of one model. Each waited until a node started its prompt, or else until its end.
 
         Args:
-            prefill_queue_s: how long it waited on that node.
+            timings: of each output.
         """
-        if output.sent_at and output.first_at:
-            seconds = output.sent_at - output.started_at + prefill_queue_s
-        else:
-            seconds = output.ended_at - output.started_at
-        labels = (output.request.model, output.request.priority_class)
-        self._waited.of(*labels).add(seconds)
-        self._starved.add(seconds > self._bound_s, *labels)
-        if output.request.model in self._by_priority:
-            self._waited_by_priority.of(output.request.model, self._priority_label(output.request.priority)).add(
-                seconds
-            )
+        waited: dict[str, list[float]] = {}
+        by_priority: dict[str, list[float]] = {}
+        for output, seconds in zip(outputs, timings, strict=True):
+            if output.sent_at and output.first_at:
+                waited_s = output.sent_at - output.started_at + seconds.get("prefill_queue_s", 0.0)
+            else:
+                waited_s = output.ended_at - output.started_at
+            waited.setdefault(output.request.priority_class, []).append(waited_s)
+            if model in self._by_priority:
+                by_priority.setdefault(self._priority_label(output.request.priority), []).append(waited_s)
+        for name, values in waited.items():
+            self._waited.of(model, name).add_all(values)
+            self._starved.add(sum([value > self._bound_s for value in values]), model, name)
+        for label, values in by_priority.items():
+            self._waited_by_priority.of(model, label).add_all(values)
 
     def _priority_label(self, priority: int) -> str:
         """The label of a priority; ``other`` for those that come after the first different ones."""

@@ -14,8 +14,8 @@ puts it back into the queue, and the next attempt continues after the tokens tha
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, groupby, islice
-from typing import Any, NoReturn, Protocol
+from itertools import count, groupby
+from typing import NoReturn, Protocol
 
 import msgspec
 
@@ -26,12 +26,10 @@ from common.request import Request
 from common.wire.messages import (
     Abort,
     Failed,
-    Generate,
     Message,
     Move,
     Moved,
     Reprioritize,
-    Sample,
     SetPaused,
     Spans,
     Tokens,
@@ -47,7 +45,7 @@ from gateway.requests.attempts.further_attempts import (
 from gateway.requests.attempts.moves import Moves
 from gateway.requests.attempts.recovery import AttemptEnd
 from gateway.requests.attempts.trials import begin_trial, end_trial, has_passed_trial
-from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, request_of
+from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, request_of, what_is_sent
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool
@@ -142,22 +140,18 @@ class Dispatcher:
         siblings: dict[int, WorkerPair] = {}
         flights: list[InFlightRequest] = []
         for stream in streams:
-            left_s = max(stream.request.timeout_s - (now - stream.started_at), 0.001)
-            timer = self._timers.call_later(left_s, self._on_deadline, stream.request.rid)
-            flights.append(InFlightRequest(stream, pool, timer, siblings))
-            self._in_flight[stream.request.rid] = flights[-1]
-        capacity = self._capacity(pool) if is_idle else 0
-        turn = min(capacity, _num_in_turn(stream.request.prompt for stream in streams))
-        for flight in flights[turn:capacity]:
-            self._enqueue(flight)
-        for flight in flights[capacity:]:
-            rid, num_waiting = flight.stream.request.rid, len(pool.queue)
-            self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", num_waiting)
-            self._enqueue(flight)
-        if turn < capacity:
-            self.pump_soon()
+            request = stream.request
+            left_s = max(request.timeout_s - (now - stream.started_at), 0.001)
+            timer = self._timers.call_later(left_s, self._on_deadline, request.rid)
+            flight = InFlightRequest(stream, pool, timer, siblings)
+            flights.append(flight)
+            self._in_flight[request.rid] = flight
+        num_able = min(self._capacity(pool), len(flights)) if is_idle else 0
+        num_sent = _num_in_turn([flight.stream.request.prompt for flight in flights[:num_able]])
+        if num_sent < len(flights):
+            self._enqueue_rest(flights, num_sent, num_able, now)
         placed: list[InFlightRequest] = []
-        for flight in flights[:turn]:
+        for flight in flights[:num_sent]:
             if pool.queue.order.is_charging:
                 self._enqueue(flight)  # removed at once, but the policy accounts all service
             if self._place(flight, now):
@@ -168,24 +162,30 @@ class Dispatcher:
                 self.pump_soon()
         self._send(placed, now)
 
+    def _enqueue_rest(self, flights: Sequence[InFlightRequest], num_sent: int, num_able: int, now: float) -> None:
+        """Lets requests wait: those up to ``num_able`` for the next turn, the others for room."""
+        for i, flight in enumerate(flights[num_sent:], num_sent):
+            if i >= num_able:
+                rid, num_waiting = flight.stream.request.rid, len(flight.pool.queue)
+                self.decisions.note(now, rid, "wait", "the nodes are full, {} wait already", num_waiting)
+            self._enqueue(flight)
+        if num_sent < num_able:
+            self.pump_soon()
+
     def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float) -> None:
         """Counts the outputs in. If there are too many, less urgent requests are evicted, or these are refused."""
         limits = pool.registry.accepted
         if limits is None:
             raise pool.no_route()
-        max_running = limits.max_running
-        excess = pool.admission.excess(len(streams), max_running)
-        if excess > 0:
-            for victim in self._eviction_candidates(pool, request_of(streams[0]), excess):
-                self._evict(victim, streams[0], now)
+        count, max_running = len(streams), limits.max_running
+        excess = pool.admission.take(count, max_running=max_running, now=now)
+        if excess <= 0:
+            return
+        for victim in self._eviction_candidates(pool, request_of(streams[0]), excess):
+            self._evict(victim, streams[0], now)
         try:
-            pool.admission.admit(
-                len(streams),
-                max_running=max_running,
-                now=now,
-                waiting=pool.queue,
-                in_flight=self._streams(pool),
-            )
+            in_flight = self._streams(pool)
+            pool.admission.admit(count, max_running=max_running, now=now, waiting=pool.queue, in_flight=in_flight)
         except RequestError as error:
             self._refuse(streams[0], error, now)
 
@@ -232,7 +232,7 @@ class Dispatcher:
             waiting = self._first(pool, capacity, now)
             placed: list[InFlightRequest] = []
             pace = pool.admission.pace(now, waiting=pool.queue)
-            for queued in waiting[: _num_in_turn(request.prompt for request in waiting)]:
+            for queued in waiting[: _num_in_turn([request.prompt for request in waiting])]:
                 flight = self._in_flight[queued.rid]
                 if reason := reason_of_lateness(pool, flight.stream, pace, now):
                     self._fail_by_deadline(flight, reason)
@@ -301,31 +301,19 @@ class Dispatcher:
             pool.queue.remove(flight.queued)
             num_input = len(request.prompt) if pair.prefill is None else pair.num_compute
             pool.queue.order.admitted(flight.queued, num_input=num_input)
-        flight.siblings[request.prompt_number] = flight.pair = pair
-        flight.nodes = pair.nodes
-        flight.attempt = next(self._attempts)
-        flight.num_continued, flight.began_at = len(stream.ids), now
-        flight.is_prefill_counted = True
-        stream.sent_at = stream.sent_at or now
-        stream.is_local_prefill = pair.prefill is None
-        stream.attempt = flight.attempt
-        stream.num_attempts += 1
-        waited_s = max(now - stream.started_at, 0.0)
         nodes = [pool.registry.workers[incarnation] for incarnation in pair.nodes]
-        flight.revision = nodes[-1].revision
-        stream.prefill = "" if pair.prefill is None else nodes[0].name
-        stream.decode = "" if pair.decode is None else nodes[-1].name
-        self.decisions.note(now, request.rid, "send", SENT[len(nodes)], waited_s, *nodes)
+        flight.begin_attempt(pair, nodes, next(self._attempts), now)
+        self.decisions.note(now, request.rid, "send", SENT[len(nodes)], now - stream.started_at, *nodes)
         return True
 
     def _send(self, placed: Sequence[InFlightRequest], now: float) -> None:
         """Sends requests to their pairs; neighbouring samples of one prompt share a message."""
-        for _, samples in groupby(placed, key=_group):
-            flight, *others = samples
-            self._channel.send(_generate(flight, others, now), *flight.nodes)
-            for sent in (flight, *others):
-                if sent.is_paused:  # an earlier attempt was
-                    self._tell_paused(sent)
+        groups = [placed] if len(placed) == 1 else [list(samples) for _, samples in groupby(placed, key=what_is_sent)]
+        for flight, *others in groups:
+            self._channel.send(flight.generate(others, now), *flight.nodes)
+        for flight in placed:
+            if flight.is_paused:  # an earlier attempt was
+                self._tell_paused(flight)
 
     @staticmethod
     def _choose(pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None) -> WorkerPair | None:
@@ -537,7 +525,7 @@ class Dispatcher:
         stream.num_attempts += 1
         source, target = (workers[incarnation] for incarnation in flight.nodes)
         stream.prefill, stream.decode = source.name, target.name
-        self._channel.send(_generate(flight, (), now), target.incarnation)
+        self._channel.send(flight.generate((), now), target.incarnation)
         if flight.is_paused:
             self._tell_paused(flight)
 
@@ -614,50 +602,11 @@ class Dispatcher:
                 self._recover(flight, end)
 
 
-def _group(flight: InFlightRequest) -> tuple[Any, ...]:
-    """Equal for samples of one prompt that are sent alike."""
-    request = flight.stream.request
-    continued = flight.attempt if flight.stream.ids else 0
-    return id(flight.siblings), request.prompt_number, flight.nodes, request.priority, request.priority_class, continued
-
-
-def _generate(flight: InFlightRequest, others: Iterable[InFlightRequest], now: float) -> Generate:
-    """The message that begins an attempt at a request, and at other samples of its prompt."""
-    request, workers, pair = flight.stream.request, flight.pool.registry.workers, flight.pair
-    assert pair is not None
-    waited_s = max(now - flight.stream.started_at, 0.0)
-    return Generate(
-        rid=request.rid,
-        attempt=flight.attempt,
-        prompt=request.prompt,
-        sampling=request.sampling,
-        prefill=None if pair.prefill is None else workers[pair.prefill].peer,
-        decode=None if pair.decode is None else workers[pair.decode].peer,
-        timeout_s=max(request.timeout_s - waited_s, 0.001),
-        cache_salt=request.salt,
-        priority=request.priority,
-        priority_class=request.priority_class,
-        tenant=request.tenant,
-        expected_output=request.expected_output,
-        waited_s=waited_s,
-        slo_ttft_s=request.slo_ttft_s,
-        slo_itl_s=request.slo_itl_s,
-        others=tuple([_sample(other) for other in others]),
-        key=request.key,
-        output=tuple(flight.stream.ids),
-    )
-
-
-def _sample(flight: InFlightRequest) -> Sample:
-    request = flight.stream.request
-    return Sample(request.rid, flight.attempt, request.sampling.seed, request.key)
-
-
-def _num_in_turn(prompts: Iterable[Sequence[int]]) -> int:
-    """How many of these prompts are sent in one turn; at least one."""
+def _num_in_turn(prompts: Sequence[Sequence[int]]) -> int:
+    """How many of these prompts are sent in one turn; at least one, if there is one."""
     num_tokens = 0
-    for number, prompt in enumerate(islice(prompts, SENT_AT_ONCE)):
+    for number, prompt in enumerate(prompts):
         num_tokens += len(prompt)
-        if num_tokens > TOKENS_AT_ONCE:
-            return max(number, 1)
-    return SENT_AT_ONCE
+        if number and (number == SENT_AT_ONCE or num_tokens > TOKENS_AT_ONCE):
+            return number
+    return len(prompts)

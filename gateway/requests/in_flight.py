@@ -1,14 +1,16 @@
 """The requests in flight: what the gateway knows of each, beside its output."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
 
 from common.request import Request
-from common.wire.messages import EndReason, Failed, Moved, Spans, Tokens
+from common.wire.messages import EndReason, Failed, Generate, Moved, Sample, Spans, Tokens
 from gateway.requests.attempts.recovery import Recovery
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
+from gateway.workers.registry import Worker
 from gateway.workers.router import WorkerPair
 
 
@@ -16,8 +18,7 @@ class Timer(Protocol):
     def cancel(self) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class InFlightRequest:
+class InFlightRequest(msgspec.Struct, eq=False):
     """Gateway state of one in-flight request.
 
     Attributes:
@@ -74,6 +75,53 @@ class InFlightRequest:
             return "finished"
         return "stopped" if stream.finish else "aborted"
 
+    def begin_attempt(self, pair: WorkerPair, nodes: Sequence[Worker], attempt: int, now: float) -> None:
+        """Notes that an attempt is sent to a pair, which has these nodes."""
+        stream = self.stream
+        self.siblings[stream.request.prompt_number] = self.pair = pair
+        self.nodes = tuple([node.incarnation for node in nodes])
+        self.attempt, self.began_at = attempt, now
+        self.num_continued = len(stream.ids)
+        self.is_prefill_counted = True
+        self.revision = nodes[-1].revision
+        stream.sent_at = stream.sent_at or now
+        stream.attempt = attempt
+        stream.num_attempts += 1
+        stream.is_local_prefill = pair.prefill is None
+        stream.prefill = "" if pair.prefill is None else nodes[0].name
+        stream.decode = "" if pair.decode is None else nodes[-1].name
+
+    def generate(self, others: Iterable["InFlightRequest"], now: float) -> Generate:
+        """The message that begins this attempt, and that of other samples of the prompt."""
+        request, workers, pair = self.stream.request, self.pool.registry.workers, self.pair
+        assert pair is not None
+        waited_s = max(now - self.stream.started_at, 0.0)
+        return Generate(
+            rid=request.rid,
+            attempt=self.attempt,
+            prompt=request.prompt,
+            sampling=request.sampling,
+            prefill=None if pair.prefill is None else workers[pair.prefill].peer,
+            decode=None if pair.decode is None else workers[pair.decode].peer,
+            timeout_s=max(request.timeout_s - waited_s, 0.001),
+            cache_salt=request.salt,
+            priority=request.priority,
+            priority_class=request.priority_class,
+            tenant=request.tenant,
+            expected_output=request.expected_output,
+            waited_s=waited_s,
+            slo_ttft_s=request.slo_ttft_s,
+            slo_itl_s=request.slo_itl_s,
+            others=tuple([other.sample() for other in others]),
+            key=request.key,
+            output=tuple(self.stream.ids),
+        )
+
+    def sample(self) -> Sample:
+        """This attempt in the message of another sample of the same prompt."""
+        request = self.stream.request
+        return Sample(request.rid, self.attempt, request.sampling.seed, request.key)
+
     def nodes_to_tell(self, pair: WorkerPair) -> Sequence[str]:
         """Nodes that may not know that the request has ended."""
         stream = self.stream
@@ -81,6 +129,13 @@ class InFlightRequest:
             is_ended_by_prefill = pair.prefill is not None and len(stream.ids) <= 1
             return (pair.decode,) if is_ended_by_prefill and pair.decode else ()  # it may still wait for pages
         return [node for node in pair.nodes if node != self.failed_at]
+
+
+def what_is_sent(flight: InFlightRequest) -> tuple[Any, ...]:
+    """Equal for samples of one prompt that are sent alike."""
+    request = flight.stream.request
+    continued = flight.attempt if flight.stream.ids else 0
+    return id(flight.siblings), request.prompt_number, flight.nodes, request.priority, request.priority_class, continued
 
 
 class InFlightTable(dict[str, InFlightRequest]):

@@ -7,10 +7,10 @@ before a stop string and without the stop token.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+from msgspec import field
 
 from common.errors import RequestError
 from common.sampling_params import TokenLogprobs
@@ -67,9 +67,10 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     pieces: Sequence[OutputPiece] = ()
 
 
-@dataclass(slots=True, eq=False)
-class OutputStream:
+class OutputStream(msgspec.Struct, eq=False):
     """One output. Written by the dispatcher, read by an HTTP handler.
+
+    A struct, since every request makes one, and a dataclass with so many fields takes several times as long to make.
 
     Args:
         number: index among the outputs of its HTTP request.
@@ -172,7 +173,7 @@ class OutputStream:
             if early is None:
                 break
             self._append(early, 0, now)
-        self.wake(self)
+        self._wake()
 
     def drop_early(self) -> None:
         """Drops tokens that came before those in front of them: their attempt has ended, and the next sends them."""
@@ -183,7 +184,12 @@ class OutputStream:
         if not self.is_ended:
             self.error = error
             self._end(now)
-            self.wake(self)
+            self._wake()
+
+    def _wake(self) -> None:
+        self.wake(self)
+        if self.is_ended:
+            self.wake = _do_nothing  # no cycle of references is left behind: readers refer to their streams
 
     @property
     def num_untaken(self) -> int:
@@ -331,3 +337,7 @@ class OutputStream:
         assert not self.is_ended, "an output ends once"
         self.is_ended, self.ended_at = True, now
         self._early.clear()
+
+
+def _do_nothing(stream: OutputStream) -> None:
+    pass

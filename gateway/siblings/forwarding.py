@@ -15,8 +15,9 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.http_connection import REQUEST_ID, RESPONSE_TIMEOUT
+from gateway.http.http_connection import REQUEST_ID
 from gateway.http.json_response import JsonResponse
+from gateway.http.request_cycle import RESPONSE_TIMEOUT
 from gateway.http.streaming import STALL_S
 from gateway.siblings.connection import SiblingAnswer, SiblingLost, ask
 from gateway.siblings.group import GatewayGroup

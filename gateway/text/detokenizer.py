@@ -31,19 +31,25 @@ class ByteDetokenizer:
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
-        self._decoder = IncrementalDecoder("replace")
+        self._decoder: IncrementalDecoder | None = None  # until a piece is not ASCII, as hardly any is
 
     def push(self, ids: Sequence[int]) -> str:
-        pieces, decoder = self._pieces, self._decoder
+        pieces = self._pieces
         size = len(pieces)
         if len(ids) == 1:
             piece = pieces[ids[0]] if ids[0] < size else b""
-            # Most pieces are ASCII, which needs no memory of incomplete characters.
-            return piece.decode("ascii") if piece.isascii() and not decoder.buffer else decoder.decode(piece)
-        return decoder.decode(b"".join(pieces[token] for token in ids if token < size))
+        else:
+            piece = b"".join([pieces[token] for token in ids if token < size])
+        if self._decoder is None:
+            if piece.isascii():
+                return piece.decode("ascii")
+            self._decoder = IncrementalDecoder("replace")
+        elif not self._decoder.buffer and piece.isascii():
+            return piece.decode("ascii")
+        return self._decoder.decode(piece)
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", True)
+        return "" if self._decoder is None else self._decoder.decode(b"", True)
 
 
 class WindowDetokenizer:

@@ -6,8 +6,9 @@ came (``gateway.workers.clock_offset``).
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import msgspec
 
 from common.stage_spans import StageSpan
 from gateway.requests.output_processor import MAX_REPORTS, OutputStream, StageReport
@@ -45,8 +46,7 @@ class NodeClock(NamedTuple):
     error_s: float
 
 
-@dataclass(slots=True, eq=False)
-class Timeline:
+class Timeline(msgspec.Struct, eq=False):
     """What is kept of one output.
 
     Attributes:

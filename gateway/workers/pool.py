@@ -81,11 +81,14 @@ class WorkerPools:
 
     def has(self, incarnation: str) -> bool:
         """Whether a worker is registered."""
-        return any(incarnation in pool.registry.workers for pool in self)
+        return self.of(incarnation) is not None
 
     def of(self, incarnation: str) -> WorkerPool | None:
         """The pool of a registered worker."""
-        return next((pool for pool in self if incarnation in pool.registry.workers), None)
+        for pool in self._by_model.values():
+            if incarnation in pool.registry.workers:
+                return pool
+        return None
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
         """Adds a worker to the pool of its model, or refuses it."""

@@ -7,8 +7,9 @@ accepted once the old one is gone.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -67,8 +68,25 @@ class Worker:
         self.capacity_tokens = self.register.num_pages * self.register.layout.page_size
         self.max_running = self.register.max_running if self.register.share is None else self.register.share
         self.name = self.register.name
-        self.peer = Peer(self.name, self.incarnation, self.register.address, self.register.public_key)
+        register = self.register
+        self.peer = Peer(self.name, self.incarnation, register.address, register.public_key, register.num_ranks)
         self.revision = sys.intern(f"{self.register.digest}/{self.register.weight_version}")
+
+
+class SamplingDefaults(NamedTuple):
+    """The sampling parameters that a model names in its generation defaults; neutral values for others."""
+
+    temperature: float = 1.0
+    top_k: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @classmethod
+    def of(cls, generation: Mapping[str, float]) -> "SamplingDefaults":
+        return cls(**{name: float(generation[name]) for name in cls._fields if name in generation})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +97,7 @@ class ServingLimits:
         context_length: tokens of prompt and output together.
         prompt_tokens: capacity of the largest pool that takes prompts.
         total_tokens, common_tokens: capacity of the largest and of the smallest decode pool.
-        generation: the model's own sampling defaults.
+        defaults: the model's own sampling defaults.
         max_running: requests that all decode nodes run at once.
     """
 
@@ -88,7 +106,7 @@ class ServingLimits:
     prompt_tokens: int
     total_tokens: int
     common_tokens: int
-    generation: dict[str, float]
+    defaults: SamplingDefaults
     max_running: int
 
 
@@ -368,7 +386,7 @@ class Registry:
             prompt_tokens=max(node.capacity_tokens for node in prompts),
             total_tokens=max(node.capacity_tokens for node in decodes),
             common_tokens=min(node.capacity_tokens for node in decodes),
-            generation=first.generation,
+            defaults=SamplingDefaults.of(first.generation),
             max_running=sum(node.max_running for node in decodes),
         )
 

@@ -13,8 +13,8 @@ prompt that a transfer would cost more than it saves. It is a prefill node alone
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 MAX_PIECES = 512
 
@@ -114,8 +114,12 @@ class Router:
         if not decodes or not (prefills or self._local_prefill == "always"):
             return 0
         capacity = self._max_dispatch_ahead * (len(prefills) or len(decodes))
-        capacity += sum(node.max_running for node in decodes)
-        return capacity - sum(self._num_requests.get(node.incarnation, 0) for node in (*prefills, *decodes))
+        num_requests = self._num_requests
+        for node in decodes:
+            capacity += node.max_running - num_requests.get(node.incarnation, 0)
+        for node in prefills:
+            capacity -= num_requests.get(node.incarnation, 0)
+        return capacity
 
     def choose(
         self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], prompt: Sequence[int],
@@ -142,31 +146,43 @@ class Router:
         is_choice = len(prefills) > 1 or len(decodes) > 1 or self._local_prefill == "auto"
         pieces = self._pieces(prompt, salt) if is_choice else []
         cached = self._cached(pieces) if pieces else {}
-        load, num_requests, turn = self._load, self._num_requests, self._turn  # read for each node
-
-        def prefill_cost(node: Candidate) -> tuple[float, int]:
-            name = node.incarnation
-            return load.get(name, 0) + num_prompt - cached.get(name, 0), turn.get(name, 0)
-
-        def decode_cost(node: Candidate) -> tuple[bool, float, int]:
-            name = node.incarnation
-            hold = load.get(name, 0) + num_hold - cached.get(name, 0)
-            return num_requests.get(name, 0) >= node.max_running, hold / node.capacity_tokens, turn.get(name, 0)
-
         if num_new == 1 and not is_always:
-            prefill = _cheapest(prefills, prefill_cost).incarnation
+            prefill = self._cheapest_prefill(prefills, num_prompt, cached).incarnation
             pair = WorkerPair(prefill, None, num_prompt - cached.get(prefill, 0), 0)
             return self._chosen(pair, pieces)
-        chosen = _cheapest(decodes, decode_cost)
+        chosen = self._cheapest_decode(decodes, num_hold, cached)
         decode = chosen.incarnation
         is_short = num_prompt - cached.get(decode, 0) < self._local_threshold
         if is_always or (self._local_prefill == "auto" and is_short):
             pair = WorkerPair(None, decode, 0, num_hold)
         else:
             able = [node for node in prefills if can_pair(node, chosen)]
-            prefill = _cheapest(able, prefill_cost).incarnation
+            prefill = self._cheapest_prefill(able, num_prompt, cached).incarnation
             pair = WorkerPair(prefill, decode, num_prompt - cached.get(prefill, 0), num_hold)
         return self._chosen(pair, pieces)
+
+    def _cheapest_prefill(self, nodes: Sequence[Candidate], num_prompt: int, cached: Mapping[str, int]) -> Candidate:
+        if len(nodes) == 1:
+            return nodes[0]
+        load, turn = self._load, self._turn
+
+        def cost(node: Candidate) -> tuple[float, int]:
+            name = node.incarnation
+            return load.get(name, 0) + num_prompt - cached.get(name, 0), turn.get(name, 0)
+
+        return min(nodes, key=cost)
+
+    def _cheapest_decode(self, nodes: Sequence[Candidate], num_hold: int, cached: Mapping[str, int]) -> Candidate:
+        if len(nodes) == 1:
+            return nodes[0]
+        load, num_requests, turn = self._load, self._num_requests, self._turn
+
+        def cost(node: Candidate) -> tuple[bool, float, int]:
+            name = node.incarnation
+            hold = load.get(name, 0) + num_hold - cached.get(name, 0)
+            return num_requests.get(name, 0) >= node.max_running, hold / node.capacity_tokens, turn.get(name, 0)
+
+        return min(nodes, key=cost)
 
     def _chosen(self, pair: WorkerPair, pieces: list[int]) -> WorkerPair:
         self._give(pair)
@@ -219,7 +235,7 @@ class Router:
             return self.load(node.incarnation) / node.capacity_tokens, self._turn.get(node.incarnation, 0)
 
         num_hold = num_tokens + (min(num_expected, num_new) or num_new)
-        pair = WorkerPair(source.incarnation, _cheapest(able, cost).incarnation, 0, num_hold)
+        pair = WorkerPair(source.incarnation, min(able, key=cost).incarnation, 0, num_hold)
         self._give(pair)
         return pair
 
@@ -280,18 +296,21 @@ class Router:
 
     def _give(self, pair: WorkerPair) -> None:
         self._num_chosen += 1
+        load, last = self._load, pair.last
         if pair.prefill is not None:
-            self._load[pair.prefill] = self.load(pair.prefill) + pair.num_compute
-        last = pair.last
-        self._load[last] = self.load(last) + pair.num_hold
-        self._num_requests[last] = self.num_requests(last) + 1
-        for incarnation in pair.nodes:
-            self._turn[incarnation] = self._num_chosen
+            load[pair.prefill] = load.get(pair.prefill, 0) + pair.num_compute
+        load[last] = load.get(last, 0) + pair.num_hold
+        self._num_requests[last] = self._num_requests.get(last, 0) + 1
+        if pair.prefill is not None:
+            self._turn[pair.prefill] = self._num_chosen
+        if pair.decode is not None:
+            self._turn[pair.decode] = self._num_chosen
 
     def _subtract(self, incarnation: str, num_tokens: int) -> None:
-        if incarnation in self._load:  # a removed node has no count
-            self._load[incarnation] -= num_tokens
-            assert self._load[incarnation] >= 0
+        before = self._load.get(incarnation)
+        if before is not None:  # a removed node has no count
+            assert before >= num_tokens
+            self._load[incarnation] = before - num_tokens
 
     def _pieces(self, prompt: Sequence[int], salt: str) -> list[int]:
         """Chained hashes of the prompt's leading whole pieces; each covers everything up to its end."""
@@ -339,7 +358,3 @@ class Router:
             used = sum(self._bits.values())
             bit = self._bits[incarnation] = ~used & (used + 1)
         return bit
-
-
-def _cheapest(nodes: Sequence[Candidate], cost: Callable[[Candidate], Any]) -> Candidate:
-    return nodes[0] if len(nodes) == 1 else min(nodes, key=cost)

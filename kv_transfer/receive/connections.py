@@ -7,6 +7,7 @@ again.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.wire.messages import Connect, Coverage, LayoutMessage, PairState
@@ -32,8 +33,10 @@ class PrefillConnection:
     Attributes:
         epoch: of the last offer to it.
         name: of the prefill node, for people.
+        num_ranks: of the prefill node.
         is_attached: it has attached under ``epoch``.
-        parts: the slices in which each of our pages comes.
+        num_stretches, parts: stretches of tokens in which each of our pages comes; its slices, by their number in
+            messages.
         transport, why: the transport that carries pages, and why that one.
         refusal: why transfers do not wait for this connection; empty: they do.
         problem: why no page can come now; empty: pages can, or that is not known yet.
@@ -46,7 +49,9 @@ class PrefillConnection:
 
     epoch: int
     name: str
+    num_ranks: int = 1
     is_attached: bool = False
+    num_stretches: int = 1
     parts: tuple[PageSlice, ...] = ()
     transport: str = ""
     why: str = ""
@@ -98,9 +103,10 @@ class PrefillConnection:
         """The pool is offered again under this epoch."""
         self.epoch, self.retry_at, self.answer_by = epoch, None, now + ANSWER_S
 
-    def attached(self, parts: tuple[PageSlice, ...], transport: str, why: str) -> None:
+    def attached(self, num_stretches: int, parts: Sequence[PageSlice], transport: str, why: str) -> None:
         """The prefill node has attached under the epoch of the last offer."""
-        self.is_attached, self.parts, self.transport, self.why = True, parts, transport, why
+        self.is_attached, self.transport, self.why = True, transport, why
+        self.num_stretches, self.parts = num_stretches, tuple(parts)
         self.refusal, self.problem, self.answer_by, self.was_attached = "", "", None, True
 
 
@@ -130,10 +136,10 @@ class PrefillConnections:
         connection = self.by_peer.get(peer)
         return connection if connection is not None and connection.epoch == epoch and connection.is_awaited else None
 
-    def offer(self, peer: str, name: str) -> Connect:
-        """Offer the pool to a prefill node for the first time, or from scratch."""
+    def offer(self, peer: str, name: str, num_ranks: int) -> Connect:
+        """Offer the pool to a prefill node of so many ranks for the first time, or from scratch."""
         self.epoch += 1
-        self.by_peer[peer] = PrefillConnection(self.epoch, name)
+        self.by_peer[peer] = PrefillConnection(self.epoch, name, num_ranks)
         return self._connect(peer, resumes=False)
 
     def due_offers(self, now: float) -> list[tuple[str, Connect]]:
@@ -188,7 +194,8 @@ class PrefillConnections:
         self._transport.withdraw(peer)
 
     def _connect(self, peer: str, *, resumes: bool) -> Connect:
-        store = self._transport.store
+        store, num_ranks = self._transport.store, self.by_peer[peer].num_ranks
+        self._transport.expect(peer, num_ranks)
         return Connect(
             name=self._name,
             digest=self._digest,
@@ -199,4 +206,6 @@ class PrefillConnections:
             endpoint=self._transport.offer(peer, self.epoch),
             checksums=self._checksums,
             resumes=resumes,
+            num_ranks=self._transport.num_ranks,
+            num_peer_ranks=num_ranks,
         )

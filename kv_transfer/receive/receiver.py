@@ -34,9 +34,8 @@ from common.wire.messages import (
     Resend,
     TransferAck,
 )
-from kv_transfer.checksums import Checksums
 from kv_transfer.events import Event, PairLost
-from kv_transfer.page_mapping import parts_of
+from kv_transfer.page_mapping import target_parts
 from kv_transfer.receive.connections import PrefillConnection, PrefillConnections
 from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.receive.table import ReceiveTable
@@ -91,21 +90,20 @@ class Receiver:
         self._name = name
         self._page_size = transport.store.layout.page_size
         self._are_checksums_due = checksums == "all"
-        self._checksums = Checksums(transport.store)
         self._connections = PrefillConnections(transport, name=name, digest=digest, checksums=checksums)
         self._messages: list[tuple[str, Message]] = []
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     # ---- what the role says -------------------------------------------------------------------------------------
 
-    def connect(self, peer: str, name: str = "") -> Connect:
-        """The message that offers our pool to a prefill node (by incarnation) under a new epoch.
+    def connect(self, peer: str, name: str = "", num_ranks: int = 1) -> Connect:
+        """The message that offers our pool to a prefill node (by incarnation) of so many ranks under a new epoch.
 
         Transfers that an earlier epoch with it has granted fail, as in ``peer_lost``; transfers that wait for a
         connection go on waiting. ``name`` is for people.
         """
         self._drop_connection(peer, is_all=False)
-        return self._connections.offer(peer, name or peer[:8])
+        return self._connections.offer(peer, name or peer[:8], num_ranks)
 
     def begin(self, key: RequestKey, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
         """Expect a prompt of ``num_tokens`` from this peer; its pages from index ``first`` on go to ``pages``.
@@ -240,7 +238,9 @@ class Receiver:
             message.transport,
             message.why and f": {message.why}",
         )
-        connection.attached(parts_of(layout, message.num_units), message.transport, message.why)
+        ranks = {"num_sources": connection.num_ranks, "num_targets": self._transport.num_ranks}
+        parts = target_parts(layout, message.num_units, **ranks)
+        connection.attached(message.num_units, parts, message.transport, message.why)
         self._fence(peer, connection.epoch - 1, "the prefill node has dropped the earlier connection")
         for session in self._table.of(peer):
             if session.state is ReceiveState.RESERVED:
@@ -298,16 +298,17 @@ class Receiver:
             return True
         self._connections.by_peer[session.peer].page_came()
         whole = session.deliver([index for index in message.indices if index not in damaged], message.part)
-        self._transport.store.landed(whole)
+        self._transport.landed(session.peer, whole)
         self._totals["pages_received"] += len(whole)
         return True
 
     def _damaged(self, session: ReceiveSession, message: PagesWritten) -> list[int]:
         """Indices of pages whose bytes here do not have the checksums that came with them."""
         part = self._connections.by_peer[session.peer].parts[message.part]
-        runs = part.runs(self._transport.store.layout)
         told = dict(zip(message.indices, message.checksums, strict=False))
-        found = {index: self._checksums.of_target(session.page_of(index), runs) for index in message.indices}
+        pages = [session.page_of(index) for index in message.indices]
+        sums = self._transport.checksums(session.peer, pages, part)
+        found = dict(zip(message.indices, sums, strict=True))
         damaged = [index for index in message.indices if told.get(index) != found[index]]
         self._totals["pages_verified"] += len(found)
         self._totals["checksum_mismatches"] += len(damaged)
@@ -344,7 +345,7 @@ class Receiver:
     def _grant(self, session: ReceiveSession) -> None:
         """Tell the writer of all pages that have not arrived yet."""
         connection = self._connections.by_peer[session.peer]
-        session.grant(connection.epoch, len(connection.parts))
+        session.grant(connection.epoch, connection.num_stretches, len(connection.parts) // connection.num_stretches)
         for first, pages in session.lacking() or [(session.first, [])]:
             self._transport.allow(session.peer, connection.epoch, pages)
             self._messages.append((session.peer, Grant(*session.key, connection.epoch, first, tuple(pages))))

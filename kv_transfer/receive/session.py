@@ -15,7 +15,7 @@ from kv_transfer.states import MAX_RESENDS, RECEIVE_TABLE, ReceiveEvent, Receive
 class ReceiveSession:
     """The decode node's end of a transfer; arrivals are counted by (page index, part).
 
-    A part is one of the writer's units within a page.
+    A part is one of the writer's units within a page: a stretch of its tokens, and of those some heads.
 
     Attributes:
         key, peer: which transfer, and the incarnation of the prefill node.
@@ -23,7 +23,8 @@ class ReceiveSession:
         pages: destinations of index ``first`` and on, up to the end of the prompt.
         num_tokens, num_pages: of the whole prompt.
         epoch: of the connection when the pages were granted; 0 before.
-        num_units: units in which a whole page comes; known when the pages are granted.
+        num_stretches: stretches of tokens in which a whole page comes; known when the pages are granted.
+        num_parts: parts in which each of them comes.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class ReceiveSession:
         self.first = first
         self.pages = list(pages)
         self.epoch = 0
-        self.num_units = 1
+        self.num_stretches = self.num_parts = 1
         self._page_size = page_size
         self._whole: set[int] = set()  # indices of pages that have arrived
         self._parts: dict[int, set[int]] = {}  # of pages of which some parts have arrived, by index
@@ -50,19 +51,24 @@ class ReceiveSession:
     def apply(self, event: ReceiveEvent) -> None:
         self.state = advance(RECEIVE_TABLE, self.state, event)
 
-    def grant(self, epoch: int, num_units: int = 1) -> None:
-        """The writer is told of the pages; it writes each in ``num_units`` units."""
+    def grant(self, epoch: int, num_stretches: int = 1, num_parts: int = 1) -> None:
+        """The writer is told of the pages; it writes each stretch of tokens of a page in ``num_parts`` parts."""
         self.apply(ReceiveEvent.GRANT)
         assert self.epoch in (0, epoch)
         self.epoch = epoch
-        self.num_units = num_units
+        self.num_stretches, self.num_parts = num_stretches, num_parts
         if self.is_landed:
             self.apply(ReceiveEvent.LAND)
+
+    @property
+    def _most_parts(self) -> int:
+        """Parts of a page that is full of tokens."""
+        return self.num_stretches * self.num_parts
 
     def _num_parts(self, index: int) -> int:
         """Parts of the page with this index; the last page of a prompt may have fewer."""
         num_tokens = min(self.num_tokens - index * self._page_size, self._page_size)
-        return -(-num_tokens * self.num_units // self._page_size)
+        return -(-num_tokens * self.num_stretches // self._page_size) * self.num_parts
 
     def suspend(self) -> None:
         """The writer cannot write any more; pages that have not wholly arrived will be granted again."""
@@ -109,11 +115,9 @@ class ReceiveSession:
             return True
         if min(indices) < self.first or max(indices) >= self.num_pages or len(set(indices)) < len(indices):
             return False
-        if part >= self.num_units or not self._whole.isdisjoint(indices):
+        if part >= self._most_parts or not self._whole.isdisjoint(indices):
             return False
-        if self.num_units > 1 and any(
-            part >= self._num_parts(i) or part in self._parts.get(i, ()) for i in indices
-        ):
+        if self._most_parts > 1 and any(part >= self._num_parts(i) or part in self._parts.get(i, ()) for i in indices):
             return False
         if num_resends is None or not self._num_corrupt:
             return not num_resends
@@ -123,7 +127,7 @@ class ReceiveSession:
         """Record what has been written; returns the destination pages that are whole now."""
         assert self.is_expected(indices, part)
         self.apply(ReceiveEvent.DELIVER)
-        whole = indices if self.num_units == 1 else [index for index in indices if self._is_last(index, part)]
+        whole = indices if self._most_parts == 1 else [index for index in indices if self._is_last(index, part)]
         self._whole.update(whole)
         if whole and self.is_landed:
             self.apply(ReceiveEvent.LAND)

@@ -102,7 +102,12 @@ class DecodeConnections:
             self._transport.attach(peer, connect)
         except AttachError as error:
             return self._attach_failed(connect.name, connect.epoch, str(error))
-        mapping = PageMapping(self._transport.store.layout, connect.layout.layout())
+        mapping = PageMapping(
+            self._transport.store.layout,
+            connect.layout.layout(),
+            num_sources=self._transport.num_ranks,
+            num_targets=connect.num_ranks,
+        )
         checksums = wider(self._checksums, connect.checksums)
         self.by_peer[peer] = DecodeConnection(connect.name, connect.epoch, connect.num_pages, mapping, checksums)
         return None
@@ -118,6 +123,11 @@ class DecodeConnections:
         problem = layout_conflict(theirs, ours)
         if problem:
             return f"{connect.name} and this prefill node cannot share pages: {problem}"
+        num_ranks = self._transport.num_ranks
+        if connect.num_peer_ranks != num_ranks:
+            return (
+                f"{connect.name} expects pages of {connect.num_peer_ranks} ranks, and this prefill node has {num_ranks}"
+            )
         return ""
 
     def _attach_failed(self, name: str, epoch: int, problem: str) -> AttachFailed:
@@ -144,7 +154,8 @@ class DecodeConnections:
                 answers.append((news.peer, self._attach_failed(connection.name, connection.epoch, news.problem)))
             else:
                 self._attached(connection, news)
-                num_units = connection.mapping.units.per_target
+                units = connection.mapping.units
+                num_units = units.per_target // units.num_parts
                 answers.append(
                     (news.peer, Connected(connection.epoch, connection.transport, num_units, connection.why))
                 )

@@ -12,7 +12,7 @@ from common.clock import Clock
 from common.errors import invariant
 from common.request import RequestKey
 from common.wire.messages import PagesWritten
-from kv_transfer.checksums import Checksums, is_covered
+from kv_transfer.checksums import is_covered
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.send.connections import DecodeConnections
 from kv_transfer.send.session import SendSession
@@ -29,12 +29,14 @@ class Write(NamedTuple):
     Attributes:
         sums: checksums of the units that travel with one.
         transport: which one carries it.
+        unit_bytes: of each unit.
     """
 
     session: SendSession
     units: list[int]
     sums: Sums
     transport: str
+    unit_bytes: int
 
 
 class WriteQueue:
@@ -50,7 +52,6 @@ class WriteQueue:
         self.clock = clock
         self._transport = transport
         self._connections = connections
-        self._checksums = Checksums(transport.store)
         self._due: dict[RequestKey, SendSession] = {}  # with pages to write, in the order in which they came due
         self._tickets: dict[int, Write] = {}
         self._write_time = WriteTime()
@@ -100,12 +101,14 @@ class WriteQueue:
         ticket = self._transport.write(session.peer, pages, slices)
         self._seconds += self.clock.now() - begun_at
         connection = self._connections.by_peer[session.peer]
-        sums: Sums = {}
+        covered: list[tuple[int, int]] = []  # unit, and our page
         if connection.checksums != "off":
-            for unit, (source, _) in zip(units, pages, strict=True):
-                if is_covered(connection.checksums, session.key[1], unit):
-                    sums[unit] = self._checksums.of_source(source, slices)
-        self._tickets[ticket] = Write(session, units, sums, connection.transport)
+            sources = zip(units, pages, strict=True)
+            covered = [(u, page) for u, (page, _) in sources if is_covered(connection.checksums, session.key[1], u)]
+        found = self._transport.checksums([page for _, page in covered], slices) if covered else []
+        sums = dict(zip([unit for unit, _ in covered], found, strict=True))
+        unit_bytes = self._transport.store.layout.page_bytes if slices is None else slices.num_bytes
+        self._tickets[ticket] = Write(session, units, sums, connection.transport, unit_bytes)
         self._write_time.begin(connection.transport, begun_at)
 
     def finished(self) -> list[tuple[SendSession, list[int], Sums]]:
@@ -114,22 +117,22 @@ class WriteQueue:
         for ticket in self._transport.done():
             if ticket not in self._tickets:
                 continue  # over before its connection was
-            session, units, sums, _ = self._pop(ticket)
-            session.written(units)
+            write = self._pop(ticket)
+            session = write.session
+            session.written(write.units)
             known = finished.setdefault(session.key, (session, [], {}))
-            known[1].extend(units)
-            known[2].update(sums)
-        for session, units, _ in finished.values():
+            known[1].extend(write.units)
+            known[2].update(write.sums)
             if not session.is_suspended:
-                self._count(session, len(units))
+                self._count(write)
         return list(finished.values())
 
-    def _count(self, session: SendSession, num_units: int) -> None:
+    def _count(self, write: Write) -> None:
+        num_units = len(write.units)
         self._totals["pages_sent"] += num_units
-        page_bytes = self._transport.store.layout.page_bytes
-        self._totals["bytes_sent"] += num_units * page_bytes // session.units.per_source
-        self._totals["pages_overlapped"] += num_units if session.state is SendState.OPEN else 0
-        session.has_delivered = True
+        self._totals["bytes_sent"] += num_units * write.unit_bytes
+        self._totals["pages_overlapped"] += num_units if write.session.state is SendState.OPEN else 0
+        write.session.has_delivered = True
 
     def stop(self, session: SendSession) -> None:
         self._due.pop(session.key, None)

@@ -13,49 +13,32 @@ moment, and ``forbid`` and ``withdraw`` take effect before they return.
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from common.cache.page_layout import PageLayout
 from common.errors import BatonError
 from common.wire.messages import Connect
+from kv_transfer.checksums import Checksums
 from kv_transfer.page_slices import PageSlice, SlicePair
+from kv_transfer.page_store import PageStore as PageStore
 
 
 class AttachError(BatonError):
     """This peer's pool cannot be written to; the message is a sentence for the peer's operator."""
 
 
-class PageStore(Protocol):
-    """A pool of KV pages as transfers see it.
-
-    ``fd`` is a memfd of exactly ``layout.pool_bytes(num_pages)`` bytes into which a writer on the same host puts
-    pages, and ``memory`` is our own mapping of it. ``is_mapped``: that memory is the pool itself; otherwise the pool is
-    on a device, and the memory is a staging area beside it. ``is_in_place``: pages arrive in the pool itself.
-
-    ``device_pages``: the pool's bytes on its device, a uint8 tensor ``[num_pages, page_bytes]`` for transports that
-    move device memory; None where there is no device.
-    """
-
-    layout: PageLayout
-    num_pages: int
-    fd: int
-    memory: Any  # a writable buffer
+@runtime_checkable
+class RunCopier(Protocol):
+    """A ``PageStore`` whose device copies runs of pages, (offset in the page, bytes) each, in one launch."""
 
     @property
-    def is_mapped(self) -> bool: ...
+    def can_copy_runs(self) -> bool: ...
 
-    @property
-    def is_in_place(self) -> bool: ...
-
-    @property
-    def device_pages(self) -> Any: ...
-
-    def export_page(self, page: int, into: memoryview) -> None:
-        """Copy a page's bytes out. Keeps no reference to ``into``."""
+    def gather(self, pages: Sequence[int], runs: tuple[tuple[int, int], ...], staging: Any) -> None:
+        """Put the runs of each page one after another into ``staging``, a uint8 tensor on the device."""
         ...
 
-    def landed(self, pages: Sequence[int]) -> None:
-        """The bytes of these pages have arrived in ``memory``."""
+    def scatter(self, pages: Sequence[int], runs: tuple[tuple[int, int], ...], staging: Any) -> None:
+        """Put back into the pages what ``gather`` would take from them."""
         ...
 
 
@@ -102,10 +85,15 @@ class Fenced:
 
 
 class Transport(Protocol):
-    """What both sides have in common."""
+    """What both sides have in common.
+
+    ``num_ranks``: processes among which this node divides its pages. ``store`` is then that of all together, with the
+    layout of whole pages.
+    """
 
     name: str
     store: PageStore
+    num_ranks: int = 1
 
     @property
     def names(self) -> Sequence[str]:
@@ -125,6 +113,10 @@ class Transport(Protocol):
 
 class WriterTransport(Transport, Protocol):
     """The prefill node's side."""
+
+    def checksums(self, pages: Sequence[int], slices: SlicePair | None = None) -> list[int]:
+        """Checksums of our pages as they stand in the pool, or of the source slices of them."""
+        return Checksums(self.store).of_sources(pages, slices)
 
     def attach(self, peer: str, connect: Connect) -> None:
         """Begin to attach to a peer's pool; never blocks. ``poll`` reports how that ended.
@@ -172,6 +164,18 @@ class WriterTransport(Transport, Protocol):
 
 class ReaderTransport(Transport, Protocol):
     """The decode node's side."""
+
+    def landed(self, peer: str, pages: Sequence[int]) -> None:
+        """All parts of these pages of this peer have arrived. When this returns, they can be read in the pool."""
+        self.store.landed(pages)
+
+    def checksums(self, peer: str, pages: Sequence[int], part: PageSlice) -> list[int]:
+        """Checksums of one part of pages that have come from this peer, where it has come to."""
+        return Checksums(self.store).of_targets(pages, part)
+
+    def expect(self, peer: str, num_ranks: int) -> None:
+        """This peer divides its pages among so many ranks; said before each offer to it."""
+        assert num_ranks == 1, "only the transports of a node in several ranks can do more"
 
     def offer(self, peer: str, epoch: int) -> str:
         """The endpoint through which this peer alone may attach under this epoch, once. Earlier offers to it end."""
@@ -226,6 +230,11 @@ class TransportEnds(Protocol):
 
     @property
     def writer(self) -> WriterTransport: ...
+
+
+def node_of(peer: str) -> str:
+    """The incarnation in the name of a peer; a transport of ranks calls them ``INCARNATION/RANK``."""
+    return peer.partition("/")[0]
 
 
 def stage(store: PageStore, pages: Iterable[int]) -> None:

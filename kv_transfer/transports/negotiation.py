@@ -11,8 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -110,39 +109,6 @@ def open_writer(store: PageStore, settings: TransportSettings) -> "NegotiatingWr
         return TcpWriter(store, key=settings.cluster_key)
 
     return NegotiatingWriter(_available(settings, make))
-
-
-class NodeTransports:
-    """The ``TransportEnds`` of a node process, opened when they are first asked for.
-
-    An end has descriptors and, with some transports, a thread and registered memory of its own.
-
-    Args:
-        first: the end that the role always needs, which is opened at once.
-    Raises:
-        ConfigError: as ``open_reader``.
-    """
-
-    def __init__(self, store: PageStore, settings: TransportSettings, *, first: Literal["reader", "writer"]) -> None:
-        self._store = store
-        self._settings = settings
-        getattr(self, first)
-
-    @cached_property
-    def reader(self) -> ReaderTransport:
-        """Raises as ``open_reader``."""
-        return open_reader(self._store, self._settings)
-
-    @cached_property
-    def writer(self) -> WriterTransport:
-        """Raises as ``open_writer``."""
-        return open_writer(self._store, self._settings)
-
-    def close(self) -> None:
-        """Close the ends that are open."""
-        for name in ("reader", "writer"):
-            if name in self.__dict__:
-                getattr(self, name).close()
 
 
 def _available(settings: TransportSettings, make: Callable[[str], T]) -> list[T]:

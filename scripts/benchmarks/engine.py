@@ -17,6 +17,8 @@ import torch
 
 from common.cache.page_layout import ITEM_BYTES
 from common.engine.attention import make_attention
+from common.engine.attention.protocol import GraphSafeAttention
+from common.engine.cuda_graphs import CudaGraphRunner, batch_sizes_to_capture
 from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import TORCH_DTYPES, KVPool
 from common.engine.models.config import ModelConfig, RopeConfig
@@ -59,6 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=64, help="decode steps (%(default)s)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
+    parser.add_argument("--disable-cuda-graph", action="store_true", help="run every step of a GPU eagerly")
     parser.add_argument("--ours-only", action="store_true", help="do not measure transformers")
 
 
@@ -132,11 +135,13 @@ def build(config: ModelConfig, options: Options, grammars: GrammarCompiler | Non
         [*options.prefill, *(batch * (CONTEXT + options.new_tokens + 2 * PAGE_SIZE) for batch in options.batch)]
     )
     pool = KVPool(config.layout(PAGE_SIZE, options.dtype), most_tokens // PAGE_SIZE + 2, device)
-    pool.tensor.normal_()
+    pool.pages.view(TORCH_DTYPES[options.dtype]).normal_()
     weights.pack()
     backend = make_attention(options.attention, pool, config.num_heads)
     num_slots = max([1, *options.batch])
     executor = TorchExecutor(Decoder(config, weights), pool, backend, num_slots=num_slots, grammars=grammars)
+    if device.type == "cuda" and isinstance(backend, GraphSafeAttention) and not options.disable_cuda_graph:
+        executor.capture_graphs(CudaGraphRunner(device), batch_sizes_to_capture(num_slots))
     return executor, theirs
 
 

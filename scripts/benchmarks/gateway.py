@@ -7,7 +7,9 @@ the client, they get their next tokens. So every chunk holds one token.
 
 The processor time of a gateway per event, of all its threads, tells more than the rate: its inverse is the rate that
 the gateway could reach if client and nodes were never slower. The others forward bytes; they neither tokenize nor
-format. ``raw uvloop`` answers with such bytes and does nothing else, which is the limit of one process on uvloop.
+format. Baton encrypts its messages to nodes and back (CURVE); ``baton plain`` is Baton with ``--insecure``, which does
+not, as the others, which speak plain HTTP to their workers. ``raw uvloop`` answers with such bytes and does nothing
+else, which is the limit of one process on uvloop.
 
 A completion of one token is the prefill node's alone; one of two tokens takes both nodes.
 """
@@ -27,6 +29,8 @@ from scripts.benchmarks.gateways.client import Gateway, Load, Measurement, measu
 from scripts.benchmarks.gateways.peers import ROUTERS, installed_peers, peer, raw_server
 from scripts.benchmarks.gateways.processes import split_cores
 
+#: Baton without keys.
+PLAIN = "baton plain"
 SHORTEST = ("--seconds=0.3", "--rounds=1", "--no-peers")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LINE = {"model": SMALL_MODEL_NAME, "prompt": "Shall I compare thee to a summer's day?", "max_tokens": 1}
@@ -61,7 +65,10 @@ async def run_all(options: argparse.Namespace) -> dict[str, float]:
     commands = {} if options.no_peers else installed_peers(dict(options.peer))
     cores = split_cores(is_pinned=not options.no_pin)
     async with contextlib.AsyncExitStack() as stack:
-        gateways = [await stack.enter_async_context(baton(options.model, cores))]
+        gateways = [
+            await stack.enter_async_context(baton(options.model, cores)),
+            await stack.enter_async_context(baton(options.model, cores, name=PLAIN, options=("--insecure",))),
+        ]
         for name, command in commands.items():
             gateways.append(await stack.enter_async_context(peer(name, command, cores)))
         gateways.append(await stack.enter_async_context(raw_server(cores)))
@@ -83,13 +90,18 @@ async def run_all(options: argparse.Namespace) -> dict[str, float]:
 
 
 def print_table(medians: dict[tuple[str, str], Measurement]) -> None:
-    print(f"{'':30} {'':14} {'measured':>11} {'CPU each':>11} {'per core':>11}   Baton reaches, measured and per core")
+    print(
+        f"{'':30} {'':14} {'measured':>11} {'CPU each':>11} {'per core':>11}   "
+        "Baton reaches, measured and per core; without keys"
+    )
     for (load, gateway), median in medians.items():
-        ours = medians[load, "baton"]
+        ours, plain = medians[load, "baton"], medians.get((load, PLAIN))
         per_core = _share(1e6, median.cpu_us)
         line = f"{load:30} {gateway:14} {median.per_second:9,.0f}/s {median.cpu_us:8.1f} us {per_core:9,.0f}/s"
-        ratios = f"   {_share(ours.per_second, median.per_second):.2f} {_share(median.cpu_us, ours.cpu_us):.2f}"
-        print(line + (ratios if gateway != "baton" else ""))
+        if gateway not in ("baton", PLAIN):
+            line += f"   {_share(ours.per_second, median.per_second):.2f} {_share(median.cpu_us, ours.cpu_us):.2f}"
+            line += "" if plain is None else f"; {_share(median.cpu_us, plain.cpu_us):.2f}"
+        print(line)
 
 
 def _share(one: float, other: float) -> float:

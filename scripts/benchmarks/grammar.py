@@ -130,7 +130,8 @@ def byte_alphabet() -> list[str]:
 
 
 def make_executor(config: ModelConfig, compiler: GrammarCompiler, options: Options) -> TorchExecutor:
-    shape = argparse.Namespace(**{**vars(options), "batch": [2 * options.batch], "prefill": [], "ours_only": True})
+    own = {"batch": [2 * options.batch], "prefill": [], "ours_only": True, "disable_cuda_graph": False}
+    shape = argparse.Namespace(**{**vars(options), **own})
     executor, _ = engine.build(config, shape, compiler)
     return executor
 

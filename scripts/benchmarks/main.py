@@ -25,6 +25,7 @@ DURATIONS = {
     "gateway": ("90 s", "10 s"),
     "grammar": ("> 7 min", "10 s"),
     "handoff": ("> 4 min", "20 s"),
+    "launches": ("30 s", "10 s"),
     "loadtest": ("65 s", "5 s"),
     "overload": ("3 min", "20 s"),
     "pictures": ("4 min", "20 s"),

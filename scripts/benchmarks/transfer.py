@@ -126,7 +126,7 @@ class Reader:
 
 def _touch(pool: KVPool) -> None:
     """Touch every page of memory before anything is timed."""
-    pool.tensor.view(-1)[::2048] = 0
+    pool.pages.view(-1)[::4096] = 0
 
 
 class ReaderProcess:

@@ -35,7 +35,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if command not in HELP:
         print("usage: python -m scripts.serving.worker prefill|decode [OPTIONS]", file=sys.stderr)
         return 2
-    return run(resolve(NodeConfig, words[1:], command=command, help=HELP[command]), FACTORIES)
+    config = resolve(NodeConfig, words[1:], command=command, help=HELP[command])
+    return run(config, FACTORIES, rank_module="scripts.serving.rank")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec import field
+
 from common.errors import RequestError
 from common.wire.messages import Failed, Message, Moved, Register, Registered, Spans, Tokens
 from gateway.requests.dispatcher import Dispatcher
@@ -29,31 +31,22 @@ class NoText:
         return ""
 
 
-#: The attributes that ``Answer`` replaces.
+#: The fields that ``Answer`` replaces.
 IDS: Any = OutputStream.ids
 LAST_AT: Any = OutputStream.last_at
 
 
-class Answer(OutputStream):
+class Answer(OutputStream, eq=False):
     """A production stream that records when tokens arrive. Those of repeated steps are taken when it is looked at.
-
-    Args:
-        on_feed_end: called if the stream ends before the tokens of a repeated step have come.
 
     Attributes:
         stamps_s: arrival of each message with tokens.
         extra: tokens beyond the first of a message, by its index in ``stamps_s``; messages with one token are left out.
     """
 
-    def __init__(
-        self, request: GenerateRequest, events: EventQueue, on_feed_end: Callable[[TokenFeed], None]
-    ) -> None:
-        self._feeds: list[TokenFeed] = []
-        self._events = events
-        self._on_feed_end = on_feed_end
-        OutputStream.__init__(self, request, 0, NoText, lambda stream: None, events.now())
-        self.stamps_s: list[float] = []
-        self.extra: dict[int, int] = {}
+    stamps_s: list[float] = field(default_factory=list)
+    extra: dict[int, int] = field(default_factory=dict)
+    _feeds: list[TokenFeed] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -86,7 +79,7 @@ class Answer(OutputStream):
     def _take(self) -> None:
         """Take the tokens that have arrived by now."""
         for feed in self._feeds:
-            tokens, arrivals = feed.take(self._events)
+            tokens, arrivals = feed.take()
             if tokens:
                 IDS.__get__(self).extend(tokens)
                 self.stamps_s += arrivals
@@ -98,7 +91,7 @@ class Answer(OutputStream):
         feeds, self._feeds = self._feeds, []
         OutputStream._end(self, now)
         for feed in feeds:
-            self._on_feed_end(feed)
+            feed.end()
 
     def on_tokens(self, message: Tokens, now: float) -> None:
         ids = self.ids
@@ -113,6 +106,10 @@ class Answer(OutputStream):
             if num_new > 1:
                 self.extra[len(self.stamps_s)] = num_new - 1
             self.stamps_s.append(now)
+
+
+def _ignore(stream: OutputStream) -> None:
+    """Nothing reads an answer before its end."""
 
 
 class Gateway:
@@ -135,7 +132,8 @@ class Gateway:
         if not self._is_ticking:
             self._is_ticking = True
             self._events.background_after(TICK_S, self._tick)
-        answer = self.answers[request.rid] = Answer(request, self._events, self._on_feed_end)
+        answer = Answer(request, 0, NoText, _ignore, self._events.now())
+        self.answers[request.rid] = answer
         try:
             self.dispatcher.dispatch([answer])
         except RequestError:
@@ -166,7 +164,7 @@ class Gateway:
             return False
         for row, answer in enumerate(answers):
             assert answer is not None
-            answer.feed(TokenFeed(steps, row))
+            answer.feed(TokenFeed(steps, row, self._events, self._on_feed_end))
         return True
 
     def register(self, incarnation: str, register: Register) -> None:

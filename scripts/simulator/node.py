@@ -134,6 +134,7 @@ class Node:
             config=config,
             capacity=self.capacity,
             pool=self.engine.pool,
+            layout=self.engine.pool.layout,
             allocator=self.allocator,
             cache=self.cache,
             clock=self.clock,

@@ -95,18 +95,28 @@ class TokenFeed:
 
     Args:
         row: of the request among those of the step.
+        on_end: called when the stream ends before its tokens.
     """
 
-    __slots__ = ("_num_taken", "_row", "steps")
+    __slots__ = ("_events", "_num_taken", "_on_end", "_row", "steps")
 
-    def __init__(self, steps: RepeatedSteps, row: int) -> None:
+    def __init__(
+        self, steps: RepeatedSteps, row: int, events: EventQueue, on_end: Callable[["TokenFeed"], None]
+    ) -> None:
         self.steps = steps
         self._row = row
+        self._events = events
+        self._on_end = on_end
         self._num_taken = 0
 
-    def take(self, events: EventQueue) -> tuple[list[int], list[float]]:
+    def end(self) -> None:
+        """The stream has ended."""
+        if not self.is_empty:
+            self._on_end(self)
+
+    def take(self) -> tuple[list[int], list[float]]:
         """The tokens that have arrived since the last call, and when each did."""
-        steps, first = self.steps, self._num_taken
+        steps, events, first = self.steps, self._events, self._num_taken
         end = bisect_left(steps.arrivals, events.now(), first)
         while end < len(steps.arrivals) and events.is_past(steps.arrivals[end], steps.numbers[end]):
             end += 1

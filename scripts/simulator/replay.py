@@ -52,6 +52,7 @@ class ReplayedTransport:
         self.store: PageStore = EmptyPageStore(opening.layout.layout(), opening.capacity.num_pages)
         self.name = opening.transport
         self.names = opening.transports
+        self.num_ranks: int = opening.config.get("tp", 1)
         self._num_calls: Counter[str] = Counter()
         self._news: dict[tuple[str, int], Any] = {}
         for one in news:
@@ -133,6 +134,7 @@ def _build(opening: frames.RecordingHeader, ends: ReplayedTransports) -> Any:
         config=config,
         capacity=opening.capacity,
         pool=ends.reader.store,
+        layout=ends.reader.store.layout,
         allocator=allocator,
         cache=make_cache(config, allocator),
         clock=EventQueue(),

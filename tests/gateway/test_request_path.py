@@ -73,6 +73,6 @@ async def test_a_request_enters_few_modules_and_none_twice_before_it_is_sent(fol
         finally:
             sys.setprofile(None)
     way = [*sent, MailboxChannel.__module__]
-    assert "gateway.http.http_connection" in way, "which gives the body when the endpoint asks for it"
+    assert "gateway.http.request_cycle" in way, "which gives the body when the endpoint asks for it"
     assert len(way) == len(set(way)), "\n".join(way)
     assert len(way) <= MAX_MODULES, "\n".join(way)

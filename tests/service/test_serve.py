@@ -58,9 +58,16 @@ class Service:
     def nodes(self) -> dict[str, psutil.Process]:
         """The child processes: the gateway, and the nodes by their role."""
         found = {}
-        for child in psutil.Process(self.process.pid).children():
-            _, _, module, *flags = child.cmdline()
+        for child, (_, _, module, *flags) in self.commands():
             found[flags[0] if module == WORKER else module] = child
+        return found
+
+    def commands(self) -> list[tuple[psutil.Process, list[str]]]:
+        """The child processes with their command lines, without those that have just ended."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie has no command line
+                found.append((child, child.cmdline()))
         return found
 
     def complete(self, prompt: str) -> tuple[int, str]:
@@ -121,8 +128,7 @@ PROMPTS = [f"Speech number {number}:\n" for number in range(NUM_PROMPTS)]
 
 
 def gateways(service: Service) -> list[psutil.Process]:
-    children = psutil.Process(service.process.pid).children()
-    return [child for child in children if "gateway" in child.cmdline()]
+    return [child for child, words in service.commands() if "gateway" in words]
 
 
 async def until(condition: Callable[[], object], service: Service) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from support.cluster.local_cluster import Answer, LocalCluster, assert_all_pages
 from support.cluster.overlapped_cluster import ClusterOfExecutors, OverlappedCluster
 from support.cluster.watched_allocator import WatchedAllocator
 from support.engine.asynchronous_device import AsynchronousDevice
+from support.engine.recorded_graphs import GraphRecorder, load_with_torch
 from torch import Tensor
 
 from common.cache.page_allocator import Owner
@@ -238,21 +239,36 @@ def executors() -> Iterator[list[TorchExecutor]]:
         executor.close()
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["CPU", "late device"])
+@pytest.fixture(scope="module")
+def with_graphs() -> Iterator[list[TorchExecutor]]:
+    """Steps of one row are padded to two; those of prompts run eagerly, and so do those that compute prompts beside."""
+    config = replace(ModelConfig.load(SMALL_MODEL), context_length=128)  # the stand-in reads whole contexts
+    made = [
+        load_with_torch(config, num_slots=NUM_SLOTS, num_pages=MAX_PAGES + 1, page_size=PAGE_SIZE) for _ in range(3)
+    ]
+    for executor in made:
+        executor.capture_graphs(GraphRecorder(), (2, NUM_SLOTS))
+    yield made
+    for executor in made:
+        executor.close()
+
+
+@pytest.mark.parametrize("device", ["CPU", "late device", "late device with graphs"])
 def test_the_engine_in_its_thread_yields_the_same_outputs(
-    executors: list[TorchExecutor], is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+    executors: list[TorchExecutor], device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With grammars, penalties, bad words and log-probabilities, of which the host must know every token in time."""
+    ours = request.getfixturevalue("with_graphs") if "graphs" in device else executors
 
-    @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=4 if "graphs" in device else 8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(wanted([*KINDS]), min_size=3, max_size=7), CLUSTERS)
     def check(history: list[Wanted], shape: dict[str, Any]) -> None:
         expected = Play(ClusterOfExecutors(executors, folder=SMALL_MODEL, **SHAPE, **shape), history).run()
         with monkeypatch.context() as patch:
-            if is_asynchronous:
+            if device != "CPU":
                 patch.setattr(TorchExecutor, "is_asynchronous", True)
                 patch.setattr(executor_module, "HostCopies", LateCopies)
-            with stopping(OverlappedCluster(executors, folder=SMALL_MODEL, **SHAPE, **shape)) as cluster:
+            with stopping(OverlappedCluster(ours, folder=SMALL_MODEL, **SHAPE, **shape)) as cluster:
                 answers = Play(cluster, history).run()
         for rid, answer in answers.items():
             assert_same(answer, expected[rid], rid)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import torch
 
 from common.cache.page_layout import PageLayout
-from common.engine.attention.cpu import cpu_attention
+from common.engine.attention.cpu import cpu_attention, cpu_conflict
 from common.engine.attention.flash_attn_backend import FlashAttention, flash_attn_conflict
 from common.engine.attention.protocol import AttentionBackend, AttentionParams, LayerParams
 from common.engine.attention.reference import ReferenceAttention
@@ -37,6 +37,9 @@ BACKENDS: dict[str, Callable[[KVPool, int, LayerParams], AttentionBackend]] = {
     "flash-attn": _flash_attn,
 }
 
+#: The backends that are ``GraphSafeAttention``; the others run every step eagerly.
+GRAPH_SAFE = ("triton", "flash-attn")
+
 
 def resolve_attention(name: str, device: torch.device, layout: PageLayout, params: LayerParams = ()) -> str:
     """Return the name of a backend for pools of this layout on this device; ``auto`` picks the fastest.
@@ -45,9 +48,10 @@ def resolve_attention(name: str, device: torch.device, layout: PageLayout, param
         ConfigError: the backend is unknown, is not installed, does not run on this device or lacks something that the
             layout or the parameters of the layers need.
     """
-    is_cpu = device.type == "cpu"
     if name == "auto":
-        return "cpu" if is_cpu else "triton" if find_spec("triton") else "torch"
+        if device.type == "cpu":
+            return "torch" if cpu_conflict(layout) else "cpu"
+        return "triton" if find_spec("triton") else "torch"
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name}: unknown; give auto, {', '.join(BACKENDS)}")
     reason = _conflict(name, device, layout, params)
@@ -59,8 +63,10 @@ def resolve_attention(name: str, device: torch.device, layout: PageLayout, param
 def _conflict(name: str, device: torch.device, layout: PageLayout, params: LayerParams) -> str:
     """Return why a backend cannot serve, with the fix; empty if it can."""
     is_cpu = device.type == "cpu"
-    if name == "cpu" and not is_cpu:
-        return f"the KV pool is on {device}; give auto, triton, reference or torch"
+    if name == "cpu":
+        if not is_cpu:
+            return f"the KV pool is on {device}; give auto, triton, reference or torch"
+        return cpu_conflict(layout)
     if name == "triton":
         if not find_spec("triton"):
             return "the package triton is missing; install it, or give auto or torch"

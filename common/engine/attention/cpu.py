@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionBackend, LayerParams
 from common.engine.attention.torch_sdpa import ExtendRow, TorchAttention
 from common.engine.batch import StepBatch, cut_into_pieces
@@ -68,7 +69,7 @@ class CpuStep:
         return out
 
     def _paged(self, layer: int, num_heads: int) -> Paged:
-        keys, values = self._pool.layer(layer)
+        keys, values, _, _ = self._pool.layer(layer)
         table = self._batch.page_table
         return Paged(
             keys=ctypes.c_void_p(keys.data_ptr()),
@@ -82,6 +83,15 @@ class CpuStep:
             kv_heads=keys.shape[1],
             dim=keys.shape[3],
         )
+
+
+def cpu_conflict(layout: PageLayout) -> str:
+    """Return why no kernel can read this layout, with the fix; empty if one can, or torch can in its place."""
+    if layout.has_scales:
+        return "cannot read KV pages in FP8: give auto or torch, or --kv-cache-dtype auto"
+    if layout.is_latent or layout.value_dim != layout.head_dim:
+        return "needs keys and values of one size, which this model has not: give auto or torch"
+    return ""
 
 
 def cpu_attention(pool: KVPool, num_heads: int, params: LayerParams) -> AttentionBackend:

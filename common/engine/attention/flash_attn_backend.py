@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionParams, LayerParams, write_kv
-from common.engine.batch import StepBatch
+from common.engine.batch import DecodeRows, StepBatch
 from common.engine.device_copies import to_device
 from common.engine.kv_pool import KVPool
 
@@ -28,6 +28,10 @@ def flash_attn_conflict(layout: PageLayout, params: LayerParams) -> str:
     """Return why flash-attn cannot serve this layout and these layers, with the fix; empty if it can."""
     if layout.page_size % PAGE_MULTIPLE:
         return f"needs pages of a multiple of {PAGE_MULTIPLE} tokens: give --page-size {PAGE_MULTIPLE}, or triton"
+    if layout.has_scales:
+        return "cannot read KV pages in FP8: give --kv-cache-dtype auto, or triton"
+    if layout.is_latent or layout.value_dim != layout.head_dim:
+        return "needs keys and values of one size, which this model has not: give triton"
     if layout.dtype not in ("bfloat16", "float16"):
         return f"computes in bfloat16 or float16, not in {layout.dtype}: give --dtype bfloat16, or triton"
     if layout.head_dim % 8 or layout.head_dim > MAX_HEAD_DIM:
@@ -60,6 +64,9 @@ class FlashAttention:
     def prepare(self, batch: StepBatch) -> "FlashStep":
         return FlashStep(self, batch)
 
+    def prepare_decode(self, rows: DecodeRows) -> "FlashDecodeStep":
+        return FlashDecodeStep(self, rows)
+
 
 class FlashStep:
     """One step of ``FlashAttention``; lengths and block tables are copied to the device once for all layers."""
@@ -75,7 +82,7 @@ class FlashStep:
         kv = self._backend.pool.layer(layer)
         params = self._backend.params[layer]
         write_kv(kv, k, v, self._batch)
-        keys, values = (part.transpose(1, 2) for part in kv)
+        keys, values = kv.keys.transpose(1, 2), kv.values.transpose(1, 2)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._decodes is not None:
             rows = self._decodes
@@ -101,6 +108,30 @@ class FlashStep:
                 **_options(params, q.shape[2]),
             )
         return out
+
+
+class FlashDecodeStep:
+    """One step of ``FlashAttention`` of which the host knows only the number of its rows."""
+
+    def __init__(self, backend: FlashAttention, rows: DecodeRows) -> None:
+        self._backend = backend
+        self._rows = rows
+        self._lengths = (rows.positions + 1).to(torch.int32)
+        self._block_table = rows.page_table[rows.slots]
+
+    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv = self._backend.pool.layer(layer)
+        write_kv(kv, k, v, self._rows)
+        keys, values = (part.transpose(1, 2) for part in kv[:2])
+        attended = self._backend.attend_decode(
+            q=q[:, None],
+            k_cache=keys,
+            v_cache=values,
+            cache_seqlens=self._lengths,
+            block_table=self._block_table,
+            **_options(self._backend.params[layer], q.shape[2]),
+        )
+        return attended[:, 0]
 
 
 class RowGroup:

@@ -4,13 +4,19 @@ A backend is built once per pool. It turns a step's batch into a ``StepAttention
 step share. Page size, dtype and the mixture of rows are values in the batch; they do not multiply backends.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from common.engine.batch import StepBatch
+from common.engine.attention.fp8 import dequantize, quantize
+from common.engine.batch import DecodeRows, StepBatch
+from common.engine.kv_pool import LayerKV
+
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,24 +61,64 @@ class StepAttention(Protocol):
 
         Args:
             q: ``[N, heads, head_dim]``.
-            k, v: ``[N, kv_heads, head_dim]``.
+            k: ``[N, kv_heads, head_dim]``.
+            v: ``[N, kv_heads, value_dim]``; not read in a latent layout, where values are the first numbers of keys.
         Returns:
-            ``[N, heads, head_dim]`` in q's dtype.
+            ``[N, heads, value_dim]`` in q's dtype.
         """
         ...
+
+
+class RotatingAttention(ABC):
+    """A ``StepAttention`` that also normalises and rotates, in the launch that writes keys and values."""
+
+    @property
+    @abstractmethod
+    def can_rotate(self) -> bool:
+        """Whether it can with this pool's pages."""
+
+    @abstractmethod
+    def rotate_and_extend(self, layer: int, qkv: Tensor, norms: Pair | None, rotary: Pair, eps: float) -> Tensor:
+        """Return what ``extend`` returns after ``Operations.norm_and_rotate``, which has the same arguments."""
 
 
 class AttentionBackend(Protocol):
     def prepare(self, batch: StepBatch) -> StepAttention: ...
 
 
-def write_kv(kv: tuple[Tensor, Tensor], k: Tensor, v: Tensor, batch: StepBatch) -> None:
+@runtime_checkable
+class GraphSafeAttention(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured in CUDA graphs."""
+
+    def prepare_decode(self, rows: DecodeRows) -> StepAttention:
+        """Return the attention of rows of one new token each.
+
+        This and the step's ``extend`` read nothing on the host and copy nothing to the device, and their launches
+        depend on the number of rows alone.
+        """
+        ...
+
+
+def write_kv(kv: LayerKV, k: Tensor, v: Tensor, batch: StepBatch | DecodeRows) -> None:
     """Write a step's keys and values into their pages.
 
     Args:
-        kv: one layer's keys and values, ``[pages, kv_heads, page_size, head_dim]`` each.
-        k, v: new keys and values, ``[N, kv_heads, head_dim]`` each.
+        kv: one layer's pages.
+        k, v: new keys and values, ``[N, kv_heads, head_dim]`` and ``[N, kv_heads, value_dim]``.
         batch: the step, with the page and place of each of the N tokens.
     """
-    for target, new in zip(kv, (k, v), strict=True):
-        target[batch.token_pages, :, batch.token_offsets] = new.to(target.dtype)
+    places = (batch.token_pages, slice(None), batch.token_offsets)
+    new_parts = ((kv.keys, kv.key_scales, k), (kv.values, kv.value_scales, v))
+    for target, target_scales, new in new_parts[: 1 if kv.is_latent else 2]:
+        if target_scales is None:
+            target[places] = new.to(target.dtype)
+        else:
+            target[places], target_scales[places] = quantize(new)
+
+
+def read_kv(kv: LayerKV, places: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return keys and values as ``dtype``, indexed by ``places`` among ``[pages, kv_heads, page_size]``."""
+    if kv.key_scales is None or kv.value_scales is None:
+        return kv.keys[places].to(dtype), kv.values[places].to(dtype)
+    keys = dequantize(kv.keys[places], kv.key_scales[places])
+    return keys.to(dtype), dequantize(kv.values[places], kv.value_scales[places]).to(dtype)

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.attention.protocol import AttentionParams, LayerParams, write_kv
+from common.engine.attention.protocol import AttentionParams, LayerParams, read_kv, write_kv
 from common.engine.batch import StepBatch
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import KVPool, LayerKV
 
 
 class ReferenceAttention:
@@ -26,31 +26,30 @@ class ReferenceStep:
         self._batch = batch
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self._backend.pool.layer(layer)
+        kv = self._backend.pool.layer(layer)
         params = self._backend.params[layer]
-        write_kv((keys, values), k, v, self._batch)
-        out = torch.empty_like(q)
+        write_kv(kv, k, v, self._batch)
+        out = q.new_empty(*q.shape[:2], kv.values.shape[-1])
         group = q.shape[1] // k.shape[1]
         for row in range(self._batch.num_rows):
             first, end = self._batch.first_new[row : row + 2].tolist()
             length = int(self._batch.lengths[row])
             for head in range(q.shape[1]):
-                row_keys = self._gather(keys, row, head // group, length)
-                row_values = self._gather(values, row, head // group, length)
+                keys, values = self._gather(kv, row, head // group, length)
                 sink = None if params.sinks is None else params.sinks[head].float()
-                attended = _attend(q[first:end, head].float(), row_keys, row_values, params, sink)
+                attended = _attend(q[first:end, head].float(), keys, values, params, sink)
                 out[first:end, head] = attended.to(q.dtype)
         return out
 
-    def _gather(self, paged: Tensor, row: int, head: int, length: int) -> Tensor:
-        """Read one KV head of one row through its page table: ``[length, head_dim]`` float32."""
-        tokens = np.arange(length)
-        pages = self._batch.rows.page_table[row][tokens // paged.shape[2]].astype(np.int64)
-        return paged[torch.from_numpy(pages), head, torch.from_numpy(tokens % paged.shape[2])].float()
+    def _gather(self, kv: LayerKV, row: int, head: int, length: int) -> tuple[Tensor, Tensor]:
+        """Read one KV head of one row through its page table: ``[length, head_dim]`` float32, and the values."""
+        tokens, page_size = np.arange(length), kv.keys.shape[2]
+        pages = self._batch.rows.page_table[row][tokens // page_size].astype(np.int64)
+        return read_kv(kv, (torch.from_numpy(pages), head, torch.from_numpy(tokens % page_size)), torch.float32)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, sink: Tensor | None) -> Tensor:
-    """Return ``[n, head_dim]`` for the last n of ``length`` tokens of one row and one head."""
+    """Return ``[n, value_dim]`` for the last n of ``length`` tokens of one row and one head."""
     num_new, length = len(q), len(keys)
     scores = q @ keys.T * params.scale_for(q.shape[1])
     if params.soft_cap is not None:

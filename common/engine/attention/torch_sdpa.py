@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.engine.attention.protocol import AttentionParams, LayerParams, write_kv
+from common.engine.attention.protocol import AttentionParams, LayerParams, read_kv, write_kv
 from common.engine.batch import StepBatch
 from common.engine.device_copies import to_device
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import KVPool, LayerKV
 
 
 class TorchAttention:
@@ -50,24 +50,24 @@ class TorchStep:
         kv = self._backend.pool.layer(layer)
         params = self._backend.params[layer]
         write_kv(kv, k, v, self._batch)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], kv.values.shape[-1])
         for row in self._extends:
             out[row.first : row.end] = row.attend(q[row.first : row.end], kv, params)
         if self._has_decodes:
             out[self._decode_tokens] = self._decode(q[self._decode_tokens], kv, params)
         return out
 
-    def _decode(self, q: Tensor, kv: tuple[Tensor, Tensor], params: AttentionParams) -> Tensor:
-        """Return ``[D, heads, head_dim]`` for D decode rows; heads that share KV become query rows of one KV head."""
+    def _decode(self, q: Tensor, kv: LayerKV, params: AttentionParams) -> Tensor:
+        """Return ``[D, heads, value_dim]`` for D decode rows; heads that share KV become query rows of one KV head."""
         num_rows, heads, head_dim = q.shape
         is_own = self._decode_distance > 0
         # Masked numbers must be finite: 0 * NaN is NaN.
         hidden = ~is_own[:, None, :, None]
-        keys, values = (_gather(paged, self._decode_table).masked_fill(hidden, 0) for paged in kv)
+        keys, values = (part.masked_fill(hidden, 0) for part in _gather(kv, self._decode_table, q.dtype))
         grouped = q.view(num_rows, keys.shape[1], heads // keys.shape[1], head_dim)
         is_seen = is_own if params.window is None else is_own & (self._decode_distance <= params.window)
         sinks = None if params.sinks is None else params.sinks.view(1, *grouped.shape[1:3], 1)
-        return _attend(grouped, keys, values, is_seen[:, None, None, :], params, sinks).reshape(q.shape)
+        return _attend(grouped, keys, values, is_seen[:, None, None, :], params, sinks).flatten(1, 2)
 
 
 class ExtendRow:
@@ -78,9 +78,9 @@ class ExtendRow:
         self._table = batch.page_table[row, : int(batch.rows.num_pages[row])].long()[None]
         self._masks: dict[int | None, Tensor] = {}  # by window; most models have one or two
 
-    def attend(self, q: Tensor, kv: tuple[Tensor, Tensor], params: AttentionParams) -> Tensor:
-        """Return ``[n, heads, head_dim]`` for the row's n new tokens, whose queries are ``q``."""
-        keys, values = (_gather(paged, self._table)[:, :, : self._length] for paged in kv)
+    def attend(self, q: Tensor, kv: LayerKV, params: AttentionParams) -> Tensor:
+        """Return ``[n, heads, value_dim]`` for the row's n new tokens, whose queries are ``q``."""
+        keys, values = (part[:, :, : self._length] for part in _gather(kv, self._table, q.dtype))
         queries = q.transpose(0, 1)[None]
         if self._start == 0 and params.is_plain:
             scale = params.scale
@@ -105,7 +105,7 @@ class ExtendRow:
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor, params: AttentionParams, sinks: Tensor | None
 ) -> Tensor:
-    """Return ``[rows, heads, n, head_dim]``; ``is_seen`` and ``sinks`` broadcast to ``[rows, heads, n, length]``."""
+    """Return ``[rows, heads, n, value_dim]``; ``is_seen`` and ``sinks`` broadcast to ``[rows, heads, n, length]``."""
     if params.soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=is_seen, scale=params.scale)
     scores = q.float() @ keys.float().mT * params.scale_for(q.shape[-1])
@@ -118,6 +118,7 @@ def _attend(
     return (weights @ values.float()).to(q.dtype)
 
 
-def _gather(paged: Tensor, table: Tensor) -> Tensor:
-    """Gather a layer's keys or values by ``table`` ``[rows, pages]``: ``[rows, kv_heads, tokens, head_dim]``."""
-    return paged[table].transpose(1, 2).flatten(2, 3)
+def _gather(kv: LayerKV, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Gather a layer's keys and values by ``table`` ``[rows, pages]``: ``[rows, kv_heads, tokens, head_dim]`` each."""
+    keys, values = (part.transpose(1, 2).flatten(2, 3) for part in read_kv(kv, (table,), dtype))
+    return keys, values

@@ -27,7 +27,9 @@ MAX_QUERIES = 16
 _FOLDER = Path(__file__).parent
 LIBRARY = Library(
     "kernels",
-    sources=tuple(_FOLDER / name for name in ("kernels.c", "linear.c", "paged_attention.c", "amx_attention.c")),
+    sources=tuple(
+        _FOLDER / name for name in ("kernels.c", "linear.c", "paged_attention.c", "amx_attention.c", "sampling.c")
+    ),
     headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "dot_attention.h")),
     flags=("-O3", "-march=native", "-fopenmp"),
     libraries=("-lm",),
@@ -52,7 +54,7 @@ class Paged(Structure):
 
 
 class Kernels:
-    """The library's functions, for contiguous CPU tensors whose widths are multiples of ``LANES``.
+    """The library's functions, for contiguous CPU tensors, whose widths are multiples of ``LANES`` if nothing is said.
 
     ``common.engine.models.layers.Operations`` describes the first three; ``norm_and_rotate`` works in place.
     """
@@ -72,6 +74,8 @@ class Kernels:
         )
         self._write_kv = library.baton_write_kv
         self._write_kv.argtypes = (POINTER(Paged), c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_long, c_int)
+        self._token_weights = library.baton_token_weights
+        self._token_weights.argtypes = (c_void_p, c_void_p, c_long, c_long)
         for function in vars(self).values():
             function.restype = None
         self._amx_attention = library.baton_amx_attention
@@ -105,6 +109,12 @@ class Kernels:
         out = gate_up.new_empty(rows, width)
         self._silu_and_multiply(gate_up.data_ptr(), out.data_ptr(), rows, width, DTYPES[gate_up.dtype])
         return out
+
+    def token_weights(self, scaled: Tensor, threshold: Tensor | None) -> Tensor:
+        """``common.engine.sampling.weights.token_weights`` for a width of any size; ``scaled`` is overwritten."""
+        assert scaled.is_contiguous() and (threshold is None or threshold.is_contiguous())
+        self._token_weights(scaled.data_ptr(), None if threshold is None else threshold.data_ptr(), *scaled.shape)
+        return scaled
 
     def can_multiply(self, weight: Tensor) -> bool:
         """Whether ``linear`` is the fastest product here with a weight ``[out, in]``: with AMX, oneDNN's is."""

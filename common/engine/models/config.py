@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cache.page_layout import ITEM_BYTES, PageLayout
+from common.cache.page_layout import PageLayout
 from common.engine.models.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
 from common.errors import ConfigError, UnsupportedModelError
 
@@ -44,9 +44,9 @@ ARCHITECTURES = {
     "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, default_window=4096),
 }
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-DTYPES = tuple(ITEM_BYTES)
 ROPE_TYPES = ("default", "llama3", "yarn")
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = tuple(_STORED_DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +161,15 @@ class ModelConfig:
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{folder}/config.json or generation_config.json: cannot be parsed ({error})") from error
 
-    def layout(self, page_size: int, dtype: str) -> PageLayout:
-        """Return the layout of KV pages of ``page_size`` tokens; ``dtype`` as for ``resolve_dtype``."""
-        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, page_size, self.resolve_dtype(dtype))
+    def layout(self, page_size: int, dtype: str, kv_cache_dtype: str = "auto") -> PageLayout:
+        """Return the layout of KV pages of ``page_size`` tokens.
+
+        Args:
+            dtype: of the weights, as for ``resolve_dtype``.
+            kv_cache_dtype: a value of ``--kv-cache-dtype``.
+        """
+        page_dtype = self.resolve_dtype(dtype) if kv_cache_dtype == "auto" else "fp8_e4m3"
+        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, page_size, page_dtype)
 
     @property
     def crossover_tokens(self) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.engine.attention.protocol import StepAttention
+from common.engine.attention.protocol import RotatingAttention, StepAttention
 from common.engine.models.config import ModelConfig
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
@@ -125,13 +125,16 @@ class Decoder:
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self._ops: Operations = make_operations(config, device)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, attention: StepAttention, keep: Tensor) -> Tensor:
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attention: StepAttention, keep: Tensor | None = None
+    ) -> Tensor:
         """Run all layers on ``tokens`` ``[N]`` at ``positions`` ``[N]`` and write their KV.
 
         Args:
             tokens: on ranks other than 0, memory for the tokens of rank 0.
             attention: writes new KV into the pool and reads cached KV from it.
-            keep: ``[K]`` int64, indices of the tokens to return; the last feed-forward layer skips all others.
+            keep: ``[K]`` int64, indices of the tokens to return; the last feed-forward layer skips all others. None
+                returns all.
         Returns:
             ``[K, hidden]``, before the last norm.
         """
@@ -141,9 +144,9 @@ class Decoder:
         rotary = rotations(positions, self._frequencies, self.config.rope.attention_factor)
         delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
-            q, k, v = self._qkv(layer, self._ops.add_rms_norm(x, delta, layer.input_norm, self._eps), rotary)
-            attended = attention.extend(index, q, k, v).flatten(1)
-            if index + 1 == len(self.weights.layers):
+            qkv = layer.qkv(self._ops.add_rms_norm(x, delta, layer.input_norm, self._eps))
+            attended = self._attend(index, qkv.view(len(x), -1, self.config.head_dim), rotary, attention).flatten(1)
+            if keep is not None and index + 1 == len(self.weights.layers):
                 x, attended = x[keep], attended[keep]
                 if len(keep) == 0:
                     if self._group is not None:  # other ranks may still write KV of the last layer
@@ -154,20 +157,23 @@ class Decoder:
         assert delta is not None
         return x + delta
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states ``[rows, hidden]`` to float32 logits ``[rows, vocab]``."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Map hidden states ``[rows, hidden]`` to float32 logits ``[rows, vocab]``, in ``out`` if that is given."""
         assert self.weights.head is not None, "only rank 0 has the projection to the vocabulary"
         normed = self._ops.add_rms_norm(hidden, None, self.weights.norm, self._eps)
-        return self.weights.head(normed, torch.float32)
+        return self.weights.head(normed, torch.float32, out)
 
     def _sum(self, x: Tensor) -> Tensor:
         """Return the sum of what all ranks have computed."""
         return x if self._group is None else self._group.all_reduce(x)
 
-    def _qkv(self, layer: LayerWeights, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Return rotated queries ``[N, heads, head_dim]``, and rotated keys and values ``[N, kv_heads, head_dim]``."""
-        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = layer.qkv(x).view(len(x), -1, self.config.head_dim)
+    def _attend(self, index: int, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: StepAttention) -> Tensor:
+        """Normalise and rotate ``qkv`` ``[N, heads + 2 * kv_heads, head_dim]`` of a layer, and return its attention."""
+        layer = self.weights.layers[index]
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        if isinstance(attention, RotatingAttention) and attention.can_rotate:
+            return attention.rotate_and_extend(index, qkv, norms, rotary, self._eps)
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = self._ops.norm_and_rotate(qkv, heads, norms, rotary, self._eps)
-        return tuple(torch.split(qkv, [heads, kv_heads, kv_heads], dim=1))
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        return attention.extend(index, q, k, v)

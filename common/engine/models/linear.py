@@ -41,18 +41,21 @@ class Linear:
         if not keep_weight:
             self.weight = None
 
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """Map contiguous ``[rows, in]`` to ``[rows, out]`` of ``dtype``, by default that of ``x``.
+
+        The result is written to ``out``, which has this dtype, if that is given.
 
         Our own kernel adds up each row in the same order whatever rows are beside it, and rounds its float32 sum once.
         """
         if self._packed is None:
             assert self.weight is not None
-            return F.linear(x, self.weight, self.bias).to(dtype or x.dtype)
-        if self._kernels is not None:
-            return self._kernels.linear(x, self._packed, self.bias, dtype or x.dtype)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return y.to(dtype or x.dtype)
+            y = F.linear(x, self.weight, self.bias)
+        elif self._kernels is not None:
+            y = self._kernels.linear(x, self._packed, self.bias, dtype or x.dtype)
+        else:
+            y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return y.to(dtype or x.dtype) if out is None else out.copy_(y)
 
 
 def _is_known_to_onednn(dtype: torch.dtype) -> bool:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.device_copies import to_device
 from common.engine.sampling.grammar import check
 from common.engine.sampling.reasoning import Phase, ReasoningState
 from common.errors import RequestError
@@ -116,6 +117,8 @@ class StepMasks:
         """
         if len(self.indices) == len(logits):
             logits += self.biases
+        elif logits.device.type != "cpu":  # one launch for all rows
+            logits.index_add_(0, to_device(np.array(self.indices, np.int64), logits.device), self.biases)
         else:
             for index, bias in zip(self.indices, self.biases, strict=True):
                 logits[index] += bias

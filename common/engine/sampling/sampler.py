@@ -3,15 +3,18 @@
 Top-k, top-p and min-p of a row become one threshold on its logits, so that the order in which equal logits are sorted
 does not matter; tokens that tie with the last kept token are kept too. A random row inverts its cumulative
 distribution, in order of token id, at a uniform number that is a hash of (seed, position). There is no generator state,
-so a retracted or migrated request samples the same tokens.
+so a retracted or migrated request samples the same tokens. Weights are whole numbers (``weights``), so that all devices
+sample the same token from the same logits.
 
-On a GPU nothing here waits for the device, so that the next step can be queued behind the one that samples.
+On a GPU nothing here waits for the device, so that the next step can be queued behind the one that samples; there the
+Triton kernels of ``triton_kernels.sampling`` draw, where that package is installed.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -23,11 +26,12 @@ from common.engine.sampling.constraints import StepMasks
 from common.engine.sampling.logprobs import LogprobTensors, token_logprobs
 from common.engine.sampling.penalties import TokenHistory, apply_penalties
 from common.engine.sampling.token_masks import TokenMask, apply_token_masks
+from common.engine.sampling.weights import factor_of, least_kept_by_min_p, token_weights
 from common.sampling_params import SamplingParams
 
 #: Strips of a row that are searched first for tokens above its threshold; the whole row only if they do not suffice.
 NUM_STRIPS = 32
-#: Rows that a GPU sorts at once, whose copies take 12 bytes for each logit.
+#: Rows that a GPU without Triton sorts at once, whose copies take 12 bytes for each logit.
 ROWS_PER_SORT = 32
 _MOST_PER_STRIP = 256
 
@@ -76,6 +80,28 @@ def sample(
     apply_token_masks(logits, [(row.mask, row.end_ids if row.is_end_masked else ()) for row in rows])
     if masks is not None:
         masks.apply(logits)
+    tokens = _draw_on_device(logits, rows) if _has_kernels(logits.device.type) else _draw(logits, rows)
+    if raw is None:
+        return tokens, None
+    num_top = [rows[index].params.logprobs or 0 for index in asked]
+    return tokens, token_logprobs(raw, tokens[_indices(asked, logits.device)], num_top)
+
+
+@cache
+def _has_kernels(device_type: str) -> bool:
+    return device_type == "cuda" and find_spec("triton") is not None
+
+
+def _draw_on_device(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Return the tokens that ``_draw`` returns, in a few launches."""
+    from common.engine.triton_kernels.sampling import draw_tokens, row_inputs  # imports triton
+
+    inputs = row_inputs([row.params for row in rows], _uniforms(rows), logits.shape[1])
+    return draw_tokens(logits, to_device(inputs, logits.device))
+
+
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Return one token ``[R]`` per row: the likeliest if the row is greedy, else a random one."""
     tokens = _argmax(logits)
     for is_truncated, method in ((True, _sample_likely_strips), (False, _sample_whole_rows)):
         chosen = [
@@ -85,10 +111,7 @@ def sample(
             index_of = _indices(chosen, logits.device)
             part = logits if len(chosen) == len(rows) else logits[index_of]
             tokens[index_of] = method(part, tokens[index_of], [rows[i] for i in chosen])
-    if raw is None:
-        return tokens, None
-    num_top = [rows[index].params.logprobs or 0 for index in asked]
-    return tokens, token_logprobs(raw, tokens[_indices(asked, logits.device)], num_top)
+    return tokens
 
 
 def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -105,6 +128,12 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArra
     with np.errstate(over="ignore"):
         bits = _mix(_mix(seeds + golden) + positions * golden)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _uniforms(rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
+    """Return the random number of each row, ``[R]``."""
+    seeds = np.array([row.params.seed for row in rows], np.uint64)
+    return uniforms(seeds, np.array([row.position for row in rows], np.uint64))
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -175,16 +204,16 @@ def _sample_whole_rows(logits: Tensor, likeliest: Tensor, rows: Sequence[Samplin
 class _RunningSums:
     """Sums of ``weights[row, : i + 1]`` for any i, from the sums of strips and the running sums of one strip.
 
-    A float64 running sum of every weight would take twice the memory of the weights.
+    A float64 running sum of every weight would take twice the memory of the weights. All sums are exact.
 
     Args:
-        weights: ``[R, width]`` float32, contiguous.
+        weights: ``[R, width]`` whole numbers in float32, contiguous.
     """
 
     def __init__(self, weights: Tensor) -> None:
         self._size = _strip_size(weights.shape[1])
         self._strips = weights.view(len(weights), -1, self._size)
-        self._ends = self._strips.sum(dim=-1).double().cumsum(dim=-1)  # pairwise inside: float32 is enough
+        self._ends = self._strips.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
         self.total = self._ends[:, -1:]
 
     def at(self, index: Tensor) -> Tensor:
@@ -209,11 +238,7 @@ class _RunningSums:
 
 
 class _Truncation:
-    """The rows' parameters as columns ``[R, 1]``, and the weights and thresholds that follow from them.
-
-    A token's scaled logit is (logit - best logit of the row) / temperature, at most 0; its weight is e to the power of
-    that.
-    """
+    """The rows' parameters as columns ``[R, 1]``, and the weights and thresholds that follow from them."""
 
     def __init__(self, rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> None:
         params = [row.params for row in rows]
@@ -221,26 +246,21 @@ class _Truncation:
         def column(values: Iterable[float], dtype: type[np.generic]) -> Tensor:
             return to_device(np.array([*values], dtype), device)[:, None]
 
-        self.temperature = column((p.temperature for p in params), np.float32)
+        self.factor = column(map(factor_of, params), np.float32)
         self.top_k = column((p.top_k if 0 < p.top_k < vocab else vocab for p in params), np.int64)
         self.top_p = column((p.top_p for p in params), np.float64)
-        self.min_scaled = column((math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params), np.float32)
+        self.min_scaled = column(map(least_kept_by_min_p, params), np.float32)
         self.needs_mass = any(p.top_p < 1 and not 0 < p.top_k < vocab for p in params)
         self.has_ranks = any(p.top_p < 1 or 0 < p.top_k < vocab for p in params)
         self.vocab = vocab
-        seeds = np.array([p.seed for p in params], np.uint64)
-        positions = np.array([row.position for row in rows], np.uint64)
-        self.uniforms = to_device(uniforms(seeds, positions), device)
+        self.uniforms = to_device(_uniforms(rows), device)
 
     def scaled(self, logits: Tensor, best: Tensor) -> Tensor:
-        return (logits - best).div_(self.temperature)
+        return (logits - best).mul_(self.factor)
 
     def weights(self, logits: Tensor, best: Tensor, threshold: Tensor | None) -> Tensor:
         """Return weights ``[R, width]``, 0 for tokens below the threshold."""
-        scaled = self.scaled(logits, best)
-        if threshold is None:
-            return scaled.exp_()
-        return scaled.masked_fill_(scaled < threshold, -math.inf).exp_()
+        return token_weights(self.scaled(logits, best), threshold)
 
     def threshold(self, logits: Tensor, best: Tensor, whole: Tensor) -> Tensor:
         """Return the smallest scaled logit that is kept, ``[R, 1]``, by min-p, by top-k and by top-p after top-k.
@@ -251,10 +271,10 @@ class _Truncation:
             whole: ``[R, vocab]``, the logits of the whole vocabulary.
         """
         if not self.has_ranks:
-            return self.min_scaled.clamp(max=0.0)
+            return self.min_scaled
         ranked = _descending(self.scaled(logits, best))
         width = ranked.shape[1]
-        running = _RunningSums(ranked.exp())
+        running = _RunningSums(token_weights(ranked.clone()))
         last = self.top_k.clamp(max=width) - 1
         kept_mass = running.at(last)
         if self.needs_mass:
@@ -263,7 +283,7 @@ class _Truncation:
         reach = running.find(self.top_p * kept_mass, is_beyond=False)
         found = ranked.gather(1, torch.minimum(reach, last))
         keeps_all = (self.top_p >= 1) & (self.top_k >= self.vocab)
-        found = torch.maximum(torch.where(keeps_all, -math.inf, found), self.min_scaled).clamp(max=0.0)
+        found = torch.maximum(torch.where(keeps_all, -math.inf, found), self.min_scaled)
         is_beyond = ~keeps_all & (self.top_k > width) & ((self.top_k < self.vocab) | (reach >= width))
         return torch.where(is_beyond, -math.inf, found)
 

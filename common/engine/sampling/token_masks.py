@@ -47,6 +47,11 @@ class TokenMask:
         self._tail_length = max((len(word) - 1 for word in params.bad_words), default=0)
         self._tail = tuple(tokens[max(prompt_len, len(tokens) - self._tail_length) :])
 
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Whether the masked tokens depend on the output so far: those of bad words of several tokens do."""
+        return self._tail_length > 0
+
     def append(self, token: int) -> None:
         """Add a sampled token to the output."""
         if self._tail_length:

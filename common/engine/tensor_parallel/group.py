@@ -15,11 +15,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from common.engine.tensor_parallel.shard import Shard
-from common.errors import BatonError
-
-
-class RankLostError(BatonError):
-    """A rank of this node has ended, or does not answer: the node cannot compute any more."""
+from common.errors import RankLostError
 
 
 class RankGroup:

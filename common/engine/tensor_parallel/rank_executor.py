@@ -31,7 +31,8 @@ class OtherRanks(Protocol):
     num_ranks: int
 
     def join(self, pool: KVPool) -> RankGroup:
-        """Give the other ranks the node's pool, and form the group with them; they have loaded their weights by then.
+        """Have the other ranks make pools of the size of this one, which is that of rank 0, and form the group with
+        them; they have loaded their weights by then.
 
         Raises:
             ConfigError: the group cannot be formed.
@@ -55,7 +56,7 @@ class RankExecutor:
     Args:
         config: of the whole model.
         weights: of this rank.
-        pool: of the node, with all KV heads.
+        pool: of this rank, with its KV heads.
         attention: resolved name of the backend.
     """
 
@@ -70,9 +71,8 @@ class RankExecutor:
         attention: str,
     ) -> None:
         own = shard.config_of(config)
-        heads = pool.of_heads(shard.kv_heads(config.num_kv_heads))
         self._model = Decoder(own, weights, group)
-        self._attention = make_attention(attention, heads, own.num_heads)
+        self._attention = make_attention(attention, pool, own.num_heads)
         self._device = pool.device
 
     @torch.inference_mode()

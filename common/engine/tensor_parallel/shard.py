@@ -7,6 +7,7 @@ every rank. Rank 0 alone has the projection to the vocabulary, since it alone sa
 
 from dataclasses import dataclass, replace
 
+from common.cache.page_layout import kv_heads_of
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError
 
@@ -37,8 +38,12 @@ class Shard:
 
     def kv_heads(self, num_kv_heads: int) -> range:
         """Return the KV heads of this rank; where ranks are more than heads, several ranks compute the same one."""
-        first = self.rank * num_kv_heads // self.size
-        return range(first, first + max(1, num_kv_heads // self.size))
+        return kv_heads_of(self.rank, self.size, num_kv_heads)
+
+    def device(self, first: str) -> str:
+        """Return this rank's device, from that of rank 0: ``cpu``, or as many devices further as its number."""
+        kind, _, index = first.partition(":")
+        return kind if kind == "cpu" else f"{kind}:{int(index or 0) + self.rank}"
 
     def part_of(self, whole: tuple[int, ...], own: tuple[int, ...]) -> tuple[slice, ...]:
         """Return where the rank's part of a tensor lies, from the shape of the tensor and that of the part."""

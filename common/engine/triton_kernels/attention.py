@@ -12,10 +12,40 @@ Page numbers are multiplied in 64 bits: pools are larger than 2**31 elements.
 import triton
 import triton.language as tl
 
+from common.engine.triton_kernels.fp8 import dequantize, quantize
+
 #: Splits that ``merge_splits`` can merge; a power of two.
 MAX_SPLITS = 64
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _write_part(
+    new,
+    numbers,
+    scales,
+    page,
+    offset,
+    page_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    """Write the keys, or the values, of one token, which begin at ``new``."""
+    heads = tl.arange(0, HEADS_BLOCK)
+    head = heads[:, None]
+    dim = tl.arange(0, DIM_BLOCK)[None, :]
+    mask = (head < HEADS) & (dim < DIM)
+    x = tl.load(new + head * DIM + dim, mask=mask, other=0.0)
+    target = page * page_stride + head * head_stride + offset * DIM + dim
+    if HAS_SCALES:  # a number has one byte, as a scale has: their strides are equal
+        x, scale = quantize(x.to(tl.float32))
+        tl.store(scales + page * page_stride + heads * head_stride + offset, scale, mask=heads < HEADS)
+    tl.store(numbers + target, x, mask=mask)
 
 
 @triton.jit
@@ -24,27 +54,70 @@ def write_kv(
     v,
     keys,
     values,
+    key_scales,
+    value_scales,
     token_pages,
     token_offsets,
     k_stride,
     v_stride,
     page_stride,
-    head_stride,
+    key_head_stride,
+    value_head_stride,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    IS_LATENT: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """Write the keys and values of one token into its page. Grid: (tokens)."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS_BLOCK)[:, None]
-    dim = tl.arange(0, DIM_BLOCK)[None, :]
-    mask = (head < KV_HEADS) & (dim < HEAD_DIM)
     page = tl.load(token_pages + token)
-    target = page * page_stride + head * head_stride + tl.load(token_offsets + token) * HEAD_DIM + dim
-    source = head * HEAD_DIM + dim
-    tl.store(keys + target, tl.load(k + token * k_stride + source, mask=mask), mask=mask)
-    tl.store(values + target, tl.load(v + token * v_stride + source, mask=mask), mask=mask)
+    offset = tl.load(token_offsets + token)
+    _write_part(
+        k + token * k_stride, keys, key_scales, page, offset, page_stride, key_head_stride,
+        KV_HEADS, HEAD_DIM, HEADS_BLOCK, HAS_SCALES, DIM_BLOCK,
+    )  # fmt: skip
+    if not IS_LATENT:
+        _write_part(
+            v + token * v_stride, values, value_scales, page, offset, page_stride, value_head_stride,
+            KV_HEADS, VALUE_DIM, HEADS_BLOCK, HAS_SCALES, VALUE_BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_tile(
+    numbers,
+    scales,
+    is_there,
+    like,
+    FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    """Load ``DIM`` numbers, from number ``FIRST`` on, of each row that ``numbers`` points at, in the dtype of ``like``.
+
+    With ``IS_MASKED``, rows that are not there become 0.
+    """
+    dim = tl.arange(0, DIM_BLOCK)
+    places = numbers[:, None] + FIRST + dim[None, :]
+    if IS_MASKED:
+        tile = tl.load(places, mask=is_there[:, None] & (dim < DIM)[None, :], other=0)
+    elif DIM == DIM_BLOCK:
+        tile = tl.load(places)
+    else:
+        tile = tl.load(places, mask=(dim < DIM)[None, :], other=0)
+    if HAS_SCALES:
+        if IS_MASKED:
+            scale = tl.load(scales, mask=is_there, other=0)
+        else:
+            scale = tl.load(scales)
+        tile = dequantize(tile, scale).to(like.dtype)
+    return tile
 
 
 @triton.jit
@@ -53,9 +126,12 @@ def _attend_block(
     best,
     weight,
     query,
+    query_rest,
     positions,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     first_key,
     end_key,
@@ -64,11 +140,17 @@ def _attend_block(
     soft_cap,
     window,
     HEAD_DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    MAIN_DIM: tl.constexpr,
+    MAIN_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    IS_LATENT: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Add the keys from ``first_key`` on to the running softmax: weighted sum, greatest score, sum of weights.
@@ -76,25 +158,29 @@ def _attend_block(
     Without ``IS_MASKED`` every query of the tile sees every key of the block.
     """
     tokens = first_key + tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, DIM_BLOCK)
     # The table's entries past the row's pages are stale, and slots past its last token may hold NaN.
+    is_there = tokens < end_key
     if IS_MASKED:
-        pages = tl.load(table + tokens // PAGE_SIZE, mask=tokens < end_key, other=0).to(tl.int64)
+        pages = tl.load(table + tokens // PAGE_SIZE, mask=is_there, other=0).to(tl.int64)
     else:
         pages = tl.load(table + tokens // PAGE_SIZE).to(tl.int64)
-    places = (pages * page_stride + (tokens % PAGE_SIZE) * HEAD_DIM)[:, None] + dim[None, :]
-    if IS_MASKED:
-        loaded = (tokens < end_key)[:, None] & (dim < HEAD_DIM)[None, :]
-        key = tl.load(keys + places, mask=loaded, other=0.0)
-        value = tl.load(values + places, mask=loaded, other=0.0)
-    elif HEAD_DIM == DIM_BLOCK:
-        key = tl.load(keys + places)
-        value = tl.load(values + places)
+    bases = pages * page_stride
+    offsets = tokens % PAGE_SIZE
+    row, key_scale = keys + bases + offsets * HEAD_DIM, key_scales + bases + offsets
+    key = _load_tile(row, key_scale, is_there, query, 0, MAIN_DIM, MAIN_BLOCK, IS_MASKED, HAS_SCALES)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if HEAD_DIM > MAIN_DIM:
+        rest = _load_tile(
+            row, key_scale, is_there, query, MAIN_DIM, HEAD_DIM - MAIN_DIM, REST_BLOCK, IS_MASKED, HAS_SCALES
+        )
+        scores += tl.dot(query_rest, tl.trans(rest), input_precision="ieee")
+    if IS_LATENT:
+        value = key
     else:
-        key = tl.load(keys + places, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-        value = tl.load(values + places, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        row, value_scale = values + bases + offsets * VALUE_DIM, value_scales + bases + offsets
+        value = _load_tile(row, value_scale, is_there, query, 0, VALUE_DIM, VALUE_BLOCK, IS_MASKED, HAS_SCALES)
 
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    scores = scores * scale
     if HAS_SOFT_CAP:
         scores = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / soft_cap)))  # tanh, which has no portable name
     scores = scores * _LOG2_E
@@ -121,6 +207,8 @@ def paged_attention(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     out,
     pieces,
     page_table,
@@ -130,30 +218,41 @@ def paged_attention(
     q_stride,
     out_stride,
     page_stride,
-    head_stride,
+    key_head_stride,
+    value_head_stride,
     table_stride,
     num_splits,
     window,
     scale,
     soft_cap,
     GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    MAIN_DIM: tl.constexpr,
+    MAIN_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    IS_LATENT: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Attend for one piece, one KV head and one split. Grid: (pieces, KV heads, splits).
+    """Attend for one piece, one group of query heads and one split. Grid: (pieces, groups, splits).
+
+    A group has ``GROUP`` query heads of one KV head, which ``PROGRAMS`` groups share. A key is read in two parts, its
+    first ``MAIN_DIM`` numbers and the rest: in a latent layout the first part is the value.
 
     ``pieces`` holds four int64 each: row, first packed token, tokens (0: skip the piece), position of the first. The
     grid depends on no length: programs of splits past the end of a short row store only that they are empty.
     """
     piece = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    group = tl.program_id(1)
     split = tl.program_id(2)
     row = tl.load(pieces + piece * 4)
     first_token = tl.load(pieces + piece * 4 + 1)
@@ -164,14 +263,14 @@ def paged_attention(
 
     line = tl.arange(0, BLOCK_M)  # lines of the tile: the query heads of the first token, then those of the second
     token = line // GROUP
-    head = kv_head * GROUP + line % GROUP
+    head = group * GROUP + line % GROUP
     positions = start + token
-    dim = tl.arange(0, DIM_BLOCK)
     is_line = token < count
-    mask = is_line[:, None] & (dim < HEAD_DIM)[None, :]
-    query = tl.load(
-        q + (first_token + token)[:, None] * q_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0
-    )
+    lines = q + (first_token + token) * q_stride + head * HEAD_DIM
+    query = _load_tile(lines, lines, is_line, q, 0, MAIN_DIM, MAIN_BLOCK, True, False)
+    query_rest = query
+    if HEAD_DIM > MAIN_DIM:
+        query_rest = _load_tile(lines, lines, is_line, q, MAIN_DIM, HEAD_DIM - MAIN_DIM, REST_BLOCK, True, False)
 
     # The keys of this split: whole blocks, from the first that the window of the first token reaches.
     end_key = start + count
@@ -186,7 +285,7 @@ def paged_attention(
     if not HAS_WINDOW:
         full = tl.maximum(tl.minimum((start + 1) // BLOCK_N * BLOCK_N, end), first)
 
-    total = tl.zeros([BLOCK_M, DIM_BLOCK], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M, VALUE_BLOCK], dtype=tl.float32)
     best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     weight = tl.zeros([BLOCK_M], dtype=tl.float32)
     if HAS_SINKS:
@@ -194,29 +293,36 @@ def paged_attention(
             best = tl.load(sinks + head).to(tl.float32) * _LOG2_E
             weight = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
 
-    keys += kv_head * head_stride
-    values += kv_head * head_stride
+    kv_head = group // PROGRAMS
+    keys += kv_head * key_head_stride
+    values += kv_head * value_head_stride
+    key_scales += kv_head * key_head_stride
+    value_scales += kv_head * value_head_stride
     table = page_table + row * table_stride
     for first_key in range(first, full, BLOCK_N):
         total, best, weight = _attend_block(
-            total, best, weight, query, positions, keys, values, table, first_key, end_key, page_stride,
-            scale, soft_cap, window, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP, False,
+            total, best, weight, query, query_rest, positions, keys, values, key_scales, value_scales, table,
+            first_key, end_key, page_stride, scale, soft_cap, window, HEAD_DIM, VALUE_DIM, MAIN_DIM, MAIN_BLOCK,
+            REST_BLOCK, VALUE_BLOCK, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP, IS_LATENT, HAS_SCALES, False,
         )  # fmt: skip
     for first_key in range(full, end, BLOCK_N):
         total, best, weight = _attend_block(
-            total, best, weight, query, positions, keys, values, table, first_key, end_key, page_stride,
-            scale, soft_cap, window, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP, True,
+            total, best, weight, query, query_rest, positions, keys, values, key_scales, value_scales, table,
+            first_key, end_key, page_stride, scale, soft_cap, window, HEAD_DIM, VALUE_DIM, MAIN_DIM, MAIN_BLOCK,
+            REST_BLOCK, VALUE_BLOCK, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP, IS_LATENT, HAS_SCALES, True,
         )  # fmt: skip
 
     is_empty = weight == 0.0
     divisor = tl.where(is_empty, 1.0, weight)
     result = total / divisor[:, None]
+    dim = tl.arange(0, VALUE_BLOCK)
+    mask = is_line[:, None] & (dim < VALUE_DIM)[None, :]
     if IS_SPLIT:
-        part = ((piece * tl.num_programs(1) + kv_head) * num_splits + split).to(tl.int64) * BLOCK_M + line
+        part = ((piece * tl.num_programs(1) + group) * num_splits + split).to(tl.int64) * BLOCK_M + line
         tl.store(partial_lse + part, tl.where(is_empty, float("-inf"), best + tl.log2(divisor)), mask=is_line)
-        tl.store(partial_out + part[:, None] * HEAD_DIM + dim[None, :], result, mask=mask & ~is_empty[:, None])
+        tl.store(partial_out + part[:, None] * VALUE_DIM + dim[None, :], result, mask=mask & ~is_empty[:, None])
     else:
-        target = (first_token + token)[:, None] * out_stride + head[:, None] * HEAD_DIM + dim[None, :]
+        target = (first_token + token)[:, None] * out_stride + head[:, None] * VALUE_DIM + dim[None, :]
         tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -229,13 +335,13 @@ def merge_splits(
     out_stride,
     num_splits,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Merge the splits of one line of ``paged_attention``'s tile. Grid: (pieces, KV heads, lines)."""
+    """Merge the splits of one line of ``paged_attention``'s tile. Grid: (pieces, groups, lines)."""
     piece = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    group = tl.program_id(1)
     line = tl.program_id(2)
     first_token = tl.load(pieces + piece * 4 + 1)
     count = tl.load(pieces + piece * 4 + 2).to(tl.int32)
@@ -243,13 +349,13 @@ def merge_splits(
     if token >= count:
         return
     split = tl.arange(0, _MAX_SPLITS)
-    dim = tl.arange(0, DIM_BLOCK)
-    part = ((piece * tl.num_programs(1) + kv_head) * num_splits + split).to(tl.int64) * BLOCK_M + line
+    dim = tl.arange(0, VALUE_BLOCK)
+    part = ((piece * tl.num_programs(1) + group) * num_splits + split).to(tl.int64) * BLOCK_M + line
     lse = tl.load(partial_lse + part, mask=split < num_splits, other=float("-inf"))
     # Empty splits have stored no result.
-    loaded = (lse > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]
-    results = tl.load(partial_out + part[:, None] * HEAD_DIM + dim[None, :], mask=loaded, other=0.0)
+    loaded = (lse > float("-inf"))[:, None] & (dim < VALUE_DIM)[None, :]
+    results = tl.load(partial_out + part[:, None] * VALUE_DIM + dim[None, :], mask=loaded, other=0.0)
     weights = tl.exp2(lse - tl.max(lse, 0))
     result = tl.sum(results * weights[:, None], 0) / tl.sum(weights, 0)
-    target = (first_token + token) * out_stride + (kv_head * GROUP + line % GROUP) * HEAD_DIM + dim
-    tl.store(out + target, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    target = (first_token + token) * out_stride + (group * GROUP + line % GROUP) * VALUE_DIM + dim
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=dim < VALUE_DIM)

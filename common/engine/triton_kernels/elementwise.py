@@ -4,6 +4,8 @@ Numbers are computed in float32 and rounded once, except that the residual strea
 other implementations of ``common.engine.models.layers.Operations``.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -51,7 +53,13 @@ def norm_and_rotate(
     k_norm,
     cos,
     sin,
+    keys,
+    values,
+    token_pages,
+    token_offsets,
     token_stride,
+    page_stride,
+    head_stride,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -59,8 +67,12 @@ def norm_and_rotate(
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    HAS_PAGES: tl.constexpr,
 ):
-    """Normalise and rotate the queries and keys of one token in place. Grid: (tokens)."""
+    """Normalise and rotate the queries and keys of one token in place. Grid: (tokens).
+
+    With ``HAS_PAGES`` the keys and the values are written into the token's page, and the keys in ``qkv`` stay.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     pair = tl.arange(0, HALF_BLOCK)[None, :]
@@ -82,8 +94,20 @@ def norm_and_rotate(
         second = second * scale * second_factor
     c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)
     s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)
-    tl.store(place, (first * c - second * s).to(qkv.dtype.element_ty), mask=mask)
-    tl.store(place + HALF, (second * c + first * s).to(qkv.dtype.element_ty), mask=mask)
+    turned_first = (first * c - second * s).to(qkv.dtype.element_ty)
+    turned_second = (second * c + first * s).to(qkv.dtype.element_ty)
+    if HAS_PAGES:
+        in_page = tl.load(token_pages + token) * page_stride + tl.load(token_offsets + token) * (2 * HALF)
+        target = in_page + (head - HEADS) * head_stride + pair
+        is_key = mask & (head >= HEADS)
+        tl.store(keys + target, turned_first, mask=is_key)
+        tl.store(keys + target + HALF, turned_second, mask=is_key)
+        source = place + KV_HEADS * 2 * HALF  # where a line of the tile has a key, this is its value
+        tl.store(values + target, tl.load(source, mask=is_key), mask=is_key)
+        tl.store(values + target + HALF, tl.load(source + HALF, mask=is_key), mask=is_key)
+        mask = mask & (head < HEADS)
+    tl.store(place, turned_first, mask=mask)
+    tl.store(place + HALF, turned_second, mask=mask)
 
 
 @triton.jit
@@ -98,6 +122,54 @@ def silu_and_multiply(gate_up, out, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     small = tl.exp(-tl.abs(gate))
     sigmoid = tl.where(gate >= 0, 1.0, small) / (1.0 + small)
     tl.store(out + row * WIDTH + column, (gate * sigmoid * up).to(out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlaces:
+    """Where a step writes the keys and values of one layer.
+
+    Attributes:
+        keys, values: the layer's pages, ``[pages, kv_heads, page_size, head_dim]`` each, with the same strides.
+        token_pages, token_offsets: ``[N]`` int64, page and place in it of each token.
+    """
+
+    keys: Tensor
+    values: Tensor
+    token_pages: Tensor
+    token_offsets: Tensor
+
+
+def launch_norm_and_rotate(
+    qkv: Tensor, num_heads: int, norms: Pair | None, rotary: Pair, eps: float, *, places: KVPlaces | None = None
+) -> None:
+    """Normalise and rotate as in ``Operations``, in place; with ``places`` write keys and values, and only those there.
+
+    Args:
+        qkv, norms, rotary, eps: as for ``Operations.norm_and_rotate``.
+    """
+    num_tokens, all_heads, head_dim = qkv.shape
+    cos, sin = rotary
+    assert qkv.stride()[1:] == (head_dim, 1) and cos.is_contiguous() and sin.is_contiguous()
+    q_norm, k_norm = norms or (cos, cos)  # unused without norms
+    num_kv_heads = (all_heads - num_heads) // 2
+    strides = (0, 0)
+    written = (qkv, qkv, qkv, qkv)  # unused without places
+    if places is not None:
+        keys, values = places.keys, places.values
+        assert keys.shape == values.shape and keys.stride() == values.stride() and keys.dtype == qkv.dtype
+        assert keys.stride()[2:] == (head_dim, 1)
+        strides = (keys.stride(0), keys.stride(1))
+        written = (keys, values, places.token_pages, places.token_offsets)
+    norm_and_rotate[(num_tokens,)](
+        *(qkv, q_norm, k_norm, cos, sin, *written, qkv.stride(0), *strides, eps),
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        HEADS_BLOCK=power_of_two(num_heads + num_kv_heads),
+        HALF=head_dim // 2,
+        HALF_BLOCK=power_of_two(head_dim // 2),
+        HAS_NORMS=norms is not None,
+        HAS_PAGES=places is not None,
+    )
 
 
 class TritonOperations:
@@ -119,20 +191,7 @@ class TritonOperations:
         return out
 
     def norm_and_rotate(self, qkv: Tensor, num_heads: int, norms: Pair | None, rotary: Pair, eps: float) -> Tensor:
-        num_tokens, all_heads, head_dim = qkv.shape
-        cos, sin = rotary
-        assert qkv.stride()[1:] == (head_dim, 1) and cos.is_contiguous() and sin.is_contiguous()
-        q_norm, k_norm = norms or (cos, cos)  # unused without norms
-        num_kv_heads = (all_heads - num_heads) // 2
-        norm_and_rotate[(num_tokens,)](
-            *(qkv, q_norm, k_norm, cos, sin, qkv.stride(0), eps),
-            HEADS=num_heads,
-            KV_HEADS=num_kv_heads,
-            HEADS_BLOCK=power_of_two(num_heads + num_kv_heads),
-            HALF=head_dim // 2,
-            HALF_BLOCK=power_of_two(head_dim // 2),
-            HAS_NORMS=norms is not None,
-        )
+        launch_norm_and_rotate(qkv, num_heads, norms, rotary, eps)
         return qkv
 
     def silu_and_multiply(self, gate_up: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Tile sizes of the attention kernels: defaults, and measured ones, which are kept in a file for each kind of GPU.
+"""Tile sizes of the kernels: defaults, and measured ones, which are kept in a file for each kind of GPU.
 
-The file is ``~/.cache/baton/triton/DEVICE.json`` (or below ``$XDG_CACHE_HOME``): tile sizes by ``TileShape.name``.
-``scripts.measure_tiles`` writes it; without it the defaults hold.
+The file is ``~/.cache/baton/triton/DEVICE.json`` (or below ``$XDG_CACHE_HOME``): tile sizes of attention by
+``TileShape.name``, and those of sampling. ``scripts.measure_tiles`` writes it; without it the defaults hold.
 """
 
 import json
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 #: Shared memory of one program on the smallest GPUs that are served (compute capability 8.6), less a reserve.
 SHARED_BYTES = 96 << 10
+#: Numbers of the weighted sums of values, for one token, that one program keeps in registers.
+MAX_SUMS = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +47,34 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What the best tile depends on. ``group`` is the number of query heads of one KV head."""
+    """What the best tile depends on.
+
+    Attributes:
+        dtype: of the pages.
+        group: query heads of one KV head in one program.
+        value_dim: numbers of a value; 0 for ``head_dim``.
+    """
 
     is_decode: bool
     dtype: torch.dtype
     head_dim: int
     group: int
+    value_dim: int = 0
 
     @property
     def name(self) -> str:
         kind = "decode" if self.is_decode else "extend"
-        return f"{kind} {str(self.dtype).removeprefix('torch.')} head_dim={self.head_dim} group={self.group}"
+        name = f"{kind} {str(self.dtype).removeprefix('torch.')} head_dim={self.head_dim} group={self.group}"
+        return name + (f" value_dim={self.value_dim}" if self.value_dim not in (0, self.head_dim) else "")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a key in shared memory, where numbers of FP8 have 16 bits. Of a longer value, the value's."""
+        value_dim = self.value_dim or self.head_dim
+        main_dim = min(self.head_dim, value_dim)
+        rest_dim = self.head_dim - main_dim
+        dims = max(block_of(value_dim), block_of(main_dim) + (block_of(rest_dim) if rest_dim else 0))
+        return dims * max(2, self.dtype.itemsize)
 
     @property
     def min_lines(self) -> int:
@@ -63,26 +82,66 @@ class TileShape:
         return max(16, power_of_two(self.group))
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingTile:
+    """How the kernels that draw tokens divide a row of logits.
+
+    Attributes:
+        block: logits of one block.
+        capacity: likely tokens of a row that are gathered; the last kernel reads them at once.
+        num_warps: of the last kernel.
+    """
+
+    block: int = 2048
+    capacity: int = 4096
+    num_warps: int = 8
+
+    def __post_init__(self) -> None:
+        for size in (self.block, self.capacity):
+            if not 128 <= size <= 16384 or size & (size - 1):
+                raise ValueError(f"{size} logits: give a power of two from 128 to 16384")
+        if self.num_warps not in (4, 8, 16):
+            raise ValueError(f"num_warps {self.num_warps}")
+
+
+#: The entry of the ``SamplingTile`` among those of attention.
+SAMPLING = "sampling"
+
+
 def power_of_two(number: int) -> int:
     """Return the least power of two that is not less than ``number``."""
     return 1 << max(number - 1, 0).bit_length()
 
 
+def block_of(dim: int) -> int:
+    """Return the width of a tile with rows of ``dim`` numbers: ``tl.dot`` needs a power of two, at least 16."""
+    return max(16, power_of_two(dim))
+
+
+def heads_of_a_program(group: int, value_dim: int) -> int:
+    """Return how many of the query heads that share a KV head one program computes: a divisor of ``group``."""
+    most = max(1, MAX_SUMS // block_of(value_dim))
+    return max(heads for heads in range(1, group + 1) if group % heads == 0 and heads <= most)
+
+
 def default_tile(shape: TileShape) -> Tile:
     """Return a tile whose blocks of keys and values fit into shared memory, twice if possible, beside the queries."""
-    row_bytes = power_of_two(shape.head_dim) * shape.dtype.itemsize
+    row_bytes = shape.row_bytes
     block_m = shape.min_lines
     if not shape.is_decode:
         if shape.dtype == torch.float32:  # no matrix instructions in full precision: large tiles compile longer
             block_m = max(block_m, 32)
         else:
-            block_m = max(block_m, 128 if row_bytes <= 256 else 64)
+            # Numbers in FP8 take registers while they become 16 bits.
+            most = 128 if row_bytes <= 256 and shape.dtype.itemsize > 1 else 64 if row_bytes <= 512 else 32
+            block_m = max(block_m, most)
     left = SHARED_BYTES - block_m * row_bytes
     block_n = 64
     while block_n > 16 and 2 * 2 * block_n * row_bytes > left:
         block_n //= 2
     num_stages = 2 if 2 * 2 * block_n * row_bytes <= left else 1
-    return Tile(block_m, block_n, num_warps=8 if block_m >= 128 else 4, num_stages=num_stages)
+    is_large = block_m >= 128 or block_m * block_of(shape.value_dim or shape.head_dim) >= 2 * MAX_SUMS
+    return Tile(block_m, block_n, num_warps=8 if is_large else 4, num_stages=num_stages)
 
 
 def candidates(shape: TileShape) -> list[Tile]:
@@ -105,11 +164,22 @@ def tiles_file(device_name: str) -> Path:
 
 
 def stored_tiles(device_name: str) -> dict[str, Tile]:
-    """Return the measured tiles of a kind of GPU by the names of their shapes; a damaged file counts as absent."""
+    """Return the measured tiles of attention on a kind of GPU by the names of their shapes."""
+    return {name: tile for name, tile in _stored(device_name).items() if isinstance(tile, Tile)}
+
+
+def stored_sampling_tile(device_name: str) -> SamplingTile:
+    """Return the measured tile of sampling on a kind of GPU; the default if none is stored."""
+    tile = _stored(device_name).get(SAMPLING)
+    return tile if isinstance(tile, SamplingTile) else SamplingTile()
+
+
+def _stored(device_name: str) -> dict[str, Tile | SamplingTile]:
+    """Return all measured tiles; a damaged file counts as absent."""
     try:
         file = tiles_file(device_name)
         stored = json.loads(file.read_text())
-        return {name: Tile(**sizes) for name, sizes in stored.items()}
+        return {name: (SamplingTile if name == SAMPLING else Tile)(**sizes) for name, sizes in stored.items()}
     except (FileNotFoundError, RuntimeError):
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -117,11 +187,11 @@ def stored_tiles(device_name: str) -> dict[str, Tile]:
         return {}
 
 
-def store_tiles(device_name: str, tiles: Mapping[str, Tile]) -> Path:
+def store_tiles(device_name: str, tiles: Mapping[str, Tile | SamplingTile]) -> Path:
     """Add tiles to the file of a kind of GPU and return the file."""
     file = tiles_file(device_name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    merged = {name: asdict(tile) for name, tile in {**stored_tiles(device_name), **tiles}.items()}
+    merged = {name: asdict(tile) for name, tile in {**_stored(device_name), **tiles}.items()}
     fresh = file.with_suffix(".new")
     fresh.write_text(json.dumps(merged, indent=1, sort_keys=True))
     fresh.replace(file)  # atomic: a node may read it at the same time

@@ -158,10 +158,12 @@ class LoadedNode:
         if self._is_stopping:
             loop.stop()
         log.info(
-            "%s node ready: %d pages of %d tokens; dialling the gateway at %s",
+            "%s node ready: %d pages of %d tokens, %s with %d bytes for each; dialling the gateway at %s",
             config.role,
             worker.capacity.num_pages,
             config.page_size,
+            worker.layout.dtype,
+            worker.layout.bytes_per_token,
             config.gateway,
         )
         server = None if self._http is None else self._http_server(self._http, worker, role=role, loop=loop)
@@ -188,7 +190,6 @@ class LoadedNode:
 
     def _register(self, worker: WorkerContext, role: Role, endpoint: ControlEndpoint) -> Register:
         config, model, listen, keys = worker.config, self._model, endpoint.listen, endpoint.keys
-        layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
         return Register(
             role=config.role,
             name=config.node_name,
@@ -199,7 +200,7 @@ class LoadedNode:
             context_length=min(model.context_length, config.context_length or model.context_length),
             eos_token_ids=model.eos_token_ids,
             generation=model.generation,
-            layout=LayoutMessage.of(layout),
+            layout=LayoutMessage.of(worker.layout),
             num_pages=worker.capacity.num_pages,
             max_running=worker.capacity.num_slots,
             max_queued=worker.capacity.max_queued,
@@ -213,6 +214,7 @@ class LoadedNode:
             num_role_changes=self._num_changes,
             previous=self._previous,
             fixed_role=self._fixed_role(config),
+            num_ranks=config.tp,
         )
 
     def _fixed_role(self, config: NodeConfig) -> str:

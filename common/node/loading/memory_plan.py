@@ -26,7 +26,7 @@ class Capacity:
 
     Attributes:
         num_slots: rows of the largest batch.
-        num_pages: pages of the KV pool.
+        num_pages: pages of the KV pool that requests can have.
         max_queued: requests that may wait.
         chunk_tokens: prompt tokens of one step; None computes prompts whole.
         alignment: where a prompt may be cut.
@@ -60,10 +60,10 @@ def plan_capacity(
     num_slots = config.max_running_requests or MAX_SLOTS
     tokens = config.max_total_tokens
     if tokens is None:
-        room = int(free_bytes(device) * config.memory_fraction) // layout.page_bytes * config.page_size
-        tokens = min(room, num_slots * context_length)
-        if device == "cpu":
-            tokens = min(tokens, max(CPU_POOL_TOKENS, context_length))
+        tokens = num_slots * context_length
+        if device == "cpu":  # on CUDA the weights are read first: see ``device_plan``
+            room = int(free_bytes(device) * config.memory_fraction) // layout.page_bytes * config.page_size
+            tokens = min(room, tokens, max(CPU_POOL_TOKENS, context_length))
     num_pages = tokens // config.page_size
     if num_pages < 1:
         raise ConfigError("--memory-fraction leaves no room for a single KV page; raise it or free some memory")
@@ -85,7 +85,7 @@ def plan_capacity(
 
 
 def num_pages_that_fit(config: NodeConfig, layout: PageLayout, num_pages: int, free_bytes: int) -> int:
-    """Pages for the pool, once the weights are in memory: ``num_pages``, or fewer if none are configured.
+    """Pages for the pool of a CPU, once the weights are in memory: ``num_pages``, or fewer if none are configured.
 
     Args:
         num_pages: as planned.
@@ -113,6 +113,7 @@ def free_bytes(device: str) -> int:
     if device != "cpu":
         import torch
 
+        torch.cuda.empty_cache()  # memory that torch keeps for later would not count as free
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

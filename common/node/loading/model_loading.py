@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,18 @@ from common.cache.page_layout import PageLayout
 from common.config.node import NodeConfig
 from common.errors import ConfigError
 from common.model_folder import find_checkpoint
+from common.node.loading.device_plan import (
+    DeviceReserve,
+    check_left,
+    graph_conflict,
+    pages_on_device,
+    plan_graphs,
+    plan_reserve,
+)
 from common.node.loading.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
 from common.node.tensor_parallel.channel import Load
 from common.node.tensor_parallel.rank_processes import RankProcesses
+from common.reminder import Reminder
 
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor
@@ -50,10 +59,10 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
     log.info("loading %s", config.model)
     model = ModelConfig.load(config.model, revision=config.revision)
     model = replace(model, weight_version=config.weight_version or fingerprint(weight_files(model.folder)))
-    device = pick_device(config.device)
+    device = rank_device(config)
     if config.tp > 1:
         check_ranks(model, config.tp, device)
-    layout = model.layout(config.page_size, model.resolve_dtype(config.dtype))
+    layout = memory_layout(config, model, device)
     capacity = plan_capacity(
         config,
         layout,
@@ -62,7 +71,9 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
         crossover_tokens=model.crossover_tokens,
     )
 
-    num_fitting = pages_of(config, layout, capacity.num_pages, device)
+    batch_sizes = _plan_graphs(config, layout, device, capacity)
+    reserve = plan_reserve(config, model, layout, capacity, batch_sizes)
+    num_fitting = pages_of(config, layout, capacity, device, reserve)
     num_fitting()  # refuse a pool that can never fit before the weights are read
     from common.engine.executor import load_executor  # loads torch
 
@@ -77,6 +88,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
         model,
         device=device,
         dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         num_slots=capacity.num_slots,
         num_pages=num_pages,
         page_size=config.page_size,
@@ -86,9 +98,41 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
     )
     _populate(executor.pool)
     executor.warm_up()
-    num_pages_made = executor.pool.num_pages
+    if batch_sizes:
+        _capture_graphs(executor, batch_sizes)
+        check_left(reserve, free_bytes(device))
+    num_pages_made = executor.num_pages
     capacity = replace(capacity, num_pages=num_pages_made, num_slots=min(capacity.num_slots, num_pages_made))
     return model, executor, capacity
+
+
+def _plan_graphs(config: NodeConfig, layout: PageLayout, device: str, capacity: Capacity) -> Sequence[int]:
+    conflict = graph_conflict(config, layout, device)
+    if conflict and device != "cpu":
+        log.info("no CUDA graphs: %s", conflict)
+    return plan_graphs(config, conflict, capacity.num_slots)
+
+
+def _capture_graphs(executor: "TorchExecutor", batch_sizes: Sequence[int]) -> None:
+    import torch
+
+    from common.engine.cuda_graphs import CudaGraphRunner
+
+    begun_at = time.monotonic()
+    reminder = Reminder(begun_at)
+
+    def note(num_graphs: int) -> None:
+        now = time.monotonic()
+        if reminder.is_due(now) or num_graphs == len(batch_sizes):
+            log.info("captured %d of %d CUDA graphs in %.0f s", num_graphs, len(batch_sizes), now - begun_at)
+
+    try:
+        executor.capture_graphs(CudaGraphRunner(executor.pool.device), batch_sizes, progress=note)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the device has too little memory for CUDA graphs: lower --memory-fraction, --max-total-tokens or "
+            f"--cuda-graph-max-bs, or give --disable-cuda-graph ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def check_ranks(model: "ModelConfig", num_ranks: int, device: str) -> None:
@@ -97,11 +141,37 @@ def check_ranks(model: "ModelConfig", num_ranks: int, device: str) -> None:
     Raises:
         ConfigError: names the reason.
     """
-    from common.engine.tensor_parallel.shard import check_divisible
+    from common.engine.executor import check_device
+    from common.engine.tensor_parallel.shard import Shard, check_divisible
 
-    if device != "cpu":
-        raise ConfigError(f"--tp {num_ranks}: tensor parallelism runs on CPUs only so far; add --device cpu")
     check_divisible(model, num_ranks)
+    try:
+        check_device(Shard(num_ranks - 1, num_ranks).device(device))  # the last one
+    except ConfigError as error:
+        raise ConfigError(f"--tp {num_ranks}: {error}") from error
+
+
+def rank_device(config: NodeConfig) -> str:
+    """The device of rank 0: ``--device``, with a number where there are several ranks.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    from common.engine.tensor_parallel.shard import Shard
+
+    device = pick_device(config.device)
+    return device if config.tp == 1 else Shard(0, config.tp).device(device)
+
+
+def memory_layout(config: NodeConfig, model: "ModelConfig", device: str) -> PageLayout:
+    """The layout of the part of a page that takes memory of this device: on a CPU, that of all ranks."""
+    from common.engine.tensor_parallel.shard import Shard
+
+    layout = model.layout(config.page_size, config.dtype, config.kv_cache_dtype)
+    if config.tp == 1:
+        return layout
+    num_heads = len(Shard(0, config.tp).kv_heads(layout.num_kv_heads))
+    return layout.of_heads(num_heads * config.tp if device == "cpu" else num_heads)
 
 
 def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_threads: int) -> Load:
@@ -110,7 +180,7 @@ def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_thr
     from common.engine.attention import resolve_attention
 
     dtype = model.resolve_dtype(config.dtype)
-    layout = model.layout(config.page_size, dtype)
+    layout = model.layout(config.page_size, dtype, config.kv_cache_dtype)
     return Load(
         rank=0,
         num_ranks=config.tp,
@@ -126,9 +196,13 @@ def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_thr
     )
 
 
-def pages_of(config: NodeConfig, layout: PageLayout, planned: int, device: str) -> Callable[[], int]:
+def pages_of(
+    config: NodeConfig, layout: PageLayout, capacity: Capacity, device: str, reserve: DeviceReserve
+) -> Callable[[], int]:
     """A function that tells, once the weights are in memory, how many pages the pool can have."""
-    return lambda: num_pages_that_fit(config, layout, planned, free_bytes(device))
+    if device == "cpu":
+        return lambda: num_pages_that_fit(config, layout, capacity.num_pages, free_bytes(device))
+    return lambda: pages_on_device(config, layout, capacity, reserve, free_bytes(device))
 
 
 def _populate(pool: "KVPool") -> None:

@@ -37,7 +37,7 @@ def start_recording(worker: WorkerContext, ends: Any) -> Recorder:
             config=plain_config(config),
             environ=read_environ(worker.environ),
             capacity=worker.capacity,
-            layout=LayoutMessage.of(worker.pool.layout),
+            layout=LayoutMessage.of(worker.layout),
             digest=worker.digest,
             incarnation=worker.incarnation,
             vocab_size=worker.vocab_size,

@@ -7,11 +7,13 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from common.cache.page_layout import PageLayout
 from common.config.shared import LogFormat, LogLevel
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from common.engine.batch import RowArrays
 
 _LENGTH = struct.Struct("<Q")
-_MAX_FDS = 2
+_MAX_FDS = 1
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -54,10 +56,19 @@ class Loaded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Rank 0 to another: form the group. With two descriptors: the file of the group's store, and the pool's memory."""
+    """Rank 0 to another: make the pool, and form the group. With the descriptor of the file of the group's store.
 
+    Attributes:
+        layout: of this rank's pages.
+    """
+
+    layout: PageLayout
     num_pages: int
     timeout_s: float
+
+
+class Transfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Rank 0 to another: serve an end of its transports over the socket that comes with this."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -87,7 +98,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         return RowArrays(starts, num_new, page_table, self.page_size), kept
 
 
-RankMessage = Load | Loaded | Join | Step
+RankMessage = Load | Loaded | Join | Transfer | Step
 
 
 class RankChannel:
@@ -95,6 +106,7 @@ class RankChannel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._sending = threading.Lock()  # steps and transfers are ordered by different threads
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankMessage)
 
@@ -103,9 +115,10 @@ class RankChannel:
         self._connection.settimeout(timeout_s)
 
     def send(self, message: RankMessage, descriptors: Sequence[int] = ()) -> None:
-        frame = self._encoder.encode(message)
-        socket.send_fds(self._connection, [_LENGTH.pack(len(frame))], descriptors)
-        self._connection.sendall(frame)
+        with self._sending:
+            frame = self._encoder.encode(message)
+            socket.send_fds(self._connection, [_LENGTH.pack(len(frame))], descriptors)
+            self._connection.sendall(frame)
 
     def receive(self) -> tuple[RankMessage, list[int]]:
         """The next message, and the descriptors that came with it.

@@ -1,5 +1,7 @@
 """``python -m common.node.tensor_parallel.rank_main DESCRIPTOR``: a rank other than 0, which rank 0 has started.
 
+``scripts.serving.rank`` does the same, and transfers pages too.
+
 It ends when its connection to rank 0 does, whatever ended that, so that no rank outlives its node. While it
 loads weights, it does not notice that: if rank 0 is killed, the kernel kills it too.
 """
@@ -11,13 +13,16 @@ import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 from common.errors import BatonError, ConfigError
 from common.logs import configure_logging
-from common.node.tensor_parallel.channel import Join, Load, Loaded, RankChannel, Step, path_of
+from common.node.tensor_parallel.channel import Join, Load, Loaded, RankChannel, Step, Transfer, path_of
 
 if TYPE_CHECKING:
+    from common.engine.kv_pool import KVPool
     from common.engine.models.config import ModelConfig
     from common.engine.models.decoder import DecoderWeights
 
@@ -26,8 +31,16 @@ log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1  # Linux; Python has no name for it
 
 
-def main() -> int:
-    """Returns the exit status: 0 if rank 0 has ended the connection, else 1."""
+#: Serves one end of a rank's transports, over a connection to rank 0 and over the rank's pool, until rank 0 closes it.
+ServeTransfers = Callable[[socket.socket, "KVPool"], None]
+
+
+def main(serve_transfers: ServeTransfers | None = None) -> int:
+    """Run this rank; returns the exit status: 0 if rank 0 has ended the connection, else 1.
+
+    Args:
+        serve_transfers: None if rank 0 transfers nothing.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 drains first, and then ends this process
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -37,7 +50,7 @@ def main() -> int:
         load, _ = channel.receive()
         assert isinstance(load, Load)
         writer = configure_logging(load.name, level=load.log_level, log_format=load.log_format)
-        _serve(channel, load)
+        _serve(channel, load, serve_transfers)
     except (EOFError, ConnectionError):
         return 0
     except BatonError as error:
@@ -52,8 +65,8 @@ def main() -> int:
     return 0
 
 
-def _serve(channel: RankChannel, load: Load) -> None:
-    """Load this rank's part of the model, and compute the steps of rank 0 until it ends the connection.
+def _serve(channel: RankChannel, load: Load, serve_transfers: ServeTransfers | None) -> None:
+    """Load this rank's part of the model, and do what rank 0 says until it ends the connection.
 
     Raises:
         EOFError: it has.
@@ -67,7 +80,7 @@ def _serve(channel: RankChannel, load: Load) -> None:
         channel.send(Loaded(str(error) or "it has too little memory"))
         return
     channel.send(Loaded())
-    join, (store, memory) = channel.receive()
+    join, (store,) = channel.receive()
     assert isinstance(join, Join)
 
     import torch
@@ -79,15 +92,29 @@ def _serve(channel: RankChannel, load: Load) -> None:
     from common.engine.tensor_parallel.shard import Shard
 
     shard, device = Shard(load.rank, load.num_ranks), torch.device(load.device)
-    pool = KVPool(config.layout(load.page_size, load.dtype), join.num_pages, device, fd=memory)
+    pool = KVPool(join.layout, join.num_pages, device)
     group = open_group(FileStore(path_of(store), shard.size), shard, device, timeout_s=join.timeout_s)
     executor = RankExecutor(config, weights, pool, shard=shard, group=group, attention=load.attention)
     gc.collect()
     gc.freeze()
     while True:
-        step, _ = channel.receive()
-        assert isinstance(step, Step)
-        executor.run(*step.arrays())
+        message, descriptors = channel.receive()
+        if isinstance(message, Transfer):
+            assert serve_transfers is not None
+            _start_transfers(serve_transfers, socket.socket(fileno=descriptors[0]), pool)
+            continue
+        assert isinstance(message, Step)
+        executor.run(*message.arrays())
+
+
+def _start_transfers(serve: ServeTransfers, connection: socket.socket, pool: "KVPool") -> None:
+    from common.engine.device_copies import current_device
+
+    def run() -> None:
+        with current_device(pool.device):
+            serve(connection, pool)
+
+    threading.Thread(target=run, name="rank-transfers", daemon=True).start()
 
 
 def _load_weights(load: Load, config: "ModelConfig") -> "DecoderWeights":
@@ -98,15 +125,22 @@ def _load_weights(load: Load, config: "ModelConfig") -> "DecoderWeights":
     from common.engine.tensor_parallel.shard import Shard
 
     torch.set_num_threads(load.num_threads)
+    device = torch.device(load.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels are launched on the current one
     try:
-        weights = load_weights(config, load.dtype, torch.device(load.device), Shard(load.rank, load.num_ranks))
+        weights = load_weights(config, load.dtype, device, Shard(load.rank, load.num_ranks))
         weights.pack()
     except torch.OutOfMemoryError as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return weights
 
 
-if __name__ == "__main__":
-    status = main()
+def end_rank(status: int) -> NoReturn:
+    """End this process without waiting for the threads of torch."""
     logging.shutdown()
-    os._exit(status)  # without waiting for the threads of torch
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    end_rank(main())

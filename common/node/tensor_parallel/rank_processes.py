@@ -1,6 +1,7 @@
 """The other ranks of a node as processes, which rank 0 starts, watches and ends."""
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from common.errors import ConfigError
-from common.node.tensor_parallel.channel import Join, Load, Loaded, RankChannel, Step, path_of
+from common.errors import ConfigError, RankLostError
+from common.node.tensor_parallel.channel import Join, Load, Loaded, RankChannel, Step, Transfer, path_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +38,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 class _RankProcess:
     """One other rank."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, module: str) -> None:
         self.rank = load.rank
         ours, theirs = socket.socketpair()
         self.channel = RankChannel(ours)
@@ -46,7 +47,7 @@ class _RankProcess:
             # A new interpreter: a fork would inherit the threads of OpenMP in no usable state. Its own process group:
             # Ctrl-C ends rank 0, which ends the others when its requests are over.
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "common.node.tensor_parallel.rank_main", str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
@@ -66,16 +67,35 @@ class _RankProcess:
             raise ConfigError(f"--tp: rank {self.rank} of this node cannot load the model: {answer.problem}")
 
 
+def _connect(other: _RankProcess) -> socket.socket:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            other.channel.send(Transfer(), [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise RankLostError(f"tensor-parallel rank {other.rank} of this node does not answer: {error}") from error
+    return ours
+
+
 class RankProcesses:
     """``OtherRanks`` in processes of their own. A context: at its end, all of them have ended.
 
     Args:
         num_ranks: including rank 0, which is this process; 1: there are no others.
+        module: the main module of the others.
         timeout_s: the longest time that a rank waits for another within a step.
     """
 
-    def __init__(self, num_ranks: int, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        module: str = "common.node.tensor_parallel.rank_main",
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self.num_ranks = num_ranks
+        self._module = module
         self._timeout_s = timeout_s
         self._others: list[_RankProcess] = []
         self._watchers: list[threading.Thread] = []
@@ -93,9 +113,12 @@ class RankProcesses:
 
     def start(self, load: Load) -> None:
         """Start the processes, which begin to load their parts; ``load`` is that of rank 0."""
+        from common.engine.tensor_parallel.shard import Shard
+
         for rank in range(1, self.num_ranks):
-            own = msgspec.structs.replace(load, rank=rank, name=f"{load.name}/rank-{rank}")
-            self._others.append(_RankProcess(own))
+            device = Shard(rank, self.num_ranks).device(load.device)
+            own = msgspec.structs.replace(load, rank=rank, name=f"{load.name}/rank-{rank}", device=device)
+            self._others.append(_RankProcess(own, self._module))
 
     def wait_until_loaded(self) -> None:
         """Raises ConfigError: one of them cannot load its part of the model."""
@@ -110,7 +133,7 @@ class RankProcesses:
         """
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-        from common.engine.tensor_parallel.group import RankLostError, open_group
+        from common.engine.tensor_parallel.group import open_group
         from common.engine.tensor_parallel.shard import Shard
 
         # A file that cannot be left behind. It stays open with the process: the group opens it again when it ends.
@@ -118,7 +141,7 @@ class RankProcesses:
         try:
             for other in self._others:
                 other.channel.limit(self._timeout_s)
-                other.channel.send(Join(pool.num_pages, self._timeout_s), [store, pool.fd])
+                other.channel.send(Join(pool.layout, pool.num_pages, self._timeout_s), [store])
             shard, meeting = Shard(0, self.num_ranks), FileStore(path_of(store), self.num_ranks)
             return open_group(meeting, shard, pool.device, timeout_s=self._timeout_s)
         except (OSError, RankLostError) as error:
@@ -128,10 +151,12 @@ class RankProcesses:
         finally:
             os.close(store)
 
+    def transfer_ends(self) -> "list[Callable[[], socket.socket]]":
+        """What makes a connection to the transfer endpoint of each other rank. Call ``join`` first."""
+        return [functools.partial(_connect, other) for other in self._others]
+
     def begin(self, rows: "RowArrays", kept: "NDArray[np.int64]") -> None:
         """As ``OtherRanks.begin``."""
-        from common.engine.tensor_parallel.group import RankLostError
-
         step = Step.of(rows, kept)
         for other in self._others:
             try:
@@ -149,8 +174,6 @@ class RankProcesses:
             thread.start()
 
     def _watch(self, other: _RankProcess, on_lost: Callable[[Exception], None]) -> None:
-        from common.engine.tensor_parallel.group import RankLostError
-
         status = other.process.wait()
         if not self._is_closing:
             on_lost(RankLostError(f"tensor-parallel rank {other.rank} of this node has ended with status {status}"))

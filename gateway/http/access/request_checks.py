@@ -96,7 +96,10 @@ class RequestChecks:
             _check_content_type(headers)
             if "content-length" not in headers and "transfer-encoding" not in headers:
                 raise HttpError(411, "a body is needed; give its Content-Length")
-            body = await _read(receive)
+            message: Any = await receive()
+            body: bytes = message.get("body", b"")
+            if message.get("more_body"):
+                body = await _read(receive, body)
             if len(body) > LIGHT_BYTES:
                 await check_weight(body, self._max_values())
         except RequestError as error:
@@ -123,13 +126,11 @@ def _check_content_type(headers: Mapping[str, str]) -> None:
         raise HttpError(415, "the Content-Type must be application/json")
 
 
-async def _read(receive: Receive) -> bytes:
-    message: Any = await receive()
-    if not message.get("more_body"):
-        body: bytes = message.get("body", b"")
-        return body
-    parts = [message["body"]]
-    while message.get("more_body"):
-        message = await receive()
+async def _read(receive: Receive, first: bytes) -> bytes:
+    """The whole body, of which ``first`` has been received."""
+    parts, has_more = [first], True
+    while has_more:
+        message: Any = await receive()
         parts.append(message.get("body", b""))
+        has_more = message.get("more_body", False)
     return b"".join(parts)

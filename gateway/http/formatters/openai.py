@@ -23,6 +23,7 @@ from gateway.text.detokenizer import Detokenizer
 from gateway.text.output_parser import OutputPiece, ReasoningPiece, TextPiece, ToolCallBegin
 from gateway.workers.served_models import ServedModel
 
+NO_OPTIONS = StreamOptions()
 #: Stands for the text in the chunk that ``_bytes_around_text`` cuts in two. It is not part of what follows the text.
 MARK = "\0"
 
@@ -63,7 +64,7 @@ class _OpenAIFormatter(ResponseFormatter):
     def __init__(self, model: ServedModel, body: CompletionRequest | ChatCompletionRequest, request_id: str) -> None:
         self._tokenizer = model.tokenizer
         self._head = {"id": request_id, "object": "", "created": int(time.time()), "model": model.name}
-        options = body.stream_options or StreamOptions()
+        options = body.stream_options or NO_OPTIONS
         self._with_usage = bool(options.include_usage)  # at the end of a stream ...
         self._with_usage_each = bool(options.continuous_usage_stats)  # ... and also in each chunk
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False

@@ -3,13 +3,16 @@
 import { byId, el, keyed, setStyle, setText, svg } from "./dom.js";
 import { bytes, count, percent, plural } from "./format.js";
 
-const ITEM_BYTES = { float32: 4, bfloat16: 2, float16: 2 };
+const ITEM_BYTES = { float32: 4, bfloat16: 2, float16: 2, fp8_e4m3: 1 };
+const SCALE_BYTES = { fp8_e4m3: 1 }; // Of each key and each value.
 const SILENT_S = 5; // Nodes report every second.
 const MAX_FULL_CARDS = 4; // Of one role; more get short cards.
 
 /** Bytes of one KV page, from the layout that the node registered. */
 export function pageBytes(layout) {
-  return layout.num_layers * 2 * layout.num_kv_heads * layout.head_dim * layout.page_size * ITEM_BYTES[layout.dtype];
+  const dims = layout.is_latent ? [layout.head_dim] : [layout.head_dim, layout.value_dim || layout.head_dim];
+  const perHead = dims.map((dim) => dim * ITEM_BYTES[layout.dtype] + (SCALE_BYTES[layout.dtype] ?? 0));
+  return layout.num_layers * layout.num_kv_heads * layout.page_size * perHead.reduce((sum, size) => sum + size);
 }
 
 /** The pairs of all nodes, each once, by the incarnations of its two ends; a problem that either end reports counts. */

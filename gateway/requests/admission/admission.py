@@ -80,19 +80,25 @@ class Admission:
         Args:
             waiting, in_flight: as for ``retry_after``.
         """
-        limit = max_running + self.max_queued
-        if 2 * self.num_in_flight <= self._full_at:
-            self._promised.clear()
-            self._num_promised = 0
-        excess = self.excess(count, max_running)
+        excess = self.take(count, max_running=max_running, now=now)
         if excess > 0:
+            limit = max_running + self.max_queued
             num_taken = self.num_in_flight - min(self._num_paused, limit)
             message = f"{num_taken} requests are in flight, the limit is {limit}; retry later"
             retry_after_s = self.retry_after(excess, now, waiting=waiting, in_flight=in_flight)
             raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)
-        if self.num_in_flight == 0:
-            self._changed_at = now
-        self.num_in_flight += count
+
+    def take(self, count: int, *, max_running: int, now: float) -> int:
+        """Counts all of them in, unless they are too many. Returns the excess: more than 0 if they are."""
+        if 2 * self.num_in_flight <= self._full_at:
+            self._promised.clear()
+            self._num_promised = 0
+        excess = self.excess(count, max_running)
+        if excess <= 0:
+            if self.num_in_flight == 0:
+                self._changed_at = now
+            self.num_in_flight += count
+        return excess
 
     def release(self, now: float, *, served_s: float | None, num_tokens: int = 1) -> None:
         """One request has ended.

@@ -20,6 +20,9 @@ class PriorityResolver:
 
     Args:
         function: a user's function, which has the last word on priorities.
+
+    Attributes:
+        is_neutral: a request that names neither a priority nor a class has none.
     """
 
     def __init__(self, options: SchedulingOptions, function: PriorityFunction | None = None) -> None:
@@ -29,6 +32,7 @@ class PriorityResolver:
         self._is_low_first = options.schedule_low_priority_values_first
         self._classes = options.class_weights
         self._default_class = options.default_class
+        self.is_neutral = not (function or self._is_enabled or self._default_class)
         default = options.default_priority_value
         self._default = LOWEST_PRIORITY if default is None else self._signed(default)
 

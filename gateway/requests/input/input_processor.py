@@ -4,13 +4,12 @@ A failed check of a value raises a ``RequestError`` that names the field.
 """
 
 import asyncio
-import dataclasses
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 
@@ -38,7 +37,7 @@ from gateway.requests.input.prompts import (
 from gateway.requests.input.structured_output import GrammarChecker, StructuredOutput, structured_output_of
 from gateway.text.chat_template import num_parts, render_chat, tools_size
 from gateway.text.tokenizer import LONG_CHARACTERS, AsyncTokenizer
-from gateway.workers.registry import ServingLimits
+from gateway.workers.registry import SamplingDefaults, ServingLimits
 from gateway.workers.served_models import ServedModel
 
 COMPLETION_MAX_TOKENS = 16
@@ -57,8 +56,7 @@ LARGE_TOOLS = 64 << 10
 REQUESTS_AT_ONCE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Context:
+class _Context(NamedTuple):
     """The fields that all requests made from one body share."""
 
     model: ServedModel
@@ -113,8 +111,10 @@ class InputProcessor:
         self, body: CompletionRequest, model: ServedModel, tenant: str, request_id: str
     ) -> list[GenerateRequest]:
         """One request for each sample of each prompt, prompt after prompt."""
-        context = await self._openai_context(body, model, tenant, request_id)
-        if body.best_of not in (None, body.n or 1):
+        context = self._openai_context(body, model, tenant, request_id)
+        if _is_constrained(body):
+            context = await self._constrained(context, body)
+        if body.best_of is not None and body.best_of != (body.n or 1):
             raise refuse("only supported if it equals n", "best_of", ErrorCode.NOT_SUPPORTED)
         if body.max_tokens == 0 and not body.echo:
             raise refuse("must be at least 1, unless echo is true", "max_tokens")
@@ -130,14 +130,17 @@ class InputProcessor:
             if body.echo or body.logprobs is not None:
                 request = await self._with_prompt_text(context, request, prompts[i], body)
             requests += _samples(request, body.n or 1, prompt_number=i)
-            await _yield_after(i)
+            if _is_turn_due(i):
+                await asyncio.sleep(0)
         return requests
 
     async def chat(
         self, body: ChatCompletionRequest, model: ServedModel, tenant: str, request_id: str
     ) -> list[GenerateRequest]:
         """One request for each sample; the messages pass through the model's chat template."""
-        context = await self._openai_context(body, model, tenant, request_id)
+        context = self._openai_context(body, model, tenant, request_id)
+        if _is_constrained(body):
+            context = await self._constrained(context, body)
         if body.top_logprobs is not None and not body.logprobs:
             raise refuse("needs logprobs to be true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -147,7 +150,7 @@ class InputProcessor:
             output = await self._tokenizer.on_thread(make) if tools_size(body) > LARGE_TOOLS else make()
             if output.grammar != context.output.grammar:
                 await self._grammars.check(StructuredOutput("tools", "lark", output.grammar))
-            context = dataclasses.replace(context, output=output)
+            context = context._replace(output=output)
         (ids,) = await self._token_ids(
             context, [text], "messages", _truncation(body), add_special_tokens=bool(body.add_special_tokens),
         )  # fmt: skip
@@ -179,7 +182,7 @@ class InputProcessor:
         for i in range(count):
             prefix = f"sampling_params[{i}]." if isinstance(body.sampling_params, list) else "sampling_params."
             if body.rid:
-                context = dataclasses.replace(context, request_id=body.rid if isinstance(body.rid, str) else rids[i])
+                context = context._replace(request_id=body.rid if isinstance(body.rid, str) else rids[i])
             if i == 0 or params[i] is not params[i - 1]:
                 context = await self._with_bad_words(context, params[i].bad_words, f"{prefix}bad_words")
                 context = await self._with_structure(context, params[i], prefix)
@@ -190,7 +193,8 @@ class InputProcessor:
                     raise refuse("needs return_logprob to be true", "logprob_start_len")
                 request = with_prompt_logprobs(request, start, "logprob_start_len")
             requests += _samples(request, num_samples, prompt_number=i)
-            await _yield_after(i)
+            if _is_turn_due(i):
+                await asyncio.sleep(0)
         return requests
 
     def _context(
@@ -200,17 +204,24 @@ class InputProcessor:
         if limits is None:
             raise model.pool.no_route()
         timeout_s = self._request_timeout_s if body.deadline_ms is None else body.deadline_ms / 1000
-        objectives_s = (body.slo_ttft_ms or 0.0) / 1000, (body.slo_itl_ms or 0.0) / 1000
-        return _Context(model, limits, tenant, request_id, body.cache_salt or "", timeout_s, *objectives_s)
+        context = _Context(model, limits, tenant, request_id, body.cache_salt or "", timeout_s)
+        if body.slo_ttft_ms is None and body.slo_itl_ms is None:
+            return context
+        return context._replace(slo_ttft_s=(body.slo_ttft_ms or 0.0) / 1000, slo_itl_s=(body.slo_itl_ms or 0.0) / 1000)
 
-    async def _openai_context(self, body: OpenAIRequest, model: ServedModel, tenant: str, request_id: str) -> _Context:
+    def _openai_context(self, body: OpenAIRequest, model: ServedModel, tenant: str, request_id: str) -> _Context:
         """Checks what both OpenAI endpoints share."""
         context = self._context(body, model, tenant, request_id)
-        _check_stream_options(body)
+        if body.stream_options is not None:
+            _check_stream_options(body)
         if body.max_completion_tokens is not None:
             if body.max_tokens not in (None, body.max_completion_tokens):
                 raise refuse("differs from max_completion_tokens; give one of the two", "max_tokens")
             body.max_tokens = body.max_completion_tokens
+        return context
+
+    async def _constrained(self, context: _Context, body: OpenAIRequest) -> _Context:
+        """The context with the bad words and the structure that a body asks for."""
         if body.bad_words:
             context = await self._with_bad_words(context, body.bad_words, "bad_words")
         return await self._with_structure(context, body)
@@ -218,7 +229,7 @@ class InputProcessor:
     async def _with_bad_words(self, context: _Context, words: Sequence[str] | None, param: str) -> _Context:
         """The context with the tokens of each word, as it begins a text and as it follows a space."""
         if not words:
-            return dataclasses.replace(context, bad_words=()) if context.bad_words else context
+            return context._replace(bad_words=())
         if not all(word.strip() for word in words):
             raise refuse("a bad word must not be empty", param)
         sequences: dict[tuple[int, ...], None] = {}
@@ -228,20 +239,19 @@ class InputProcessor:
                     context.model.tokenizer, text, add_special_tokens=False, param=param
                 )
                 sequences[tuple(ids)] = None
-        return dataclasses.replace(context, bad_words=tuple(sequences))
+        return context._replace(bad_words=tuple(sequences))
 
     async def _with_structure(
         self, context: _Context, body: OpenAIRequest | NativeSamplingParams, prefix: str = ""
     ) -> _Context:
         """The context with the grammar of the structured output that the fields ask for."""
-        given = _structure_fields(type(body))(body)
-        if given.count(None) == len(given):
-            return dataclasses.replace(context, output=PLAIN_TEXT) if context.output.grammar else context
+        if not _asks_for_structure(body):
+            return context._replace(output=PLAIN_TEXT) if context.output.grammar else context
         wanted = structured_output_of(body, prefix)
         if wanted is None:
             return context
         grammar = await self._grammars.check(wanted)
-        return dataclasses.replace(context, output=ChatOutput(grammar=grammar, param=wanted.param))
+        return context._replace(output=ChatOutput(grammar=grammar, param=wanted.param))
 
     # ---- chats as text ----------------------------------------------------------------------------------------------
 
@@ -281,14 +291,16 @@ class InputProcessor:
                     raise refuse("must not be empty", param)
                 if truncation is not None:
                     prompt = truncation.of_text(prompt, limits)
-                elif len(prompt) > max(LONG_CHARACTERS, LONGEST_TOKEN * limits.context_length):
+                elif len(prompt) > LONG_CHARACTERS and len(prompt) > LONGEST_TOKEN * limits.context_length:
                     await self._check_beginning(context, prompt, param)
                 prompt = await self._tokenizer.tokenize(
                     tokenizer, prompt, add_special_tokens=add_special_tokens, param=param
                 )
+            else:
+                _check_vocabulary(prompt, limits, param)
             if truncation is not None:
                 prompt = truncation.of_ids(prompt, limits)
-            _check_prompt(prompt, limits, param)
+            _check_length(prompt, limits, param)
             ids.append(prompt)
         return ids
 
@@ -359,7 +371,8 @@ class InputProcessor:
         prefix: str = "",
     ) -> GenerateRequest:  # fmt: skip
         prompt = tuple(prompt)
-        sampling = _bound(sampling, context)
+        if context.bad_words or context.output is not PLAIN_TEXT:
+            sampling = _bound(sampling, context)
         return GenerateRequest(
             rid=rid,
             request_id=context.request_id,
@@ -367,7 +380,7 @@ class InputProcessor:
             sampling=sampling,
             model=context.model.name,
             keep_stop=bool(options.include_stop_str_in_output or options.no_stop_trim),
-            stops=_stop_strings(options.stop, f"{prefix}stop"),
+            stops=_stop_strings(options.stop, f"{prefix}stop") if options.stop else (),
             output_format=context.output.output_format,
             grammar_param=context.output.param,
             skip_special=options.skip_special_tokens is not False,
@@ -380,10 +393,19 @@ class InputProcessor:
         )
 
 
-async def _yield_after(number: int) -> None:
-    """Gives the event loop a turn after every ``REQUESTS_AT_ONCE`` requests."""
-    if number % REQUESTS_AT_ONCE == REQUESTS_AT_ONCE - 1:
-        await asyncio.sleep(0)
+def _is_turn_due(number: int) -> bool:
+    """Whether the event loop gets a turn now, after the request with this number."""
+    return number % REQUESTS_AT_ONCE == REQUESTS_AT_ONCE - 1
+
+
+def _is_constrained(body: OpenAIRequest) -> bool:
+    """Whether a body asks for bad words or for structured output."""
+    return bool(body.bad_words) or _asks_for_structure(body)
+
+
+def _asks_for_structure(body: msgspec.Struct) -> bool:
+    given = _structure_fields(type(body))(body)
+    return given.count(None) < len(given)
 
 
 @functools.cache
@@ -392,10 +414,14 @@ def _structure_fields(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], 
     return attrgetter(*[name for name in STRUCTURE_FIELDS if name in kind.__struct_fields__])
 
 
+#: Reads the fields of ``SamplingDefaults`` of a body.
+_sampling_fields: Callable[[SamplingFields], tuple[float | None, ...]] = attrgetter(*SamplingDefaults._fields)
+
+
 # ---- checks: each completes a part of a request, or raises a RequestError that names the field ----------------------
 
 
-def _check_prompt(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
+def _check_length(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
     """Refuses a prompt that no node can take."""
     count = len(prompt)
     if not count:
@@ -407,6 +433,12 @@ def _check_prompt(prompt: Sequence[int], limits: ServingLimits, param: str) -> N
         which = "prefill node" if limits.prompt_tokens == room else "decode node, with one token of output,"
         message = f"the prompt has {count} tokens, but the page pool of the largest {which} holds {room}"
         raise refuse(f"{message}; shorten it, or raise --max-total-tokens of the node", param, ErrorCode.POOL_TOO_SMALL)
+
+
+def _check_vocabulary(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
+    """Refuses ids that the model does not have. It has all ids of the tokenizer (``gateway.workers.registry``)."""
+    if not prompt:
+        raise refuse("must not be empty", param)
     smallest, largest = min(prompt), max(prompt)
     if smallest < 0 or largest >= limits.vocab_size:
         wrong = smallest if smallest < 0 else largest
@@ -451,30 +483,32 @@ def _sampling_params(
     """
     if min_tokens > max_new_tokens:
         raise refuse(f"{min_tokens} is more than the {max_new_tokens} tokens allowed", f"{prefix}min_tokens")
-    _check_token_ids(body, limits, prefix)
-
-    def value(name: str, neutral: float) -> float:
-        given = getattr(body, name)
-        return float(limits.generation.get(name, neutral) if given is None else given)
-
-    temperature = value("temperature", 1.0)
-    top_k = max(int(value("top_k", 0)), 0)
+    if body.stop_token_ids or body.logit_bias or body.allowed_token_ids:
+        _check_token_ids(body, limits, prefix)
+    given: tuple[float | None, ...] = _sampling_fields(body)
+    if given.count(None) == len(given):
+        values = limits.defaults
+    else:
+        values = SamplingDefaults(
+            *[default if own is None else own for own, default in zip(given, limits.defaults, strict=True)]
+        )
+    temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty = values
     return SamplingParams(
         max_new_tokens=max(max_new_tokens, 1),  # 0 still makes one token on the nodes; it is not shown
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=0 if top_k >= limits.vocab_size else top_k,
-        top_p=value("top_p", 1.0),
-        min_p=value("min_p", 0.0),
+        top_k=int(top_k) if 0 < top_k < limits.vocab_size else 0,
+        top_p=top_p,
+        min_p=min_p,
         seed=random.getrandbits(64) if body.seed is None else body.seed & (2**64 - 1),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         min_tokens=min_tokens,
         logprobs=logprobs,
-        repetition_penalty=value("repetition_penalty", 1.0),
-        presence_penalty=value("presence_penalty", 0.0),
-        frequency_penalty=value("frequency_penalty", 0.0),
-        logit_bias=tuple((body.logit_bias or {}).items()),
-        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=tuple(body.logit_bias.items()) if body.logit_bias else (),
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids)) if body.allowed_token_ids else (),
     )
 
 
@@ -515,7 +549,7 @@ def _has_parts(body: ChatCompletionRequest, model: ServedModel) -> bool:
 
 
 def _check_stream_options(body: OpenAIRequest) -> None:
-    if body.stream_options is not None and not body.stream:
+    if not body.stream:
         raise refuse("only together with stream: true", "stream_options")
     options = body.stream_options
     if options is not None and options.continuous_usage_stats and not options.include_usage:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport
+from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, node_of
 from kv_transfer.transports.shm.copy_thread import CopyThread, MappedPool
 from kv_transfer.transports.shm.protocol import DETACHED, ENDPOINT, HELLO, MAGIC, peer_credentials
 
@@ -144,7 +144,7 @@ class ShmWriter(WriterTransport):
 
     def _map(self, peer: str, connect: Connect, hello: bytes, descriptor: int) -> mmap.mmap:
         num_bytes = connect.layout.layout().pool_bytes(connect.num_pages)
-        expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, who) for who in (peer.encode(), b"")]
+        expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, who) for who in (node_of(peer).encode(), b"")]
         if hello not in expected:
             raise AttachError(f"the offer of {connect.name} and what it sent over its socket differ")
         size = os.fstat(descriptor).st_size

@@ -27,8 +27,8 @@ MAC_BYTES = 16
 HELLO = struct.Struct("<8sHH32s32s")  # magic, index of this connection, how many there are, token, nonce
 WELCOME = struct.Struct("<32s32s")  # nonce, proof
 #: Magic, bytes that follow, page of the reader's pool, sequence number from 0, and the part of the page: its first
-#: token and number of tokens.
-PAGE = struct.Struct("<4sIQQ2I")
+#: token and number of tokens, its first KV head and number of heads.
+PAGE = struct.Struct("<4sIQQ4I")
 DONE = struct.Struct("<4sIQQ")  # magic, 1 if the page was placed and 0 if it was refused, page, sequence number
 PAGE_MAGIC, DONE_MAGIC = b"page", b"done"
 PAGE_FRAME_BYTES = PAGE.size + MAC_BYTES

@@ -35,56 +35,68 @@ MAX_BUFFERS = 64  # filled by one call, which copies for at most a tenth of a mi
 
 
 class WritePermission:
-    """Permission to write one page, granted once. ``claimed``: slices that have come, or are coming."""
+    """Permission of one peer to write one page under one epoch, granted once.
 
-    __slots__ = ("claimed", "owner")
+    ``claimed``: slices that have come, or are coming.
+    """
 
-    def __init__(self, owner: tuple[str, int]) -> None:
-        self.owner = owner
+    __slots__ = ("claimed", "epoch")
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
         self.claimed: list[PageSlice] = []
 
 
 class WritePermissions:
-    """Which peer may write which page, under which epoch. Single dict operations, so thread-safe."""
+    """Which peers may write which page, under which epoch. Single dict operations, so thread-safe.
+
+    A page has several where the ranks of one node write parts of it.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0  # placed
         self.num_refused = 0  # pages, or parts of some
-        self._by_page: dict[int, WritePermission] = {}
+        self._by_page: dict[int, dict[str, WritePermission]] = {}
         self._lock = threading.Lock()  # guards the totals and the claims
 
     def give(self, peer: str, epoch: int, pages: Sequence[int]) -> None:
         for page in pages:
-            self._by_page[page] = WritePermission((peer, epoch))
+            self._by_page.setdefault(page, {})[peer] = WritePermission(epoch)
 
     def give_again(self, owner: tuple[str, int], pages: Sequence[int], page_slice: PageSlice) -> None:
         """Permit a slice that has come to be written once more."""
         for page in pages:
-            grant = self._by_page.get(page)
+            grant = self._permission(owner, page)
             with self._lock:
-                if grant is not None and grant.owner == owner and page_slice in grant.claimed:
+                if grant is not None and page_slice in grant.claimed:
                     grant.claimed.remove(page_slice)
+
+    def _permission(self, owner: tuple[str, int], page: int) -> WritePermission | None:
+        peer, epoch = owner
+        grant = self._by_page.get(page, {}).get(peer)
+        return grant if grant is not None and grant.epoch == epoch else None
 
     def take(self, pages: Sequence[int]) -> None:
         for page in pages:
             self._by_page.pop(page, None)
 
     def revoke(self, peer: str) -> None:
-        for page in [page for page, grant in list(self._by_page.items()) if grant.owner[0] == peer]:
-            self._by_page.pop(page, None)
+        for page, grants in list(self._by_page.items()):
+            if grants.pop(peer, None) is not None and not grants:
+                self._by_page.pop(page, None)
 
     def claim(self, owner: tuple[str, int], page: int, page_slice: PageSlice) -> WritePermission | None:
         """The permission under which this slice of the page may come; None if there is none. Each byte comes once."""
-        grant = self._by_page.get(page)
+        grant = self._permission(owner, page)
         with self._lock:
-            if grant is None or grant.owner != owner or any(page_slice.overlaps(other) for other in grant.claimed):
+            if grant is None or any(page_slice.overlaps(other) for other in grant.claimed):
                 return None
             grant.claimed.append(page_slice)
         return grant
 
-    def holds(self, grant: WritePermission | None, page: int) -> bool:
+    def holds(self, owner: tuple[str, int], grant: WritePermission | None, page: int) -> bool:
         """Whether the permission is still in force: neither taken back nor replaced since."""
-        return grant is not None and self._by_page.get(page) is grant
+        return grant is not None and self._by_page.get(page, {}).get(owner[0]) is grant
 
     def count(self, num_bytes: int) -> None:
         with self._lock:
@@ -282,7 +294,7 @@ class ReceiveThread:
             with self._lock:
                 if not self._is_open:
                     raise ConnectionError("it was closed on our side")
-                is_allowed = is_allowed and self._permissions.holds(grant, page)
+                is_allowed = is_allowed and self._permissions.holds(self._owner, grant, page)
                 num_bytes = self._receive(
                     room.buffers() if is_allowed else [memoryview(self._scratch)[: room.num_missing]]
                 )
@@ -296,7 +308,7 @@ class ReceiveThread:
                 self._wait(room.num_missing)
         mac = self._mac_after(body)
         with self._lock:
-            is_allowed = is_allowed and self._permissions.holds(grant, page)
+            is_allowed = is_allowed and self._permissions.holds(self._owner, grant, page)
         self._page = -1
         if is_allowed and body is not None and not hmac.compare_digest(body.mac(), mac):
             raise ConnectionError("the bytes of a page were changed on the way")

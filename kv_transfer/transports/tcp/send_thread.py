@@ -90,7 +90,7 @@ class SendThread:
         self._connection.sendall(body.mac())
 
     def _header(self, target: int, slices: SlicePair, number: int) -> bytes:
-        header = PAGE.pack(PAGE_MAGIC, slices.num_bytes, target, number, *slices.target)
+        header = PAGE.pack(PAGE_MAGIC, slices.num_bytes, target, number, *slices.target[:4])
         return header + self._seal.mac(header)
 
     def _send(self, header: bytes, page: memoryview, slices: SlicePair) -> None:

@@ -100,6 +100,8 @@ class TcpWriter(WriterTransport):
         self._key = key
         self._whole_pages = whole_pages(store.layout)
         self._epoll = select.epoll()
+        self._results = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # set while a result waits for its caller
+        self._epoll.register(self._results, select.EPOLLIN)
         self._peers: dict[str, PeerState] = {}
         self._by_descriptor: dict[int, tuple[PeerState, TcpConnection]] = {}  # by descriptor
         self._leaving: dict[str, PeerState] = {}  # detached peers for which our pages are still being read
@@ -153,7 +155,16 @@ class TcpWriter(WriterTransport):
         for attached in news:
             if attached.problem and not self._peers[attached.peer].is_attached:
                 self.detach(attached.peer)
+        self._signal_results()
         return news
+
+    def _signal_results(self) -> None:
+        """Wake the loop for results that one of ``poll`` and ``done`` has found and the other one returns."""
+        if self._news or self._done:
+            os.eventfd_write(self._results, 1)
+        else:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._results)
 
     def _process_events(self) -> None:
         self._reap()
@@ -310,6 +321,7 @@ class TcpWriter(WriterTransport):
     def done(self) -> list[int]:
         self._process_events()
         tickets, self._done = self._done, []
+        self._signal_results()
         return tickets
 
     def detach(self, peer: str) -> bool:
@@ -375,4 +387,6 @@ class TcpWriter(WriterTransport):
         for thread in self._ending:
             thread.join()
         self._reap()
-        self._epoll.close()
+        if not self._epoll.closed:
+            self._epoll.close()
+            os.close(self._results)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed
@@ -30,7 +30,7 @@ from torch.distributed import HashStore as HashStore  # type: ignore[attr-define
 
 from common.errors import ConfigError
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import PageStore
+from kv_transfer.transports.base import PageStore, RunCopier
 
 STALL_S = 10.0  # a page that takes longer than this breaks the group
 FORM_S = 10.0  # for a group to form
@@ -62,6 +62,8 @@ class Pages:
         else:
             rows = store.device_pages
         self.rows = rows.view(store.num_pages, store.layout.page_bytes)
+        is_copier = backend != "gloo" and isinstance(store, RunCopier) and store.can_copy_runs
+        self._copier = cast(RunCopier, store) if is_copier else None
 
     def staging(self) -> torch.Tensor:
         """Memory for one page of ours, where our pages are."""
@@ -77,6 +79,9 @@ class Pages:
         if len(slices.runs) == 1:
             [(at, _, length)] = slices.runs
             return row[at : at + length]
+        if self._copier is not None:
+            self._copier.gather((page,), tuple((source, length) for source, _, length in slices.runs), staging)
+            return staging[: slices.num_bytes]
         for source, _, length in slices.runs:
             _copy(staging[at : at + length], row[source : source + length])
             at += length
@@ -89,9 +94,12 @@ class Pages:
             runs: (offset in the page, bytes).
         """
         row, at = self.rows[page], 0
-        for offset, length in runs:
-            _copy(row[offset : offset + length], staging[at : at + length])
-            at += length
+        if self._copier is not None and len(runs) > 1:
+            self._copier.scatter((page,), tuple(runs), staging)
+        else:
+            for offset, length in runs:
+                _copy(row[offset : offset + length], staging[at : at + length])
+                at += length
         if row.is_cuda:
             torch.cuda.current_stream(row.device).synchronize()
 

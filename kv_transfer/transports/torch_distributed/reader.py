@@ -139,7 +139,7 @@ class GroupReceiveThread(ReceiveThread):
         with self._lock:
             if not self._is_open:
                 raise ConnectionError("it was closed on our side")
-            is_allowed = self._permissions.holds(grant, came.page)
+            is_allowed = self._permissions.holds(self._owner, grant, came.page)
             if is_allowed:
                 pages.scatter(came.page, self._runs_of(came.page_slice), came.room)
         self._page = -1

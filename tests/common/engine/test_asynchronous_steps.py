@@ -35,6 +35,7 @@ INDEPENDENT = {
     "random": SamplingParams(temperature=1.3, seed=5),
     "truncated": SamplingParams(top_k=20, top_p=0.9, min_p=0.01, seed=6),
     "logprobs": SamplingParams(logprobs=3),
+    "allowed": SamplingParams(allowed_token_ids=(1, 2, 3)),
     "ends": SamplingParams(min_tokens=9, stop_token_ids=(3, 4), logit_bias=((5, 1.0),)),
 }
 DEPENDENT = {
@@ -52,7 +53,7 @@ class NoData:
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout
-        self.tensor = torch.empty(self.num_pages, *layout.shape, device=META)
+        self.pages = torch.empty(self.num_pages, layout.page_bytes, device=META)
 
     def prepare(self, batch: StepBatch) -> "NoData":
         return self

@@ -1,5 +1,7 @@
 """Every attention backend agrees with ``reference`` on any mixture of rows."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from support.engine.attention_steps import TOLERANCE, compare, make_params, name
 from support.engine.devices import DEVICES
 
 from common.cache.page_layout import PageLayout
-from common.engine.attention import BACKENDS, make_attention
+from common.engine.attention import BACKENDS, make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionParams
 from common.engine.batch import RowArrays, make_batch
 from common.engine.kv_pool import KVPool
@@ -82,7 +84,7 @@ def test_the_reference_agrees_with_attention_worked_out_by_hand() -> None:
     """One head of two numbers; scores (q . k) / sqrt(2) are 0 and ln 3, so the weights are 1/4 and 3/4."""
     pool = KVPool(PageLayout(1, 1, 2, 1, "float32"), 2)
     batch = make_batch(RowArrays(np.array([1]), np.array([1]), np.array([[1, 0]], np.int32), 1), torch.device("cpu"))
-    keys, values = pool.layer(0)
+    keys, values, _, _ = pool.layer(0)
     keys[1, 0, 0] = torch.tensor([0.0, 1.0])
     values[1, 0, 0] = torch.tensor([4.0, 8.0])
     q = torch.tensor([[[2.0**0.5, 0.0]]])
@@ -106,7 +108,7 @@ def hand_made_step(values: list[float], params: AttentionParams) -> float:
     pool = KVPool(PageLayout(1, 1, 1, 1, "float32"), len(values))
     table = np.arange(len(values), dtype=np.int32)[None]
     batch = make_batch(RowArrays(np.array([len(values) - 1]), np.array([1]), table, 1), torch.device("cpu"))
-    keys, cached = pool.layer(0)
+    keys, cached, _, _ = pool.layer(0)
     keys.fill_(1.0)
     cached[:, 0, 0, 0] = torch.tensor(values)
     one, last = torch.ones(1, 1, 1), torch.full((1, 1, 1), values[-1])
@@ -165,6 +167,61 @@ def test_a_backend_equals_the_reference_with_any_parameters(backend: str, dtype:
         compare(named(backend), device, dtype, rows, page_size, heads, params)
 
     check()
+
+
+#: Fields of layouts that most models do not have, with the heads to try.
+FORMATS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "short values": ({"value_dim": 16}, (4, 2, 24)),
+    "long values": ({"value_dim": 40}, (3, 1, 16)),
+    "latent": ({"value_dim": 32, "is_latent": True}, (4, 1, 40)),
+    "latent of many heads": ({"value_dim": 512, "is_latent": True}, (32, 1, 520)),
+    "fp8": ({"dtype": "fp8_e4m3"}, (4, 2, 16)),
+    "fp8 short values": ({"dtype": "fp8_e4m3", "value_dim": 20}, (2, 2, 24)),
+    "fp8 latent": ({"dtype": "fp8_e4m3", "value_dim": 16, "is_latent": True}, (6, 1, 24)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_backend_equals_the_reference_in_any_format_of_pages(
+    name: str, backend: str, dtype: str, device: str
+) -> None:
+    """Decode rows, a prompt, and a prompt with a prefix, plain and with all parameters.
+
+    Triton's interpreter, which is slow, computes two rows: plain in float16, with all parameters in float32.
+    """
+    if backend == "triton" and device == "cpu" and dtype == "bfloat16":
+        pytest.skip("Triton's interpreter has no bfloat16 products")
+    format, heads = FORMATS[name]
+    if backend == "triton" and device == "cuda" and dtype == "float32" and "dtype" in format:
+        pytest.skip("computes FP8 pages in 16 bits")
+    everything = make_params(heads[0], device, has_sinks=True, window=9, soft_cap=5.0, scale=0.3)
+    rows, cases = [(70, 1), (0, 9), (20, 5), (0, 1)], {16: AttentionParams(), 3: everything}
+    if backend == "triton" and device == "cpu":
+        rows, cases = rows[:2], {16: cases[16]} if dtype == "float16" else {3: everything}
+    for page_size, params in cases.items():
+        compare(named(backend), device, dtype, rows, page_size, heads, params, format=format)
+
+
+@pytest.mark.parametrize(
+    ("format", "words"),
+    [
+        ({"dtype": "fp8_e4m3"}, "cannot read KV pages in FP8"),
+        ({"value_dim": 64}, "needs keys and values of one size"),
+        ({"is_latent": True}, "needs keys and values of one size"),
+    ],
+)
+def test_the_cpu_kernels_and_flash_attn_refuse_other_formats_by_name(
+    monkeypatch: pytest.MonkeyPatch, format: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr("common.engine.attention.find_spec", lambda name: name)
+    layout = PageLayout(1, 2, 128, 256, **{"dtype": "bfloat16", **format})
+    for backend, device in (("cpu", "cpu"), ("flash-attn", "cuda")):
+        with pytest.raises(ConfigError, match=rf"--attention-backend {backend}: {words}.*give .*(triton|torch)"):
+            resolve_attention(backend, torch.device(device), layout)
+    assert resolve_attention("auto", torch.device("cpu"), layout) == "torch"
 
 
 def skip_if_not_served(backend: str, device: str) -> None:

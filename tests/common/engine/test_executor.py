@@ -87,8 +87,8 @@ def test_a_new_admission_clears_its_slot(executor: TorchExecutor) -> None:
 def test_a_replaced_page_table_entry_is_the_one_read(executor: TorchExecutor) -> None:
     """Page 1 of the table moves to a copy of its page; the next token stays the same."""
     first = admitted(executor).run(plan(Row(0, 0, tuple(range(20)), True))).tokens
-    executor.pool.tensor[30] = executor.pool.tensor[1]
-    executor.pool.tensor[1] = 0
+    executor.pool.pages[30] = executor.pool.pages[1]
+    executor.pool.pages[1] = 0
     moved = executor.run(plan(Row(0, 19, (19,), True), pages=(PageDelta(0, 1, (30,)),))).tokens
     assert moved == first
     executor.close()

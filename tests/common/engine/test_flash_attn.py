@@ -6,12 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine.attention_steps import compare, make_params, named
+from support.engine.attention_steps import compare, make_params, make_step, named
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention import resolve_attention
 from common.engine.attention.flash_attn_backend import FlashAttention, flash_attn_conflict
 from common.engine.attention.protocol import AttentionParams
+from common.engine.batch import DecodeRows
+from common.engine.kv_pool import KVPool
 from common.errors import ConfigError
 
 Tensor = torch.Tensor
@@ -172,3 +174,20 @@ def test_the_package_equals_the_reference(dtype: str, params: dict[str, Any]) ->
     for heads in ((8, 2, 128), (4, 4, 64)):
         made = make_params(heads[0], "cuda", **params)
         compare(named("flash-attn"), "cuda", dtype, [(300, 1), (0, 70), (513, 33), (0, 1)], 256, heads, made)
+
+
+def test_decode_rows_that_only_the_device_knows_are_attended_as_others_are() -> None:
+    """As in CUDA graphs: the rows name their slots, and the page tables of all slots are there."""
+    batch = make_step([(5, 1), (300, 1), (0, 1)], 256, 8, "cpu", seed=1)
+    pool = KVPool(layout(head_dim=16), 8)
+    for part in pool.layer(0)[:2]:
+        part.normal_()
+    backend = FlashAttention(pool, PLAIN, flash_attn_with_kvcache, flash_attn_varlen_func)
+    q, k, v = torch.randn(3, 8, 16).to(torch.bfloat16).split([4, 2, 2], dim=1)
+    expected = backend.prepare(batch).extend(0, q, k, v)
+    slots = torch.tensor([3, 0, 2])
+    page_table = torch.full((4, batch.page_table.shape[1]), 7, dtype=torch.int32)
+    page_table[slots] = batch.page_table
+    rows = DecodeRows(slots, batch.positions, batch.token_pages, batch.token_offsets, page_table)
+    assert torch.equal(backend.prepare_decode(rows).extend(0, q, k, v), expected)
+    pool.close()

@@ -24,7 +24,7 @@ def test_the_descriptor_holds_exactly_the_pool(device: str) -> None:
 
 def test_every_element_lies_at_the_offset_of_the_layout() -> None:
     pool = KVPool(LAYOUT, 5)
-    keys, values = pool.layer(2)
+    keys, values, _, _ = pool.layer(2)
     assert keys.shape == values.shape == (5, 2, 8, 4)
     keys[3, 1, 6, 2] = 1.5
     values[4, 0, 7, 3] = 2.5
@@ -42,7 +42,7 @@ def test_another_mapping_of_the_descriptor_writes_directly_into_the_pool() -> No
     with mmap.mmap(pool.fd, 2 * LAYOUT.page_bytes) as other:
         other[LAYOUT.page_bytes : LAYOUT.page_bytes + 4] = b"\0\0\x80\x3f"
     pool.landed([1])
-    assert pool.layer(0)[0][1, 0, 0, 0] == 1.0
+    assert pool.layer(0).keys[1, 0, 0, 0] == 1.0
     pool.close()
 
 
@@ -51,27 +51,27 @@ def test_another_mapping_of_the_descriptor_writes_directly_into_the_pool() -> No
 def test_a_page_exported_into_another_pool_is_the_same_page(device: str, dtype: str) -> None:
     layout = PageLayout(2, 2, 4, 8, dtype)
     source, target = KVPool(layout, 3, device), KVPool(layout, 4, device)
-    source.tensor.normal_()
+    source.pages.random_()
     if device != "cpu":
         torch.cuda.synchronize()  # as at the end of a step
     with memoryview(target.memory) as memory:
         with memory[3 * layout.page_bytes : 4 * layout.page_bytes] as place:
             source.export_page(1, place)
     target.landed([3])
-    assert torch.equal(target.tensor[3], source.tensor[1])
-    assert target.tensor[:3].count_nonzero() == 0
+    assert torch.equal(target.pages[3], source.pages[1])
+    assert target.pages[:3].count_nonzero() == 0
     source.close()
     target.close()
 
 
 def test_populate_allocates_all_memory_and_keeps_the_content() -> None:
     pool = KVPool(LAYOUT, 5)
-    pool.tensor[4].fill_(2.0)
+    pool.pages[4].fill_(2)
     assert os.fstat(pool.fd).st_blocks * 512 < 5 * LAYOUT.page_bytes
     if not (taken := pool.populate()):
         pytest.skip("no kernel support for populating memory")
     assert taken == 5 * LAYOUT.page_bytes <= os.fstat(pool.fd).st_blocks * 512
-    assert pool.tensor[:4].count_nonzero() == 0 and (pool.tensor[4] == 2.0).all()
+    assert pool.pages[:4].count_nonzero() == 0 and (pool.pages[4] == 2).all()
     pool.close()
 
 
@@ -106,7 +106,7 @@ def test_populate_does_nothing_without_kernel_support_and_raises_without_memory(
 
 def test_close_releases_the_descriptor_and_is_idempotent() -> None:
     pool = KVPool(LAYOUT, 2)
-    view = pool.layer(0)[0]
+    view = pool.layer(0).keys
     fd = pool.fd
     pool.close()
     pool.close()
@@ -120,9 +120,9 @@ def test_a_pool_larger_than_memory_costs_nothing_until_it_is_written() -> None:
     layout = PageLayout(32, 8, 128, 16, "bfloat16")
     num_pages = (64 << 30) // layout.page_bytes
     pool = KVPool(layout, num_pages)
-    keys, _ = pool.layer(31)
+    keys = pool.layer(31).keys
     keys[num_pages - 1, 7, 15, 127] = 3.0
-    offset = layout.offset(num_pages - 1, layer=31, head=7) + layout.head_bytes - 2
+    offset = layout.offset(num_pages - 1, layer=31, head=7) + layout.head_bytes(128) - 2
     assert offset > 1 << 35
     assert pool.memory[offset : offset + 2] == b"\x40\x40"
     assert os.fstat(pool.fd).st_blocks * 512 < 64 << 20

@@ -21,12 +21,16 @@ from common.engine.attention.protocol import AttentionParams
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels import has_interpreter
 from common.engine.triton_kernels.tiles import (
+    SAMPLING,
     SHARED_BYTES,
+    SamplingTile,
     Tile,
     TileShape,
     choose_tile,
     default_tile,
+    heads_of_a_program,
     store_tiles,
+    stored_sampling_tile,
     stored_tiles,
     tiles_file,
 )
@@ -48,7 +52,7 @@ def with_programs(num_programs: int) -> Build:
 
     def build(pool: KVPool, num_heads: int, params: tuple[AttentionParams, ...]) -> TritonAttention:
         shapes = [
-            TileShape(is_decode, pool.tensor.dtype, pool.layout.head_dim, num_heads // pool.layout.num_kv_heads)
+            TileShape(is_decode, pool.layer(0).keys.dtype, pool.layout.head_dim, num_heads // pool.layout.num_kv_heads)
             for is_decode in (False, True)
         ]
         tiles = {shape.name: small for shape in shapes}
@@ -70,6 +74,16 @@ def test_rows_of_any_length_are_merged_from_splits(params: dict[str, object], nu
         heads = (3, 1, 24)
         made = make_params(heads[0], device, **params)  # type: ignore[arg-type]
         compare(with_programs(num_programs), device, "float32", rows, 16, heads, made, spare_pages=64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "format", [{"value_dim": 40}, {"dtype": "fp8_e4m3", "value_dim": 16, "is_latent": True}], ids=["wide", "latent"]
+)
+def test_splits_are_merged_in_other_formats_of_pages(format: dict[str, object], device: str) -> None:
+    dtype = "float16" if device == "cuda" else "float32"
+    build = with_programs(4)
+    compare(build, device, dtype, [(5, 1), (300, 1)], 16, (2, 1, 24), spare_pages=64, format=format)
 
 
 def test_the_number_of_splits_depends_on_the_number_of_pieces_not_on_their_lengths() -> None:
@@ -141,6 +155,17 @@ def test_default_tiles_hold_one_token_and_fit_into_shared_memory(
     assert (tile.block_m + 2 * tile.num_stages * tile.block_n) * width * dtype.itemsize <= SHARED_BYTES
 
 
+def test_wide_values_divide_the_query_heads_of_a_kv_head_among_programs() -> None:
+    """A program has as many heads as leave registers for their sums: 8,192 numbers."""
+    assert heads_of_a_program(group=8, value_dim=128) == 8
+    assert heads_of_a_program(group=128, value_dim=512) == 16
+    assert heads_of_a_program(group=24, value_dim=512) == 12, "a divisor of the group"
+    latent = TileShape(True, torch.bfloat16, 576, 16, value_dim=512)
+    assert latent.row_bytes == 2 * (512 + 64)
+    assert TileShape(True, torch.float8_e4m3fn, 128, 4).row_bytes == 256, "16 bits while they are computed"
+    assert latent.name == "decode bfloat16 head_dim=576 group=16 value_dim=512"
+
+
 def test_measured_tiles_are_kept_by_device_and_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     decode = TileShape(True, torch.bfloat16, 128, 4)
@@ -154,6 +179,21 @@ def test_measured_tiles_are_kept_by_device_and_shape(monkeypatch: pytest.MonkeyP
         "decode bfloat16 head_dim=128 group=4",
         "extend bfloat16 head_dim=128 group=4",
     ]
+
+
+def test_the_measured_tile_of_sampling_is_kept_beside_those_of_attention(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert stored_sampling_tile("GPU") == SamplingTile()
+    shape = TileShape(True, torch.bfloat16, 128, 4)
+    measured, of_sampling = Tile(16, 128, 8, 3), SamplingTile(1024, 8192, 16)
+    store_tiles("GPU", {SAMPLING: of_sampling})
+    store_tiles("GPU", {shape.name: measured})
+    assert stored_sampling_tile("GPU") == of_sampling
+    assert stored_tiles("GPU") == {shape.name: measured}
+    with pytest.raises(ValueError, match="power of two"):
+        SamplingTile(block=1000)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"block_m": 17}}', '{"a": {"block_m": 8}}'])
@@ -216,7 +256,10 @@ def test_kernels_compile_for_gpus_with_hardly_a_spilled_register(capability: int
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     operations = {"add_rms_norm", "norm_and_rotate", "silu_and_multiply"}
-    assert {kernel["name"] for kernel in kernels} == operations | {"write_kv", "paged_attention", "merge_splits"}
+    sampling = {"find_maxima", "weigh_blocks", "gather_likely", "draw"}
+    attention = {"write_kv", "paged_attention", "merge_splits"}
+    assert {kernel["name"] for kernel in kernels} == operations | sampling | attention | {"copy_runs"}
+    assert not any(kernel["is_fused"] for kernel in kernels if kernel["name"] in sampling), "draws may differ"
     for kernel in kernels:
         assert kernel["shared_bytes"] <= 99 << 10, kernel
         assert kernel["stack_bytes"] <= 128, kernel  # spilled registers

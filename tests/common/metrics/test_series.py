@@ -26,6 +26,16 @@ def test_values_are_counted_in_their_buckets():
     assert values.sum == pytest.approx(9.0032)
 
 
+@given(st.lists(st.sampled_from([0.0, 0.001, 0.3, 0.5, 1.0, 2.0, 2.5, 9.0])))
+def test_many_values_at_once_are_counted_as_one_by_one(given_values):
+    alone, together = Distribution(BOUNDS), Distribution(BOUNDS)
+    for value in given_values:
+        alone.add(value)
+    together.add_all(given_values)
+    assert together.counts == alone.counts
+    assert together.sum == pytest.approx(alone.sum)
+
+
 @given(st.lists(st.tuples(LABELS, st.floats(0, 10))))
 def test_the_exported_text_is_that_of_the_library(events):
     ours, theirs = CollectorRegistry(), CollectorRegistry()

@@ -214,6 +214,7 @@ def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) ->
         config=config,
         capacity=capacity,
         pool=executor.pool,
+        layout=executor.pool.layout,
         allocator=allocator,
         cache=make_cache(config, allocator),
         clock=ManualClock(),
@@ -305,9 +306,8 @@ def test_a_live_run_with_aborts_and_retractions_replays_identically(tmp_path: Pa
 def _spoil_and_replay(path: Path) -> None:
     """A recording in which one row of one plan is another is told apart, by its place."""
     told = list(frames.read_frames(str(path)))
-    number = next(
-        i for i, f in enumerate(told) if i > len(told) // 2 and isinstance(f, frames.Planned) and f.plan is not None
-    )
+    planned = [i for i, f in enumerate(told) if isinstance(f, frames.Planned) and f.plan is not None]
+    number = planned[len(planned) // 2]
     frame = told[number]
     assert isinstance(frame, frames.Planned) and frame.plan is not None
     first, *rest = frame.plan.rows

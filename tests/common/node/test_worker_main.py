@@ -28,6 +28,7 @@ from common.node.engine_thread import EngineThread
 from common.node.event_loop import EventLoop
 from common.node.gateways.outbox import Outbox
 from common.node.loading import model_loading
+from common.node.loading.device_plan import DeviceReserve
 from common.node.loading.memory_plan import (
     CPU_CHUNK_TOKENS,
     CPU_POOL_TOKENS,
@@ -73,9 +74,9 @@ def test_minus_one_turns_chunking_off() -> None:
 def test_a_policy_that_lacks_its_cache_is_warned_of_once(
     policy: str, is_off: bool, num_said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process, "_serve_model", lambda *args: 0)
+    monkeypatch.setattr(process, "_serve_model", lambda *args, **named: 0)
     config = NodeConfig(role="decode", schedule_policy=policy, disable_radix_cache=is_off)
-    assert process._serve(config, {}) == 0
+    assert process._serve(config, {}, "a.module") == 0
     said = f"--schedule-policy {policy} needs the radix cache: serving with fcfs, since --disable-radix-cache is set"
     assert [record.getMessage() for record in caplog.records] == [said] * num_said
 
@@ -103,13 +104,14 @@ def test_a_pool_of_default_size_takes_most_of_the_memory_that_the_weights_leave(
             num_pages_that_fit(NodeConfig(), TINY, 1000, num_bytes)
 
 
-def test_the_pool_of_a_gpu_is_reduced_to_the_memory_that_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_of_a_gpu_is_that_of_the_memory_which_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     page = 2 * 8 * 16 * 4
     free = iter([1000 * page, 100 * page])  # before the weights are read, and after
     monkeypatch.setattr(model_loading, "free_bytes", lambda device: next(free) if device == "cuda:0" else 0)
-    num_pages = model_loading.pages_of(NodeConfig(), TINY, 600, "cuda:0")
-    assert num_pages() == 600
-    assert num_pages() == 80
+    capacity = Capacity(4, 10_000, 0, None)
+    num_pages = model_loading.pages_of(NodeConfig(memory_fraction=0.5), TINY, capacity, "cuda:0", DeviceReserve())
+    assert num_pages() == 500
+    assert num_pages() == 50
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -357,8 +359,8 @@ def test_a_node_without_a_configured_name_uses_one_name_everywhere() -> None:
     config, store = NodeConfig(role="decode"), MemfdStore(8)
     allocator = PageAllocator(8)
     parts = WorkerContext(
-        config=config, capacity=Capacity(2, 8, 2, None), pool=store, allocator=allocator,
-        cache=make_cache(config, allocator), clock=MonotonicClock(), digest="d",
+        config=config, capacity=Capacity(2, 8, 2, None), pool=store, layout=store.layout,
+        allocator=allocator, cache=make_cache(config, allocator), clock=MonotonicClock(), digest="d",
         incarnation="i" * 32, vocab_size=100, eos_token_ids=(),
     )  # fmt: skip
     role = build(parts, SimpleNamespace(reader=InProcessReader(Wire(), store)))

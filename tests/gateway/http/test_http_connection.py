@@ -8,10 +8,11 @@ import socket
 import pytest
 
 from common.errors import ConfigError, RequestError
-from gateway.http import http_connection
+from gateway.http import http_connection, request_cycle
 from gateway.http.access.hosts import AllowedHosts
-from gateway.http.http_connection import MAX_HEADER_BYTES, MAX_PIPELINED, ConnectionOptions
+from gateway.http.http_connection import MAX_HEADER_BYTES, MAX_PIPELINED
 from gateway.http.http_server import HttpServer
+from gateway.http.request_cycle import ConnectionOptions
 
 ANY_HOST = AllowedHosts(("*",))
 POST = b"POST /p HTTP/1.1\r\nHost: x\r\n"
@@ -278,6 +279,17 @@ async def test_a_request_that_arrives_together_with_the_end_of_its_connection_en
     assert caplog.text == ""
 
 
+async def test_a_request_whose_client_leaves_before_the_application_begins_has_ended():
+    async with serving(wait_for_ever) as (app, server), connected(server):
+        await app.until(lambda: server.connections)
+        (connection,) = server.connections
+        connection.data_received(b"GET /gone HTTP/1.1\r\n\r\n")
+        connection.eof_received()
+        assert app.ended == [("/gone", 499)]
+        await app.until(lambda: not server.connections)
+    assert app.seen == []
+
+
 async def test_work_after_an_answer_goes_on_when_the_client_leaves():
     done = asyncio.Event()
 
@@ -362,9 +374,9 @@ async def endless(app, scope, receive, send):
         await send({"type": "http.response.body", "body": b"x" * 100_000, "more_body": True})
 
 
-@pytest.mark.parametrize("state", [{}, {http_connection.RESPONSE_TIMEOUT: 0.3}])
+@pytest.mark.parametrize("state", [{}, {request_cycle.RESPONSE_TIMEOUT: 0.3}])
 async def test_a_client_that_does_not_read_is_disconnected(state, monkeypatch):
-    monkeypatch.setattr(http_connection, "STALL_S", 60.0 if state else 0.3)
+    monkeypatch.setattr(request_cycle, "STALL_S", 60.0 if state else 0.3)
     async with serving(endless) as (app, server), connected(server, limit=1 << 10) as (_, writer):
         app.state = state
         writer.write(b"GET / HTTP/1.1\r\n\r\n")

@@ -3,16 +3,21 @@
 import asyncio
 import contextlib
 import re
+import sys
+from collections import Counter as Totals
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import zmq
 from support.gateway.fake_nodes import echo, folder, running, silent
+from support.gateway.formatted_outputs import output_of
 from support.wire.raw_peers import raw_peer
 
 from common.errors import ErrorCode
 from common.stage_spans import StageSpan
 from common.wire.messages import Pairs, PairState
+from gateway.metrics.collectors import COUNTED_TOKENS, Metrics
 
 __all__ = ["folder"]
 
@@ -66,6 +71,15 @@ async def test_an_answer_is_counted_with_tokens_latencies_and_stages(stack):
     for stage, seconds in (("prefill_queue", 0.25), ("prefill", 0.5), ("decode_queue", 0.125), ("transfer", 1.0)):
         assert changes[f'baton_stage_seconds_sum{{model="tiny",stage="{stage}"}}'] == 2 * seconds
         assert changes[f'baton_stage_seconds_count{{model="tiny",stage="{stage}"}}'] == 2
+
+
+def test_ended_outputs_with_long_prompts_are_counted_and_freed_at_once():
+    metrics = Metrics([], SimpleNamespace(dropped=Totals(), refused=Totals()), starvation_bound_s=1.0)
+    output = output_of([])
+    output.request = msgspec.structs.replace(output.request, prompt=(1,) * COUNTED_TOKENS)
+    num_references = sys.getrefcount(output)
+    metrics.ended(output)
+    assert sys.getrefcount(output) == num_references
 
 
 async def test_local_prefills_are_counted(stack):

@@ -112,7 +112,7 @@ def test_a_slice_of_a_page_goes_directly(pair: Callable[..., tuple[NixlWriter, N
     ours, theirs = DeviceStore(), DeviceStore()
     ours.device_pages[2] = torch.arange(SIZE)
     writer, reader = pair(ours, theirs, directs=(True, True))
-    front, back = PageSlice(0, 2), PageSlice(2, 2)
+    front, back = PageSlice(0, 2, 0, LAYOUT.num_kv_heads), PageSlice(2, 2, 0, LAYOUT.num_kv_heads)
     write(writer, reader, [(2, 1)], SlicePair(LAYOUT, front, LAYOUT, back))
     half = SIZE // 4  # keys and values of two of the four tokens
     page = theirs.device_pages[1].view(2, 2, half)
@@ -145,13 +145,13 @@ def test_gpu_direct_is_refused_where_it_has_no_effect(words: dict[str, str]) -> 
 def test_pages_go_from_gpu_to_gpu() -> None:
     last = torch.cuda.device_count() - 1  # the first GPU again if there is only one
     ours, theirs = (KVPool(LAYOUT, NUM_PAGES, f"cuda:{device}") for device in (0, last))
-    ours.tensor.copy_(torch.randn(ours.tensor.shape))
+    ours.pages.random_()
     torch.cuda.synchronize()
     writer, reader = NixlWriter(ours, is_direct=True), NixlReader(theirs, is_direct=True)
     attach(writer, reader, LAYOUT)
     write(writer, reader, [(1, 3), (2, 0)])
-    expected = torch.zeros(theirs.tensor.shape)
-    expected[3], expected[0] = ours.tensor[1].cpu(), ours.tensor[2].cpu()
-    assert torch.equal(theirs.tensor.cpu(), expected)
+    expected = torch.zeros_like(theirs.pages, device="cpu")
+    expected[3], expected[0] = ours.pages[1].cpu(), ours.pages[2].cpu()
+    assert torch.equal(theirs.pages.cpu(), expected)
     writer.close()
     reader.close()

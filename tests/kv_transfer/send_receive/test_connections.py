@@ -27,6 +27,11 @@ def test_an_incompatible_pair_is_refused_with_an_explanation() -> None:
         "layers 3 and 1 must be equal": {"layout": LayoutMessage(3, 1, 2, 4, "float32")},
         "head dim 4 and 2 must be equal": {"layout": LayoutMessage(1, 1, 4, 4, "float32")},
         "dtype float16 and float32 must be equal": {"layout": LayoutMessage(1, 1, 2, 8, "float16")},
+        "give both nodes the same --dtype and --kv-cache-dtype": {"layout": LayoutMessage(1, 1, 2, 4, "fp8_e4m3")},
+        "value dim 1 and 2 must be equal": {"layout": LayoutMessage(1, 1, 2, 4, "float32", value_dim=1)},
+        "one has latent pages, the other keys and values": {
+            "layout": LayoutMessage(1, 1, 2, 4, "float32", is_latent=True)
+        },
         "there is no offer 'nowhere'": {"endpoint": "nowhere"},
     }
     for sentence, change in wrong.items():

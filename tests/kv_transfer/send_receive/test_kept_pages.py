@@ -83,7 +83,7 @@ def test_pages_of_a_connection_that_broke_are_kept_when_their_transfer_ends(pair
 
 def test_a_page_is_kept_only_with_all_of_its_parts() -> None:
     session = ReceiveSession(KEY, PREFILL, first=1, pages=[7, 8, 9], num_tokens=14, page_size=4)
-    session.grant(1, num_units=2)
+    session.grant(1, num_stretches=2)
     for part in (0, 1):
         session.deliver([1], part)
     session.deliver([2], 1)

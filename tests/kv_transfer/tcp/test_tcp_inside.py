@@ -129,10 +129,10 @@ def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(raw_peer: RawTcpPee
         {"page": 2, "size": 0},
         {"page": 2, "number": 1},
         {"page": 2, "magic": b"done"},
-        {"page": 2, "page_slice": PageSlice(1, 4)},
-        {"page": 2, "page_slice": PageSlice(0, 8), "size": 2 * SIZE},
-        {"page": 2, "page_slice": PageSlice(0, 0), "size": 0},
-        {"page": 2, "page_slice": PageSlice(0, 2)},
+        {"page": 2, "page_slice": PageSlice(1, 4, 0, 1)},
+        {"page": 2, "page_slice": PageSlice(0, 8, 0, 1), "size": 2 * SIZE},
+        {"page": 2, "page_slice": PageSlice(0, 0, 0, 1), "size": 0},
+        {"page": 2, "page_slice": PageSlice(0, 2, 0, 1)},
     ],
 )
 def test_an_invalid_frame_ends_the_connection(raw_peer: RawTcpPeer, store: MemfdStore, frame: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def test_an_invalid_frame_ends_the_connection(raw_peer: RawTcpPeer, store: Memfd
 
 def test_each_part_of_a_page_is_placed_once_at_its_offset(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
     """A page has 4 tokens: 32 bytes of keys and 32 bytes of values."""
-    first, last = PageSlice(0, 3), PageSlice(3, 1)
+    first, last = PageSlice(0, 3, 0, 1), PageSlice(3, 1, 0, 1)
     raw_peer.part(2, 7, last)
     assert raw_peer.answer() == (1, 2)
     raw_peer.part(2, 9, first)
@@ -245,7 +245,7 @@ def test_slices_are_authenticated_with_a_cluster_key(reader: TcpReader, store: M
 
 
 def test_each_part_of_a_page_is_authenticated_separately(raw_peer: RawTcpPeer) -> None:
-    first, second = PageSlice(0, 1), PageSlice(1, 1)
+    first, second = PageSlice(0, 1, 0, 1), PageSlice(1, 1, 0, 1)
     raw_peer.part(2, 7, first)
     assert raw_peer.answer() == (1, 2)
     size = second.num_bytes(LAYOUT)

@@ -73,7 +73,7 @@ def test_slices_of_a_page_are_gathered_and_scattered(
     reader.allow(PREFILL, 1, [5])
     assert isinstance(writer.store, MemfdStore)
     writer.store.memory[SIZE : 2 * SIZE] = bytes(range(SIZE))
-    front, back = PageSlice(0, 2), PageSlice(2, 2)
+    front, back = PageSlice(0, 2, 0, LAYOUT.num_kv_heads), PageSlice(2, 2, 0, LAYOUT.num_kv_heads)
     ticket = writer.write(DECODE, [(1, 5)], SlicePair(LAYOUT, front, LAYOUT, back))
     assert until(writer.done) == [ticket]
     assert store.read(5) == bytes(16) + bytes(range(16)) + bytes(16) + bytes(range(32, 48))
@@ -368,16 +368,16 @@ def test_pages_go_from_device_to_device() -> None:
     connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "nccl", reader.offer(PREFILL, 1))
     writer.attach(DECODE, connect)
     assert until(lambda: reader.poll(0.0) or writer.poll(), 60.0) == [Attached(DECODE, 1)]
-    source.tensor.copy_(torch.randn(source.tensor.shape))
+    source.pages.random_()
     reader.allow(PREFILL, 1, [0, 3])
     tickets = [writer.write(DECODE, [(5, 3), (1, 0)]), writer.write(DECODE, [(2, 4)])]  # page 4 is not permitted
     done: list[int] = []
     until(lambda: done.extend(writer.done()) or len(done) == 2)
     assert sorted(done) == tickets
     reader.store.landed([0, 3])  # keeps the pages that have arrived
-    expected = {3: source.tensor[5], 0: source.tensor[1]}
+    expected = {3: source.pages[5], 0: source.pages[1]}
     for page in range(NUM_PAGES):
-        ours = target.tensor[page].cpu()
+        ours = target.pages[page].cpu()
         assert torch.equal(ours, expected[page].cpu() if page in expected else torch.zeros_like(ours))
     assert writer.counters()["bytes_by_nccl"] == 2 * SIZE
     writer.close()

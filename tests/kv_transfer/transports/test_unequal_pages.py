@@ -1,31 +1,52 @@
 """Pages that are longer on one node than on the other, on every transport, between real processes."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import pytest
 from support.kv.kv_fakes import DECODE, PREFILL
 from support.kv.transport_ends import End, join, until
 from support.kv.transport_process import LAYOUT, page_content
 
+from common.cache.page_layout import PageLayout
+from kv_transfer.page_mapping import PageMapping
+from kv_transfer.page_slices import copy
 
-def prompt_of(pages: list[np.ndarray]) -> np.ndarray:
-    """Concatenates pages of shape [layer][side][head][token][head_dim] along the token dimension."""
-    return np.concatenate(pages, axis=3)
+
+def cut_anew(sources: list[bytes], ours: PageLayout, theirs: PageLayout) -> list[bytearray]:
+    """Return the same tokens in pages of the other size; ``test_page_slices`` verifies the copy token by token."""
+    mapping = PageMapping(ours, theirs)
+    units = mapping.units
+    num_units = len(sources) * units.per_source
+    targets = [bytearray(theirs.page_bytes) for _ in range(units.num_target_pages(num_units))]
+    for unit in range(num_units):
+        pair = mapping.slice_pairs[unit % len(mapping.slice_pairs)]
+        assert pair is not None
+        copy(pair, memoryview(sources[unit // units.per_source]), memoryview(targets[unit // units.per_target]))
+    return targets
 
 
 @pytest.mark.parametrize(
-    ("source_size", "target_size", "sources"), [(16, 32, (3, 1, 2, 0)), (32, 8, (3, 1))], ids=["longer", "shorter"]
+    ("source_size", "target_size", "sources", "fields"),
+    [(16, 32, (3, 1, 2, 0), {}), (32, 8, (3, 1), {"dtype": "fp8_e4m3", "value_dim": 192})],
+    ids=["longer", "shorter in fp8 with short values"],
 )
 def test_slices_of_pages_arrive_unchanged_from_another_process(
-    start: Callable[..., End], transport: str, source_size: int, target_size: int, sources: tuple[int, ...]
+    start: Callable[..., End],
+    transport: str,
+    source_size: int,
+    target_size: int,
+    sources: tuple[int, ...],
+    fields: dict[str, Any],
 ) -> None:
-    writer = start("writer", transport, TEST_PAGE_SIZE=str(source_size))
-    reader = start("reader", transport, TEST_PAGE_SIZE=str(target_size))
+    writer = start("writer", transport, TEST_LAYOUT=json.dumps({**fields, "page_size": source_size}))
+    reader = start("reader", transport, TEST_LAYOUT=json.dumps({**fields, "page_size": target_size}))
     join(writer, reader, transport)
-    ours, theirs = replace(LAYOUT, page_size=source_size), replace(LAYOUT, page_size=target_size)
+    ours, theirs = (replace(LAYOUT, **{**fields, "page_size": size}) for size in (source_size, target_size))
+    expected = cut_anew([page_content(page, ours) for page in sources], ours, theirs)
     num_units = len(sources) * source_size // min(source_size, target_size)
     per_source, per_target = num_units // len(sources), max(1, target_size // source_size)
     targets = [2 * index + 1 for index in range(num_units // per_target)]
@@ -38,8 +59,6 @@ def test_slices_of_pages_arrive_unchanged_from_another_process(
     finished: list[int] = []
     until(lambda: finished.extend(writer.ask("finished")) or len(finished) == num_units)
     assert sorted(finished) == tickets
-    prompt = prompt_of([np.frombuffer(page_content(page, ours), np.float32).reshape(ours.shape) for page in sources])
-    expected = [prompt[..., i * target_size : (i + 1) * target_size, :].tobytes() for i in range(len(targets))]
     assert reader.ask("digest", pages=targets) == [hashlib.sha256(page).hexdigest() for page in expected]
     untouched = [page for page in range(16) if page not in targets]
     assert set(reader.ask("digest", pages=untouched)) == {hashlib.sha256(bytes(theirs.page_bytes)).hexdigest()}

@@ -1,16 +1,17 @@
 """Steps with random rows for attention backends, and the comparison of a backend with ``reference``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import support.engine.triton_interpreter  # noqa: F401  (makes the interpreter faster)
 import torch
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention import make_attention
-from common.engine.attention.protocol import AttentionBackend, AttentionParams, LayerParams
+from common.engine.attention.protocol import AttentionBackend, AttentionParams, LayerParams, write_kv
 from common.engine.batch import RowArrays, StepBatch, make_batch
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import TORCH_DTYPES, KVPool
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 PLAIN = AttentionParams()
@@ -44,31 +45,39 @@ def compare(
     heads: tuple[int, int, int],
     params: AttentionParams = PLAIN,
     spare_pages: int = 3,
+    format: Mapping[str, Any] | None = None,
 ) -> None:
     """Assert that a backend writes the same KV and returns the same attention as ``reference``, in the second layer.
 
     Pages that hold no token of a row, and places after a row's last token, hold NaN.
+
+    Args:
+        dtype: of the model, and of the pages without one in ``format``.
+        format: fields of ``PageLayout``.
     """
     num_heads, num_kv_heads, head_dim = heads
     num_pages = sum(-(-(start + new) // page_size) for start, new in rows) + spare_pages
-    pool = KVPool(PageLayout(2, num_kv_heads, head_dim, page_size, dtype), num_pages, device)
+    layout = PageLayout(2, num_kv_heads, head_dim, page_size, **{"dtype": dtype, **(format or {})})
+    pool = KVPool(layout, num_pages, device)
     batch = make_step(rows, page_size, num_pages, device, seed=page_size)
     torch.manual_seed(0)
     content = _content(pool, batch)
     # As in the model: views into one merged matrix.
-    qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(pool.tensor)
-    parts = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * layout.value_dim]
+    qkv = torch.randn(batch.num_tokens, sum(sizes)).to(device, TORCH_DTYPES[dtype])
+    dims = (head_dim, head_dim, layout.value_dim)
+    parts = [part.unflatten(1, (-1, dim)) for part, dim in zip(qkv.split(sizes, dim=1), dims, strict=True)]
 
     def attend(one: Build) -> tuple[torch.Tensor, torch.Tensor]:
-        pool.tensor.copy_(content)
+        pool.pages.copy_(content)
         q, k, v = (tensor.clone() for tensor in parts) if one is build_reference else parts
         backend = one(pool, num_heads, (PLAIN, params))
-        return backend.prepare(batch).extend(1, q, k, v).float(), pool.tensor.clone()
+        return backend.prepare(batch).extend(1, q, k, v).float(), pool.pages.clone()
 
     expected, written = attend(build_reference)
     found, found_written = attend(build)
     pool.close()
-    torch.testing.assert_close(found_written, written, rtol=0, atol=0, equal_nan=True, msg="different KV was written")
+    assert torch.equal(found_written, written), "different KV was written"
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -76,13 +85,20 @@ build_reference = named("reference")
 
 
 def _content(pool: KVPool, batch: StepBatch) -> torch.Tensor:
-    content = torch.full(pool.tensor.shape, float("nan"))
-    size = batch.rows.page_size
-    for row, start in enumerate(batch.rows.starts.tolist()):
-        for token in range(start):
-            page = int(batch.rows.page_table[row, token // size])
-            content[page, :, :, :, token % size] = torch.randn(content.shape[1:4] + content.shape[5:])
-    return content.to(pool.tensor)
+    """The bytes of a pool in which the rows' cached tokens have random KV in both layers, and all else is NaN."""
+    layout = pool.layout
+    pool.pages.fill_(0xFF)  # NaN in every format
+    prefixes = make_batch(
+        RowArrays(np.zeros_like(batch.rows.starts), batch.rows.starts, batch.rows.page_table, batch.rows.page_size),
+        pool.device,
+    )
+    for layer in range(layout.num_layers):
+        k, v = (
+            torch.randn(prefixes.num_tokens, layout.num_kv_heads, dim).to(pool.device)
+            for dim in (layout.head_dim, layout.value_dim)
+        )
+        write_kv(pool.layer(layer), k, v, prefixes)
+    return pool.pages.clone()
 
 
 def make_params(num_heads: int, device: str = "cpu", *, has_sinks: bool = False, **fields: Any) -> AttentionParams:

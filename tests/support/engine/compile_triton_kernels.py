@@ -24,6 +24,8 @@ from common.engine.attention.protocol import AttentionParams
 from common.engine.attention.triton_backend import TritonAttention
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels.elementwise import TritonOperations
+from common.engine.triton_kernels.pages import Runs, gather, scatter
+from common.engine.triton_kernels.sampling import draw_tokens
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 compile_only = JITFunction.run
@@ -53,21 +55,30 @@ def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any
     stack = [int(size) for size in re.findall(r"STACK:(\d+)", usage)]
     shared = compiled.metadata.shared
     found = {"name": kernel.fn.__name__, "shared_bytes": shared, "stack_bytes": max(stack), "code_bytes": len(code)}
+    found["is_fused"] = "fma." in compiled.asm["ptx"] or compiled.metadata.enable_fp_fusion
     print(json.dumps(found))
     return compiled
 
 
-def compile_attention(dtype: str, heads: tuple[int, int, int], page_size: int) -> None:
+def compile_attention(num_heads: int, layout: PageLayout) -> None:
     """Two layers, plain and with all parameters; a long prompt, and a decode row whose keys are split."""
-    num_heads, num_kv_heads, head_dim = heads
-    pool = KVPool(PageLayout(2, num_kv_heads, head_dim, page_size, dtype), 4096 // page_size)
+    pool = KVPool(layout, 4096 // layout.page_size)
+    page_size = layout.page_size
     params = (AttentionParams(), AttentionParams(window=100, soft_cap=5.0, sinks=torch.zeros(num_heads)))
     step = TritonAttention(pool, num_heads, params, num_programs=264, tiles={}).prepare(
         make_step([(37, 1), (300, 170)], page_size, pool.num_pages, "cpu", seed=0)
     )
-    qkv = torch.zeros(171, num_heads + 2 * num_kv_heads, head_dim, dtype=pool.tensor.dtype)
+    counts = (num_heads, layout.num_kv_heads, layout.num_kv_heads)
+    dims = (layout.head_dim, layout.head_dim, layout.value_dim)
+    q, k, v = (torch.zeros(171, *shape, dtype=torch.bfloat16) for shape in zip(counts, dims, strict=True))
     for layer in range(2):
-        step.extend(layer, *qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1))
+        step.extend(layer, q, k, v)
+    if step.can_rotate:
+        qkv = torch.zeros(171, sum(counts), layout.head_dim, dtype=torch.bfloat16)
+        rotary = (torch.ones(171, layout.head_dim // 2), torch.zeros(171, layout.head_dim // 2))
+        norm = torch.ones(layout.head_dim, dtype=qkv.dtype)
+        for layer in range(2):
+            step.rotate_and_extend(layer, qkv, (norm, norm), rotary, 1e-6)
     pool.close()
 
 
@@ -87,5 +98,12 @@ def compile_operations(num_heads: int, num_kv_heads: int, head_dim: int, hidden:
 if __name__ == "__main__":
     driver.set_active(AbsentGpu())  # type: ignore[arg-type]
     JITFunction.run = run  # type: ignore[method-assign]
-    compile_attention("bfloat16", (32, 8, 128), 16)
+    compile_attention(32, PageLayout(2, 8, 128, 16, "bfloat16"))
+    compile_attention(32, PageLayout(2, 8, 128, 16, "fp8_e4m3"))
+    compile_attention(16, PageLayout(2, 16, 192, 16, "bfloat16", value_dim=128))
+    compile_attention(128, PageLayout(2, 1, 576, 16, "bfloat16", value_dim=512, is_latent=True))
     compile_operations(32, 8, 128, 4096)
+    runs = Runs.make(((4096, 512), (8192, 512)), 1 << 16, torch.device("cpu"))
+    for copy in (gather, scatter):
+        copy(torch.zeros(4, 1 << 16, dtype=torch.uint8), torch.tensor([2]), runs, torch.zeros(1024, dtype=torch.uint8))
+    draw_tokens(torch.zeros(3, 151_936), torch.zeros(5, 3, dtype=torch.float64))

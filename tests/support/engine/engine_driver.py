@@ -20,7 +20,7 @@ class Driver:
         self.executor = executor
         self.page_size = executor.pool.layout.page_size
         # Even pages come after odd ones, so that consecutive tokens are not on consecutive pages.
-        pages = range(executor.pool.num_pages)
+        pages = range(executor.num_pages)
         self.free = [*pages[::2], *pages[1::2]]
         self.steps = 0
         self.errors: list[str] = []

@@ -48,9 +48,11 @@ class RankThreads:
             weights = load_weights(self._config, "float32", CPU, shard)
             weights.pack()
             group = open_group(self._store, shard, CPU, timeout_s=60)
-            executor = RankExecutor(self._config, weights, pool, shard=shard, group=group, attention=self._attention)
+            own = KVPool(pool.layout, pool.num_pages)
+            executor = RankExecutor(self._config, weights, own, shard=shard, group=group, attention=self._attention)
             while (step := steps.get()) is not None:
                 executor.run(*step)
+            own.close()
         except BaseException as error:
             self._errors.append(error)
 

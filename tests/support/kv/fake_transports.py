@@ -7,15 +7,14 @@ from support.kv.kv_fakes import MemfdStore
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.transports.base import Attached, AttachError, Fenced
+from kv_transfer.transports.base import Attached, AttachError, Fenced, ReaderTransport, WriterTransport
 
 
-class FakeWriter:
+class FakeWriter(WriterTransport):
     """A writer that attaches, fails and detaches on a test's command; ``refuses`` is the error of every attachment."""
 
     def __init__(self, name: str, store: MemfdStore, refuses: str = "") -> None:
         self.name = name
-        self.names: Sequence[str] = (name,)
         self.store = store
         self.refuses = refuses
         self.attached: list[tuple[str, str]] = []
@@ -60,10 +59,9 @@ class FakeWriter:
         pass
 
 
-class FakeReader:
+class FakeReader(ReaderTransport):
     def __init__(self, name: str, store: MemfdStore) -> None:
         self.name = name
-        self.names: Sequence[str] = (name,)
         self.store = store
         self.news: list[Fenced] = []
         self.calls: list[Any] = []

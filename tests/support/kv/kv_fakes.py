@@ -23,6 +23,12 @@ LAYOUT = PageLayout(num_layers=1, num_kv_heads=1, head_dim=2, page_size=4, dtype
 JUNK = 0xEE  # fills pages that must not be read
 
 
+def shape_of(layout: PageLayout) -> tuple[int, ...]:
+    """The dimensions of a page whose keys and values have one size: layers, sides, heads, tokens, numbers."""
+    assert layout.stored_dims == (layout.head_dim, layout.head_dim) and not layout.has_scales
+    return (layout.num_layers, 2, layout.num_kv_heads, layout.page_size, layout.head_dim)
+
+
 class MemfdStore:
     """A pool without a model: pages are plain bytes."""
 

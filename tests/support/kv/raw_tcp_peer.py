@@ -116,7 +116,7 @@ class RawTcpPeer:
         page_slice: PageSlice = WHOLE,
     ) -> bytes:
         assert self.terms is not None
-        header = PAGE.pack(magic, size, page, self.num_sent if number is None else number, *page_slice)
+        header = PAGE.pack(magic, size, page, self.num_sent if number is None else number, *page_slice[:4])
         return header + self.terms.seal(KEY, b"pages").mac(header)
 
     def frame(self, page: int, value: int, *, size: int = SIZE, **words: Any) -> bytes:

@@ -12,16 +12,23 @@ SOME = NUM_PAGES // 2  # of a request's pages; two of them fill the pool to the 
 
 
 class Cluster:
-    """Processes by name, of which the first letter says the role, and the control messages between them."""
+    """Processes by name, of which the first letter says the role, and the control messages between them.
 
-    def __init__(self, fork_server: ForkServer, transport: str) -> None:
+    Args:
+        ranks: of the nodes of each role, by its first letter; None: nodes without ranks.
+    """
+
+    def __init__(self, fork_server: ForkServer, transport: str, ranks: dict[str, int] | None = None) -> None:
         self.transport = transport
+        self.ranks = ranks or {}
         self.ends: dict[str, End] = {}
         self.start_request: dict[tuple[str, str], deque[str]] = {}  # (from, to) -> messages
         self.connected: dict[tuple[str, str], None] = {}  # (prefill, decode)
         self._fork_server = fork_server
 
     def start(self, name: str, **environment: str) -> str:
+        if self.ranks:
+            environment = {**environment, "TEST_RANKS": str(self.ranks[name[0]])}
         role = "sender" if name.startswith("p") else "receiver"
         self.ends[name] = End(
             self._fork_server, role, self.transport, TEST_INCARNATION=incarnation(name), **environment
@@ -51,7 +58,7 @@ class Cluster:
         self.ask(prefill, "open", rid=rid, peer=incarnation(decode), num_pages=num_pages)
         if (prefill, decode) not in self.connected:
             self.connected[prefill, decode] = None
-            self.ask(decode, "connect", peer=incarnation(prefill))
+            self.ask(decode, "connect", peer=incarnation(prefill), num_ranks=self.ranks.get(prefill[0], 1))
         self.ask(decode, "begin", rid=rid, peer=incarnation(prefill), num_pages=num_pages)
 
     def serve(self, rid: str, prefill: str, decode: str, num_pages: int) -> None:

@@ -5,13 +5,15 @@ part of the role. Free pages of the decode node are filled with ``JUNK`` and ver
 after a release.
 """
 
+import os
 import random
 import time
 from typing import Any
 
 import msgspec
 from support.kv.kv_fakes import JUNK, MemfdStore
-from support.kv.transport_process import LAYOUT, NUM_PAGES
+from support.kv.rank_pools import RankPools
+from support.kv.transport_process import LAYOUT, NUM_PAGES, set_timeouts
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.request import RequestKey
@@ -31,7 +33,10 @@ def content(key: RequestKey, index: int) -> bytes:
     return random.Random(f"{key} {index}").randbytes(LAYOUT.page_bytes)
 
 
-def put(store: MemfdStore, page: int, data: bytes) -> None:
+def put(store: MemfdStore | RankPools, page: int, data: bytes) -> None:
+    if isinstance(store, RankPools):
+        store.put(page, data)
+        return
     store.memory[page * len(data) : (page + 1) * len(data)] = data
 
 
@@ -39,12 +44,19 @@ class TransferEnd:
     """The part that both ends share; ``outgoing`` are messages that the test has not fetched yet, [peer, JSON]."""
 
     def __init__(self) -> None:
-        self.store = MemfdStore(NUM_PAGES, LAYOUT)
+        num_ranks = int(os.environ.get("TEST_RANKS", 0))
+        self.store: MemfdStore | RankPools = (
+            RankPools(NUM_PAGES, LAYOUT, num_ranks, set_timeouts) if num_ranks else MemfdStore(NUM_PAGES, LAYOUT)
+        )
         self.allocator = PageAllocator(NUM_PAGES)
         self.outgoing: list[list[str]] = []
 
     def say(self, messages: list[tuple[str, Any]]) -> None:
         self.outgoing += [[peer, msgspec.json.encode(message).decode()] for peer, message in messages]
+
+    def do_ranks(self) -> list[int]:
+        """Process ids of the other ranks."""
+        return self.store.pids if isinstance(self.store, RankPools) else []
 
     def do_messages(self) -> list[list[str]]:
         outgoing, self.outgoing = self.outgoing, []
@@ -54,7 +66,8 @@ class TransferEnd:
 class SenderEnd(TransferEnd):
     def __init__(self, settings: TransportSettings) -> None:
         super().__init__()
-        self.transport = open_writer(self.store, settings)
+        is_divided = isinstance(self.store, RankPools)
+        self.transport = self.store.open(settings, "writer").writer if is_divided else open_writer(self.store, settings)
         self.sender = Sender(self.transport, digest="model")
         self.pages: dict[RequestKey, list[int]] = {}
         self.released: dict[str, bool] = {}
@@ -112,7 +125,8 @@ class SenderEnd(TransferEnd):
 class ReceiverEnd(TransferEnd):
     def __init__(self, settings: TransportSettings) -> None:
         super().__init__()
-        self.transport = open_reader(self.store, settings)
+        is_divided = isinstance(self.store, RankPools)
+        self.transport = self.store.open(settings, "reader").reader if is_divided else open_reader(self.store, settings)
         self.receiver = Receiver(self.transport, self.allocator, name="decode-0", digest="model")
         self.ends: dict[str, str] = {}
         self.kept: dict[str, tuple[int, ...]] = {}
@@ -151,8 +165,8 @@ class ReceiverEnd(TransferEnd):
         for index, page in enumerate(self.kept[rid]):
             assert self.store.read(page) == content((rid, 0), index), f"page {index} of {rid} has other bytes"
 
-    def do_connect(self, peer: str) -> None:
-        self.say([(peer, self.receiver.connect(peer))])
+    def do_connect(self, peer: str, num_ranks: int = 1) -> None:
+        self.say([(peer, self.receiver.connect(peer, num_ranks=num_ranks))])
 
     def do_begin(self, rid: str, peer: str, num_pages: int) -> None:
         pages = self.allocator.alloc(num_pages, Owner.GRANT)

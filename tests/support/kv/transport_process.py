@@ -42,8 +42,8 @@ def page_content(seed: int, layout: PageLayout = LAYOUT) -> bytes:
 
 
 def layout_here() -> PageLayout:
-    """Return the page layout of this process; ``TEST_PAGE_SIZE`` sets its page size."""
-    return replace(LAYOUT, page_size=int(os.environ.get("TEST_PAGE_SIZE", LAYOUT.page_size)))
+    """Return the page layout of this process; ``TEST_LAYOUT`` sets fields of it, as JSON."""
+    return replace(LAYOUT, **json.loads(os.environ.get("TEST_LAYOUT", "{}")))
 
 
 class WriterEnd:
@@ -120,7 +120,7 @@ class ReaderEnd:
         return [hashlib.sha256(self.store.read(page)).hexdigest() for page in pages]
 
 
-def _set_timeouts() -> None:
+def set_timeouts() -> None:
     """Set the timeouts of transports from environment variables.
 
     ``TEST_PATIENCE_S`` sets all of them, ``TEST_ATTACH_TIMEOUT_S`` and ``TEST_STALL_S`` one each. ``TEST_HOLD_S`` is
@@ -168,7 +168,7 @@ def main() -> None:
     host = os.environ.get("TEST_HOST", "127.0.0.1")
     _set_host()
     end = _end(role, TransportSettings(name, incarnation, host, key.encode()))
-    _set_timeouts()
+    set_timeouts()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX and others log to the standard output
     _reply(answers, os.getpid())

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
+from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore, shape_of
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
@@ -57,7 +57,7 @@ class Nodes:
         self.failed: list[TransferFailed] = []
 
     def pages(self, store: MemfdStore) -> np.ndarray:
-        return np.frombuffer(store.memory, np.float32).reshape(store.num_pages, *store.layout.shape)
+        return np.frombuffer(store.memory, np.float32).reshape(store.num_pages, *shape_of(store.layout))
 
     def open(self, num_tokens: int) -> RequestKey:
         key = ("r", len(self.sizes))

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engine.reference_models import LLAMA3_ROPE, make_model
 
+from common.cache.page_layout import PageLayout
 from common.engine.executor import load_executor
 from common.engine.models.config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
 from common.engine.models.layers import inverse_frequencies
@@ -45,7 +46,8 @@ def test_a_configuration_has_the_values_that_were_saved(folder: Path) -> None:
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
     assert (config.vocab_size, config.context_length, config.dtype) == (211, 1024, "float32")
     assert not config.has_qk_norm
-    assert config.layout(16, "bfloat16").shape == (1, 2, 2, 16, 32)
+    assert config.layout(16, "bfloat16") == PageLayout(1, 2, 32, 16, "bfloat16")
+    assert config.layout(16, "auto", "fp8") == PageLayout(1, 2, 32, 16, "fp8_e4m3")
     assert config.layout(16, "auto").dtype == "float32"
 
 

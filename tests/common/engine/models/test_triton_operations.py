@@ -6,15 +6,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engine.attention_steps import make_step
 from support.engine.devices import DEVICES
 
+from common.cache.page_layout import PageLayout
+from common.engine.attention.protocol import AttentionParams
+from common.engine.kv_pool import KVPool
 from common.engine.models.layers import TorchOperations
 
 if not find_spec("triton"):
     pytest.skip("needs triton", allow_module_level=True)
 
+from common.engine.attention.triton_backend import TritonAttention
 from common.engine.triton_kernels.elementwise import TritonOperations
 
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 num_rows = st.sampled_from([1, 2, 5])
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -75,6 +81,34 @@ def test_norm_and_rotate_equals_torch(device: str, dtype: torch.dtype) -> None:
         assert torch.equal(found[:, num_heads + num_kv_heads :], qkv[:, num_heads + num_kv_heads :]), "values changed"
 
     check()
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("has_norms", [True, False], ids=["norms", "no norms"])
+def test_one_launch_writes_the_same_kv_as_separate_launches(device: str, dtype: torch.dtype, has_norms: bool) -> None:
+    """Queries, pages and attention have the same bits; places of no new token keep their content."""
+    skip_if_not_served(device, dtype)
+    num_heads, num_kv_heads, dim = (6, 2, 16) if has_norms else (3, 3, 24)
+    torch.manual_seed(dim)
+    pools = [KVPool(PageLayout(2, num_kv_heads, dim, 16, NAMES[dtype]), 6, device) for _ in range(2)]
+    content = torch.randn(6, pools[0].layout.page_bytes // dtype.itemsize).to(device, dtype)
+    backends = [TritonAttention(pool, num_heads, (AttentionParams(),) * 2, tiles={}) for pool in pools]
+    batch = make_step([(5, 1), (14, 9)], 16, 6, device, seed=dim)
+    qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, dim).to(content)
+    norms = (torch.rand(dim).to(content), torch.rand(dim).to(content)) if has_norms else None
+    angles = torch.rand(batch.num_tokens, dim // 2, device=device) * 6
+    turn = (angles.cos(), angles.sin())
+    for pool in pools:
+        pool.pages.copy_(content.view(torch.uint8))
+    turned = TritonOperations().norm_and_rotate(qkv.clone(), num_heads, norms, turn, 1e-6)
+    parts = turned.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    expected = backends[0].prepare(batch).extend(1, *parts)
+    found = backends[1].prepare(batch).rotate_and_extend(1, qkv, norms, turn, 1e-6)
+    assert torch.equal(pools[1].pages, pools[0].pages)
+    assert torch.equal(found, expected)
+    for pool in pools:
+        pool.close()
 
 
 @each_device

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from common.engine.tensor_parallel.group import RankGroup, RankLostError, open_group
+from common.engine.tensor_parallel.group import RankGroup, open_group
 from common.engine.tensor_parallel.shard import Shard
+from common.errors import RankLostError
 
 CPU = torch.device("cpu")
 

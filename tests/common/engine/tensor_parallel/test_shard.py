@@ -85,3 +85,10 @@ def test_the_parts_of_all_ranks_are_the_weights_of_the_model(config: ModelConfig
             queries = heads[0][:, shard.rank * 128 // num_ranks : (shard.rank + 1) * 128 // num_ranks]
             own = [queries, *(part[:, kv.start * 32 : kv.stop * 32] for part in heads[1:])]
             assert np.allclose(part.qkv(x).numpy(), np.concatenate(own, axis=1), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "devices"), [("cpu", ["cpu", "cpu"]), ("cuda", ["cuda:0", "cuda:1"]), ("cuda:2", ["cuda:2", "cuda:3"])]
+)
+def test_each_rank_has_the_next_device(first: str, devices: list[str]) -> None:
+    assert [Shard(rank, 2).device(first) for rank in range(2)] == devices

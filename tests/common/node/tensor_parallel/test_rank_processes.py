@@ -12,13 +12,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from support.engine.engine_driver import Driver
 from support.engine.reference_models import draw_prompts, make_model
 
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
-from common.engine.tensor_parallel.group import RankLostError
-from common.errors import ConfigError
+from common.errors import ConfigError, RankLostError
+from common.node.loading.model_loading import check_ranks
 from common.node.tensor_parallel.channel import Load
 from common.node.tensor_parallel.rank_processes import RankProcesses
 
@@ -148,3 +149,10 @@ def test_a_rank_that_loads_the_model_ends_with_its_node(tmp_path: Path) -> None:
 def test_one_rank_starts_no_process() -> None:
     with RankProcesses(1) as ranks:
         assert ranks.pids == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="the machine has the devices")
+def test_a_node_with_too_few_devices_for_its_ranks_is_refused(tmp_path: Path) -> None:
+    config = ModelConfig.load(str(make_model(tmp_path)))
+    with pytest.raises(ConfigError, match=r"--tp 2: --device cuda:1: torch finds (no|only 1) CUDA device"):
+        check_ranks(config, 2, "cuda:0")
