@@ -44,9 +44,14 @@ class EventQueue:
     def after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> None:
         self.at(self._now + seconds, do, *arguments)
 
-    def reserve(self) -> int:
-        """Count an event that happens without a call, and return its number, which orders it among its instant's."""
-        self.num_events += 1
+    def at_with_reserved(self, when: float, do: Callable[..., None], *arguments: Any) -> int:
+        """Like ``at``, and count one more event, which happens without a call.
+
+        Returns:
+            The number of that event, which orders it among those of its instant.
+        """
+        self.num_events += 2
+        heapq.heappush(self._heap, (when, self.num_events - 1, do, arguments))
         return self.num_events
 
     def at_reserved(self, when: float, number: float, do: Callable[..., None], *arguments: Any) -> None:

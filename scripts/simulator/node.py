@@ -28,7 +28,7 @@ from scripts.simulator.engine import ScriptedEngine
 from scripts.simulator.event_queue import EventQueue, NodeClock
 from scripts.simulator.inprocess_transport import InProcessReader
 from scripts.simulator.network import Network, NetworkWriter
-from scripts.simulator.repeated_steps import RepeatedSteps
+from scripts.simulator.repeated_steps import MAX_REPETITIONS, MAX_TOKENS, RepeatedSteps, Schedule
 
 MODEL, DIGEST = "simulated", "simulated"
 
@@ -121,6 +121,7 @@ class Node:
         )
         self.cache: RadixCache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
         self._repeated: RepeatedSteps | None = None
+        self._quiet_until = 0.0  # before this instant, a tick does nothing while a step is repeated
         self._on_empty: Callable[[], None] | None = None
         self.transports = NodeEnds(
             InProcessReader(network, self.engine.pool, incarnation),
@@ -191,7 +192,7 @@ class Node:
 
     def on_peer_messages(self, sender: str, messages: Sequence[Message]) -> None:
         steps, now = self._repeated, self.clock.now()
-        if steps is not None and now < steps.until and all(map(self.role.leaves_steps_alone, messages)):
+        if steps is not None and now < self._quiet_until and all(map(self.role.leaves_steps_alone, messages)):
             self._take_peer_messages(sender, messages, now)
             self._send_messages()
             return
@@ -274,7 +275,7 @@ class Node:
             self._events.background_after(LONGEST_WAIT_S, self._on_timer)
 
     def _on_timer(self) -> None:
-        if self._repeated is not None and self.clock.now() < self._repeated.until:
+        if self._repeated is not None and self.clock.now() < self._quiet_until:
             self._events.background_after(LONGEST_WAIT_S, self._on_timer)
             return
         self.catch_up()
@@ -295,51 +296,55 @@ class Node:
         counts["prompt_tokens"] += work.num_prompt
         self.busy_s += seconds
         self._note_pages()
-        self._repeated = self._repeatable(plan)
+        end = self._events.now() + seconds
+        self._repeated = self._repeatable(plan, end)
         if self._repeated is None:
-            self._events.after(seconds, self._end, plan)
+            self._events.at(end, self._end, plan)
         else:
-            self._events.after(seconds, self._repeat, self._repeated)
+            self._events.at(end, self._repeat, self._repeated)
 
     # ---- steps that are alike ---------------------------------------------------------------------------------------
 
-    def _repeatable(self, plan: StepPlan) -> RepeatedSteps | None:
-        """The repetitions of a step that has just been planned; None if the next step will be another."""
+    def _repeatable(self, plan: StepPlan, end: float) -> RepeatedSteps | None:
+        """The repetitions of a step that has just been planned, until ``end``; None if the next one is another."""
         engine = self.engine
         if not self._settings.takes_steps_together or self.kind != "decode" or plan.admits or self._on_empty is not None:
             return None
         assert isinstance(engine, ScriptedEngine)
-
-        def tokens_of(request: Request) -> list[int]:
-            return engine.upcoming(request.slot, request.num_scheduled - 1)
-
-        found = self.role.repeatable(tokens_of)
+        most = min(MAX_REPETITIONS, max(MAX_TOKENS // len(plan.rows), 16))
+        tokens = {}
+        for row in plan.rows:
+            tokens[row.slot] = engine.upcoming(row.slot, row.start, most)
+        found = self.role.repeatable(lambda request: tokens[request.slot])
         if found is None:
             return None
+        self._quiet_until = self.role.due_at
+        until = self._quiet_until - (self.clock.now() - self._events.now())
+        schedule = Schedule.of(plan, end, found.most, self._costs, slowness=self._slowness, until=until)
         steps = RepeatedSteps(
             plan,
             found.rows,
-            list(map(tokens_of, found.rows)),
+            [tokens[request.slot] for request in found.rows],
+            schedule,
             sender=self.incarnation,
             catch_up=self.catch_up,
-            most=found.most,
-            until=self.role.due_at,
         )
         steps.is_deferred = self._bus.defer_tokens(self.incarnation, steps)
         return steps
 
     def _repeat(self, steps: RepeatedSteps) -> None:
         """End a step: plan the same once more, or whatever follows."""
-        now = self._events.now()
-        if steps.is_over or self.transports.reader.has_news or not steps.may_repeat(self.clock.now()):
+        number = steps.num_done
+        if steps.is_over or number >= steps.schedule.most or self.transports.reader.has_news:
             self.catch_up()
             self._end(steps.plan)
             return
-        seconds = steps.repeat(now, self._costs, self._slowness)
-        self._events.after(seconds, self._repeat, steps)
+        steps.num_done = number + 1
+        end = steps.schedule.ends[number + 1]
         if steps.is_deferred:
-            steps.defer(now + self._costs.message_s, self._events.reserve())
+            steps.numbers.append(self._events.at_with_reserved(end, self._repeat, steps))
         else:
+            self._events.at(end, self._repeat, steps)
             self._bus.to_gateway(self.incarnation, steps.messages())
 
     def catch_up(self) -> None:
@@ -347,16 +352,20 @@ class Node:
         steps, self._repeated = self._repeated, None
         if steps is None:
             return
-        count, plan, grown = len(steps.instants), steps.plan, []
+        count, plan, grown = steps.num_done, steps.plan, list[int]()
+        instants = steps.schedule.ends[:count]
         if count:
-            plan, grown = self.role.repeat(steps.rows, [tokens[:count] for tokens in steps.tokens], steps.instants)
+            ahead_s = self.clock.now() - self._events.now()
+            plan, grown = self.role.repeat(
+                steps.rows, [tokens[:count] for tokens in steps.tokens], [instant + ahead_s for instant in instants]
+            )
         self.work["steps"] += count
         self.work["rows"] += count * len(steps.rows)
-        for seconds in steps.durations:
+        for seconds in steps.schedule.durations[:count]:
             self.busy_s += seconds
         num_grown = Counter(grown)
         used, since = self._used
-        for number, now in enumerate(steps.instants, 1):
+        for number, now in enumerate(instants, 1):
             self.used_page_s += used * (now - since)
             used, since = used + num_grown[number], now
         self._used = (used, since)

@@ -6,6 +6,9 @@ only notes the instant; schedulers, caches and streams are brought up to date wh
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from common.request import Request
 from common.step_plan import StepPlan
@@ -14,24 +17,29 @@ from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.event_queue import EventQueue
 
 
+#: The most tokens of one row that are looked up in advance, and of all rows of a large batch together.
+MAX_REPETITIONS, MAX_TOKENS = 512, 4096
+
+
 class RepeatedSteps:
-    """A step of a decode node that is repeated, until the node hears something or ``most`` repetitions are over.
+    """A step of a decode node that is repeated, until the node hears something or no repetition is left.
+
+    A repetition is the commit of one step and the plan of the next.
 
     Args:
         plan: the outstanding step.
-        sender: the node.
-        catch_up: applies the repetitions so far.
         rows: its requests.
         tokens: the next tokens of each, the one that the outstanding step samples first.
-        until: instant before which the node has nothing to do but these steps.
+        schedule: when the repetitions happen.
+        sender: the node.
+        catch_up: applies the repetitions so far.
 
     Attributes:
-        is_deferred: streams look for their tokens here; otherwise each repetition sends messages.
         plan: the step that is outstanding now, once the repetitions have been applied.
         is_over: they have; nothing is repeated any more.
-        instants: of the repetitions: of the commit of one step and the plan of the next.
-        durations: of the steps that these planned.
-        arrivals, numbers: instant at which the tokens of a repetition arrive at the gateway, and number of that event.
+        is_deferred: streams look for their tokens here; otherwise each repetition sends messages.
+        num_done: repetitions so far.
+        numbers: of the events in which the tokens of each arrive at the gateway.
     """
 
     def __init__(
@@ -39,48 +47,25 @@ class RepeatedSteps:
         plan: StepPlan,
         rows: Sequence[Request],
         tokens: Sequence[list[int]],
+        schedule: "Schedule",
         *,
         sender: str,
         catch_up: Callable[[], None],
-        most: int,
-        until: float,
     ) -> None:
         self.plan = plan
         self.rows = rows
         self.tokens = tokens
-        self.until = until
+        self.schedule = schedule
         self.sender = sender
         self.catch_up = catch_up
-        self.is_deferred = False
-        self.is_over = False
-        self.instants: list[float] = []
-        self.durations: list[float] = []
-        self.arrivals: list[float] = []
+        self.is_over = self.is_deferred = False
+        self.num_done = 0
         self.numbers: list[int] = []
-        self._num_left = most
         self._num_outputs = [len(request.output) for request in rows]
-        self._num_context = StepWork.of(plan).num_context
-
-    def may_repeat(self, now: float) -> bool:
-        return self._num_left > 0 and now < self.until
-
-    def repeat(self, now: float, costs: Costs, slowness: float) -> float:
-        """Note a repetition; returns the duration of the step that it plans."""
-        self._num_left -= 1
-        self._num_context += len(self.rows)
-        seconds = costs.seconds(StepWork(0, len(self.rows), self._num_context)) * slowness
-        self.instants.append(now)
-        self.durations.append(seconds)
-        return seconds
-
-    def defer(self, arrival: float, number: int) -> None:
-        """Note when the tokens of the last repetition arrive at the gateway."""
-        self.arrivals.append(arrival)
-        self.numbers.append(number)
 
     def messages(self) -> list[Tokens]:
         """The tokens of the last repetition."""
-        return [self.message(row, len(self.instants) - 1) for row in range(len(self.rows))]
+        return [self.message(row, self.num_done - 1) for row in range(len(self.rows))]
 
     def message(self, row: int, repetition: int) -> Tokens:
         request, index = self.rows[row], self._num_outputs[row] + repetition
@@ -88,6 +73,41 @@ class RepeatedSteps:
 
     def applied(self, plan: StepPlan) -> None:
         self.plan, self.is_over = plan, True
+
+
+class Schedule(NamedTuple):
+    """The instants of repetitions.
+
+    Attributes:
+        durations: of the steps that they plan.
+        ends: of the outstanding step, and of each of these; so ``ends[i]`` is the instant of repetition ``i``.
+        arrivals: instants at which their tokens arrive at the gateway.
+        most: repetitions that may happen.
+    """
+
+    durations: list[float]
+    ends: list[float]
+    arrivals: list[float]
+    most: int
+
+    @classmethod
+    def of(cls, plan: StepPlan, end: float, most: int, costs: Costs, *, slowness: float, until: float) -> "Schedule":
+        """The schedule after a step of decode rows.
+
+        Args:
+            end: of the outstanding step.
+            slowness: factor of durations.
+            until: repetitions are earlier.
+        """
+        work = StepWork.of(plan)
+        contexts = work.num_context + work.num_rows * np.arange(1, most + 1)
+        # The same operations in the same order as in ``Costs.seconds`` and in the event queue, so that nothing is
+        # rounded in another way.
+        fixed = costs.seconds(StepWork(0, work.num_rows, 0))
+        durations = (fixed + costs.context_token_s * contexts) * slowness
+        ends = np.cumsum(np.concatenate(([end], durations)))
+        most = int(np.searchsorted(ends[:-1], until))
+        return cls(durations.tolist(), ends.tolist(), (ends[:-1] + costs.message_s).tolist(), most)
 
 
 class TokenFeed:
@@ -117,16 +137,17 @@ class TokenFeed:
     def take(self) -> tuple[list[int], list[float]]:
         """The tokens that have arrived since the last call, and when each did."""
         steps, events, first = self.steps, self._events, self._num_taken
-        end = bisect_left(steps.arrivals, events.now(), first)
-        while end < len(steps.arrivals) and events.is_past(steps.arrivals[end], steps.numbers[end]):
+        arrivals = steps.schedule.arrivals
+        end = bisect_left(arrivals, events.now(), first, steps.num_done)
+        while end < steps.num_done and events.is_past(arrivals[end], steps.numbers[end]):
             end += 1
         self._num_taken = end
-        return self.steps.tokens[self._row][first:end], steps.arrivals[first:end]
+        return steps.tokens[self._row][first:end], arrivals[first:end]
 
     @property
     def is_empty(self) -> bool:
         """Whether no token can come any more."""
-        return self.steps.is_over and self._num_taken == len(self.steps.arrivals)
+        return self.steps.is_over and self._num_taken == self.steps.num_done
 
     def untaken(self) -> list[tuple[float, float, Tokens]]:
         """The tokens under way as messages, with the instant and the number of the event in which each arrives.
@@ -134,5 +155,5 @@ class TokenFeed:
         Those of other rows are parts of the same events; the fraction of a number is the place of this row.
         """
         steps, place = self.steps, self._row / len(self.steps.rows)
-        under_way = range(self._num_taken, len(steps.arrivals))
-        return [(steps.arrivals[i], steps.numbers[i] + place, steps.message(self._row, i)) for i in under_way]
+        arrivals, under_way = steps.schedule.arrivals, range(self._num_taken, steps.num_done)
+        return [(arrivals[i], steps.numbers[i] + place, steps.message(self._row, i)) for i in under_way]
