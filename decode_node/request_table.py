@@ -132,9 +132,7 @@ class RequestTable:
     @property
     def is_settled(self) -> bool:
         """Whether no request waits for a grammar or for pages, is held, is computed here, or moves."""
-        return not (
-            self.compiling or self.waiting or self.retracted or self.extending or self.held or self.moving
-        )
+        return not (self.compiling or self.waiting or self.retracted or self.extending or self.held or self.moving)
 
     @property
     def has_holders(self) -> bool:

@@ -198,7 +198,7 @@ class DecodeRole:
         if not self._output.sends_each_token or self._moves.is_open:
             return None
         found = self._scheduler.repeatable(tokens_of)
-        return found if found and all([request.stages.decoding_from for request in found.rows]) else None
+        return found if found and all(request.stages.decoding_from for request in found.rows) else None
 
     def leaves_steps_alone(self, message: Message) -> bool:
         """Whether a message of a prefill node certainly changes nothing that a step depends on."""
@@ -209,9 +209,7 @@ class DecodeRole:
         """Before this instant, ``tick`` does nothing unless a transport has news or another event comes first."""
         return min(self._scheduler.next_deadline_at, self._peers.due_at, self._receiver.due_at)
 
-    def repeat(
-        self, rows: Sequence[Request], tokens: Sequence[Sequence[int]], instants: Sequence[float]
-    ) -> Repeated:
+    def repeat(self, rows: Sequence[Request], tokens: Sequence[Sequence[int]], instants: Sequence[float]) -> Repeated:
         """Commit and plan the outstanding step at each of these instants; the caller sends the tokens.
 
         Args:

@@ -53,7 +53,7 @@ def can_pair(prefill: Candidate, decode: Candidate) -> bool:
 def _can_pair_freely(prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> bool:
     """Whether all of these can be paired; found faster than pair by pair."""
     nodes = [*prefills, *decodes]
-    return bool(prefills) and not any([node.failed_peers for node in nodes]) and len({n.revision for n in nodes}) == 1
+    return bool(prefills) and not any(node.failed_peers for node in nodes) and len({n.revision for n in nodes}) == 1
 
 
 class WorkerPair(NamedTuple):

@@ -101,7 +101,9 @@ class ReceiveTable:
     @property
     def due_at(self) -> float:
         """Before this instant, no pages are overdue."""
-        return min((-math.inf if at is None else at + RECLAIM_S for at in self._quarantined_since.values()), default=math.inf)
+        return min(
+            (-math.inf if at is None else at + RECLAIM_S for at in self._quarantined_since.values()), default=math.inf
+        )
 
     def drop_events(self, key: RequestKey) -> None:
         """Drop events of a key that the role has not taken, and free their pages."""

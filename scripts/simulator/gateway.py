@@ -160,7 +160,7 @@ class Gateway:
     def defer_tokens(self, steps: RepeatedSteps) -> bool:
         """Let streams take their tokens from a repeated step, if each token concerns nothing but its stream."""
         answers = [self.answers.get(request.rid) for request in steps.rows]
-        if self.pool.queue.order.is_charging or not all([answer and answer.can_defer for answer in answers]):
+        if self.pool.queue.order.is_charging or not all(answer and answer.can_defer for answer in answers):
             return False
         for row, answer in enumerate(answers):
             assert answer is not None

@@ -17,7 +17,6 @@ from common.node.event_loop import LONGEST_WAIT_S
 from common.node.loading.memory_plan import Capacity
 from common.node.role import heartbeat_of
 from common.node.worker_context import WorkerContext, make_cache
-from common.request import Request
 from common.scheduling.grammar_queue import CompileGrammar
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Abort, Heartbeat, LayoutMessage, Message, Peer, Register
@@ -308,7 +307,12 @@ class Node:
     def _repeatable(self, plan: StepPlan, end: float) -> RepeatedSteps | None:
         """The repetitions of a step that has just been planned, until ``end``; None if the next one is another."""
         engine = self.engine
-        if not self._settings.takes_steps_together or self.kind != "decode" or plan.admits or self._on_empty is not None:
+        if (
+            not self._settings.takes_steps_together
+            or self.kind != "decode"
+            or plan.admits
+            or self._on_empty is not None
+        ):
             return None
         assert isinstance(engine, ScriptedEngine)
         most = min(MAX_REPETITIONS, max(MAX_TOKENS // len(plan.rows), 16))

@@ -16,7 +16,6 @@ from common.wire.messages import Tokens
 from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.event_queue import EventQueue
 
-
 #: The most tokens of one row that are looked up in advance, and of all rows of a large batch together.
 MAX_REPETITIONS, MAX_TOKENS = 512, 4096
 

@@ -7,14 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.cache.page_allocator import Owner
 from common.config.cli import parse
 from common.config.scheduling import POLICIES
+from common.step_plan import StepPlan, StepResult
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
+from scripts.simulator.engine import ScriptedEngine
 from scripts.simulator.main import Simulation
 
 
-def results(words: list[str], *, is_stepwise: bool) -> tuple[dict[str, Any], Simulation]:
+def results(words: list[str], *, is_stepwise: bool) -> dict[str, Any]:
     """The report, every outcome and the state of every node after a run, but for the time that it took."""
     config = parse(SimulateConfig, words, command="simulate")
     simulation = Simulation(config, make_plan(config), is_stepwise=is_stepwise)
@@ -28,7 +31,7 @@ def results(words: list[str], *, is_stepwise: bool) -> tuple[dict[str, Any], Sim
             "used_page_s": node.used_page_s,
             "requests": repr(list(node.role.requests().values())),
             "gaps": [node.role.stats.inter_token.counts, node.role.stats.inter_token.sum],
-            "pages": [node.allocator.alloc(1, 1) for _ in range(min(node.allocator.num_free, 40))],
+            "pages": [node.allocator.alloc(1, Owner.RADIX) for _ in range(min(node.allocator.num_free, 40))],
         }
         for node in simulation.cluster.nodes.values()
     ]
@@ -36,14 +39,33 @@ def results(words: list[str], *, is_stepwise: bool) -> tuple[dict[str, Any], Sim
         [o.due_at, o.stamps_s, o.extra, o.ended_at, o.error, o.cached_tokens, o.timings]
         for o in simulation.client.outcomes
     ]
-    return json.loads(json.dumps({"report": found, "nodes": nodes, "outcomes": outcomes})), simulation
+    same: dict[str, Any] = json.loads(json.dumps({"report": found, "nodes": nodes, "outcomes": outcomes}))
+    return same
 
 
 def assert_alike(words: list[str]) -> None:
-    together, _ = results(words, is_stepwise=False)
-    stepwise, _ = results(words, is_stepwise=True)
+    together = results(words, is_stepwise=False)
+    stepwise = results(words, is_stepwise=True)
     for name, value in stepwise.items():
         assert together[name] == value, f"{name} differ for simulate {' '.join(words)}"
+
+
+def test_a_lone_output_takes_a_few_steps_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_run = 0
+    run = ScriptedEngine.run
+
+    def counted(engine: ScriptedEngine, plan: StepPlan) -> StepResult:
+        nonlocal num_run
+        num_run += 1
+        return run(engine, plan)
+
+    monkeypatch.setattr(ScriptedEngine, "run", counted)
+    words = ["--num-requests=1", "--input-len=100", "--output-len=400"]
+    assert results(words, is_stepwise=True)["report"]["row_steps"] == 399
+    assert num_run == 400  # one of them on the prefill node
+    num_run = 0
+    assert results(words, is_stepwise=False)["report"]["row_steps"] == 399
+    assert num_run == 3  # the prompt, the row that joins, and the last one; the steps between are alike
 
 
 @st.composite
@@ -76,7 +98,9 @@ def options(draw: st.DrawFn) -> list[str]:
         ),
         some("", "", "--max-new-tokens=60", "--max-new-tokens=400"),
         some("", "", "--turns=3 --think=50ms", "--prefix-len=64 --prefix-groups=2"),
-        some("", "", "--schedule-conservativeness=0", "--num-reserved-decode-tokens=8", "--resume-prefill-threshold=16"),
+        some(
+            "", "", "--schedule-conservativeness=0", "--num-reserved-decode-tokens=8", "--resume-prefill-threshold=16"
+        ),
         some("", "", "--disable-radix-cache", "--radix-eviction-policy=lfu", "--radix-eviction-policy=fifo"),
         some("", "", "--enable-mixed-chunk", "--stream-interval=3", "--max-queued-requests=3"),
         some("", "", "--tenants=3", "--local-prefill-threshold=200", "--max-skip-ahead=0", "--refuse-hopeless"),
@@ -86,8 +110,16 @@ def options(draw: st.DrawFn) -> list[str]:
         words += [
             "--enable-priority-scheduling",
             "--mix=a:share=1,priority=5,output=uniform:1:60;b:share=2,priority=1;c:share=1,priority=9,deadline=400ms",
-            some("", "--priority-scheduling-preemption-threshold=0 --preemption-cooldown=0", "--retraction-policy=priority"),
-            some("", "--priority-aging-per-second=2 --default-priority-value=1", "--priority-classes=high:8,low:1 --default-priority-class=low"),
+            some(
+                "",
+                "--priority-scheduling-preemption-threshold=0 --preemption-cooldown=0",
+                "--retraction-policy=priority",
+            ),
+            some(
+                "",
+                "--priority-aging-per-second=2 --default-priority-value=1",
+                "--priority-classes=high:8,low:1 --default-priority-class=low",
+            ),
         ]
     else:
         words.append(some("", "--mix=a:share=1,deadline=300ms;b:share=2,tenant=T,output=90"))
@@ -101,7 +133,7 @@ def test_steps_taken_together_give_the_same_results(words: list[str]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(words=options())
 def test_steps_taken_together_give_the_same_results_in_many_services(words: list[str]) -> None:
     assert_alike(words)
