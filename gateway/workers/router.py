@@ -330,14 +330,15 @@ class Router:
         return pieces
 
     def _cached(self, pieces: list[int]) -> dict[str, int]:
-        """Tokens of the prompt that each node has probably cached."""
+        """Tokens of the prompt that each node has probably cached; nodes without any are left out."""
         holders = self._holders
         having = -1  # bits of the nodes that have all pieces so far
-        depths: list[tuple[int, int]] = []  # bits of the nodes that have no more, and how many pieces they have
+        depths: list[tuple[int, int]] = []  # bits of nodes that have some pieces and no more, and how many
         for depth, piece in enumerate(pieces):
             now = having & holders.get(piece, 0)
             if now != having:
-                depths.append((having ^ now, depth))
+                if depth:
+                    depths.append((having ^ now, depth))
                 having = now
                 if not now:
                     break
