@@ -367,11 +367,13 @@ class Node:
         self.work["rows"] += count * len(steps.rows)
         for seconds in steps.schedule.durations[:count]:
             self.busy_s += seconds
-        num_grown = Counter(grown)
         used, since = self._used
+        place = 0
         for number, now in enumerate(instants, 1):
             self.used_page_s += used * (now - since)
-            used, since = used + num_grown[number], now
+            since = now
+            while place < len(grown) and grown[place] == number:
+                used, place = used + 1, place + 1
         self._used = (used, since)
         steps.applied(plan)
 
