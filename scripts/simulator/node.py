@@ -27,7 +27,7 @@ from scripts.simulator.engine import ScriptedEngine
 from scripts.simulator.event_queue import EventQueue, NodeClock
 from scripts.simulator.inprocess_transport import InProcessReader
 from scripts.simulator.network import Network, NetworkWriter
-from scripts.simulator.repeated_steps import MAX_REPETITIONS, MAX_TOKENS, RepeatedSteps, Schedule
+from scripts.simulator.repeated_steps import MAX_REPETITIONS, MAX_TOKENS, Patience, RepeatedSteps, Schedule
 
 MODEL, DIGEST = "simulated", "simulated"
 
@@ -120,6 +120,7 @@ class Node:
         )
         self.cache: RadixCache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
         self._repeated: RepeatedSteps | None = None
+        self._patience = Patience()
         self._quiet_until = 0.0  # before this instant, a tick does nothing while a step is repeated
         self._on_empty: Callable[[], None] | None = None
         self.transports = NodeEnds(
@@ -315,6 +316,8 @@ class Node:
         ):
             return None
         assert isinstance(engine, ScriptedEngine)
+        if not self._patience.may_prepare():
+            return None
         most = min(MAX_REPETITIONS, max(MAX_TOKENS // len(plan.rows), 16))
         tokens = {}
         for row in plan.rows:
@@ -376,6 +379,7 @@ class Node:
                 used, place = used + 1, place + 1
         self._used = (used, since)
         steps.applied(plan)
+        self._patience.ended(count, len(steps.rows))
 
     def _end(self, plan: StepPlan) -> None:
         self._happens(self._commit, plan)

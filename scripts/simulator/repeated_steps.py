@@ -17,7 +17,31 @@ from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.event_queue import EventQueue
 
 #: The most tokens of one row that are looked up in advance, and of all rows of a large batch together.
-MAX_REPETITIONS, MAX_TOKENS = 512, 4096
+MAX_REPETITIONS, MAX_TOKENS = 512, 16_384
+#: Preparing repetitions of so many rows costs about as much as one repetition saves.
+ROWS_PER_REPETITION = 32
+LONGEST_PAUSE = 31
+
+
+class Patience:
+    """Decides for one node whether to prepare repetitions, which costs time for each row: not where few come of it.
+
+    It changes no result. After a step of many rows that was repeated only a few times, some steps are taken by
+    themselves; their number doubles with each such step up to ``LONGEST_PAUSE``.
+    """
+
+    def __init__(self) -> None:
+        self._pause = self._num_left = 0
+
+    def may_prepare(self) -> bool:
+        self._num_left -= 1
+        return self._num_left < 0
+
+    def ended(self, num_repetitions: int, num_rows: int) -> None:
+        """A step of so many rows was repeated so often."""
+        is_worthwhile = num_repetitions >= num_rows // ROWS_PER_REPETITION
+        self._pause = 0 if is_worthwhile else min(2 * self._pause + 1, LONGEST_PAUSE)
+        self._num_left = self._pause
 
 
 class RepeatedSteps:
