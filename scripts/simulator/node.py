@@ -30,6 +30,7 @@ from scripts.simulator.network import Network, NetworkWriter
 from scripts.simulator.repeated_steps import MAX_REPETITIONS, MAX_TOKENS, Patience, RepeatedSteps, Schedule
 
 MODEL, DIGEST = "simulated", "simulated"
+NO_STEP = StepPlan(0, (), (), ())
 
 
 class Engine(Protocol):
@@ -121,6 +122,8 @@ class Node:
         self.cache: RadixCache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
         self._repeated: RepeatedSteps | None = None
         self._patience = Patience()
+        self._outstanding: StepPlan = NO_STEP  # the last step, and when it ends
+        self._step_end = 0.0
         self._quiet_until = 0.0  # before this instant, a tick does nothing while a step is repeated
         self._on_empty: Callable[[], None] | None = None
         self.transports = NodeEnds(
@@ -180,8 +183,11 @@ class Node:
         if self.is_hanging:
             self._missed.append((what, arguments))
         elif self.is_alive:
+            before = self._outstanding
             what(*arguments, self.clock.now())
             self.turn()
+            if self.is_busy and self._outstanding is before:
+                self._repeated = self._repeatable()
 
     def on_gateway_messages(self, messages: Sequence[Message]) -> None:
         self._happens(self._take_gateway_messages, messages)
@@ -296,18 +302,15 @@ class Node:
         counts["prompt_tokens"] += work.num_prompt
         self.busy_s += seconds
         self._note_pages()
-        end = self._events.now() + seconds
-        self._repeated = self._repeatable(plan, end)
-        if self._repeated is None:
-            self._events.at(end, self._end, plan)
-        else:
-            self._events.at(end, self._repeat, self._repeated)
+        self._outstanding, self._step_end = plan, self._events.now() + seconds
+        self._repeated = self._repeatable()
+        self._events.at(self._step_end, self._step_over)
 
     # ---- steps that are alike ---------------------------------------------------------------------------------------
 
-    def _repeatable(self, plan: StepPlan, end: float) -> RepeatedSteps | None:
-        """The repetitions of a step that has just been planned, until ``end``; None if the next one is another."""
-        engine = self.engine
+    def _repeatable(self) -> RepeatedSteps | None:
+        """The repetitions of the outstanding step; None if the next one is another."""
+        engine, plan = self.engine, self._outstanding
         if (
             not self._settings.takes_steps_together
             or self.kind != "decode"
@@ -327,31 +330,31 @@ class Node:
             return None
         self._quiet_until = self.role.due_at
         until = self._quiet_until - (self.clock.now() - self._events.now())
-        schedule = Schedule.of(plan, end, found.most, self._costs, slowness=self._slowness, until=until)
+        schedule = Schedule.of(plan, self._step_end, found.most, self._costs, slowness=self._slowness, until=until)
         steps = RepeatedSteps(
-            plan,
             found.rows,
             [tokens[request.slot] for request in found.rows],
             schedule,
+            num_used_pages=self._num_used_pages,
             sender=self.incarnation,
             catch_up=self.catch_up,
         )
         steps.is_deferred = self._bus.defer_tokens(self.incarnation, steps)
         return steps
 
-    def _repeat(self, steps: RepeatedSteps) -> None:
+    def _step_over(self) -> None:
         """End a step: plan the same once more, or whatever follows."""
-        number = steps.num_done
-        if steps.is_over or number >= steps.schedule.most or self.transports.reader.has_news:
+        steps = self._repeated
+        if steps is None or steps.num_done >= steps.schedule.most or self.transports.reader.has_news:
             self.catch_up()
-            self._end(steps.plan)
+            self._happens(self._commit, self._outstanding)
             return
-        steps.num_done = number + 1
+        steps.num_done = (number := steps.num_done) + 1
         end = steps.schedule.ends[number + 1]
         if steps.is_deferred:
-            steps.numbers.append(self._events.at_with_reserved(end, self._repeat, steps))
+            steps.numbers.append(self._events.at_with_reserved(end, self._step_over))
         else:
-            self._events.at(end, self._repeat, steps)
+            self._events.at(end, self._step_over)
             self._bus.to_gateway(self.incarnation, steps.messages())
 
     def catch_up(self) -> None:
@@ -359,7 +362,7 @@ class Node:
         steps, self._repeated = self._repeated, None
         if steps is None:
             return
-        count, plan, grown = steps.num_done, steps.plan, list[int]()
+        count, plan, grown = steps.num_done, self._outstanding, list[int]()
         instants = steps.schedule.ends[:count]
         if count:
             ahead_s = self.clock.now() - self._events.now()
@@ -371,18 +374,16 @@ class Node:
         for seconds in steps.schedule.durations[:count]:
             self.busy_s += seconds
         used, since = self._used
-        place = 0
+        num_grown = 0
         for number, now in enumerate(instants, 1):
             self.used_page_s += used * (now - since)
-            since = now
-            while place < len(grown) and grown[place] == number:
-                used, place = used + 1, place + 1
+            while num_grown < len(grown) and grown[num_grown] == number:
+                num_grown += 1
+            used, since = steps.num_used_pages + num_grown, now
         self._used = (used, since)
-        steps.applied(plan)
+        self._outstanding, self._step_end = plan, steps.schedule.ends[count]
+        steps.is_over = True
         self._patience.ended(count, len(steps.rows))
-
-    def _end(self, plan: StepPlan) -> None:
-        self._happens(self._commit, plan)
 
     def _commit(self, plan: StepPlan, now: float) -> None:
         self.is_busy = False
@@ -395,7 +396,11 @@ class Node:
         now = self._events.now()
         used, since = self._used
         self.used_page_s += used * (now - since)
-        self._used = (self.capacity.num_pages - self.allocator.num_free - self.cache.num_evictable_pages, now)
+        self._used = (self._num_used_pages, now)
+
+    @property
+    def _num_used_pages(self) -> int:
+        return self.capacity.num_pages - self.allocator.num_free - self.cache.num_evictable_pages
 
     def _send_messages(self) -> None:
         outbox = self.role.outbox

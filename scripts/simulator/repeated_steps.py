@@ -19,8 +19,8 @@ from scripts.simulator.event_queue import EventQueue
 #: The most tokens of one row that are looked up in advance, and of all rows of a large batch together.
 MAX_REPETITIONS, MAX_TOKENS = 512, 16_384
 #: Preparing repetitions of so many rows costs about as much as one repetition saves.
-ROWS_PER_REPETITION = 32
-LONGEST_PAUSE = 31
+ROWS_PER_REPETITION = 16
+LONGEST_PAUSE = 63
 
 
 class Patience:
@@ -50,16 +50,15 @@ class RepeatedSteps:
     A repetition is the commit of one step and the plan of the next.
 
     Args:
-        plan: the outstanding step.
-        rows: its requests.
+        rows: the requests of the outstanding step.
         tokens: the next tokens of each, the one that the outstanding step samples first.
         schedule: when the repetitions happen.
+        num_used_pages: pages in use before.
         sender: the node.
         catch_up: applies the repetitions so far.
 
     Attributes:
-        plan: the step that is outstanding now, once the repetitions have been applied.
-        is_over: they have; nothing is repeated any more.
+        is_over: the repetitions have been applied; there are no more.
         is_deferred: streams look for their tokens here; otherwise each repetition sends messages.
         num_done: repetitions so far.
         numbers: of the events in which the tokens of each arrive at the gateway.
@@ -67,18 +66,18 @@ class RepeatedSteps:
 
     def __init__(
         self,
-        plan: StepPlan,
         rows: Sequence[Request],
         tokens: Sequence[list[int]],
         schedule: "Schedule",
         *,
+        num_used_pages: int,
         sender: str,
         catch_up: Callable[[], None],
     ) -> None:
-        self.plan = plan
         self.rows = rows
         self.tokens = tokens
         self.schedule = schedule
+        self.num_used_pages = num_used_pages
         self.sender = sender
         self.catch_up = catch_up
         self.is_over = self.is_deferred = False
@@ -93,9 +92,6 @@ class RepeatedSteps:
     def message(self, row: int, repetition: int) -> Tokens:
         request, index = self.rows[row], self._num_outputs[row] + repetition
         return Tokens(request.rid, request.attempt, index, (self.tokens[row][repetition],))
-
-    def applied(self, plan: StepPlan) -> None:
-        self.plan, self.is_over = plan, True
 
 
 class Schedule(NamedTuple):
