@@ -117,7 +117,10 @@ def measure(
     lengths = prompt_lengths(size)
     batches = [one for one in BATCHES if not size.max_running or one <= size.max_running]
     say(f"prompts of {lengths[0]} to {lengths[-1]} tokens, one at a time")
-    samples.add_alone(_run(base, server, lengths, ALONE_OUTPUT, concurrency=1, seconds=ALONE_SHARE * seconds, salt=0))
+    alone_s = ALONE_SHARE * seconds
+    samples.add_alone(_run(base, server, lengths, ALONE_OUTPUT, concurrency=1, seconds=alone_s, salt=0))
+    if len(samples.prompts) < 2 * len(lengths):  # a slow service takes longer than it was given
+        samples.add_alone(_run(base, server, lengths, ALONE_OUTPUT, concurrency=1, seconds=None, salt=len(BATCHES) + 1))
     for number, batch in enumerate(batches, 1):
         say(f"{batch} outputs at once")
         room = size.pool_tokens // batch - BATCH_OUTPUT if size.pool_tokens else lengths[-1]
@@ -135,13 +138,16 @@ def _run(
     num_output: int,
     *,
     concurrency: int,
-    seconds: float,
+    seconds: float | None,
     salt: int,
 ) -> list[StreamedRequest]:
+    """Keep ``concurrency`` requests in flight for ``seconds``; None sends each length twice."""
     with tempfile.TemporaryDirectory(prefix="baton-calibrate-") as folder:
         trace = Path(folder) / "designed.jsonl"
         trace.write_text("\n".join(json.dumps(row) for row in designed_rows(lengths, num_output)))
-        config = replace(base, trace=str(trace), concurrency=concurrency, duration=f"{seconds:.3f}")
+        duration = None if seconds is None else f"{seconds:.3f}"
+        count = 2 * len(lengths) if seconds is None else None
+        config = replace(base, trace=str(trace), concurrency=concurrency, duration=duration, num_requests=count)
         report = run_load(config, server=server, salt=salt)
     if report.was_stopped:
         raise KeyboardInterrupt

@@ -141,12 +141,11 @@ def test_the_designed_load_covers_lengths_up_to_half_of_the_context() -> None:
 def test_the_command_calibrates_a_live_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "profile.json"
     with mock_server(tmp_path, "--ttft", "0.02", "--itl", "0.004") as server:
-        words = [f"--calibrate={server.url}", "--calibrate-seconds=4", f"--json={profile}", "--price-per-hour=2"]
+        words = [f"--calibrate={server.url}", "--calibrate-seconds=2", f"--json={profile}", "--price-per-hour=2"]
         assert main([*words, "--no-progress"]) == 0
     assert "a decode step" in capsys.readouterr().out
     found = Profile(**{name: value for name, value in json.loads(profile.read_text()).items() if name != "kind"})
-    # A busy machine makes tokens later, never earlier.
-    assert found.costs["step_s"] + found.costs["row_s"] > 0.003
+    assert min(found.samples.values()) >= 6
     assert found.price_per_hour == 2.0
     assert find_hardware(str(profile), None).node(1).costs.step_s == found.costs["step_s"]
 

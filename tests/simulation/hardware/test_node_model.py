@@ -8,12 +8,13 @@ import pytest
 from common.config.cli import parse
 from common.errors import ConfigError
 from common.step_plan import StepPlan
+from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.hardware.accelerators import ACCELERATORS, Accelerator
 from scripts.simulator.hardware.model_shape import KNOWN_MODELS, ModelShape, find_shape
 from scripts.simulator.hardware.node_model import find_hardware, roofline
-from scripts.simulator.main import simulate
+from scripts.simulator.main import Simulation, simulate
 
 SHAPE = ModelShape("small", 2, 8, 4, 2, 4, 16, 100)
 DEVICE = Accelerator(
@@ -157,6 +158,17 @@ def test_a_lone_request_takes_as_long_as_the_roofline_says() -> None:
     prompt = costs.seconds(StepWork(1_000, 0, 0, 500_500))
     assert found["latency_s"]["ttft"]["max"] == pytest.approx(prompt + 2 * costs.message_s)
     assert found["latency_s"]["itl"]["min"] == pytest.approx(costs.seconds(StepWork(0, 1, 1_001)))
+
+
+def test_steps_of_a_roofline_that_are_taken_together_take_as_long_as_one_by_one() -> None:
+    words = ["--hardware=h200", "--model=llama-3.1-70b", "--prefill-tp=4", "--decode-tp=2", "--rate=10"]
+    given = config(*words, "--num-requests=30", "--input-len=500", "--output-len=uniform:5:60")
+    outcomes = []
+    for is_stepwise in (False, True):
+        simulation = Simulation(given, make_plan(given), is_stepwise=is_stepwise)
+        simulation.run()
+        outcomes.append([(one.stamps_s, one.ended_at) for one in simulation.client.outcomes])
+    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize(

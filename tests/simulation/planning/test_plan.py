@@ -116,7 +116,7 @@ def test_the_command_prints_a_plan_and_writes_it(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    fixed = ["--chunked-prefill-size=2048", "--max-running-requests=64", "--price-per-hour=2"]
+    fixed = ["--chunked-prefill-size=2048", "--max-running-requests=64", "--local-prefill=auto", "--price-per-hour=2"]
     words = ["--plan", f"--trace={trace}", "--rate=12", *COSTS, *GOALS, "--plan-requests=24", *fixed]
     assert main([*words, f"--json={written}", f"--html={page}"]) == 0
     shown = capsys.readouterr().out
