@@ -81,7 +81,7 @@ DISTSERVE = Experiment(
     (
         Case(
             "chat",
-            {**_OPT, "input_len": "lognormal:500:0.9:max=2048", "output_len": "lognormal:150:0.8:max=512",
+            {**_OPT, "input_len": "lognormal:300:0.9:max=1024", "output_len": "lognormal:150:0.8:max=512",
              "slo_ttft": "250ms", "slo_tpot": "100ms"},
             2.0,
             _DISTSERVE,

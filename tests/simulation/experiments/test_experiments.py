@@ -49,7 +49,7 @@ SMALL = Experiment(
     (
         Case(
             "small",
-            {"input_len": "400", "output_len": "4", "slo_ttft": "150ms"},
+            {"input_len": "400", "output_len": "4", "slo_ttft": "60ms"},
             20.0,
             (Variant("pool", colocated(2, -1), is_baseline=True), Variant("separate", separate(1, 1))),
         ),
