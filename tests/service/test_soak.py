@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.engine.devices import DEVICES
 from support.engine.reference_models import draw_prompts, generate, load_reference, make_model
 from support.service.client import Client, prompt_of
 from support.service.processes import resident_bytes
@@ -81,12 +82,13 @@ class RandomClients:
             assert exchange.ids == expected[: len(exchange.ids)], f"wrong tokens for a prompt of {len(prompt)}"
 
 
+@pytest.mark.parametrize("device", DEVICES)
 async def test_tokens_stay_exact_under_disconnects_and_small_pools(
-    model: tuple[Path, list[Case]], tmp_path: Path
+    model: tuple[Path, list[Case]], tmp_path: Path, device: str
 ) -> None:
     folder, cases = model
     overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
-    options = {"node_options": SMALL_NODES, "only": POOLS, "variables": overcommitted}
+    options = {"node_options": {**SMALL_NODES, "device": device}, "only": POOLS, "variables": overcommitted}
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
             clients = RandomClients(client, cases, seed=1)

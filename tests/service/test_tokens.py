@@ -166,12 +166,21 @@ async def test_pages_are_transferred_while_later_chunks_are_computed(tmp_path: P
     assert totals["prefill-0"]["pages_overlapped"] > 2
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
-async def test_a_tiny_pool_retracts_requests_and_changes_no_token(models: Any, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("qwen3", "cpu"),
+        pytest.param("llama", "cpu", marks=pytest.mark.slow),
+        pytest.param("llama", "cuda", marks=pytest.mark.cuda),
+    ],
+)
+async def test_a_tiny_pool_retracts_requests_and_changes_no_token(
+    models: Any, tmp_path: Path, name: str, device: str
+) -> None:
     folder, _ = models(name)
     cases = draw_prompts(load_reference(folder), [4, 5, 6, 7, 8, 9], 40, seed=5)
     only = {"decode-0": {"max_total_tokens": 100}}
-    options = {"page_size": 4, "chunked_prefill_size": 16}
+    options = {"page_size": 4, "chunked_prefill_size": 16, "device": device}
     overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}  # admits more than fits
     with running(tmp_path / "logs", folder, node_options=options, only=only, variables=overcommitted) as service:
         async with service.client() as client:
