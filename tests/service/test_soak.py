@@ -131,7 +131,7 @@ async def test_requests_finish_exactly_at_the_minimum_of_each_resource(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_tokens_stay_exact_while_nodes_are_killed(
     model: tuple[Path, list[Case]], tmp_path: Path, seed: int
 ) -> None:
@@ -141,7 +141,7 @@ async def test_tokens_stay_exact_while_nodes_are_killed(
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
             clients = RandomClients(client, cases, seed)
-            work = asyncio.create_task(clients.work(num_clients=16, num_requests=150))
+            work = asyncio.create_task(clients.work(num_clients=16, num_requests=100))
             drawn = random.Random(seed)
             while not work.done():
                 victim = drawn.choice(service.nodes)
@@ -157,7 +157,7 @@ async def test_tokens_stay_exact_while_nodes_are_killed(
                 await asyncio.sleep(drawn.random())
             await work
             await client.settled()
-            assert clients.num_complete > 500
+            assert clients.num_complete > 333
 
 
 def figures(service: Service) -> dict[str, tuple[float, int]]:

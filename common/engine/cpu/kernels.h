@@ -19,6 +19,10 @@ typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 typedef _Float16 vh16 __attribute__((vector_size(32)));
 
+/* How many bytes ahead weights are fetched where the products take about as long as memory does: the processor's own
+ * prefetching falls behind then. */
+enum { AHEAD = 8192 };
+
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
