@@ -13,8 +13,8 @@ from scripts.benchmarks.main import DURATIONS, NAMES, empty_figures
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: Benchmarks that start whole services, or round a large vocabulary three times.
-SLOW = {"disagg", "handoff", "pictures", "quantization"}
+#: Benchmarks that start whole services, write a checkpoint, load a model twice, or round a large vocabulary.
+SLOW = {"colocation", "disagg", "handoff", "pictures", "quantization", "start"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
