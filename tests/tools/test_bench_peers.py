@@ -33,12 +33,15 @@ def test_a_python_without_vllm_is_refused_with_its_own_words() -> None:
 
 
 def test_vllm_gets_the_threads_of_the_table_and_none_of_our_packages(tmp_path: Path) -> None:
-    found = environment(tmp_path / "bin/python", 1, {"PYTHONPATH": "/ours", "OMP_NUM_THREADS": "7", "HOME": "/root"})
+    found = environment(
+        tmp_path / "bin/python", WORKLOAD, {"PYTHONPATH": "/ours", "OMP_NUM_THREADS": "7", "HOME": "/root"}
+    )
     assert "PYTHONPATH" not in found
     assert "LD_PRELOAD" not in found
     assert found["HOME"] == "/root"
     assert found["OMP_NUM_THREADS"] == "1"
     assert "," not in found["VLLM_CPU_OMP_THREADS_BIND"]
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
 def test_a_folder_without_the_program_of_llama_cpp_is_refused(tmp_path: Path) -> None:
