@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -101,15 +102,15 @@ def prefill_node(connection: Connection, cpu: int, options: Options) -> None:
 def measure(prefill: Prefill, options: Options) -> dict[str, float]:
     executor = engine.build(engine.model_shape(options.layers), options)
     ballast = torch.ones(64 << 20, dtype=torch.float32)
-    runs = {"memory, GB/s": (ballast.nbytes / 1e9, lambda: ballast.sum())}
+    runs: dict[str, tuple[float, Callable[[], object]]] = {"memory, GB/s": (ballast.nbytes / 1e9, ballast.sum)}
     for batch in options.batch:
         decode = engine.decode_run(batch, executor, options)
         runs[f"decode batch {batch}, tokens/s"] = (batch * options.new_tokens, decode)
     print(f"{'':<28}{'alone':>10}{'beside prefill':>16}{'slower':>10}")
-    figures = {}
+    figures: dict[str, float] = {}
     for name, (amount, each) in runs.items():
-        seconds = engine.in_seconds(each, options)
-        alone_s, beside_s = engine.best_times([seconds, lambda seconds=seconds: prefill.beside(seconds)], options)
+        alone = engine.in_seconds(each, options)
+        alone_s, beside_s = engine.best_times([alone, partial(prefill.beside, alone)], options)
         figures |= {f"{name}, alone": amount / alone_s, f"{name}, beside prefill": amount / beside_s}
         speeds = f"{amount / alone_s:>10.1f}{amount / beside_s:>16.1f}"
         print(f"{name:<28}{speeds}{beside_s / alone_s - 1:>10.1%}", flush=True)
