@@ -31,7 +31,11 @@ class RequestFacts:
         priority: priority in the request; None: none. Higher is more urgent here, whatever the flags say.
         num_prompt_tokens, max_new_tokens: length of the prompt, and largest length of the output.
         expected_output: predicted number of output tokens; 0: unknown.
-        deadline_s: seconds until the deadline.
+        deadline_s: seconds from the arrival to the deadline.
+        waited_s: seconds since the arrival; 0 at the first question. Later ones follow about every second, as long as
+            the request has no token, and ``priority`` is what it has then.
+        num_waiting, num_in_flight: requests at this gateway without a token, and all; 0 at the first question.
+        slo_ttft_s, slo_itl_s: objectives of the request; 0: none.
     """
 
     model: str
@@ -42,6 +46,11 @@ class RequestFacts:
     max_new_tokens: int
     expected_output: int
     deadline_s: float
+    waited_s: float = 0.0
+    num_waiting: int = 0
+    num_in_flight: int = 0
+    slo_ttft_s: float = 0.0
+    slo_itl_s: float = 0.0
 
 
 class _FailureLog:

@@ -29,9 +29,12 @@ class Request:
         num_earlier: output tokens of earlier attempts, with which ``output`` begins on a decode node.
         arrived_at, admitted_at, deadline_at: instants in seconds of the node's clock. ``arrived_at`` is earlier than
             the arrival on this node by ``waited_s``.
+        slo_ttft_s, slo_itl_s: objectives for the first token, and between two tokens; 0 without one.
         first_token_at, last_token_at: instants of the first and of the latest output token; 0: none yet.
         waited_s: seconds that the request had waited before it arrived on this node.
         inherited_priority: highest priority of the requests that wait for this one.
+        placed_at: instant at which the request got its slot, or its pages and slot, last.
+        num_preempted: number of times that a more urgent request took its place on this node.
         num_passed: number of requests that were admitted before this one because it did not fit.
         watch: cached length on this node, while the request waits.
         is_charged: whether the prompt has been charged to tenant and class.
@@ -41,6 +44,7 @@ class Request:
         num_computed: tokens whose KV is in ``pages`` after all committed steps.
         num_scheduled: tokens whose KV is in ``pages`` after all planned steps; at least ``num_computed``.
         num_sampling: output tokens of planned steps that are not in ``output`` yet.
+        num_to_compute: tokens that were not cached when the request was admitted last.
         num_cached: prompt tokens that were in this node's cache at the first admission; 0 with earlier output.
         prompt_logprobs: log-probabilities computed so far, of prompt tokens from ``sampling.prompt_logprobs_from`` on.
         slot: row of the executor's request table; -1: none.
@@ -62,10 +66,14 @@ class Request:
     arrived_at: float = 0.0
     admitted_at: float = 0.0
     deadline_at: float = float("inf")
+    slo_ttft_s: float = 0.0
+    slo_itl_s: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     waited_s: float = 0.0
     inherited_priority: int = LOWEST_PRIORITY
+    placed_at: float = 0.0
+    num_preempted: int = 0
     num_passed: int = 0
     watch: "PrefixWatch | None" = None
     is_charged: bool = False
@@ -76,6 +84,7 @@ class Request:
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0
+    num_to_compute: int = 0
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     slot: int = -1
@@ -91,6 +100,14 @@ class Request:
     def received_at(self) -> float:
         """Instant of the arrival on this node."""
         return self.arrived_at + self.waited_s
+
+    @property
+    def due_at(self) -> float:
+        """Instant of the next objective: the first token, the next token, or the deadline if that is earlier."""
+        objective_s = self.slo_itl_s if self.output else self.slo_ttft_s
+        if not objective_s:
+            return self.deadline_at
+        return min(self.deadline_at, max(self.arrived_at, self.last_token_at) + objective_s)
 
     @property
     def num_tokens(self) -> int:

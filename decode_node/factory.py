@@ -38,6 +38,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
         sharing=context.sharing,
         clip_tokens=context.constants.clip,
         max_skip_ahead=config.max_skip_ahead,
+        long_prompts=context.long_prompts,
         is_retracted_by_priority=config.is_retracted_by_priority,
         resume_tokens=config.resume_prefill_threshold,
         reserved_tokens=config.num_reserved_decode_tokens,

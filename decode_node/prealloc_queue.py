@@ -8,13 +8,14 @@ overtaken by as many; after that, only by requests that leave it room.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.decision_log import DecisionLog
 from common.request import Request, RequestKey
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
+from common.scheduling.long_prompts import LongPromptLimits
 from common.scheduling.new_token_ratio import NewTokenRatio, expected_left, expected_tokens
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
@@ -44,6 +45,7 @@ class DecodeLimits:
         resume_tokens: a retracted request that lacks more tokens than this is computed again by its prefill node; None
             computes it here in any case.
         reserved_tokens: room kept for each request's further output; None keeps as much as it is expected to need.
+        long_prompts: how long prompts that are computed here share steps with others.
     """
 
     max_running: int
@@ -60,6 +62,7 @@ class DecodeLimits:
     is_retracted_by_priority: bool = False
     resume_tokens: int | None = None
     reserved_tokens: int | None = None
+    long_prompts: LongPromptLimits = field(default_factory=LongPromptLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +117,19 @@ class PreallocQueue:
         retracted = sorted(self._table.not_held(self._table.retracted.values()), key=lambda request: request.arrived_at)
         return self._ordering.merge([*begun, *retracted], list(self._table.waiting.values()), now)
 
-    def step_candidates(self, now: float) -> Iterator[Request]:
+    def step_candidates(self, now: float, begun: Sequence[Request]) -> list[Request]:
         """Requests that the next step may compute a chunk of, in order, and requests that are short of pages.
 
         All others wait for a prefill node and want nothing of a step.
         """
         table, short = self._table, self.short
-        begun = list(table.extending.values())
         if not (begun or table.retracted or table.num_waiting_local or short):
-            return
-        for request in self.sort(now, begun):
-            key = request.key
-            if table.states[key] is not State.WAITING or key in table.local or key in short:
-                yield request
+            return []
+        return [
+            request
+            for request in self.sort(now, begun)
+            if table.states[request.key] is not State.WAITING or request.key in table.local or request.key in short
+        ]
 
     def is_computed_here(self, request: Request) -> bool:
         """Whether the request's KV is computed by this node, and not received from a prefill node."""

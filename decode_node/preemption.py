@@ -73,7 +73,7 @@ class Preemptor:
             return False
         first = self._queue.sort(now)[0]
         weaker = self._ordering.in_preemption_order(
-            other for other in holders if self._ordering.may_preempt(first, other)
+            other for other in holders if self._ordering.may_preempt(first, other, now)
         )
         if not weaker or self._waits_for_another(first):
             return False
@@ -81,7 +81,9 @@ class Preemptor:
             return False
         num_retracted = 0
         while weaker and self._queue.lacks_pages(first):
-            self.retract(weaker.pop(0), now, "its pages go to the more urgent {}", first.rid)
+            victim = weaker.pop(0)
+            victim.num_preempted += 1
+            self.retract(victim, now, "its pages go to the more urgent {}", first.rid)
             num_retracted += 1
         self.totals["preemptions"] += num_retracted
         return True
@@ -101,23 +103,26 @@ class Preemptor:
         self.totals["retractions"] += 1
         self._queue.decisions.note(now, request.rid, "retract", reason, *args)
 
-    def _slot_victim(self, request: Request) -> Request | None:
+    def _slot_victim(self, request: Request, now: float) -> Request | None:
         """The least urgent request in a slot, if this one may take its place."""
         in_slots = [*self._table.running.values(), *self._table.extending.values()]
         weaker = self._ordering.in_preemption_order(
-            other for other in in_slots if self._ordering.may_preempt(request, other)
+            other for other in in_slots if self._ordering.may_preempt(request, other, now)
         )
         return weaker[0] if weaker else None
 
-    def can_have_slot(self, request: Request) -> bool:
-        return self._table.has_slot or (self._ordering.rules.is_enabled and self._slot_victim(request) is not None)
+    def can_have_slot(self, request: Request, now: float) -> bool:
+        if self._table.has_slot:
+            return True
+        return self._ordering.rules.is_enabled and self._slot_victim(request, now) is not None
 
     def free_slot(self, request: Request, now: float) -> None:
         """Make sure that a slot is free: pause the least urgent request, or retract it if it is half computed."""
         if self._table.has_slot:
             return
-        victim = self._slot_victim(request)
+        victim = self._slot_victim(request, now)
         assert victim is not None
+        victim.num_preempted += 1
         self.totals["preemptions"] += 1
         if victim.key in self._table.extending:
             self.retract(victim, now, "its row goes to the more urgent {}", request.rid)

@@ -23,6 +23,7 @@ from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
+from common.scheduling.long_prompts import LongPrompts
 from common.scheduling.new_token_ratio import NewTokenRatio
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
@@ -35,6 +36,7 @@ from decode_node.prealloc_queue import DecodeLimits as DecodeLimits
 from decode_node.prealloc_queue import PageGrant as PageGrant
 from decode_node.prealloc_queue import PreallocQueue
 from decode_node.preemption import Preemptor
+from decode_node.repeated_steps import Repeatable, Repeated, growth_instants, most_with_pages, num_before_end
 from decode_node.request_state import TABLE, Event, State
 from decode_node.request_table import RequestTable
 
@@ -113,6 +115,14 @@ class DecodeScheduler:
         self._allocator = allocator
         self._limits = limits
         self._ordering = ordering
+        self._long_prompts = LongPrompts(
+            limits.long_prompts,
+            ordering,
+            chunk_tokens=limits.chunk_tokens,
+            alignment=limits.alignment,
+            page_size=cache.page_size,
+            max_requests=limits.max_requests,
+        )
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
         self._capacity = allocator.num_pages * cache.page_size
@@ -239,6 +249,11 @@ class DecodeScheduler:
         """The effects since the last call, in order."""
         effects, self._effects = self._effects, []
         return effects
+
+    @property
+    def next_deadline_at(self) -> float:
+        """No deadline of a request is earlier."""
+        return self._deadlines.next_at
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed; each is returned once."""
@@ -374,12 +389,13 @@ class DecodeScheduler:
         """Give slots to requests that hold all they need: paused ones, and those whose prompts have arrived."""
         able = self._table.not_held([*self._table.paused.values(), *self._table.ready.values()])
         for request in self._ordering.by_priority(able):
-            if not self._preemptor.can_have_slot(request):
+            if not self._preemptor.can_have_slot(request, now):
                 break
             self._preemptor.free_slot(request, now)
             if self._table.states[request.key] is State.PAUSED:
                 self.decisions.note(now, request.rid, "resume", "in a row again, after {} tokens", request.num_tokens)
             self._table.move(request, Event.JOIN_BATCH, with_slot=True)
+            request.placed_at = now
             request.stages.resume(now)
             self._joining[request.key] = request
 
@@ -444,16 +460,19 @@ class DecodeScheduler:
         sharing = self._queue.sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
         lent: dict[RequestKey, int] = {}
-        num_begun = len(table.extending)
-        for request in self._queue.step_candidates(now):
+        begun_left = dict(table.extending)  # those that may get more of this step
+        queue = self._queue.step_candidates(now, self._long_prompts.in_order(table.extending.values()))
+        for request, most, is_reserved in self._long_prompts.turns(queue, adder, is_here=self._queue.is_computed_here):
             if table.states[request.key] is State.EXTENDING:
-                num_begun -= 1
+                if most is None:
+                    begun_left.pop(request.key, None)
                 if request.num_scheduled == request.num_tokens:
                     continue  # its last chunk is in a step that is not committed yet
-                if adder.add_chunked_req(request) is not AddResult.CONTINUE:
+                result = adder.add_chunked_req(request, most=most, is_reserved=is_reserved)
+                if result is not AddResult.CONTINUE and most is None:
                     break
-            elif skip_ahead.is_closed or not self._preemptor.can_have_slot(request):
-                if not num_begun:
+            elif skip_ahead.is_closed or not self._preemptor.can_have_slot(request, now):
+                if not begun_left:
                     break
                 self._waits_for_prefix(request, sharing, lent, now)
             elif not self._queue.is_computed_here(request):
@@ -461,15 +480,18 @@ class DecodeScheduler:
                     skip_ahead.refuse(request)  # else it lacks pages because of a local prompt, which goes first
             elif self._waits_for_prefix(request, sharing, lent, now):
                 pass
-            elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
+            elif (result := adder.add_one_req(request, most=most)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
                 self.decisions.note_wait(now, request.rid, "for room for {} tokens", request.num_tokens)
             elif result is AddResult.OTHER:
-                break
+                if most is None:
+                    break
             else:
                 self._begin(request, now, has_passed=skip_ahead.admit(request))
                 sharing.add(request)
                 begun.append(request)
+                if most is not None:
+                    begun_left[request.key] = request
         for request in table.extending.values():
             request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return adder.chunks, begun
@@ -499,6 +521,7 @@ class DecodeScheduler:
         reason = "computes {} of {} tokens" + (PASSING if has_passed else "")
         self.decisions.note(now, request.rid, action, reason, num_new, request.num_tokens)
         self._table.move(request, Event.EXTEND, with_slot=True)
+        request.placed_at = now
 
     def _adder(self) -> PrefillAdder:
         holders = self._table.holders()
@@ -580,6 +603,70 @@ class DecodeScheduler:
     def _finish(self, request: Request, token: int) -> Finish:
         """Why the output ends with its last token; empty if it goes on."""
         return finish_reason(request.sampling, self._eos, token=token, num_output=len(request.output))
+
+    # ---- steps that are alike ---------------------------------------------------------------------------------------
+
+    def repeatable(self, tokens_of: Callable[[Request], Sequence[int]]) -> Repeatable | None:
+        """How often the step planned last can be committed and planned again, if the node hears nothing meanwhile,
+        with no change but one more token in each row; see ``repeat``. None: not once.
+
+        Args:
+            tokens_of: the next tokens of a request, as far as they are known.
+        """
+        if len(self._steps) != 1 or self._joining or self._stopping or self._effects or self._queue.short:
+            return None
+        (step,) = self._steps
+        rows, table = step.rows, self._table
+        if not rows or step.chunks or len(rows) != len(table.running) or self.policy.choice or not table.is_settled:
+            return None
+        if (table.ready or table.paused) and (table.has_slot or self._ordering.rules.is_enabled):
+            return None
+        count = min([num_before_end(request, tokens_of(request), self._eos) for request in rows])
+        count = min(count, self._capacity - max([request.num_tokens for request in rows]))
+        num_pages = self._allocator.num_free + self._cache.num_evictable_pages
+        count = most_with_pages(rows, count, self._cache.page_size, num_pages) if count > 0 else 0
+        return Repeatable(rows, count) if count > 0 else None
+
+    def repeat(self, tokens: Sequence[Sequence[int]]) -> Repeated:
+        """Commit and plan the outstanding step as often as there are tokens, at most as ``repeatable`` says.
+
+        Args:
+            tokens: of each row, as many as there are repetitions.
+        """
+        (step,) = self._steps
+        rows, count = step.rows, len(tokens[0])
+        self._steps.end()
+        if self._ordering.is_charging:
+            for number in range(count):
+                for request, new in zip(rows, tokens, strict=True):
+                    request.output.append(new[number])
+                self._ordering.decoded(rows)
+        else:
+            for request, new in zip(rows, tokens, strict=True):
+                request.output += new
+        grown: list[tuple[int, int]] = []
+        for place, request in enumerate(rows):
+            grown += [(number, place) for number in growth_instants(request, count, self._cache.page_size)]
+        deltas: list[PageDelta] = []
+        for _, place in sorted(grown):
+            request, pages = rows[place], self._allocate_page(0)
+            assert pages, "fewer pages than were counted"
+            deltas.append(PageDelta(request.slot, len(request.pages), tuple(pages)))
+            request.pages += pages
+            request.own += pages
+        for request in rows:
+            request.num_computed += count
+            request.num_scheduled += count
+        self._ratio.decoded(count)
+        self._totals["budget_rows"] += count * self._limits.max_running
+        self._totals["budget_rows_used"] += count * len(rows)
+        plan = StepPlan(
+            step=self._steps.begin_again(step, count),
+            admits=(),
+            pages=tuple(deltas),
+            rows=tuple([Row(request.slot, request.num_scheduled - 1, None, True) for request in rows]),
+        )
+        return Repeated(plan, [number for number, _ in sorted(grown)])
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 

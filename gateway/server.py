@@ -45,6 +45,7 @@ from gateway.http.services import Services
 from gateway.metrics.collectors import Metrics
 from gateway.metrics.live import INTERVAL_S, LiveHistory
 from gateway.requests.admission.priority import PriorityResolver
+from gateway.requests.admission.priority_review import PriorityReview
 from gateway.requests.admission.quotas import Quotas
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.idempotency import IdempotencyStore
@@ -146,7 +147,14 @@ class Gateway:
         self._timelines = Timelines(config.timeline_requests, self._dispatcher.streams)
         if self._exporter is not None:
             self._metrics.count_exported(self._exporter)
-        self._control = ControlPlane(channel, pools, self._dispatcher, self._clock, self._timelines)
+        self._control = ControlPlane(
+            channel,
+            pools,
+            self._dispatcher,
+            clock=self._clock,
+            timelines=self._timelines,
+            review=PriorityReview(self._priorities, self._dispatcher),
+        )
         services = Services(
             config=config,
             clock=self._clock,

@@ -33,6 +33,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:
         max_requests=config.prefill_max_requests,
         sharing=context.sharing,
         max_skip_ahead=config.max_skip_ahead,
+        long_prompts=context.long_prompts,
     )
     sender = Sender(ends.writer, digest=context.digest, checksums=context.checksums, clock=context.clock)
     scheduler = PrefillScheduler(

@@ -26,6 +26,7 @@ from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.grammar_queue import GrammarQueue
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
+from common.scheduling.long_prompts import LongPromptLimits, LongPrompts
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import (
     AddResult,
@@ -59,6 +60,7 @@ class PrefillLimits:
         max_requests: prompts in one step.
         sharing: when a prompt waits for a prefix that another request is computing.
         max_skip_ahead: smaller prompts that may overtake a prompt that lacks pages.
+        long_prompts: how long prompts share steps with others.
     """
 
     max_running: int
@@ -70,6 +72,7 @@ class PrefillLimits:
     max_requests: int | None = None
     sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
     max_skip_ahead: int = MAX_SKIP_AHEAD
+    long_prompts: LongPromptLimits = field(default_factory=LongPromptLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,14 @@ class PrefillScheduler:
         self._allocator = allocator
         self._limits = limits
         self._ordering = ordering
+        self._long_prompts = LongPrompts(
+            limits.long_prompts,
+            ordering,
+            chunk_tokens=limits.chunk_tokens,
+            alignment=limits.alignment,
+            page_size=cache.page_size,
+            max_requests=limits.max_requests,
+        )
         self._eos = frozenset(eos_token_ids)
         self._is_granted = is_granted
         self._deadlines = Deadlines(self.requests)
@@ -305,7 +316,8 @@ class PrefillScheduler:
 
     def _queue(self, urgent: Request | None, now: float) -> list[Request]:
         """Extending and waiting requests in one order; ``urgent`` before all waiting ones."""
-        queue = list(self._ordering.merge(list(self._extending.values()), list(self._waiting.values()), now))
+        begun = self._long_prompts.in_order(self._extending.values())
+        queue = list(self._ordering.merge(begun, list(self._waiting.values()), now))
         if urgent is not None:
             queue.remove(urgent)
             queue.insert(next((i for i, r in enumerate(queue) if r.key in self._waiting), len(queue)), urgent)
@@ -323,35 +335,40 @@ class PrefillScheduler:
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
         lent: dict[RequestKey, int] = {}
         admitted: list[Request] = []
-        num_begun = len(self._extending)
+        begun_left = dict(self._extending)  # those that may get more of this step
         may_pass = {request.key for request in granted}
-        for request in self._queue(urgent, now):
+        for request, most, is_reserved in self._long_prompts.turns(self._queue(urgent, now), adder, urgent=urgent):
             if self._states[request.key] is State.EXTENDING:
-                num_begun -= 1
+                if most is None:
+                    begun_left.pop(request.key, None)
                 if request.num_scheduled == request.num_tokens:
                     continue  # its last chunk is in a step that is not committed yet
-                if adder.add_chunked_req(request) is not AddResult.CONTINUE:
+                result = adder.add_chunked_req(request, most=most, is_reserved=is_reserved)
+                if result is not AddResult.CONTINUE and most is None:
                     break
             elif not self._slots or skip_ahead.is_closed_to(request.key in may_pass):
                 may_pass.discard(request.key)
-                if not num_begun and not may_pass:
+                if not begun_left and not may_pass:
                     break
                 if self.has_priorities and (holder := sharing.holder_of(request, self._cache)):
                     self._ordering.inherit_priority(request, holder, lent)
             elif holder := sharing.holder_of(request, self._cache):
                 self._ordering.inherit_priority(request, holder, lent)
                 self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
-            elif (result := adder.add_one_req(request)) is AddResult.NO_TOKEN:
+            elif (result := adder.add_one_req(request, most=most)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
                 self.decisions.note_wait(now, request.rid, "for room for {} tokens", request.num_tokens)
                 if request is urgent:
                     skip_ahead.close()
             elif result is AddResult.OTHER:
-                break
+                if most is None:
+                    break
             else:
                 self._admit(request, now, PASSING if skip_ahead.admit(request) else "")
                 sharing.add(request)
                 admitted.append(request)
+                if most is not None:
+                    begun_left[request.key] = request
         for request in self._extending.values():
             request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
         return admitted
@@ -362,7 +379,7 @@ class PrefillScheduler:
         if request.key == self._made_room_for:
             self._made_room_for = ("", 0)
         self._slots.take(request)
-        request.admitted_at = now
+        request.admitted_at = request.placed_at = now
         request.stages.resume(now)
         self._ordering.admitted(request, num_input=request.num_tokens - request.num_computed)
         self._advance(request.key, Event.ADMIT)
@@ -402,7 +419,7 @@ class PrefillScheduler:
         ungranted = self._ungranted()
         if self._ordering.may_preempt_any(max(map(self._ordering.priority, self._waiting.values())), ungranted):
             first = max(self._waiting.values(), key=self._ordering.effective_priority)
-            weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim)]
+            weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim, now)]
             if weaker and self._sharing().holder_of(first, self._cache) is None:
                 self._preempt_for_first(first, weaker, now)
         return None
@@ -418,27 +435,30 @@ class PrefillScheduler:
         extending = [victim for victim in weaker if self._states[victim.key] is State.EXTENDING]
         if not self._slots and not extending:
             return
-        num_retracted = self._totals["retractions"]
+        victims: Sequence[Request] = ()
         if not self._fits(first):
             if not self._slots:  # at least one victim must have a slot
                 weaker = [extending[0], *(victim for victim in weaker if victim is not extending[0])]
-            self._retract_for(first, weaker, now, "its pages go to the more urgent {}")
+            victims = self._retract_for(first, weaker, now, "its pages go to the more urgent {}")
         elif not self._slots:
+            victims = extending[:1]
             self._retract(extending[0], now, "its slot goes to the more urgent {}", first)
-        self._totals["preemptions"] += self._totals["retractions"] - num_retracted
+        for victim in victims:
+            victim.num_preempted += 1
+        self._totals["preemptions"] += len(victims)
 
-    def _retract_for(self, request: Request, candidates: list[Request], now: float, reason: str) -> None:
-        """Retract as many candidates as it takes, or none if all of them would not be enough.
+    def _retract_for(self, request: Request, candidates: list[Request], now: float, reason: str) -> Sequence[Request]:
+        """Retract as many candidates as it takes, or none if all of them would not be enough; returns them.
 
         Pages that linger until an outstanding step is committed count as free: another victim would not bring pages
         any sooner.
         """
         num_pages, prefix = self._needs(request)
         num_pages -= self._allocator.num_lingering
-        for victim in victims_for(
-            self._cache, self._allocator, num_pages=num_pages, keep=prefix, candidates=candidates
-        ):
+        victims = victims_for(self._cache, self._allocator, num_pages=num_pages, keep=prefix, candidates=candidates)
+        for victim in victims:
             self._retract(victim, now, reason, request)
+        return victims
 
     def _fits(self, request: Request) -> bool:
         num_pages, prefix = self._needs(request)

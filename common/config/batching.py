@@ -1,5 +1,6 @@
 """Options of a node's KV pool, batches and steps."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,19 @@ class Batching:
         "Largest number of tokens of a prompt computed in one step; -1: no limit. Without it: chosen by device.",
         minimum=-1,
     )
+    long_prompt_share: float = option(
+        0.5,
+        "Share of a step's chunk budget that long prompts get together while shorter ones wait; 1: begun prompts come "
+        "first and take all.",
+        minimum=0.05,
+        maximum=1.0,
+    )
+    long_prefill_token_threshold: int | None = option(
+        None, "A prompt with more tokens to compute than this is long. Without it: --chunked-prefill-size.", minimum=1
+    )
+    max_long_partial_prefills: int = option(
+        2, "Largest number of long prompts that a node computes in turns; others wait until one ends.", minimum=1
+    )
     enable_mixed_chunk: bool = option(
         False,
         "Decode nodes: compute chunks of prompts in the same steps as decode rows. Without it, the two take turns.",
@@ -54,6 +68,17 @@ class Batching:
     )
 
 
+#: Options that act only where prompts of one step share its chunk budget.
+LONG_PROMPTS = ("long_prompt_share", "long_prefill_token_threshold", "max_long_partial_prefills")
+
+
+def _check_unset(config: Any, names: Iterable[str], flag: str) -> None:
+    """Raises ConfigError: one of these options is set, but has no effect with ``flag``."""
+    for name in names:
+        if getattr(config, name) != getattr(Batching, name):
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect with {flag}; leave one out")
+
+
 def check_batching(config: Any) -> None:
     chunk = config.chunked_prefill_size
     if chunk == 0:
@@ -63,11 +88,12 @@ def check_batching(config: Any) -> None:
             f"--chunked-prefill-size {chunk} is less than a page; give at least --page-size {config.page_size}"
         )
     if chunk == -1:
-        for name in ("enable_dynamic_chunking", "truncation_align_size"):
-            if getattr(config, name):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} has no effect with --chunked-prefill-size -1; leave one out"
-                )
+        _check_unset(config, ("enable_dynamic_chunking", "truncation_align_size"), "--chunked-prefill-size -1")
+        _check_unset(config, LONG_PROMPTS, "--chunked-prefill-size -1")
+    if config.prefill_max_requests == 1:
+        _check_unset(config, LONG_PROMPTS, "--prefill-max-requests 1")
+    if config.long_prompt_share == 1.0:
+        _check_unset(config, LONG_PROMPTS[1:], "--long-prompt-share 1")
     if config.disable_radix_cache and config.radix_eviction_policy != "lru":
         raise ConfigError("--radix-eviction-policy has no effect with --disable-radix-cache; leave one out")
     if config.radix_eviction_policy == "priority" and not config.enable_priority_scheduling:

@@ -42,6 +42,9 @@ class Routing:
     starvation_bound: float = option(
         30.0, "Seconds of waiting after which the metrics count a request as starved.", minimum=0.001
     )
+    refuse_hopeless: bool = option(
+        False, "Refuse requests that would wait longer than their slo_ttft_ms, as those that would miss deadline_ms."
+    )
     request_timeout: float = option(
         600.0, "Seconds after which a request without its own deadline ends with an error.", minimum=0.001
     )

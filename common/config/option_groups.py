@@ -18,7 +18,8 @@ SERVING: Groups = {
         "chat_template", "tool_call_parser", "reasoning_parser",
     ),
     "Requests and answers": (
-        "request_timeout", "strict_fields", "max_body_bytes", "stream_interval", "incremental_streaming_output",
+        "request_timeout", "refuse_hopeless", "strict_fields", "max_body_bytes", "stream_interval",
+        "incremental_streaming_output",
         "max_unread_tokens", "max_stored_responses", "max_stored_response_bytes", "stored_response_ttl",
         "idempotency_ttl", "max_idempotent_results", "max_idempotent_result_bytes", "retry_grace", "app_plugin",
     ),
@@ -32,13 +33,15 @@ SERVING: Groups = {
         "auto_roles", "auto_roles_per_hour",
         "local_prefill", "local_prefill_threshold",
         "chunked_prefill_size", "max_prefill_tokens", "prefill_max_requests", "enable_mixed_chunk",
+        "long_prompt_share", "long_prefill_token_threshold", "max_long_partial_prefills",
         "enable_dynamic_chunking", "truncation_align_size", "disable_overlap_schedule", "cuda_graph_max_bs",
         "disable_cuda_graph", "max_skip_ahead",
         "lpm_degrade_threshold", "schedule_seed",
     ),
     "Priorities and tenants": (
         "enable_priority_scheduling", "default_priority_value", "schedule_low_priority_values_first",
-        "priority_scheduling_preemption_threshold", "abort_on_priority_when_disabled", "priority_aging_per_second",
+        "priority_scheduling_preemption_threshold", "preemption_cooldown", "max_preemptions",
+        "abort_on_priority_when_disabled", "priority_aging_per_second",
         "priority_function", "priority_classes", "default_priority_class", "tenant_shares", "tenant_quotas",
     ),
     "Network": (
@@ -91,7 +94,7 @@ SIMULATE: Groups = {
     ),
     **LOAD,
     "Faults": ("faults", "kill_every", "fault_every", "node_timeout"),
-    "Requests": ("request_timeout", "starvation_bound", "stream_interval"),
+    "Requests": ("request_timeout", "refuse_hopeless", "starvation_bound", "stream_interval"),
     **{title: SERVING[title] for title in ("Memory", "Scheduling", "Priorities and tenants")},
     "Reports and replay": ("json", "progress", "replay", "check"),
 }  # fmt: skip

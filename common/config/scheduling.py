@@ -10,7 +10,7 @@ from common.config.options import option
 from common.errors import ConfigError
 
 #: Built-in values of --schedule-policy; see common/scheduling/policies/factory.py.
-POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair", "adaptive")
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair")
 PREEMPTION_THRESHOLD = 10
 #: MODULE:NAME of an object of the user's own.
 _USER_DEFINED = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
@@ -22,6 +22,8 @@ class PriorityRules:
 
     Attributes:
         preemption_threshold: a waiting request preempts a running one only if its priority is higher by more than this.
+        preemption_cooldown_s: a request that was preempted and runs again cannot be preempted for so long.
+        max_preemptions: a request is preempted no more often on one node; None for no limit.
         aging_per_s: added to a priority for each second of waiting. A request that comes before another by then cannot
             be preempted by it any more, whatever their priorities.
         class_weights: weights by name of the class, in the order of the flag; empty without classes.
@@ -29,6 +31,8 @@ class PriorityRules:
 
     is_enabled: bool = False
     preemption_threshold: int = PREEMPTION_THRESHOLD
+    preemption_cooldown_s: float = 0.0
+    max_preemptions: int | None = None
     aging_per_s: float = 0.0
     class_weights: Mapping[str, float] = field(default_factory=dict, hash=False)
     default_class: str = ""
@@ -40,9 +44,9 @@ class SchedulingOptions:
         "fcfs",
         "Order of waiting requests: fcfs (by arrival), lpm (longest cached prefix), dfs-weight (subtree of the cache "
         "with the most requests), lof (longest allowed output), random, short-first (fewest tokens to compute and to "
-        "expect), hrrn (waiting time over tokens to compute), edf (deadline), fair (tenant with the least service), "
-        "adaptive (chosen by measurement); or MODULE:NAME, a class of your own. With --enable-priority-scheduling the "
-        "policy orders requests of equal priority.",
+        "expect), hrrn (waiting time over tokens to compute), edf (objective or deadline), fair (tenant with the least "
+        "service); or MODULE:NAME, a class of your own. With --enable-priority-scheduling the policy orders requests "
+        "of equal priority.",
         metavar="|".join(POLICIES) + "|MODULE:NAME",
     )
     lpm_degrade_threshold: int = option(
@@ -61,6 +65,12 @@ class SchedulingOptions:
         "A waiting request preempts a running one only if its priority is higher by more than this.",
         minimum=0,
     )
+    preemption_cooldown: float = option(
+        1.0, "Seconds for which a request that was preempted and runs again cannot be preempted.", minimum=0.0
+    )
+    max_preemptions: int | None = option(
+        8, "How often a node preempts a request at most; none: without a limit.", minimum=0
+    )
     abort_on_priority_when_disabled: bool = option(
         False, "Refuse requests with a priority if --enable-priority-scheduling is off."
     )
@@ -69,8 +79,8 @@ class SchedulingOptions:
     )
     priority_function: str | None = option(
         None,
-        "A function of your own that is called once for each request: it takes common.plugins.RequestFacts and "
-        "returns a priority (higher is more urgent), or None to keep the priority of the request.",
+        "A function of your own that is called for each request, and again about every second while it waits: it takes "
+        "common.plugins.RequestFacts and returns a priority (higher is more urgent), or None to keep the present one.",
         metavar="MODULE:NAME",
     )
     priority_classes: tuple[str, ...] = option(
@@ -135,6 +145,8 @@ class SchedulingOptions:
         return PriorityRules(
             is_enabled=self.enable_priority_scheduling,
             preemption_threshold=self.priority_scheduling_preemption_threshold,
+            preemption_cooldown_s=self.preemption_cooldown,
+            max_preemptions=self.max_preemptions,
             aging_per_s=self.priority_aging_per_second,
             class_weights=self.class_weights,
             default_class=self.default_class,
@@ -184,6 +196,7 @@ def _check_priorities(config: Any) -> None:
         names = (
             *("default_priority_value", "schedule_low_priority_values_first", "priority_aging_per_second"),
             *("priority_function", "priority_scheduling_preemption_threshold"),
+            *("preemption_cooldown", "max_preemptions"),
         )
         _check_without(config, names, "--enable-priority-scheduling")
         if config.retraction_policy == "priority":
@@ -192,20 +205,10 @@ def _check_priorities(config: Any) -> None:
         raise ConfigError(
             "--abort-on-priority-when-disabled has no effect with --enable-priority-scheduling; leave one out"
         )
-    elif config.priority_aging_per_second:
-        _check_aging(config)
-
-
-def _check_aging(config: Any) -> None:
-    if config.default_priority_value is None:
+    elif config.priority_aging_per_second and config.default_priority_value is None:
         raise ConfigError(
             "--priority-aging-per-second needs --default-priority-value: without it, waiting could never lift requests "
             "without a priority above others"
-        )
-    if config.schedule_policy != "fcfs":
-        raise ConfigError(
-            "--priority-aging-per-second orders requests of equal priority by arrival, so --schedule-policy "
-            f"{config.schedule_policy} would have no effect; leave out one of them"
         )
 
 

@@ -31,8 +31,9 @@ SCHEDULING_VARIABLES = (
     "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
     "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
 )
-#: BATON_* variables that are not options: two of scripts/setup.sh, one of ``common.config.cli``, and those above.
-OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG", *SCHEDULING_VARIABLES)
+#: BATON_* variables that are not options: two of scripts/setup.sh, one each of ``common.config.cli`` and
+#: ``common.engine.cpu.targets``, and those above.
+OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG", "BATON_CPU_TARGET", *SCHEDULING_VARIABLES)
 
 #: Largest length of ``--weight-version``, which must fit into a control message beside the model's digest.
 MAX_WEIGHT_VERSION = 128
@@ -138,11 +139,12 @@ class EngineOptions:
         maximum=4096,
     )
     disable_cuda_graph: bool = option(False, "Capture no CUDA graphs: run every step of a node on CUDA eagerly.")
-    transport: Literal["auto", "shm", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
+    transport: Literal["auto", "shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
         "auto",
-        "Transport of KV pages: shm (shared memory, on one machine), tcp, nixl (UCX; needs the extra nixl), gloo or "
-        "nccl (torch.distributed; nccl between CUDA devices). auto tries shm, nixl (only with a --data-interface that "
-        "other machines can reach) and tcp for each pair of nodes, and uses the first that works. inprocess is for "
+        "Transport of KV pages: shm (shared memory, on one machine), cuda-ipc (between GPUs of one machine), tcp, nixl "
+        "(UCX; needs the extra nixl), gloo or nccl (torch.distributed; nccl between CUDA devices). auto tries cuda-ipc "
+        "(only on CUDA), shm, nixl (only with a --data-interface that other machines can reach) and tcp for each pair "
+        "of nodes, and uses the first that works. inprocess is for "
         "tests and the simulator only.",
     )
     record: str | None = option(
@@ -224,6 +226,8 @@ def check_engine(config: Any) -> None:
         raise ConfigError(
             "--gpu-direct needs --transport nixl and CUDA: add --transport nixl, and leave out --device cpu"
         )
+    if config.transport == "cuda-ipc" and config.device == "cpu":
+        raise ConfigError("--transport cuda-ipc needs CUDA: leave out --device cpu, or use --transport shm")
     if config.weight_dtype != "auto" and config.device.startswith("cuda"):
         raise ConfigError(f"--weight-dtype {config.weight_dtype} {ONLY_ON_CPUS}")
     if config.cuda_graph_max_bs is not None:

@@ -170,10 +170,11 @@ class TorchExecutor:
         if num_tokens < 1:
             return
         pages = tuple(range(self.pool.layout.num_pages(num_tokens + 1)))
+        first = Admit(0, SamplingParams(temperature=0.0), num_tokens, None)
+        self.run(StepPlan(0, (first,), (PageDelta(0, 0, pages),), (Row(0, 0, (0,) * num_tokens, True),)))
         for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=20, top_p=0.95)):
-            admit = Admit(0, params, num_tokens, None)
-            self.run(StepPlan(0, (admit,), (PageDelta(0, 0, pages),), (Row(0, 0, (0,) * num_tokens, True),)))
-            self.run(StepPlan(0, (), (), (Row(0, num_tokens, None, True),)))
+            admit, delta = Admit(0, params, num_tokens, 0), PageDelta(0, 0, pages)
+            self.run(StepPlan(0, (admit,), (delta,), (Row(0, num_tokens, None, True),)))
         self._slots[0] = None
 
     def capture_graphs(

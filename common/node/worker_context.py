@@ -15,6 +15,7 @@ from common.errors import invariant
 from common.node.loading.memory_plan import Capacity
 from common.plugins import load_policy
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits, prefix_limits_from_environ
+from common.scheduling.long_prompts import LongPromptLimits
 from common.scheduling.new_token_ratio import RatioConstants, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_ordering
@@ -58,6 +59,13 @@ class WorkerContext:
     def sharing(self) -> InBatchPrefixLimits:
         """Raises ConfigError: a variable is no such number."""
         return prefix_limits_from_environ(self.environ)
+
+    @property
+    def long_prompts(self) -> LongPromptLimits:
+        config = self.config
+        return LongPromptLimits(
+            config.long_prefill_token_threshold, config.long_prompt_share, config.max_long_partial_prefills
+        )
 
     def check_released(self) -> None:
         """Prove that a role has left nothing behind: every page is free, or cached and not in use.

@@ -5,9 +5,10 @@ policy's order decides among equals. A higher value is more urgent everywhere; t
 low values come first.
 
 Ageing raises the priority of every waiting request at the same rate, so two requests keep their order while both wait.
-The effective priority therefore needs no clock: it is the priority minus the rate times the arrival instant. A request
-comes before everything that arrives ``(highest priority - own priority) / rate`` seconds after it, which bounds how
-long other requests can overtake or preempt it (``docs/scheduling.md`` derives the bounds on waiting).
+The effective priority therefore needs no clock: it is the priority minus the rate times the arrival instant, rounded
+down. Requests of one priority that arrive in the same ``1 / rate`` seconds are equal, and the policy orders them. A
+request comes before everything that arrives ``(highest priority - own priority + 1) / rate`` seconds after it. That
+bounds, for every policy, how long others can overtake or preempt it (``docs/scheduling.md`` derives the bounds).
 
 With ``--priority-classes`` these rules hold inside a class. Classes take turns by virtual token counters
 (``common/scheduling/policies/fair.py``): while several classes have waiting requests, each is served in proportion to
@@ -75,7 +76,7 @@ class RequestOrdering:
                     self._classes.charge(name, weighted_tokens(0, count))
 
     def note_policy_change(self, decisions: DecisionLog, now: float) -> None:
-        """Log a decision if an adaptive policy has switched since the last call."""
+        """Log a decision if a policy that chooses among others has switched since the last call."""
         before, self._choice = self._choice, self.policy.choice
         if self._choice != before:
             decisions.note(now, "", "adapt", "from {} to {}: {}", before, self._choice, self.policy.reason)
@@ -109,7 +110,9 @@ class RequestOrdering:
             return requests
         rate = self.rules.aging_per_s
         # The negated effective priority, written out because queues are long.
-        return sorted(requests, key=lambda r: rate * r.arrived_at - max(r.priority, r.inherited_priority))
+        if not rate:
+            return sorted(requests, key=lambda r: -max(r.priority, r.inherited_priority))
+        return sorted(requests, key=lambda r: math.ceil(rate * r.arrived_at - max(r.priority, r.inherited_priority)))
 
     # ---- priorities -------------------------------------------------------------------------------------------------
 
@@ -119,9 +122,10 @@ class RequestOrdering:
             return 0
         return max(request.priority, request.inherited_priority)
 
-    def effective_priority(self, request: Request) -> float:
+    def effective_priority(self, request: Request) -> int:
         """The value that requests are sorted by, highest first. The difference between two requests never changes."""
-        return self.priority(request) - self.rules.aging_per_s * request.arrived_at
+        rate = self.rules.aging_per_s
+        return self.priority(request) if not rate else -math.ceil(rate * request.arrived_at - self.priority(request))
 
     def inherit_priority(self, waiting: Request, holder: Request, inherited: dict[RequestKey, int]) -> None:
         """Raise the holder's entry in ``inherited`` to the priority that it has while ``waiting`` waits for it.
@@ -135,18 +139,30 @@ class RequestOrdering:
 
     # ---- preemption -------------------------------------------------------------------------------------------------
 
-    def may_preempt(self, waiting: Request, running: Request) -> bool:
+    def may_preempt(self, waiting: Request, running: Request, now: float) -> bool:
         """Whether a waiting request may take the place of a running one.
 
         Both are of one class, the priority of the waiting request is higher by more than the threshold, and its
         effective priority is higher. A request that has waited until it comes first therefore also keeps its place, and
-        two requests never preempt each other in turn.
+        two requests never preempt each other in turn. One that was preempted keeps its place for a while once it has it
+        again, and for good after so many times.
         """
-        if not self.rules.is_enabled or self._class_of(waiting) != self._class_of(running):
+        rules = self.rules
+        if rules.max_preemptions is not None and running.num_preempted >= rules.max_preemptions:
+            return False
+        if running.num_preempted and now - running.placed_at < rules.preemption_cooldown_s:
             return False
         if self.priority(waiting) - self.priority(running) <= self.rules.preemption_threshold:
             return False
-        return self.effective_priority(waiting) > self.effective_priority(running)
+        return self.is_more_urgent(waiting, running)
+
+    def is_more_urgent(self, request: Request, other: Request) -> bool:
+        """Whether a request comes before another one of its class because of its priority, and not only of its age."""
+        if not self.rules.is_enabled or self.priority(request) <= self.priority(other):
+            return False
+        if self._class_of(request) != self._class_of(other):
+            return False
+        return self.effective_priority(request) > self.effective_priority(other)
 
     def may_preempt_any(self, highest: int, running: Iterable[Request]) -> bool:
         """Whether a waiting request of priority ``highest`` could preempt any running one. False is always right; True

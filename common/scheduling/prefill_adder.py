@@ -20,7 +20,7 @@ from enum import Enum, auto
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import Match, RadixCache
 from common.cache.request_kv import packed_tokens
-from common.request import Request
+from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
 from common.scheduling.ignore_eos_admission import Growth, fits, is_extending, num_private_pages
@@ -167,29 +167,43 @@ class PrefillAdder:
         self._work_left = prefill_work(self._crossover or 0.0, 0, self.chunk_left or 0)
         self._cache = cache
         self._allocator = allocator
-        self._page_size = cache.page_size
+        self.page_size = cache.page_size
+        self._places: dict[RequestKey, int] = {}  # of each request's chunk in ``chunks``
         self._max_requests = max_requests
         self._clip = clip
         self._reserve_output = reserve_output
         self._running = running
         self._ratio = ratio
 
-    def add_chunked_req(self, request: Request) -> AddResult:
-        """Add the next chunk of an admitted request. CONTINUE if it is in the batch, otherwise OTHER.
+    @property
+    def tokens_left(self) -> int | None:
+        """Whole pages that are left of the chunk and input budgets, in tokens; None without a chunk budget."""
+        if self.chunk_left is None:
+            return None
+        return max(min(self.chunk_left, self.input_left), 0) // self.page_size * self.page_size
+
+    def add_chunked_req(self, request: Request, *, most: int | None = None, is_reserved: bool = False) -> AddResult:
+        """Add the next chunk of an admitted request, or lengthen its chunk. CONTINUE if it is in the batch, else OTHER.
 
         The memory of the request was spent when it was admitted, so NO_TOKEN is impossible.
+
+        Args:
+            most: the largest number of tokens; None for what the budgets allow.
+            is_reserved: a place in the batch is kept for it, so it proceeds even if the step holds enough work already.
         """
         start = request.num_scheduled
         length = request.num_tokens - start
         assert request.pages, "this request was not admitted"
         assert length > 0, "the whole prompt is scheduled already"
-        num_tokens = self._fit(start, length)
+        if request.key not in self._places and self._is_full():
+            return AddResult.OTHER
+        num_tokens = self._fit(start, length, most=most, is_first=is_reserved or not self.chunks)
         if num_tokens == 0:
             return AddResult.OTHER
         self._take(request, start, num_tokens)
         return AddResult.CONTINUE
 
-    def add_one_req(self, request: Request) -> AddResult:
+    def add_one_req(self, request: Request, *, most: int | None = None) -> AddResult:
         """Admit a waiting request: match and lock its prefix, test the budgets, allocate all pages, add its first
         chunk.
 
@@ -197,12 +211,13 @@ class PrefillAdder:
         pages may have been evicted: a page that a running step still uses becomes free only when the step ends.
         """
         assert not request.pages, "this request is admitted already"
-        if self._is_full():
+        if self._is_full() or most == 0:
             return AddResult.OTHER
         if self.total_left <= 0 and not self._proves(request):
             return AddResult.NO_TOKEN
         match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
-        num_tokens = self._fit(match.num_tokens, request.num_tokens - match.num_tokens)
+        length = request.num_tokens - match.num_tokens
+        num_tokens = self._fit(match.num_tokens, length, most=most, is_first=not self.chunks)
         if num_tokens == 0:
             return AddResult.OTHER
         num_evictable = self._cache.num_evictable_pages
@@ -220,35 +235,47 @@ class PrefillAdder:
 
     # ---- budgets ----------------------------------------------------------------------------------------------------
 
+    @property
+    def has_last_place(self) -> bool:
+        """Whether the batch takes only one more request."""
+        return self._max_requests is not None and len(self.chunks) + 1 >= self._max_requests
+
     def _is_full(self) -> bool:
         if self._max_requests is not None and len(self.chunks) >= self._max_requests:
             return True
         return self.chunk_left is not None and self.chunk_left <= 0
 
-    def _fit(self, start: int, length: int) -> int:
-        """The number of tokens from ``start`` on that this batch takes: ``length``, fewer if it is cut, or 0."""
-        if self._is_full():
-            return 0
-        length = self._cut(start, length)
+    def _fit(self, start: int, length: int, *, most: int | None, is_first: bool) -> int:
+        """The number of tokens from ``start`` on that this batch takes: ``length``, fewer if it is cut, or 0.
+
+        Args:
+            is_first: the request proceeds by at least one unit, so that the first request in order always does.
+        """
+        if self.chunk_left is not None:
+            length = self._cut(start, length, self.chunk_left if most is None else min(most, self.chunk_left), is_first)
         if self.chunks and self._rounded(length) > self.input_left:
             return 0
         return length
 
-    def _cut(self, start: int, length: int) -> int:
-        if self.chunk_left is None:
-            return length
-        most = self.chunk_left
+    def _cut(self, start: int, length: int, most: int, is_first: bool) -> int:
+        if most <= 0:
+            return 0
         if self._crossover is not None:
             most = min(most, tokens_within(self._crossover, start, self._work_left))
         if length <= most:
             return length
         end = (start + most) // self._unit * self._unit
-        if end <= start and not self.chunks:
-            end = (start // self._unit + 1) * self._unit  # the first request in order always proceeds
+        if end <= start and is_first:
+            end = (start // self._unit + 1) * self._unit
         return min(max(end - start, 0), length)
 
     def _take(self, request: Request, start: int, num_tokens: int) -> None:
-        self.chunks.append(Chunk.of(request, start, num_tokens))
+        place = self._places.setdefault(request.key, len(self.chunks))
+        if place == len(self.chunks):
+            self.chunks.append(Chunk.of(request, start, num_tokens))
+        else:
+            first = self.chunks[place].start
+            self.chunks[place] = Chunk.of(request, first, start + num_tokens - first)
         request.num_scheduled = start + num_tokens
         self.input_left -= self._rounded(num_tokens)
         if self.chunk_left is not None:
@@ -263,7 +290,7 @@ class PrefillAdder:
         num_tokens = self._rounded(request.num_tokens - match.num_tokens)
         if not self._may_spend(request, match, num_tokens):
             return None
-        count = num_tokens // self._page_size
+        count = num_tokens // self.page_size
         missing = count - self._allocator.num_free
         if missing > self._cache.num_evictable_pages:
             return None
@@ -274,7 +301,7 @@ class PrefillAdder:
     def _may_spend(self, request: Request, match: Match, num_tokens: int) -> bool:
         """Test the total budget; the prefix must be locked. ``num_tokens`` is the size of the new pages."""
         if self._proves(request):
-            return self._never_runs_out(request, match, num_tokens // self._page_size)
+            return self._never_runs_out(request, match, num_tokens // self.page_size)
         # A request may ask for more output than the pool holds. It is admitted once it has the pool for itself, because
         # waiting longer gains nothing.
         num_usable = (
@@ -301,7 +328,7 @@ class PrefillAdder:
         # Chunking may make it end later than its token count says, so it counts as late.
         mine = Growth(request.num_tokens, num_held, self._expected(request), num_private, is_late=True)
         num_available = self._allocator.num_free + self._cache.num_evictable_pages - count
-        return fits([*others, mine], num_available, self._page_size)
+        return fits([*others, mine], num_available, self.page_size)
 
     def _expected(self, request: Request) -> int:
         """Output tokens that a request will produce (``ignore_eos``) or is expected to produce."""
@@ -319,12 +346,13 @@ class PrefillAdder:
         request.own = own
         request.node = match.node
         request.num_computed = request.num_scheduled = match.num_tokens
+        request.num_to_compute = request.num_tokens - match.num_tokens
         if not request.output:  # a request with output was admitted before
             request.num_cached = match.num_tokens
         self.total_left -= self._tokens(len(own)) + self._reserve(request)
 
     def _tokens(self, num_pages: int) -> int:
-        return num_pages * self._page_size
+        return num_pages * self.page_size
 
     def _rounded(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size) * self._page_size
+        return -(-num_tokens // self.page_size) * self.page_size

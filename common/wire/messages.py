@@ -324,6 +324,8 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
     tenant: ShortText = ""
     expected_output: Count = 0  # predicted number of output tokens; 0: unknown
     waited_s: Annotated[float, Meta(ge=0)] = 0.0  # seconds since the request reached the gateway
+    slo_ttft_s: Annotated[float, Meta(ge=0)] = 0.0  # objective for the first token, from then on; 0: none
+    slo_itl_s: Annotated[float, Meta(ge=0)] = 0.0  # objective between two tokens; 0: none
     others: Annotated[tuple[Sample, ...], Meta(max_length=1_024)] = ()  # none with ``output``
     key: ShortText = ""  # digest of the client's key, with which another gateway may ask for it; empty without one
     output: tuple[Count, ...] = ()  # of earlier attempts; this one continues after it, and sends no token of it again

@@ -7,12 +7,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from common.metrics.series import LabelledCounter, LabelledHistogram
-from common.scheduling.policies.adaptive import Adaptive
+from common.request import LOWEST_PRIORITY
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
 LABELS = ("model", "class")
+#: Different priorities that have a label of their own; clients choose them, so there must be a bound.
+MAX_PRIORITIES = 16
 
 
 class QueueMetrics:
@@ -25,6 +27,16 @@ class QueueMetrics:
         self._starved = LabelledCounter(
             registry, "baton_starved", "Outputs that waited longer than --starvation-bound.", *LABELS
         )
+        self._waited_by_priority = LabelledHistogram(
+            registry,
+            "baton_priority_waiting_seconds",
+            "The same by priority, with --enable-priority-scheduling.",
+            SECONDS,
+            "model",
+            "priority",
+        )
+        self._priorities: dict[int, str] = {LOWEST_PRIORITY: "none"}
+        self._by_priority = {pool.model for pool in pools if pool.queue.order.rules.is_enabled}
         for pool in pools:
             for name in pool.queue.class_names:  # shown as 0 before the first request
                 self._waited.of(pool.model, name)
@@ -38,37 +50,38 @@ class QueueMetrics:
             timings: of each output.
         """
         waited: dict[str, list[float]] = {}
+        by_priority: dict[str, list[float]] = {}
         for output, seconds in zip(outputs, timings, strict=True):
             if output.sent_at and output.first_at:
                 waited_s = output.sent_at - output.started_at + seconds.get("prefill_queue_s", 0.0)
             else:
                 waited_s = output.ended_at - output.started_at
             waited.setdefault(output.request.priority_class, []).append(waited_s)
+            if model in self._by_priority:
+                by_priority.setdefault(self._priority_label(output.request.priority), []).append(waited_s)
         for name, values in waited.items():
             self._waited.of(model, name).add_all(values)
             self._starved.add(sum([value > self._bound_s for value in values]), model, name)
+        for label, values in by_priority.items():
+            self._waited_by_priority.of(model, label).add_all(values)
+
+    def _priority_label(self, priority: int) -> str:
+        """The label of a priority; ``other`` for those that come after the first different ones."""
+        if priority not in self._priorities and len(self._priorities) <= MAX_PRIORITIES:
+            self._priorities[priority] = str(priority)
+        return self._priorities.get(priority, "other")
 
     def collect(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily("baton_requests_waiting", "Outputs that wait in the gateway.", labels=LABELS)
         policy = GaugeMetricFamily(
             "baton_schedule_policy",
-            "1 for the policy that orders the gateway's queue now, and what has decided that.",
-            labels=["model", "policy", "why"],
-        )
-        measured = GaugeMetricFamily(
-            "baton_adaptive_measured",
-            "What adaptive goes by: requests in the queue, and shares of them.",
-            labels=["model", "measure"],
+            "1 for the policy that orders the gateway's queue now.",
+            labels=["model", "policy"],
         )
         for pool in self._pools:
             now = Totals(request.priority_class for request in pool.queue.requests())
             for name in pool.queue.class_names:
                 waiting.add_metric([pool.model, name], now[name])
-            chosen = pool.queue.order.policy
-            why = chosen.why if isinstance(chosen, Adaptive) else "configured"
-            policy.add_metric([pool.model, pool.queue.policy, why], 1)
-            for name, value in chosen.measured.items() if isinstance(chosen, Adaptive) else ():
-                measured.add_metric([pool.model, name], value)
+            policy.add_metric([pool.model, pool.queue.policy], 1)
         yield waiting
         yield policy
-        yield measured

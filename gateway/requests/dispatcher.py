@@ -34,7 +34,7 @@ from common.wire.messages import (
     Spans,
     Tokens,
 )  # fmt: skip
-from gateway.requests.admission.deadlines import is_too_late, refusal_by_deadline
+from gateway.requests.admission.deadlines import reason_of_lateness, refusal_by_deadline
 from gateway.requests.attempts.further_attempts import (
     FurtherAttempts,
     choose_next_pair,
@@ -234,8 +234,8 @@ class Dispatcher:
             pace = pool.admission.pace(now, waiting=pool.queue)
             for queued in waiting[: _num_in_turn([request.prompt for request in waiting])]:
                 flight = self._in_flight[queued.rid]
-                if pace is not None and is_too_late(flight.stream, pace, now):
-                    self._fail_by_deadline(flight, "there is too little time left before its deadline of {:g} s")
+                if reason := reason_of_lateness(pool, flight.stream, pace, now):
+                    self._fail_by_deadline(flight, reason)
                 elif self._place(flight, now):
                     placed.append(flight)
                 else:
@@ -251,7 +251,7 @@ class Dispatcher:
         return max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
 
     def _first(self, pool: WorkerPool, count: int, now: float) -> Sequence[Request]:
-        """The next requests in the queue; a change of policy by ``adaptive`` is logged."""
+        """The next requests in the queue; a change of the policy that orders it is logged."""
         queue = pool.queue
         before = queue.policy
         waiting = queue.first(count, now)
@@ -339,20 +339,25 @@ class Dispatcher:
             tenant: changes only this tenant's requests; None those of all.
         """
         flights = self._in_flight.matching(request_id, tenant)
-        now = self._clock.now()
         for flight in flights:
-            request = flight.stream.request
-            priority_now = request.priority if priority is None else priority
-            class_now = request.priority_class if priority_class is None else priority_class
-            flight.stream.request = msgspec.structs.replace(request, priority=priority_now, priority_class=class_now)
-            self.decisions.note_change(
-                now, request.rid, (request.priority, request.priority_class), (priority_now, class_now)
-            )
-            if flight.queued is not None:
-                flight.pool.queue.reprioritize(flight.queued, priority_now, class_now)
-            message = Reprioritize(request.rid, flight.attempt, priority_now, priority_class)
-            self._channel.send(message, *flight.nodes)
+            self._reprioritize(flight, priority, priority_class)
         return len(flights)
+
+    def change_priority(self, rid: str, priority: int) -> None:
+        """Changes the priority of one output in flight, in the queue and on the nodes."""
+        self._reprioritize(self._in_flight[rid], priority, None)
+
+    def _reprioritize(self, flight: InFlightRequest, priority: int | None, priority_class: str | None) -> None:
+        request = flight.stream.request
+        priority_now = request.priority if priority is None else priority
+        class_now = request.priority_class if priority_class is None else priority_class
+        flight.stream.request = msgspec.structs.replace(request, priority=priority_now, priority_class=class_now)
+        before = (request.priority, request.priority_class)
+        self.decisions.note_change(self._clock.now(), request.rid, before, (priority_now, class_now))
+        if flight.queued is not None:
+            flight.pool.queue.reprioritize(flight.queued, priority_now, class_now)
+        message = Reprioritize(request.rid, flight.attempt, priority_now, priority_class)
+        self._channel.send(message, *flight.nodes)
 
     def set_paused(self, rid: str, is_paused: bool) -> None:
         """Pauses a request on its decode node, since its client is slow to read, or lets it go on."""
@@ -400,11 +405,12 @@ class Dispatcher:
         self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
 
     def _on_deadline(self, rid: str) -> None:
-        self._fail_by_deadline(self._in_flight[rid], "the request's deadline of {:g} s has passed")
+        flight = self._in_flight[rid]
+        deadline_s = flight.stream.request.timeout_s
+        self._fail_by_deadline(flight, f"the request's deadline of {deadline_s:g} s has passed")
 
     def _fail_by_deadline(self, flight: InFlightRequest, reason: str) -> None:
-        message = reason.format(flight.stream.request.timeout_s)
-        self._fail(flight, RequestError(ErrorCode.DEADLINE_EXCEEDED, message))
+        self._fail(flight, RequestError(ErrorCode.DEADLINE_EXCEEDED, reason))
         if flight.queued is not None:
             flight.pool.queue.order.policy.missed(flight.queued)
 

@@ -110,6 +110,8 @@ class InFlightRequest(msgspec.Struct, eq=False):
             tenant=request.tenant,
             expected_output=request.expected_output,
             waited_s=waited_s,
+            slo_ttft_s=request.slo_ttft_s,
+            slo_itl_s=request.slo_itl_s,
             others=tuple([other.sample() for other in others]),
             key=request.key,
             output=tuple(self.stream.ids),
@@ -175,4 +177,6 @@ def request_of(stream: OutputStream) -> Request:
         expected_output=request.expected_output,
         arrived_at=stream.started_at,
         deadline_at=stream.started_at + request.timeout_s,
+        slo_ttft_s=request.slo_ttft_s,
+        slo_itl_s=request.slo_itl_s,
     )

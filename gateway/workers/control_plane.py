@@ -43,6 +43,7 @@ from common.wire.messages import (  # fmt: skip
     Tokens,
     Unknown,
 )
+from gateway.requests.admission.priority_review import PriorityReview
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.output_processor import StageReport
 from gateway.tracing.timelines import Timelines
@@ -157,7 +158,14 @@ class ControlPlane:
     """
 
     def __init__(
-        self, channel: MailboxChannel, pools: WorkerPools, dispatcher: Dispatcher, clock: Clock, timelines: Timelines
+        self,
+        channel: MailboxChannel,
+        pools: WorkerPools,
+        dispatcher: Dispatcher,
+        *,
+        clock: Clock,
+        timelines: Timelines,
+        review: PriorityReview,
     ) -> None:
         self.pools = pools
         self.address = channel.address
@@ -165,6 +173,7 @@ class ControlPlane:
         self._dispatcher = dispatcher
         self._clock = clock
         self._timelines = timelines
+        self._review = review
         self._loop = asyncio.get_running_loop()
         self._rpc = NodeRpc(channel.send)
         self.role_changes = RoleChanges(pools, self._rpc)
@@ -235,6 +244,7 @@ class ControlPlane:
             for incarnation in pool.registry.silent_workers(self._clock.now()):
                 self.lose(incarnation)
         self._dispatcher.tick(self._clock.now())
+        self._review.tick(self._clock.now())
         self.role_changes.tick(self._clock.now())
 
     def _on_heartbeat(self, sender: str, message: Heartbeat) -> None:

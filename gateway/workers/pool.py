@@ -58,7 +58,7 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
         model,
         registry,
         router,
-        Admission(max_queued),
+        Admission(max_queued, refuses_hopeless=config.refuse_hopeless),
         RequestQueue(order, recovery_timeout_s=config.recovery_timeout),
         RetryBudget(),
         config.recovery_timeout,

@@ -50,6 +50,12 @@ def can_pair(prefill: Candidate, decode: Candidate) -> bool:
     )
 
 
+def _can_pair_freely(prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> bool:
+    """Whether all of these can be paired; found faster than pair by pair."""
+    nodes = [*prefills, *decodes]
+    return bool(prefills) and not any(node.failed_peers for node in nodes) and len({n.revision for n in nodes}) == 1
+
+
 class WorkerPair(NamedTuple):
     """The nodes of one request.
 
@@ -139,7 +145,8 @@ class Router:
         is_always = is_local or self._local_prefill == "always"
         prefills = [] if is_always else [node for node in prefills if node.capacity_tokens >= num_prompt]
         decodes = [node for node in decodes if node.capacity_tokens >= num_most]
-        if not is_always:
+        is_free = is_always or _can_pair_freely(prefills, decodes)
+        if not is_free:
             decodes = [node for node in decodes if any(can_pair(prefill, node) for prefill in prefills)]
         if not decodes:
             return None
@@ -156,7 +163,7 @@ class Router:
         if is_always or (self._local_prefill == "auto" and is_short):
             pair = WorkerPair(None, decode, 0, num_hold)
         else:
-            able = [node for node in prefills if can_pair(node, chosen)]
+            able = prefills if is_free else [node for node in prefills if can_pair(node, chosen)]
             prefill = self._cheapest_prefill(able, num_prompt, cached).incarnation
             pair = WorkerPair(prefill, decode, num_prompt - cached.get(prefill, 0), num_hold)
         return self._chosen(pair, pieces)
@@ -323,14 +330,15 @@ class Router:
         return pieces
 
     def _cached(self, pieces: list[int]) -> dict[str, int]:
-        """Tokens of the prompt that each node has probably cached."""
+        """Tokens of the prompt that each node has probably cached; nodes without any are left out."""
         holders = self._holders
         having = -1  # bits of the nodes that have all pieces so far
-        depths: list[tuple[int, int]] = []  # bits of the nodes that have no more, and how many pieces they have
+        depths: list[tuple[int, int]] = []  # bits of nodes that have some pieces and no more, and how many
         for depth, piece in enumerate(pieces):
             now = having & holders.get(piece, 0)
             if now != having:
-                depths.append((having ^ now, depth))
+                if depth:
+                    depths.append((having ^ now, depth))
                 having = now
                 if not now:
                     break

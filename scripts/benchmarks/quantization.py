@@ -113,7 +113,7 @@ def error_of(found: Tensor, exact: Tensor, tokens: Tensor) -> Error:
 def measure_speeds(options: Options) -> dict[str, float]:
     """Measure every row with every format in turn, and print tokens per second and their ratios to bfloat16."""
     torch.manual_seed(0)
-    executors = [engine.build(engine.model_shape(options.layers), options, weight_dtype=name)[0] for name in FORMATS]
+    executors = [engine.build(engine.model_shape(options.layers), options, weight_dtype=name) for name in FORMATS]
     threads = torch.get_num_threads()
     print(f"\n{f'tokens/s, {threads} threads':<24}{'bfloat16':>12}{'int8':>12}{'ratio':>8}{'int4':>12}{'ratio':>8}")
     figures: dict[str, float] = {}

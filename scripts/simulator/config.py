@@ -123,12 +123,15 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
         """Options of each node: those that both commands have."""
         ours = options_of(SimulateConfig)
         values = {name: getattr(self, name) for name in options_of(NodeConfig) if name in ours}
+        values["kv_checksum"] = "off"  # pages have no contents
         values["max_total_tokens"] = self.max_total_tokens or POOL_TOKENS
         return NodeConfig(**values)
 
     @property
     def capacity(self) -> Capacity:
-        return plan_capacity(self.node, self.layout, device="cuda", context_length=CONTEXT_LENGTH)
+        return plan_capacity(
+            self.node, self.layout, device="cuda", context_length=self.context_length or CONTEXT_LENGTH
+        )
 
     def pool(self, model: str) -> WorkerPool:
         """Registry, router and admission of the gateway."""

@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from common.node.recording.format import RecordingError
 from common.plugins import load_priority_function
 from gateway.requests.admission.priority import PriorityResolver
+from gateway.requests.admission.priority_review import INTERVAL_S, PriorityReview
 from scripts.load_tester.workload.plan import Plan, make_plan
 from scripts.simulator.client import Client, PlannedTokens
 from scripts.simulator.cluster import Cluster
@@ -48,7 +49,13 @@ PROGRESS_EVERY_S = 2.0
 
 
 class Simulation:
-    def __init__(self, config: SimulateConfig, plan: Plan) -> None:
+    """A service and its clients.
+
+    Args:
+        is_stepwise: every step is taken by itself, which is slower. The results are the same.
+    """
+
+    def __init__(self, config: SimulateConfig, plan: Plan, *, is_stepwise: bool = False) -> None:
         self._config = config
         self._script = script = PlannedTokens(config.seed, VOCAB_SIZE)
         layout, capacity = config.layout, config.capacity
@@ -60,16 +67,21 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             context_length=config.context_length or CONTEXT_LENGTH,
             eos_token_ids=(END_TOKEN,),
+            takes_steps_together=not (is_stepwise or config.check or config.faults or config.auto_roles),
         )
         self.cluster = Cluster(
             settings, config.pool(MODEL), num_prefill=config.prefill, num_decode=config.decode, on_end=self._on_end
         )
+        priorities = PriorityResolver(config, load_priority_function(config.priority_function))
+        self._review = PriorityReview(priorities, self.cluster.gateway.dispatcher)
+        if priorities.has_function:
+            self.cluster.events.background_after(INTERVAL_S, self._ask_again)
         self.client = Client(
             plan,
             script,
             self.cluster.events,
             self.cluster.gateway.submit,
-            priorities=PriorityResolver(config, load_priority_function(config.priority_function)),
+            priorities=priorities,
             classes=config.class_weights,
             context_length=config.context_length or CONTEXT_LENGTH,
             max_new_tokens=config.max_new_tokens,
@@ -85,6 +97,10 @@ class Simulation:
         if self._faults is not None:
             self._num_wrong += answer.ids != self._script.answer(answer.request.sampling.seed)[: len(answer.ids)]
         self.client.ended(answer)
+
+    def _ask_again(self) -> None:
+        self._review.tick(self.cluster.events.now())
+        self.cluster.events.background_after(INTERVAL_S, self._ask_again)
 
     def stop(self) -> None:
         """Make ``run`` return soon, with partial results."""
@@ -109,6 +125,7 @@ class Simulation:
                 if client.is_done:
                     break
             on_look(self)
+        self.cluster.catch_up()
         last = client.outcomes[-1].due_at if client.outcomes else 0.0
         found = figures(
             self.cluster,

@@ -5,6 +5,7 @@ from support.scheduling.single_nodes import PrefillNode as Node
 
 from common.config.scheduling import PriorityRules
 from common.request import LOWEST_PRIORITY
+from common.scheduling.long_prompts import LongPromptLimits
 from common.scheduling.skip_ahead import SkipAhead
 
 
@@ -35,8 +36,8 @@ def test_an_urgent_prompt_overtakes_a_long_one_between_two_of_its_chunks() -> No
     assert node.scheduler.totals()["preemptions"] == 0, "a request was retracted without need"
 
 
-def test_an_equal_prompt_does_not_overtake() -> None:
-    node = Node()
+def test_an_equal_prompt_does_not_overtake_where_nothing_is_shared() -> None:
+    node = Node(long_prompts=LongPromptLimits(share=1.0))
     node.submit("long", 32, 1)
     node.step()
     node.submit("other", 12, 1)

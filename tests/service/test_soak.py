@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.engine.devices import DEVICES
 from support.engine.reference_models import draw_prompts, generate, load_reference, make_model
 from support.service.client import Client, prompt_of
 from support.service.processes import resident_bytes
@@ -81,12 +82,13 @@ class RandomClients:
             assert exchange.ids == expected[: len(exchange.ids)], f"wrong tokens for a prompt of {len(prompt)}"
 
 
+@pytest.mark.parametrize("device", DEVICES)
 async def test_tokens_stay_exact_under_disconnects_and_small_pools(
-    model: tuple[Path, list[Case]], tmp_path: Path
+    model: tuple[Path, list[Case]], tmp_path: Path, device: str
 ) -> None:
     folder, cases = model
     overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
-    options = {"node_options": SMALL_NODES, "only": POOLS, "variables": overcommitted}
+    options = {"node_options": {**SMALL_NODES, "device": device}, "only": POOLS, "variables": overcommitted}
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
             clients = RandomClients(client, cases, seed=1)
@@ -129,7 +131,7 @@ async def test_requests_finish_exactly_at_the_minimum_of_each_resource(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_tokens_stay_exact_while_nodes_are_killed(
     model: tuple[Path, list[Case]], tmp_path: Path, seed: int
 ) -> None:
@@ -139,7 +141,7 @@ async def test_tokens_stay_exact_while_nodes_are_killed(
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
             clients = RandomClients(client, cases, seed)
-            work = asyncio.create_task(clients.work(num_clients=16, num_requests=150))
+            work = asyncio.create_task(clients.work(num_clients=16, num_requests=100))
             drawn = random.Random(seed)
             while not work.done():
                 victim = drawn.choice(service.nodes)
@@ -155,7 +157,7 @@ async def test_tokens_stay_exact_while_nodes_are_killed(
                 await asyncio.sleep(drawn.random())
             await work
             await client.settled()
-            assert clients.num_complete > 500
+            assert clients.num_complete > 333
 
 
 def figures(service: Service) -> dict[str, tuple[float, int]]:

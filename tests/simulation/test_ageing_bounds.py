@@ -32,6 +32,8 @@ from support.simulation.priority_ageing import (
 )
 from support.simulation.simulated_service import NodeLimits, SimulatedService
 
+from common.config.scheduling import POLICIES
+from common.scheduling.long_prompts import LongPromptLimits
 from scripts.simulator.costs import Costs
 
 CHUNK, TOKEN_S = 32, 0.001
@@ -61,12 +63,14 @@ def prompt_s(length: int, *, is_sent_late: bool = False) -> float:
     lookahead=st.sampled_from([0, 1, 4, 1_000]),
     num_rows=st.sampled_from([1, 2, 400]),
     threshold=st.sampled_from([0, 10]),
+    policy=st.sampled_from(POLICIES),
 )
-def test_ageing_bounds_the_wait_of_every_prompt(
+def test_ageing_bounds_the_wait_of_every_prompt_under_every_policy(
     kinds: list[tuple[int, int, int | None, int]], load: float, head: int, burst_s: float, rate: float,
-    lookahead: int, num_rows: int, threshold: int,
+    lookahead: int, num_rows: int, threshold: int, policy: str,
 ) -> None:  # fmt: skip
-    """A first token comes after at most ``D + B``, the running step and its own last step.
+    """A first token comes after at most ``D + B``, the running step and its own last step; ``B`` at the rate that the
+    prompt's kind has while long prompts share the steps with others.
 
     With a small lookahead prompts wait in the gateway, with a large one on the prefill node, where with few slots and
     no threshold they preempt each other. A shared prefix is computed for one prompt while the others wait.
@@ -87,11 +91,14 @@ def test_ageing_bounds_the_wait_of_every_prompt(
         priority_aging_per_second=rate,
         priority_scheduling_preemption_threshold=threshold,
         max_dispatch_ahead=lookahead,
+        schedule_policy=policy,
     )
     rest_s = 2 * (STEP_S + TOKEN_S * CHUNK) + 4 * MESSAGE_S
     for number, sent in enumerate(requests):
         waited_s = service.ended[f"r{number}"].stamps_s[0] - sent.at
-        assert waited_s <= overtaking_window_s(sent.priority, rate) + backlog_s + rest_s + 1e-9
+        share = LongPromptLimits().share
+        slower = 2 / share if sent.length > CHUNK else 1 / (1 - share)
+        assert waited_s <= overtaking_window_s(sent.priority, rate) + slower * backlog_s + rest_s + 1e-9
     count_preemptions(service, rate)
 
 

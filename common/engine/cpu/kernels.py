@@ -1,13 +1,15 @@
-"""C kernels for the CPU, compiled once per machine. They do in one pass over memory what torch does in several.
+"""C kernels for the CPU. They do in one pass over memory what torch does in several.
 
-``compile_native.py`` compiles the C files of this folder into one shared library. It is linked without an OpenMP
-runtime, so that it uses the threads that torch has already started: two teams of threads on the same cores are ten
-times slower. If the library cannot be built, ``load_kernels`` logs a warning and returns None, and torch does the work.
+The C files of this folder make one shared library for each target. A wheel carries them; in a checkout,
+``compile_native.py`` compiles the one for this machine once. It is linked without an OpenMP runtime, so that it uses
+the threads that torch has already started: two teams of threads on the same cores are ten times slower. If there is no
+library, ``load_kernels`` logs a warning and returns None, and torch does the work.
 """
 
 import ctypes
 import logging
 from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from common.engine.cpu.compile_native import BuildError, Library, build_library
 from common.engine.cpu.huge_pages import HugePages
+from common.engine.cpu.targets import Target, own_target
 from common.engine.models.quantization import QuantizedWeight
 
 log = logging.getLogger(__name__)
@@ -23,20 +26,22 @@ log = logging.getLogger(__name__)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 Pair = tuple[Tensor, Tensor]
 LANES = 16  # every width must be a multiple of this
-BLOCKS = 3  # of LANES outputs, which a tile of a matrix product has, as in linear.c
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
 MAX_GROUP = 1 << 16  # the sum of so many products of bytes fits into 32 bits
 
 _FOLDER = Path(__file__).parent
+#: The libraries of a wheel, one for each target. A checkout has none.
+CARRIED = _FOLDER / "libraries"
 LIBRARY = Library(
     "kernels",
     sources=tuple(
         _FOLDER / f"{name}.c"
-        for name in ("kernels", "linear", "quantized_linear", "paged_attention", "amx_attention", "sampling")
+        for name in ("kernels", "pack", "linear", "quantized_linear", "paged_attention", "amx_attention", "sampling")
     ),
     headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "dot_attention.h")),
-    flags=("-O3", "-march=native", "-fopenmp"),
+    # GCC warns of vectors that the target's calls cannot pass; the functions are inlined.
+    flags=("-O3", "-fopenmp", "-Wno-psabi"),
     libraries=("-lm",),
 )
 
@@ -97,6 +102,8 @@ class Kernels:
         self._norm_and_rotate.argtypes = (*(c_void_p,) * 5, *(c_long,) * 4, c_float, c_int)
         self._silu_and_multiply = library.baton_silu_and_multiply
         self._silu_and_multiply.argtypes = (c_void_p, c_void_p, c_long, c_long, c_int)
+        self._pack_tiles = library.baton_pack_tiles
+        self._pack_tiles.argtypes = (c_void_p, c_void_p, c_long, c_long)
         self._linear_bf16 = library.baton_linear_bf16
         self._linear_bf16.argtypes = (*(c_void_p,) * 4, *(c_long,) * 3, c_int)
         self._linear_quantized = library.baton_linear_quantized
@@ -160,8 +167,9 @@ class Kernels:
 
     def pack_linear(self, weight: Tensor, memory: HugePages) -> Tensor:
         """Return the weight in the order in which ``linear`` reads it; see linear.c."""
-        num_out, num_in = weight.shape
-        return _in_tiles(weight.view(num_out // LANES, LANES, num_in // 2, 2).permute(0, 2, 1, 3), memory)
+        packed = memory.empty((weight.shape[0] // LANES, weight.shape[1] // 2, LANES, 2), weight.dtype)
+        self._copy_in_tiles(weight, packed)
+        return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` bfloat16, as bfloat16 or float32."""
@@ -184,7 +192,8 @@ class Kernels:
         if weight.bits == 4:
             halves = values.view(num_out, num_in // 8, 2, 4)
             values = (halves[:, :, 0] | halves[:, :, 1] << 4).view(num_out, num_in // 2)
-        packed = _in_tiles(values.view(num_out // LANES, LANES, -1, 4).permute(0, 2, 1, 3), memory)
+        packed = memory.empty((num_out // LANES, values.shape[1] // 4, LANES, 4), values.dtype)
+        self._copy_in_tiles(values, packed)
         scales, zeros = (
             numbers.view(num_out // LANES, LANES, -1).transpose(1, 2).contiguous()
             for numbers in (weight.scales, weight.zeros)
@@ -196,6 +205,10 @@ class Kernels:
         )
         found.tensors = (packed, scales, zeros, bias)
         return found
+
+    def _copy_in_tiles(self, rows: Tensor, packed: Tensor) -> None:
+        assert rows.is_contiguous() and rows.nbytes == packed.nbytes
+        self._pack_tiles(rows.data_ptr(), packed.data_ptr(), packed.shape[0], packed.shape[1])
 
     def linear_quantized(self, x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` in the bias's dtype, as ``dtype``."""
@@ -235,21 +248,33 @@ class Kernels:
         )
 
 
-def _in_tiles(blocks: Tensor, memory: HugePages) -> Tensor:
-    """Copy ``[blocks, vectors, ...]`` so that ``BLOCKS`` blocks stand together: the first vector of each, and so on."""
-    packed = memory.empty(tuple(blocks.shape), blocks.dtype)
-    num = len(blocks) - len(blocks) % BLOCKS
-    tiles = blocks[:num].unflatten(0, (-1, BLOCKS)).transpose(1, 2)
-    packed[:num].view(tiles.shape).copy_(tiles)
-    packed[num:] = blocks[num:]
-    return packed
+def library_for(target: Target) -> Library:
+    """Return what the library of a target is compiled from."""
+    return replace(LIBRARY, name=f"{LIBRARY.name}-{target.name}", flags=(*LIBRARY.flags, *target.flags))
+
+
+def open_kernels(target: Target) -> Kernels:
+    """Return the kernels of a target that this processor has, from the wheel or compiled.
+
+    Raises:
+        BuildError: they cannot be compiled.
+        OSError: their library cannot be loaded.
+    """
+    library = library_for(target)
+    carried = CARRIED / f"{library.name}.so"
+    return Kernels(ctypes.CDLL(str(carried if carried.exists() else build_library(library))))
 
 
 @cache
 def load_kernels() -> Kernels | None:
-    """Return the kernels, compiled at the first call on a machine; None if they cannot be compiled."""
+    """Return the kernels for this processor; None if they cannot be compiled.
+
+    Raises:
+        ConfigError: ``BATON_CPU_TARGET`` names no target of this processor.
+    """
+    target = own_target()
     try:
-        return Kernels(ctypes.CDLL(str(build_library(LIBRARY))))
+        return open_kernels(target)
     except (BuildError, OSError, AttributeError) as error:
-        log.warning("cannot compile the CPU kernels, using torch's, which are slower: %s", error)
+        log.warning("cannot load the CPU kernels, using torch's, which are slower: %s", error)
         return None

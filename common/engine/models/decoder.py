@@ -64,7 +64,10 @@ class DecoderWeights:
 def allocate_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, has_head: bool = True
 ) -> tuple[DecoderWeights, dict[str, Tensor]]:
-    """Return uninitialised weights, and for each tensor of a checkpoint, by name, the part of them that it fills."""
+    """Return uninitialised weights, and for each tensor of a checkpoint, by name, the part of them that it fills.
+
+    A part is a weight itself, or a view of some rows of one.
+    """
     parts: dict[str, Tensor] = {}
 
     def empty(*shape: int) -> Tensor:
@@ -84,6 +87,10 @@ def allocate_weights(
             parts[f"{prefix}{name}.bias"] = rows
         return Linear(weight, bias)
 
+    def linear(name: str, num_outputs: int, num_inputs: int, has_bias: bool) -> Linear:
+        weight = plain(f"{name}.weight", num_outputs, num_inputs)
+        return Linear(weight, plain(f"{name}.bias", num_outputs) if has_bias else None)
+
     def layer(index: int) -> LayerWeights:
         base = f"model.layers.{index}."
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -94,10 +101,10 @@ def allocate_weights(
             qkv=merged(attention, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, config.has_qkv_bias),
             q_norm=plain(attention + "q_norm.weight", config.head_dim) if has_norm else None,
             k_norm=plain(attention + "k_norm.weight", config.head_dim) if has_norm else None,
-            o=merged(attention, {"o_proj": hidden}, queries, config.has_o_bias),
+            o=linear(attention + "o_proj", hidden, queries, config.has_o_bias),
             post_norm=plain(base + "post_attention_layernorm.weight", hidden),
             gate_up=merged(base + "mlp.", {"gate_proj": wide, "up_proj": wide}, hidden, config.has_mlp_bias),
-            down=merged(base + "mlp.", {"down_proj": hidden}, wide, config.has_mlp_bias),
+            down=linear(base + "mlp.down_proj", hidden, wide, config.has_mlp_bias),
         )
 
     def projection() -> Linear | None:

@@ -21,7 +21,7 @@ class Policy(Protocol):
 
     Attributes:
         name: as in ``--schedule-policy``.
-        choice, reason: the policy that an adaptive policy currently follows, and why.
+        choice, reason: the policy that a user's own policy currently follows, if it chooses among several, and why.
         overtakes: whether a waiting request may come before one whose prompt is partly computed, between two chunks.
         forecast: which order of the queue tells what is served before a new request: that at its arrival, that at the
             last instant at which it can be served in time, or none. The gateway refuses hopeless deadlines by it.
@@ -153,14 +153,15 @@ class HighestResponseRatioNext(Policy):
 
 
 class EarliestDeadlineFirst(Policy):
-    """``edf``: the earliest deadline first; requests that have missed theirs come last. Overtakes begun prompts."""
+    """``edf``: the earliest objective or deadline first; requests that have missed it come last. Overtakes begun
+    prompts."""
 
     name = "edf"
     overtakes = True
     forecast = "arrival"
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        return sorted(waiting, key=lambda request: (request.deadline_at <= now, request.deadline_at))
+        return sorted(waiting, key=lambda request: ((due_at := request.due_at) <= now, due_at))
 
 
 class LongestPrefixMatch(Policy):

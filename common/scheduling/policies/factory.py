@@ -1,6 +1,5 @@
 """Makes the policy that ``--schedule-policy`` names."""
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -9,7 +8,6 @@ from common.config.scheduling import SchedulingOptions
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
 from common.scheduling.new_token_ratio import RatioConstants
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.policies.adaptive import CHOICES, Adaptive
 from common.scheduling.policies.base import (
     EarliestDeadlineFirst,
     FirstComeFirstServed,
@@ -31,13 +29,6 @@ class PolicySettings(NamedTuple):
     constants: RatioConstants  # expected output lengths without a prediction, for ``short-first``
 
 
-def _adaptive(settings: PolicySettings) -> Policy:
-    policies = {name: _POLICIES[_with_cache(name, settings.page_size)](settings) for name in CHOICES}
-    if settings.page_size:
-        policies["lpm"] = _longest_prefix(settings, sys.maxsize)  # adaptive chooses lpm only where it pays
-    return Adaptive(policies)
-
-
 def _longest_prefix(settings: PolicySettings, degrade_threshold: int) -> Policy:
     return LongestPrefixMatch(settings.page_size, sharing=settings.sharing, degrade_threshold=degrade_threshold)
 
@@ -53,7 +44,6 @@ _POLICIES: Mapping[str, Callable[[PolicySettings], Policy]] = {
     "hrrn": lambda settings: HighestResponseRatioNext(),
     "edf": lambda settings: EarliestDeadlineFirst(),
     "fair": lambda settings: Fair(settings.options.tenant_weights),
-    "adaptive": _adaptive,
 }
 #: Policies that order by cached prefixes. Without a cache (``--disable-radix-cache``, or in the gateway) they are
 #: ``fcfs``.

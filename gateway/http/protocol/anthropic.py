@@ -106,10 +106,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    # Beyond Anthropic's; the last four are Baton's own fields, as in all endpoints.
+    # Beyond Anthropic's; the last six are Baton's own fields, as in all endpoints.
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
     priority_class: PriorityClass | None = None
     deadline_ms: DeadlineMs | None = None
+    slo_ttft_ms: DeadlineMs | None = None
+    slo_itl_ms: DeadlineMs | None = None
     cache_salt: Salt | None = None

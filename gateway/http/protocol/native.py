@@ -54,6 +54,8 @@ class NativeRequest(Strict, kw_only=True):
     priority: Priority | None = None
     priority_class: PriorityClass | None = None
     deadline_ms: DeadlineMs | None = None
+    slo_ttft_ms: DeadlineMs | None = None
+    slo_itl_ms: DeadlineMs | None = None
     cache_salt: Salt | None = None
 
 

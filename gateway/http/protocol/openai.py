@@ -99,6 +99,8 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     priority: Priority | None = None
     priority_class: PriorityClass | None = None
     deadline_ms: DeadlineMs | None = None
+    slo_ttft_ms: DeadlineMs | None = None
+    slo_itl_ms: DeadlineMs | None = None
     cache_salt: Salt | None = None
 
 

@@ -106,6 +106,8 @@ def to_chat(body: ResponsesRequest, history: Sequence[InputItem]) -> ChatComplet
         priority=body.priority,
         priority_class=body.priority_class,
         deadline_ms=body.deadline_ms,
+        slo_ttft_ms=body.slo_ttft_ms,
+        slo_itl_ms=body.slo_itl_ms,
         cache_salt=body.cache_salt,
     )
 

@@ -47,10 +47,12 @@ class Admission:
 
     Args:
         max_queued: requests beyond those that the nodes run at once.
+        refuses_hopeless: requests that would miss their objective for the first token are refused.
     """
 
-    def __init__(self, max_queued: int) -> None:
+    def __init__(self, max_queued: int, *, refuses_hopeless: bool = False) -> None:
         self.max_queued = max_queued
+        self.refuses_hopeless = refuses_hopeless
         self._served: deque[tuple[float, int]] = deque(maxlen=NUM_SAMPLES)  # seconds from being sent to the end; tokens
         self._served_at = 0.0  # the last end of those
         self._changed_at = 0.0  # when the last request ended, or the first came

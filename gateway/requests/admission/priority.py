@@ -3,6 +3,7 @@
 If low values come first, they are negated here, once: everywhere else a higher priority is more urgent.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -54,6 +55,19 @@ class PriorityResolver:
             for request, own in zip(assigned, given, strict=True)
         ]
 
+    @property
+    def has_function(self) -> bool:
+        return self._function is not None
+
+    def again(self, request: GenerateRequest, *, waited_s: float, num_waiting: int, num_in_flight: int) -> int | None:
+        """The priority that the user's function gives to a request that still waits; None keeps the present one."""
+        if self._function is None:
+            return None
+        facts = facts_of(request, is_named=True)
+        return self._function(
+            dataclasses.replace(facts, waited_s=waited_s, num_waiting=num_waiting, num_in_flight=num_in_flight)
+        )
+
     def change(self, priority: int | None, priority_class: str | None) -> tuple[int | None, str | None]:
         """A new priority and class for a request in flight; None keeps the present one.
 
@@ -99,6 +113,8 @@ def facts_of(request: GenerateRequest, *, is_named: bool) -> RequestFacts:
         max_new_tokens=request.sampling.max_new_tokens,
         expected_output=request.expected_output,
         deadline_s=request.timeout_s,
+        slo_ttft_s=request.slo_ttft_s,
+        slo_itl_s=request.slo_itl_s,
     )
 
 

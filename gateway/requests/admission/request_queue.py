@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from common.request import Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.policies.adaptive import Adaptive
 from common.scheduling.waiting_queue import WaitingQueue
 
 
@@ -40,7 +39,7 @@ class RequestQueue:
     def policy(self) -> str:
         """Name of the policy that orders the queue now."""
         policy = self.order.policy
-        return policy.choice if isinstance(policy, Adaptive) else policy.name
+        return policy.choice or policy.name
 
     @property
     def class_names(self) -> list[str]:
@@ -88,8 +87,6 @@ class RequestQueue:
             last: the last instant at which the new request can be sent in time.
         """
         policy = self.order.policy
-        if isinstance(policy, Adaptive):
-            policy = policy.chosen
         if policy.forecast == "none":
             return 0
         waiting = self._able(self._waiting)

@@ -30,6 +30,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         priority_class, tenant: empty for none.
         expected_output: predicted number of output tokens; 0 without a prediction.
         timeout_s: deadline, counted from the request's arrival.
+        slo_ttft_s, slo_itl_s: objectives for the first token, and between two tokens; 0 without one.
         key: digest of the client's key, with which any gateway finds the output at the nodes; empty without one.
     """
 
@@ -54,6 +55,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     tenant: str = ""
     expected_output: int = 0
     timeout_s: float = 600.0
+    slo_ttft_s: float = 0.0
+    slo_itl_s: float = 0.0
     key: str = ""
 
 

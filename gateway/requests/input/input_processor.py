@@ -65,6 +65,8 @@ class _Context(NamedTuple):
     request_id: str
     salt: str
     timeout_s: float
+    slo_ttft_s: float = 0.0
+    slo_itl_s: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
     output: ChatOutput = PLAIN_TEXT
 
@@ -202,7 +204,10 @@ class InputProcessor:
         if limits is None:
             raise model.pool.no_route()
         timeout_s = self._request_timeout_s if body.deadline_ms is None else body.deadline_ms / 1000
-        return _Context(model, limits, tenant, request_id, body.cache_salt or "", timeout_s)
+        context = _Context(model, limits, tenant, request_id, body.cache_salt or "", timeout_s)
+        if body.slo_ttft_ms is None and body.slo_itl_ms is None:
+            return context
+        return context._replace(slo_ttft_s=(body.slo_ttft_ms or 0.0) / 1000, slo_itl_s=(body.slo_itl_ms or 0.0) / 1000)
 
     def _openai_context(self, body: OpenAIRequest, model: ServedModel, tenant: str, request_id: str) -> _Context:
         """Checks what both OpenAI endpoints share."""
@@ -383,6 +388,8 @@ class InputProcessor:
             tenant=context.tenant,
             expected_output=_expected_output(context, prompt, sampling),
             timeout_s=context.timeout_s,
+            slo_ttft_s=context.slo_ttft_s,
+            slo_itl_s=context.slo_itl_s,
         )
 
 

@@ -159,8 +159,8 @@ def test_priorities_order_only_inside_a_class() -> None:
         request("other", klass="y", priority=-50),
     )
     assert rids(queue_of(order, mild, strong, other)) == ["strong", "other", "mild"]
-    assert order.may_preempt(strong, mild)
-    assert not order.may_preempt(strong, other)
+    assert order.may_preempt(strong, mild, 0.0)
+    assert not order.may_preempt(strong, other, 0.0)
 
 
 def test_a_class_is_charged_under_every_policy() -> None:

@@ -39,7 +39,7 @@ def test_every_configured_policy_exists_and_no_other() -> None:
     assert set(NEED_CACHE) < set(POLICIES)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "adaptive"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_knows_its_name(name: str) -> None:
     assert make_policy(name, cache_with(*range(4))).name == name
 
@@ -177,6 +177,17 @@ def test_the_earliest_deadline_comes_first_and_missed_ones_last() -> None:
     assert places(queue, now=4.0) == [2, 0, 1, 3]
 
 
+def test_objectives_bring_a_request_forward_until_its_first_token_and_between_tokens() -> None:
+    soon = request(1, arrived_at=2.0, slo_ttft_s=1.0, slo_itl_s=0.5)
+    assert (request(1, deadline_at=9.0).due_at, soon.due_at) == (9.0, 3.0)
+    soon.output.append(7)
+    soon.last_token_at = 4.0
+    assert soon.due_at == 4.5
+    queue = queue_of("edf", None, request(1, deadline_at=3.5), request(1, arrived_at=2.0, slo_ttft_s=1.0))
+    assert places(queue, now=2.0) == [1, 0]
+    assert places(queue, now=3.2) == [0, 1]
+
+
 def test_only_the_earliest_deadline_overtakes_begun_requests() -> None:
     begun, waiting = request(1, deadline_at=9.0), request(2, deadline_at=3.0)
     for name in POLICIES:
@@ -222,15 +233,7 @@ def test_an_unknown_policy_is_refused_by_name(name: str) -> None:
         ),
         ({"priority_function": "a:b"}, "--priority-function has no effect without --enable-priority-scheduling"),
         ({"priority_function": "ab"}, "--priority-function must be MODULE:NAME, not 'ab'"),
-        (
-            {
-                "schedule_policy": "lpm",
-                "enable_priority_scheduling": True,
-                "default_priority_value": 0,
-                "priority_aging_per_second": 1.0,
-            },
-            "--priority-aging-per-second orders .* so --schedule-policy lpm would have no effect",
-        ),
+        ({"max_preemptions": 2}, "--max-preemptions has no effect without --enable-priority-scheduling"),
     ],
 )
 def test_an_option_without_effect_is_refused(options: dict[str, Any], complaint: str) -> None:

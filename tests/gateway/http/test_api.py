@@ -219,7 +219,8 @@ async def test_every_field_reaches_both_nodes(stack):
     body = {
         "prompt": "a", "max_tokens": 5, "min_tokens": 2, "temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.1,
         "seed": -1, "stop_token_ids": [5], "ignore_eos": True, "logprobs": 3, "priority": 4, "deadline_ms": 25_500,
-        "cache_salt": "me", "repetition_penalty": 1.2, "presence_penalty": -0.5, "frequency_penalty": 2,
+        "slo_ttft_ms": 250, "slo_itl_ms": 40, "cache_salt": "me",
+        "repetition_penalty": 1.2, "presence_penalty": -0.5, "frequency_penalty": 2,
         "logit_bias": {"7": 100, "3": -1.5},
     }  # fmt: skip
     assert (await stack.post("/v1/completions", body))[0] == 200
@@ -232,6 +233,7 @@ async def test_every_field_reaches_both_nodes(stack):
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.2, -0.5, 2.0)
     assert (sampling.logit_bias, sampling.prompt_logprobs_from) == (((7, 100.0), (3, -1.5)), None)
     assert (generate.priority, generate.cache_salt) == (4, "me")
+    assert (generate.slo_ttft_s, generate.slo_itl_s) == (0.25, 0.04)
     assert generate.timeout_s == pytest.approx(25.5 - generate.waited_s)
     assert generate.prefill.address == "127.0.0.1:9"
 

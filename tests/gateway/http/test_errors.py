@@ -85,6 +85,8 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "logprobs": -1}, "logprobs"),
     ({"prompt": "a", "deadline_ms": 0}, "deadline_ms"),
     ({"prompt": "a", "deadline_ms": -5}, "deadline_ms"),
+    ({"prompt": "a", "slo_ttft_ms": 0}, "slo_ttft_ms"),
+    ({"prompt": "a", "slo_itl_ms": 90_000_000}, "slo_itl_ms"),
     ({"prompt": "a", "priority": 2**40}, "priority"),
     ({"prompt": "a", "cache_salt": "x" * 2000}, "cache_salt"),
     ({"prompt": "a", "stream": "yes"}, "stream"),

@@ -116,7 +116,7 @@ async def test_waiting_times_and_starved_requests_are_counted_by_class(folder):
         before = await scrape(stack)
         assert before['baton_requests_waiting{class="high",model="tiny"}'] == 1
         assert before['baton_requests_waiting{class="low",model="tiny"}'] == 1
-        assert before['baton_schedule_policy{model="tiny",policy="fcfs",why="configured"}'] == 1
+        assert before['baton_schedule_policy{model="tiny",policy="fcfs"}'] == 1
         await asyncio.sleep(0.35)
         for node in stack.nodes:
             node.on_generate = echo
@@ -146,32 +146,20 @@ async def test_a_request_that_is_never_sent_has_waited_all_its_time(folder):
         assert after['baton_waiting_seconds_sum{class="",model="tiny"}'] >= 0.39
 
 
-async def test_the_adaptive_policy_shows_its_choice_and_measurements(folder):
-    async with running(folder, schedule_policy="adaptive", max_dispatch_ahead=0) as stack:
-        await stack.pair(max_running=1)
-        for node in stack.nodes:
-            node.on_generate = silent
-        before = await scrape(stack)
-        assert before['baton_schedule_policy{model="tiny",policy="fcfs",why="nothing"}'] == 1
-        first = asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": "first"}))
-        await stack.nodes[0].until(lambda: stack.nodes[0].generates)  # and no other request is sent
-        late = (stack.post("/v1/completions", {"prompt": "a", "deadline_ms": 100}) for _ in range(7))
-        assert {status for status, _ in await asyncio.gather(*late)} == {504}
-        await stack.post("/abort_request", {"rid": "first"})
-        assert (await first)[0] == 499
-        calls = [asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": "x"}))]
-        await stack.nodes[0].until(lambda: "x" in stack.nodes[0].generates)
-        calls.append(asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": "y"})))
-        while (series := await scrape(stack))['baton_requests_waiting{class="",model="tiny"}'] != 1:
-            await asyncio.sleep(0.002)
-        share = 1 - (63 / 64) ** 7
-        assert series['baton_adaptive_measured{measure="misses",model="tiny"}'] == pytest.approx(share)
-        for rid in ("x", "y"):  # the queue orders y when x ends
-            await stack.post("/abort_request", {"rid": rid})
-        await asyncio.gather(*calls)
+async def test_waiting_times_by_priority_have_a_bounded_number_of_labels(folder):
+    async with running(folder, enable_priority_scheduling=True) as stack:
+        await stack.pair()
+        for priority in (None, *range(20)):
+            body = {"prompt": "a"} if priority is None else {"prompt": "a", "priority": priority}
+            assert (await stack.post("/v1/completions", body))[0] == 200
         after = await scrape(stack)
-        assert after['baton_schedule_policy{model="tiny",policy="edf",why="misses"}'] == 1
-        assert after['baton_adaptive_measured{measure="waiting",model="tiny"}'] == 1
+        counts = {
+            name: value for name, value in after.items() if name.startswith("baton_priority_waiting_seconds_count")
+        }
+        assert len(counts) == 18
+        assert counts['baton_priority_waiting_seconds_count{model="tiny",priority="none"}'] == 1
+        assert counts['baton_priority_waiting_seconds_count{model="tiny",priority="15"}'] == 1
+        assert counts['baton_priority_waiting_seconds_count{model="tiny",priority="other"}'] == 4
 
 
 async def test_rejections_are_counted_by_reason_without_failures_of_nodes(folder):
@@ -354,7 +342,7 @@ async def test_no_series_is_left_out_of_these_tests(stack):
         "baton_output_tokens_total", "baton_local_prefills_total", "baton_time_to_first_token_seconds",
         "baton_inter_token_seconds", "baton_time_per_output_token_seconds", "baton_request_seconds",
         "baton_stage_seconds", "baton_nodes", "baton_control_messages_dropped_total",
-        "baton_control_connections_refused_total", "baton_waiting_seconds",
-        "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy", "baton_adaptive_measured",
+        "baton_control_connections_refused_total", "baton_waiting_seconds", "baton_priority_waiting_seconds",
+        "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy",
         "baton_recoveries_total", "baton_resting_pairs", "baton_idempotent_retries_total",
     }  # fmt: skip

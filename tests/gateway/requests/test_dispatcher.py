@@ -378,3 +378,23 @@ def test_the_time_of_a_request_that_was_paused_tells_nothing_about_the_nodes():
         table.come(f"waits{number}")
     table.come("accepted", timeout_s=3.0)
     assert table.requests.num_in_flight == 4
+
+
+def test_an_objective_that_the_queue_cannot_meet_is_refused_if_the_operator_says_so():
+    busy(num_waiting=5).come("late", slo_ttft_s=4.0)
+    table = busy(num_waiting=5, refuse_hopeless=True)
+    with pytest.raises(RequestError) as caught:
+        table.come("late", slo_ttft_s=4.0)
+    assert caught.value.code is ErrorCode.QUEUE_FULL
+    assert caught.value.message.startswith("its slo_ttft_ms of 4000 is too early: 5 requests wait ahead of this one")
+    table.come("in time", slo_ttft_s=5.5)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_waiting_request_whose_objective_has_passed_is_not_sent_if_the_operator_says_so(is_refused):
+    table = busy(num_waiting=0, refuse_hopeless=is_refused)
+    table.come("late", slo_ttft_s=2.0)
+    table.clock.advance(2.1)
+    table.end("served16")
+    table.post.turn()
+    assert ("late" in table.post.at_decode()) is not is_refused

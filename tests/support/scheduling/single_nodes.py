@@ -23,7 +23,15 @@ class PrefillNode:
     """A prefill scheduler whose steps complete immediately; pages of computed prompts are released."""
 
     def __init__(
-        self, *, num_pages: int = 100, slots: int = 8, chunk: int | None = 8, rules: Any = None, skip_ahead: int = 2
+        self,
+        *,
+        num_pages: int = 100,
+        slots: int = 8,
+        chunk: int | None = 8,
+        rules: Any = None,
+        skip_ahead: int = 2,
+        policy: str = "fcfs",
+        **limits: Any,
     ) -> None:
         self.allocator = PageAllocator(num_pages)
         self.cache = RadixCache(self.allocator, PAGE)
@@ -34,8 +42,8 @@ class PrefillNode:
         self.scheduler = PrefillScheduler(
             self.cache,
             self.allocator,
-            limits=PrefillLimits(slots, chunk_tokens=chunk, max_skip_ahead=skip_ahead),
-            ordering=RequestOrdering(make_policy("fcfs", self.cache), rules or PriorityRules(is_enabled=True)),
+            limits=PrefillLimits(slots, chunk_tokens=chunk, max_skip_ahead=skip_ahead, **limits),
+            ordering=RequestOrdering(make_policy(policy, self.cache), rules or PriorityRules(is_enabled=True)),
             eos_token_ids=(),
             is_granted=self.granted.__contains__,
         )

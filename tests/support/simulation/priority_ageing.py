@@ -1,7 +1,7 @@
 """Request series below capacity, and the bound on waiting times under priority aging; for tests in virtual time.
 
-docs/scheduling.md derives the formula. Requests that arrive more than D = (highest priority - p) / rate after a request
-of priority p neither overtake it nor take its resources. Earlier arrivals may run first. Below capacity their work is
+docs/scheduling.md derives the formula. Requests that arrive D = (highest priority - p + 1) / rate after a request of
+priority p neither overtake it nor take its resources. Earlier arrivals may run first. Below capacity their work is
 bounded by B, the longest backlog of a server of that capacity under these arrivals (Lindley's recursion), and by the
 time until a slot becomes free. So a request is served after at most D + B + that time, plus its own work.
 """
@@ -79,7 +79,7 @@ def longest_backlog_s(arrivals: Sequence[tuple[float, float]]) -> float:
 
 def overtaking_window_s(priority: int, rate: float) -> float:
     """Return D, by how many seconds a request may arrive later and still overtake."""
-    return (HIGHEST - priority) / rate
+    return (HIGHEST - priority + 1) / rate
 
 
 def run_requests(

@@ -22,15 +22,17 @@ from common.engine.attention.protocol import AttentionParams
 from common.engine.batch import RowArrays, make_batch
 from common.engine.cpu.compile_native import build_library
 from common.engine.cpu.huge_pages import HugePages
-from common.engine.cpu.kernels import LIBRARY, Kernels
+from common.engine.cpu.kernels import Kernels, library_for
+from common.engine.cpu.targets import own_target
 from common.engine.kv_pool import TORCH_DTYPES, layer_views
 from common.engine.models.quantization import QuantizedWeight
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+optimized = library_for(own_target())
 library = replace(
-    LIBRARY,
+    optimized,
     name="sanitized",
-    flags=(*LIBRARY.flags[1:], "-O1", "-g", *SANITIZERS),
+    flags=(*optimized.flags, "-O1", "-g", *SANITIZERS),
     libraries=("-lm", "-lasan", "-lubsan"),
 )
 kernels = Kernels(ctypes.CDLL(str(build_library(library))))

@@ -1,0 +1,244 @@
+"""Shares the chunk budget of each step between long prompts and shorter ones. Pure.
+
+If the first prompt took the whole budget of each step until its end, one prompt of 500,000 tokens would block all
+others on its node. A prompt is *long* if it has more tokens to compute than a threshold. While shorter prompts wait,
+the long ones that have begun get ``share`` of the budget together, and the shorter ones get the rest. What one kind
+leaves over goes to the other, so no step is filled less. Requests are still admitted in the one order of the node, so
+that no prompt gets pages before another one because of its length, with one exception: only a few long prompts are in
+progress at once, and the prompts behind one that may not begin yet pass it. A prompt that begins like a long one in
+progress waits for as long as that one computes tokens that both have.
+
+Short prompts that have begun go before those that wait, the one with the fewest tokens left first. The budget of the
+long ones goes in turns to the first of them in order and to the one with the fewest tokens left. So a prompt of 8,000
+tokens does not wait for one of 500,000, and a stream of such prompts does not stop the large one: compared with a node
+that computes one prompt after the other, a long prompt takes at most ``2 / share`` times as long, and a shorter one
+``1 / (1 - share)`` times.
+
+A prompt that is more urgent than all begun long ones, by the rules of preemption, does not share with them; nor does a
+long prompt with less urgent prompts. Every begun prompt has all of its pages, so however many have begun, each can end,
+and none waits for pages that another one holds.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.cache.radix_cache import TOKEN_BYTES
+from common.request import Request, RequestKey
+from common.scheduling.chunked_prefill import ChunkAlignment
+from common.scheduling.ordering import RequestOrdering
+from common.scheduling.prefill_adder import PrefillAdder
+
+
+@dataclass(frozen=True, slots=True)
+class LongPromptLimits:
+    """How long prompts share steps with others.
+
+    Attributes:
+        threshold: a prompt with more tokens to compute is long; None is the chunk budget of a step.
+        share: of the chunk budget, for long prompts while shorter ones wait; 1.0 shares nothing: begun prompts come
+            first, and each takes what the budget has left.
+        max_begun: long prompts in progress; further ones do not begin.
+    """
+
+    threshold: int | None = None
+    share: float = 0.5
+    max_begun: int = 2
+
+
+class Turn(NamedTuple):
+    """A prompt that a step tries next.
+
+    Attributes:
+        most: tokens that it may take; None for what is left of the step, 0 if it only waits.
+        is_reserved: the step has kept these tokens for it.
+    """
+
+    request: Request
+    most: int | None = None
+    is_reserved: bool = False
+
+
+class LongPrompts:
+    """Decides in which order the prompts of a node get their chunks, and how large these may be.
+
+    Args:
+        chunk_tokens: chunk budget of a step; nothing is shared without one, or if it is less than two pieces.
+        max_requests: prompts of a step; a step of one prompt shares nothing.
+    """
+
+    def __init__(
+        self,
+        limits: LongPromptLimits,
+        ordering: RequestOrdering,
+        *,
+        chunk_tokens: int | None,
+        alignment: ChunkAlignment,
+        page_size: int,
+        max_requests: int | None,
+    ) -> None:
+        self._ordering = ordering
+        self._unit = alignment.unit(page_size)
+        self._share = limits.share
+        self._max_begun = limits.max_begun
+        is_divisible = chunk_tokens is not None and chunk_tokens >= 2 * self._unit
+        self._is_shared = limits.share < 1.0 and is_divisible and max_requests != 1
+        self._threshold = limits.threshold or chunk_tokens or 0
+        self._is_shortest_turn = False
+
+    def is_long(self, request: Request) -> bool:
+        """Whether the request, begun or waiting, is a long prompt. One that resumes is not, until it has begun."""
+        if request.pages:
+            return request.num_to_compute > self._threshold
+        return request.num_tokens > self._threshold and bool(request.watch) and request.num_uncached > self._threshold
+
+    def in_order(self, begun: Iterable[Request]) -> list[Request]:
+        """Begun prompts in the order that they have among equals: short ones by what they have left, then long ones."""
+        if not self._is_shared:
+            return list(begun)
+        return sorted(begun, key=lambda r: (True, 0) if self.is_long(r) else (False, r.num_tokens - r.num_scheduled))
+
+    def turns(
+        self,
+        queue: Sequence[Request],
+        adder: PrefillAdder,
+        *,
+        urgent: Request | None = None,
+        is_here: Callable[[Request], bool] = lambda request: True,
+    ) -> Iterator[Turn]:
+        """The prompts of a step as they are tried; the caller adds each to ``adder`` before it takes the next.
+
+        Args:
+            queue: begun and waiting requests in order.
+            urgent: a waiting request for which pages were taken from others; it begins whatever else has begun.
+            is_here: whether this node computes a waiting request.
+        """
+        budget = adder.tokens_left if self._is_shared else None
+        long = {} if budget is None else {r.key: r for r in queue if self.is_long(r) and is_here(r)}
+        if budget is None or budget < 2 * self._unit or not long:
+            return map(Turn, queue)
+        step = _SharedStep(queue, long, adder, self._ordering, unit=self._unit, max_begun=self._max_begun)
+        if step.begun:
+            self._is_shortest_turn = not self._is_shortest_turn
+        share = min(max(int(budget * self._share), self._unit), budget - self._unit) // self._unit * self._unit
+        return step.turns(share, urgent, is_shortest_turn=self._is_shortest_turn)
+
+
+class _SharedStep:
+    """One step with long prompts.
+
+    Args:
+        long: the long prompts in ``queue``.
+
+    Attributes:
+        begun: long prompts with tokens that are not planned yet, in order.
+    """
+
+    def __init__(
+        self,
+        queue: Sequence[Request],
+        long: Mapping[RequestKey, Request],
+        adder: PrefillAdder,
+        ordering: RequestOrdering,
+        *,
+        unit: int,
+        max_begun: int,
+    ) -> None:
+        self._queue = queue
+        self._long = long
+        self._adder = adder
+        self._ordering = ordering
+        self._unit = unit
+        self._max_begun = max_begun
+        self.begun = [request for request in long.values() if _is_unfinished(request)]
+        self._first = next((r for r in long.values() if not r.pages or _is_unfinished(r)), queue[0])
+
+    def turns(self, share: int, urgent: Request | None, *, is_shortest_turn: bool) -> Iterator[Turn]:
+        """First all prompts in order, as far as the rest of the budget reaches, then the begun long ones, and then
+        whatever can use what is left."""
+        tried: dict[RequestKey, None] = {}
+        is_new_turn = is_shortest_turn or not self.begun
+        for turn in self._in_order(share, urgent, is_new_turn=is_new_turn):
+            if turn.most != 0:
+                tried[turn.request.key] = None
+            yield turn
+        is_reserved = True
+        for request in sorted(self.begun, key=self._num_left) if is_shortest_turn else self.begun:
+            if _is_unfinished(request):
+                yield Turn(request, self._adder.tokens_left if self._adder.chunks else None, is_reserved)
+                is_reserved = False
+        for request in self._queue:
+            if _is_unfinished(request):
+                yield Turn(request)
+            elif request.key not in tried:
+                yield Turn(request, None if self._may_begin(request, urgent) else 0)
+
+    def _in_order(self, share: int, urgent: Request | None, *, is_new_turn: bool) -> Iterator[Turn]:
+        """The prompts in order, except long ones that have begun, for which a part of the budget is kept.
+
+        A long prompt begins with no more than ``share``. Once a short one has to wait for that part, nothing after it
+        begins, so that the order of admission stays.
+        """
+        reserved = min(share, sum(-(-self._num_left(r)[1] // self._unit) for r in self.begun) * self._unit)
+        for request in self._queue:
+            left = (self._adder.tokens_left or 0) - reserved
+            if request.pages and request.key in self._long:
+                continue
+            if self.begun and self._is_before(request, self.begun[0]):
+                yield Turn(request)
+            elif request.key in self._long:
+                most = min(share, left + reserved) if is_new_turn else left
+                if most < self._unit and request is urgent:
+                    return
+                may_begin = request is urgent or (is_new_turn and self._may_begin(request, urgent))
+                yield Turn(request, most if may_begin and most >= self._unit else 0)
+                share -= (taken := left + reserved - (self._adder.tokens_left or 0))
+                reserved = max(reserved - taken, 0)
+            elif self._is_before(self._first, request):
+                return
+            elif not (request.pages or self._may_begin(request, urgent)):
+                yield Turn(request, 0)
+            elif not self.begun:
+                yield Turn(request)
+            elif left < self._unit or self._adder.has_last_place:
+                return
+            else:
+                yield Turn(request, left)
+
+    def _may_begin(self, request: Request, urgent: Request | None) -> bool:
+        """Whether a waiting request may begin: a long one only if few enough long ones are in progress, those that are
+        less urgent left out; and none that a long one computes the next tokens of."""
+        if request is urgent:
+            return True
+        page_size = self._adder.page_size
+        if any(_is_computing_for(request, other, page_size) for other in self._long.values()):
+            return False
+        if request.key not in self._long:
+            return True
+        in_progress = filter(_is_unfinished, self._long.values())
+        return sum(not self._is_before(request, other) for other in in_progress) < self._max_begun
+
+    def _num_left(self, request: Request) -> tuple[bool, int]:
+        """A sort key of a begun long prompt: whether it is less urgent than the first one, and what it lacks."""
+        return self._is_before(self.begun[0], request), request.num_tokens - request.num_scheduled
+
+    def _is_before(self, request: Request, other: Request) -> bool:
+        return self._ordering.is_more_urgent(request, other)
+
+
+def _is_unfinished(request: Request) -> bool:
+    """Whether the request has begun and not all of its tokens are planned."""
+    return bool(request.pages) and request.num_scheduled < request.num_tokens
+
+
+def _is_computing_for(request: Request, other: Request, page_size: int) -> bool:
+    """Whether the other request, which has begun, computes the page that this waiting request lacks first."""
+    watch = request.watch
+    if watch is None or not other.pages or other.salt != request.salt:
+        return False
+    start = watch.num_tokens * TOKEN_BYTES
+    end = start + page_size * TOKEN_BYTES
+    key, packed = watch.key, other.packed
+    if end > min(len(key), len(packed)) or key[start:end] != packed[start:end]:
+        return False
+    return key[:start] == packed[:start]
