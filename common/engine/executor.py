@@ -224,7 +224,7 @@ class TorchExecutor:
         self._slots[admit.slot] = Slot(params, admit.prompt_len, known, history, mask, self._constraint(admit))
         if admit.last_token is not None:
             assert 0 <= admit.last_token < vocab_size
-            self._last_tokens[admit.slot] = admit.last_token
+            self._last_tokens[admit.slot].fill_(admit.last_token)  # on CUDA, an assignment waits for the device
 
     def _constraint(self, admit: Admit) -> OutputConstraint | None:
         params = admit.sampling

@@ -2,8 +2,9 @@
 
 Limits are measured in the same run: memory bandwidth, and the fastest matrix product. A decode step must read the
 weights and the KV of its context once; a prompt must be multiplied by the weights. Attention is compared with
-flash-attn, where that is installed, and with torch's own. ``--json`` writes all figures. Items are measured cheapest
-first. What would not end within --seconds, or does not fit into the memory, is dropped and named at the end.
+flash-attn, where that is installed, and with torch's own. On CUDA the last lines say which goals are reached.
+``--json`` writes all figures. Items are measured cheapest first. What would not end within --seconds, or does not fit
+into the memory, is dropped and named at the end.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from common.engine.kv_pool import TORCH_DTYPES
 from common.errors import BatonError, ConfigError
 from scripts.benchmarks.gpu_parts import steps
 from scripts.benchmarks.gpu_parts.device import Device, Limits, measure_limits
+from scripts.benchmarks.gpu_parts.goals import goals
 from scripts.benchmarks.gpu_parts.kernels import AttentionCase, attention_s, operations
 from scripts.benchmarks.gpu_parts.time_budget import TimeBudget
 from scripts.benchmarks.harness.options import comma_separated
@@ -98,6 +100,9 @@ class GpuBenchmark:
                 pass
             if self._device.is_cuda:
                 torch.cuda.empty_cache()  # other processes need the memory next
+        for goal in goals(dict(self._figures)) if is_cuda else ():
+            self._note(f"{goal.name}, worst", goal.worst)
+            print(goal.line, flush=True)
         if self._budget.dropped:
             print("not measured: " + "; ".join(self._budget.dropped), flush=True)
         return self._figures
@@ -230,6 +235,8 @@ class GpuBenchmark:
                 print(f"{shape}, {what}, context {context}", flush=True)
                 for found in measure_overlap(executor, batches, context=context, num_steps=num_steps):
                     name = f"{shape}, {what}, batch {found.batch}"
+                    whole = found.with_overlap.step_s + found.with_overlap.idle_s
+                    self._note(f"{name}, us with overlap", whole * 1e6)
                     self._note(f"{name}, step us", found.without.step_s * 1e6)
                     self._note(f"{name}, host us without overlap", found.without.idle_s * 1e6)
                     if found.with_overlap.idle_s > 0:  # on a GPU the next step is queued by then
