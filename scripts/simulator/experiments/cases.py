@@ -68,6 +68,7 @@ def separate(num_prefill: int, num_decode: int, tp: int = 1) -> Deployment:
 _DISTSERVE = (
     Variant("colocated, whole prompts", colocated(4, -1), is_baseline=True),
     Variant("colocated, chunks of 512", colocated(4, 512)),
+    Variant("colocated, chunks of 128", colocated(4, 128)),
     Variant("3 prefill + 1 decode", separate(3, 1)),
     Variant("2 prefill + 2 decode", separate(2, 2)),
     Variant("1 prefill + 3 decode", separate(1, 3)),
@@ -83,6 +84,13 @@ DISTSERVE = Experiment(
             "chat",
             {**_OPT, "input_len": "lognormal:300:0.9:max=1024", "output_len": "lognormal:150:0.8:max=512",
              "slo_ttft": "250ms", "slo_tpot": "100ms"},
+            2.0,
+            _DISTSERVE,
+        ),
+        Case(
+            "chat, strict gaps",
+            {**_OPT, "input_len": "lognormal:300:0.9:max=1024", "output_len": "lognormal:150:0.8:max=512",
+             "slo_ttft": "250ms", "slo_itl": "40ms"},
             2.0,
             _DISTSERVE,
         ),

@@ -14,12 +14,12 @@ from scripts.load_tester.workload.plan import make_plan
 from scripts.load_tester.workload.request_classes import RequestClass
 from scripts.simulator.client import Outcome
 from scripts.simulator.config import SimulateConfig
-from scripts.simulator.main import Simulation, rare_collections
 from scripts.simulator.planning.deployment import Deployment
 from scripts.simulator.planning.search import Goal
 from scripts.simulator.planning.verdict import Verdict, WindowResult, is_hopeless, judge
 from scripts.simulator.planning.windows import scaled
 from scripts.simulator.report import missed_limits
+from scripts.simulator.simulation import Simulation, rare_collections
 
 #: A window is stopped once this many times as many requests have missed as may. Further ones say little more.
 STOP_AT = 2.0

@@ -20,7 +20,8 @@ from scripts.simulator.calibration.fit import TooFewSamples, fit_costs, grouped_
 from scripts.simulator.calibration.samples import HandoffSample, PromptSample, Samples, StepSample, StreamedRequest
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.hardware.node_model import Profile, find_hardware
-from scripts.simulator.main import Simulation, main
+from scripts.simulator.main import main
+from scripts.simulator.simulation import Simulation
 
 KV_BYTES = 131_072
 

@@ -74,12 +74,12 @@ def test_the_command_prints_and_writes_what_it_measured(
 
 def test_rates_are_shown_against_the_baseline() -> None:
     case = DISTSERVE.cases[0]
-    rates = dict(zip([variant.name for variant in case.variants], (2.0, 4.0, 1.0, 6.0, 0.0), strict=True))
+    rates = dict(zip([variant.name for variant in case.variants], (2.0, 4.0, 1.0, 3.0, 6.0, 0.0), strict=True))
     lines = lines_of(
         replace(DISTSERVE, cases=(case,)), [Measured(case, variant, rates[variant.name]) for variant in case.variants]
     )
     assert lines[-1] == "  best separate against best colocated: 1.50 times the requests"
-    assert [line.split()[-1] for line in lines[3:-1]] == ["1.00", "2.00", "0.50", "3.00", "0.00"]
+    assert [line.split()[-1] for line in lines[3:-1]] == ["1.00", "2.00", "0.50", "1.50", "3.00", "0.00"]
 
 
 @pytest.mark.parametrize(

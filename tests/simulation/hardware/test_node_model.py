@@ -14,7 +14,8 @@ from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.hardware.accelerators import ACCELERATORS, Accelerator
 from scripts.simulator.hardware.model_shape import KNOWN_MODELS, ModelShape, find_shape
 from scripts.simulator.hardware.node_model import find_hardware, roofline
-from scripts.simulator.main import Simulation, simulate
+from scripts.simulator.main import simulate
+from scripts.simulator.simulation import Simulation
 
 SHAPE = ModelShape("small", 2, 8, 4, 2, 4, 16, 100)
 DEVICE = Accelerator(
