@@ -13,6 +13,8 @@ from scripts.simulator.planning.search import Found
 from scripts.simulator.planning.verdict import Verdict
 
 WIDTH, INDENT = 80, 12
+#: A window should last this many times the objective of the first token.
+MIN_SPANS = 10.0
 NAMES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "E2E"}
 
 
@@ -30,6 +32,8 @@ def plan_lines(result: PlanResult, config: SimulateConfig) -> list[str]:
         f"{per_second(load.requests_per_s)} requests/s, {load.input_tokens_per_s:,.0f} tokens/s of prompts, "
         f"{load.output_tokens_per_s:,.0f} of outputs, in the simulated windows",
     )
+    if words := short_words(result, config):
+        lines += _wrapped("note", words)
     chosen = result.chosen
     if chosen is None:
         return lines + _wrapped("plan", f"none: {result.why}")
@@ -43,6 +47,17 @@ def plan_lines(result: PlanResult, config: SimulateConfig) -> list[str]:
         lines += _wrapped(name, _capacity_words(result, deployment, factor))
     lines += _wrapped("run it", " ".join(chosen.deployment.flags()))
     return [*lines, "", *load_table(result)]
+
+
+def short_words(result: PlanResult, config: SimulateConfig) -> str:
+    """A warning if windows are too short for queues to grow; empty if they are not."""
+    span_s, ttft_s = result.load.span_s / config.plan_windows, config.slos.get("ttft", 0.0)
+    if span_s >= MIN_SPANS * ttft_s:
+        return ""
+    return (
+        f"a window lasts {span_s:.3g} s, too short for queues to grow beside a TTFT of {limit(ttft_s)}: "
+        "raise --plan-requests"
+    )
 
 
 def _wrapped(name: str, words: str) -> list[str]:

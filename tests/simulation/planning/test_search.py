@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.config.cli import parse
+from scripts.simulator.config import SimulateConfig
 from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.estimate import LoadSize, RequestSize
 from scripts.simulator.planning.planner import LoadRow, PlanResult
-from scripts.simulator.planning.report import crossing_words
+from scripts.simulator.planning.report import crossing_words, short_words
 from scripts.simulator.planning.search import Found, Goal, best_settings, capacity, fewest, tune
 from scripts.simulator.planning.verdict import Verdict, WindowResult, is_hopeless, judge
 
@@ -147,3 +149,13 @@ def test_the_loads_at_which_a_colocated_pool_is_cheaper_are_named(devices: list[
     )
     load = LoadSize((RequestSize(1, 0, 1),) * 10, 1.0)
     assert crossing_words(PlanResult(load, rows[0].separate, rows[0].colocated, rows)) == words
+
+
+def test_windows_that_are_too_short_for_queues_to_grow_are_named() -> None:
+    result = PlanResult(LoadSize((RequestSize(1, 0, 1),) * 10, 60.0), None, None)
+    given = parse(SimulateConfig, ["--plan", "--slo-ttft=2s", "--plan-windows=3"], command="simulate")
+    assert short_words(result, given) == ""
+    given = parse(SimulateConfig, ["--plan", "--slo-ttft=3s", "--plan-windows=3"], command="simulate")
+    assert short_words(result, given).startswith(
+        "a window lasts 20 s, too short for queues to grow beside a TTFT of 3 s"
+    )
