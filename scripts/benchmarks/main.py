@@ -18,6 +18,7 @@ from common.errors import BatonError, ConfigError
 
 #: How long each benchmark takes, whole and with --shortest, as measured on two cores shared with other programs.
 DURATIONS = {
+    "colocation": ("3 min", "15 s"),
     "control": ("2 min", "10 s"),
     "disagg": ("60 min", "10 s"),
     "engine": ("> 4 min", "15 s"),
@@ -33,6 +34,7 @@ DURATIONS = {
     "quantization": ("4 min", "15 s"),
     "scheduler": ("60 s", "5 s"),
     "simulate": ("5 min", "5 s"),
+    "start": ("60 s", "15 s"),
     "tracing": ("2 min", "10 s"),
     "transfer": ("> 4 min", "40 s"),
 }

@@ -48,21 +48,24 @@ class Answer(OutputStream, eq=False):
     extra: dict[int, int] = field(default_factory=dict)
     _feeds: list[TokenFeed] = field(default_factory=list)
 
-    @property
+    # mypy allows no property in place of a field; msgspec reads and writes fields by their place.
+    @property  # type: ignore[misc]
     def ids(self) -> list[int]:
         if self._feeds:
             self._take()
-        return IDS.__get__(self)
+        found: list[int] = IDS.__get__(self)
+        return found
 
     @ids.setter
     def ids(self, ids: list[int]) -> None:
         IDS.__set__(self, ids)
 
-    @property
+    @property  # type: ignore[misc]
     def last_at(self) -> float:
         if self._feeds:
             self._take()
-        return LAST_AT.__get__(self)
+        found: float = LAST_AT.__get__(self)
+        return found
 
     @last_at.setter
     def last_at(self, instant: float) -> None:

@@ -120,6 +120,7 @@ class Node:
             PageAllocator(self.capacity.num_pages) if previous is None else previous.allocator
         )
         self.cache: RadixCache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
+        self._may_repeat = settings.takes_steps_together and role == "decode"
         self._repeated: RepeatedSteps | None = None
         self._patience = Patience()
         self._outstanding: StepPlan = NO_STEP  # the last step, and when it ends
@@ -303,6 +304,7 @@ class Node:
         self.busy_s += seconds
         self._note_pages()
         self._outstanding, self._step_end = plan, self._events.now() + seconds
+        self._patience.step_begun()
         self._repeated = self._repeatable()
         self._events.at(self._step_end, self._step_over)
 
@@ -311,20 +313,13 @@ class Node:
     def _repeatable(self) -> RepeatedSteps | None:
         """The repetitions of the outstanding step; None if the next one is another."""
         engine, plan = self.engine, self._outstanding
-        if (
-            not self._settings.takes_steps_together
-            or self.kind != "decode"
-            or plan.admits
-            or self._on_empty is not None
-        ):
+        if not self._may_repeat or self._on_empty is not None or self._patience.has_run_out:
+            return None
+        if plan.admits or any(row.tokens is not None for row in plan.rows):
             return None
         assert isinstance(engine, ScriptedEngine)
-        if not self._patience.may_prepare():
-            return None
         most = min(MAX_REPETITIONS, max(MAX_TOKENS // len(plan.rows), 16))
-        tokens = {}
-        for row in plan.rows:
-            tokens[row.slot] = engine.upcoming(row.slot, row.start, most)
+        tokens = {row.slot: engine.upcoming(row.slot, row.start, most) for row in plan.rows}
         found = self.role.repeatable(lambda request: tokens[request.slot])
         if found is None:
             return None

@@ -33,9 +33,13 @@ class Patience:
     def __init__(self) -> None:
         self._pause = self._num_left = 0
 
-    def may_prepare(self) -> bool:
+    @property
+    def has_run_out(self) -> bool:
+        """Whether steps are to be taken by themselves."""
+        return self._num_left > 0
+
+    def step_begun(self) -> None:
         self._num_left -= 1
-        return self._num_left < 0
 
     def ended(self, num_repetitions: int, num_rows: int) -> None:
         """A step of so many rows was repeated so often."""

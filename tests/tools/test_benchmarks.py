@@ -13,8 +13,9 @@ from scripts.benchmarks.main import DURATIONS, NAMES, empty_figures
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: Benchmarks that start whole services or all transports, or round a large vocabulary three times.
-SLOW = {"disagg", "handoff", "overload", "pictures", "quantization", "transfer"}
+#: Benchmarks that start whole services or all transports, write a checkpoint, load a model twice, or round a large
+#: vocabulary three times.
+SLOW = {"colocation", "disagg", "handoff", "overload", "pictures", "quantization", "start", "transfer"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])

@@ -75,6 +75,12 @@ INLINE float sum(vf x) {
     return c[0] + c[1];
 }
 
+INLINE float highest_of(vf x) {
+    float best = x[0];
+    for (int lane = 1; lane < LANES; lane++) best = x[lane] > best ? x[lane] : best;
+    return best;
+}
+
 /* By lane: a where the comparison held (all bits set), else b. */
 INLINE vf choose(vi held, vf a, vf b) { return (vf)((held & (vi)a) | (~held & (vi)b)); }
 

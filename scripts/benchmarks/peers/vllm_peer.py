@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from common.errors import ConfigError
 from scripts.benchmarks.peers.peer import Workload
 from scripts.models.random_model import QWEN3_600M
 
+#: Of one token: keys and values of eight heads of 128 numbers in bfloat16.
+LAYER_KV_BYTES = 2 * 8 * 128 * 2
 DRIVER = Path(__file__).with_name("vllm_driver.py")
 
 
@@ -30,7 +33,7 @@ class VllmPeer:
         self._driver = subprocess.Popen(
             [python, DRIVER, json.dumps({**vars(workload), "model": self._folder.name})],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=self._folder.name,
-            env=environment(python, workload.num_threads, os.environ),
+            env=environment(python, workload, os.environ),
         )  # fmt: skip
         try:
             self._answer()
@@ -65,18 +68,19 @@ class VllmPeer:
         return float(json.loads(line))
 
 
-def environment(python: Path, num_threads: int, own: "os._Environ[str] | dict[str, str]") -> dict[str, str]:
+def environment(python: Path, workload: Workload, own: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for the driver: ours without those that choose packages, and vLLM's settings."""
     kept = {name: value for name, value in own.items() if not name.startswith(("PYTHON", "OMP_", "VIRTUAL_ENV"))}
-    cpus = sorted(os.sched_getaffinity(0))[:num_threads]
+    cpus = sorted(os.sched_getaffinity(0))[: workload.num_threads]
+    num_tokens = workload.max_prompt + workload.max_batch * (workload.context + workload.num_steps)
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     return kept | {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
-        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_KVCACHE_SPACE": str(1 + (num_tokens * workload.num_layers * LAYER_KV_BYTES >> 30)),  # GiB
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "KMP_BLOCKTIME": "1",  # ms that idle threads spin, while others are measured
-        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_NUM_THREADS": str(workload.num_threads),
         **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
     }

@@ -1,5 +1,7 @@
 """How often a decode step can be repeated: until an output ends, or pages run out."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +12,7 @@ from decode_node.repeated_steps import growth_instants, most_with_pages, num_bef
 EOS = (0,)
 
 
-def request(*, num_scheduled: int = 5, num_pages: int = 2, **sampling: object) -> Request:
+def request(*, num_scheduled: int = 5, num_pages: int = 2, **sampling: Any) -> Request:
     made = Request("a", 0, (1,) * 4, SamplingParams(**{"max_new_tokens": 10, **sampling}), output=[7])
     made.num_scheduled, made.pages = num_scheduled, list(range(num_pages))
     return made
