@@ -330,7 +330,7 @@ class Node:
             found.rows,
             [tokens[request.slot] for request in found.rows],
             schedule,
-            num_used_pages=self._num_used_pages,
+            num_used_pages=self._num_used_pages - self.allocator.num_lingering,
             sender=self.incarnation,
             catch_up=self.catch_up,
         )
