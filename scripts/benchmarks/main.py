@@ -29,6 +29,7 @@ DURATIONS = {
     "loadtest": ("65 s", "5 s"),
     "overload": ("3 min", "20 s"),
     "pictures": ("4 min", "20 s"),
+    "placement": ("5 min", "15 s"),
     "scheduler": ("60 s", "5 s"),
     "simulate": ("5 min", "5 s"),
     "tracing": ("2 min", "10 s"),
