@@ -89,14 +89,19 @@ LOADTEST: Groups = {
 
 SIMULATE: Groups = {
     "Nodes and costs": (
-        "prefill", "decode", "step_cost", "prompt_token_cost", "row_cost", "context_token_cost", "message_cost",
-        "wire_latency", "wire_bandwidth", "kv_bytes_per_token", "max_new_tokens", "context_length",
+        "prefill", "decode", "hardware", "model", "prefill_tp", "decode_tp", "step_cost", "prompt_token_cost",
+        "row_cost", "context_token_cost", "message_cost", "wire_latency", "wire_bandwidth", "kv_bytes_per_token",
+        "max_new_tokens", "context_length",
     ),
     **LOAD,
+    "Planning": (
+        "plan", "experiment", "plan_windows", "plan_requests", "plan_confidence", "plan_processes", "price_per_hour",
+    ),
+    "Calibration": ("calibrate", "calibrate_seconds", "api_key"),
     "Faults": ("faults", "kill_every", "fault_every", "node_timeout"),
     "Requests": ("request_timeout", "refuse_hopeless", "starvation_bound", "stream_interval"),
     **{title: SERVING[title] for title in ("Memory", "Scheduling", "Priorities and tenants")},
-    "Reports and replay": ("json", "progress", "replay", "check"),
+    "Reports and replay": ("json", "html", "progress", "replay", "check"),
 }  # fmt: skip
 
 CHAOS: Groups = {

@@ -22,7 +22,7 @@ from scripts.load_tester.workload.planned_request import GROUP, UNIQUE, PlannedR
 from scripts.load_tester.workload.session_sampling import Session
 from scripts.simulator.client import Outcome
 from scripts.simulator.config import SimulateConfig
-from scripts.simulator.main import Simulation
+from scripts.simulator.simulation import Simulation
 
 SHORTEST = ("--seeds=1", "--part=4")
 GIANTS = (8_000, 64_000, 512_000)

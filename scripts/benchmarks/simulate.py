@@ -16,7 +16,7 @@ from common.config.cli import parse
 from common.errors import BatonError, ConfigError
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
-from scripts.simulator.main import Simulation
+from scripts.simulator.simulation import Simulation
 
 MARK = 10e6
 SHORTEST = ("--rounds=1", "--scale=0.02")

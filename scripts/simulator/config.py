@@ -1,7 +1,8 @@
 """Options of ``simulate``: limits and policies of the nodes, loads of the load tester, and the cost model."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, Literal
 
 from common.cache.page_layout import PageLayout
 from common.config.batching import Batching, check_batching
@@ -10,16 +11,30 @@ from common.config.node import NodeConfig
 from common.config.options import option, options_of
 from common.config.scheduling import SchedulingOptions, check_scheduling
 from common.config.serve import check_local_prefill
+from common.config.shared import Role
 from common.errors import ConfigError
 from common.node.loading.memory_plan import Capacity, plan_capacity
 from gateway.workers.pool import WorkerPool, make_pool
-from scripts.load_tester.config import SECONDS, LoadOptions, check_load, parse_seconds
+from scripts.load_tester.config import SECONDS, LoadOptions, check_load, check_url, parse_seconds
 from scripts.simulator.costs import Costs
 from scripts.simulator.engine import simulated_layout
 from scripts.simulator.faults import FAULT_NAMES, FaultOptions
+from scripts.simulator.hardware.accelerators import ACCELERATORS
+from scripts.simulator.hardware.model_shape import KNOWN_MODELS
+from scripts.simulator.hardware.node_model import NodeModel, find_hardware
 
 POOL_TOKENS = 400_000
 CONTEXT_LENGTH = 131_072
+#: Options that ``--plan`` sets itself.
+PLANNED = (
+    "prefill", "decode", "num_requests", "duration", "concurrency", "warmup", "cooldown", "faults", "auto_roles",
+)  # fmt: skip
+#: Options that have an effect with ``--experiment``.
+WITH_EXPERIMENT = {
+    "experiment", "plan_windows", "plan_requests", "plan_processes", "slo_attainment", "seed", "json", "progress",
+    "trace", "trace_unit", "trace_window", "trace_jitter", "length_scale", "max_input_len", "max_output_len",
+}  # fmt: skip
+COST_OPTIONS = ("step_cost", "prompt_token_cost", "row_cost", "context_token_cost", "message_cost", "wire_latency")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +62,21 @@ class _Service:
     kv_bytes_per_token: int = option(
         131_072, "KV bytes of one token: 2 x layers x KV heads x head size x bytes per number.", minimum=256
     )
+    hardware: str | None = option(
+        None,
+        f"Take all costs from hardware and model: {', '.join(ACCELERATORS)}, or a JSON file that describes an "
+        "accelerator or that --calibrate wrote.",
+        metavar="NAME|FILE",
+    )
+    model: str | None = option(
+        None,
+        f"Model for --hardware: {', '.join(KNOWN_MODELS)}, or a folder with a config.json.",
+        metavar="NAME|FOLDER",
+    )
+    prefill_tp: int = option(
+        1, "Devices that share the model in a prefill node (tensor parallelism).", minimum=1, maximum=64
+    )
+    decode_tp: int = option(1, "The same for a decode node.", minimum=1, maximum=64)
     max_new_tokens: int | None = option(
         None,
         "The max_tokens of every request; each ends at its planned length, which the nodes do not know. By default "
@@ -68,8 +98,58 @@ class _Faults:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Planning:
+    """What ``--plan`` searches for, and how thoroughly."""
+
+    plan: bool = option(
+        False,
+        "Search for the fewest nodes and their settings that hold the --slo options for --slo-attainment of requests. "
+        "Settings that are given stay as they are.",
+    )
+    experiment: Literal["distserve", "mooncake"] | None = option(
+        None,
+        "Repeat what a paper claims: the highest rate at which separate and colocated nodes hold objectives. mooncake "
+        "takes --trace; both take the options --plan-windows, --plan-requests and --plan-processes.",
+    )
+    plan_windows: int = option(
+        6, "--plan: stretches of the trace, or seeds, that are simulated one by one.", minimum=3, maximum=1_000
+    )
+    plan_requests: int = option(
+        900, "--plan: requests of all windows together; more take longer and say more.", minimum=3, maximum=1_000_000
+    )
+    plan_confidence: float = option(
+        0.8, "--plan: least probability that the share is reached.", minimum=0.0, maximum=1.0
+    )
+    plan_processes: int | None = option(
+        None, "--plan: processes that simulate. Without it: as many as there are cores.", minimum=1, maximum=256
+    )
+    price_per_hour: float | None = option(
+        None, "--plan and --calibrate: US dollars per device and hour, instead of the table's.", minimum=0.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Calibration:
+    """How ``--calibrate`` measures a live service."""
+
+    calibrate: str | None = option(
+        None,
+        "Measure a live service with one prefill and one decode node, and write a profile to --json FILE, which "
+        "--hardware takes. It must have no other load.",
+        metavar="URL",
+    )
+    calibrate_seconds: float = option(
+        120.0, "--calibrate: seconds for which requests are sent.", minimum=1.0, maximum=86_400.0
+    )
+    api_key: str | None = option(
+        None, "--calibrate: sent as a bearer token; better set in the environment.", is_secret=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Outputs:
     json: str | None = option(None, "Write the report to FILE.", metavar="FILE")
+    html: str | None = option(None, "--plan: write the report as one self-contained page.", metavar="FILE")
     progress: bool = option(True, "Show progress on standard error, if that is a terminal.")
     replay: str | None = option(
         None,
@@ -81,7 +161,9 @@ class _Outputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions, Routing, _Service):
+class SimulateConfig(
+    _Outputs, _Calibration, _Planning, _Faults, LoadOptions, Batching, SchedulingOptions, Routing, _Service
+):
     ENV_PREFIX: ClassVar[str] = "BATON_SIMULATE_"
 
     def __post_init__(self) -> None:
@@ -93,7 +175,10 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
         check_load(self)
         check_scheduling(self)
         check_batching(self)
-        _ = self.costs
+        self._check_calibration()
+        self._check_hardware()
+        if not self.plan:  # which chooses nodes at which the model fits
+            _ = self.costs
         if self.kv_bytes_per_token % 256:
             raise ConfigError(f"--kv-bytes-per-token must be a multiple of 256, not {self.kv_bytes_per_token}")
         check_local_prefill(self)
@@ -101,12 +186,91 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
             if name not in FAULT_NAMES:
                 raise ConfigError(f"--faults {name} is not a fault; choose from {', '.join(FAULT_NAMES)}")
         check_auto_roles(self)
+        self._check_plan()
+
+    def _check_calibration(self) -> None:
+        if self.calibrate is None:
+            for name in ("calibrate_seconds", "api_key"):
+                if getattr(self, name) != getattr(SimulateConfig, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} needs --calibrate")
+            return
+        check_url(self.calibrate, "--calibrate")
+        if self.json is None:
+            raise ConfigError("--calibrate needs --json FILE, where it writes the profile")
+        for name in ("plan", "hardware", "trace", "faults"):
+            if getattr(self, name) != getattr(SimulateConfig, name):
+                raise ConfigError(f"--{name} has no effect with --calibrate; leave one out")
+
+    def _check_plan(self) -> None:
+        if not self.plan:
+            allowed: tuple[str, ...] = ("price_per_hour",) if self.calibrate is not None else ()
+            if self.experiment is not None:
+                allowed = tuple(WITH_EXPERIMENT)
+                self._check_experiment()
+            for name in [name for name in (*options_of(_Planning), "html") if name not in allowed]:
+                if getattr(self, name) != getattr(SimulateConfig, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} needs --plan")
+            return
+        if self.experiment is not None:
+            raise ConfigError("--experiment has no effect with --plan; leave one out")
+        if not self.slos:
+            raise ConfigError("--plan needs objectives: give --slo-ttft, --slo-itl, --slo-tpot or --slo-e2e")
+        for name in PLANNED:
+            if getattr(self, name) != getattr(SimulateConfig, name):
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --plan; leave one out")
+        if self.local_prefill == "always":
+            raise ConfigError("--local-prefill always has no effect with --plan, which tries colocated nodes anyway")
+
+    def _check_experiment(self) -> None:
+        """An experiment brings its own nodes, objectives and, but for a trace, loads."""
+        for found in options_of(SimulateConfig).values():
+            if found.name not in WITH_EXPERIMENT and getattr(self, found.name) != found.default:
+                raise ConfigError(f"{found.flag} has no effect with --experiment; leave one out")
+
+    def without_plan(self) -> "SimulateConfig":
+        """The configuration of one simulation that the planner makes."""
+        values = {name: getattr(SimulateConfig, name) for name in (*options_of(_Planning), "html", "json")}
+        if self.hardware is not None:
+            values |= {"prefill_tp": self.fitting_tp, "decode_tp": self.fitting_tp}
+        return replace(self, **values)
+
+    @property
+    def fitting_tp(self) -> int:
+        """The smallest tensor parallelism at which the model fits the hardware. Raises ConfigError: there is none."""
+        assert self.hardware is not None
+        sizes = find_hardware(self.hardware, self.model).tensor_parallel_sizes()
+        if not sizes:
+            raise ConfigError(f"--hardware {self.hardware}: {self.model} fits at no tensor parallelism up to 8")
+        return sizes[0]
+
+    def _check_hardware(self) -> None:
+        if self.hardware is None:
+            for name in ("prefill_tp", "decode_tp") if self.calibrate else ("model", "prefill_tp", "decode_tp"):
+                if getattr(self, name) != getattr(SimulateConfig, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} needs --hardware")
+            return
+        for name in (*COST_OPTIONS, "wire_bandwidth", "kv_bytes_per_token"):
+            if getattr(self, name) != getattr(SimulateConfig, name):
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --hardware; leave one out")
+        if self.plan:
+            _ = self.fitting_tp
+
+    @cached_property
+    def node_models(self) -> dict[Role, NodeModel]:
+        """Costs and sizes of nodes by role, from ``--hardware``; empty without it."""
+        if self.hardware is None:
+            return {}
+        hardware = find_hardware(self.hardware, self.model)
+        decode = hardware.node(self.decode_tp, flag="--decode-tp")
+        return {"prefill": hardware.node(self.prefill_tp) if self.prefill else decode, "decode": decode}
 
     @property
     def costs(self) -> Costs:
-        names = ("step_cost", "prompt_token_cost", "row_cost", "context_token_cost", "message_cost", "wire_latency")
+        """Costs of messages, transfers, and steps of all nodes that ``--hardware`` does not describe."""
+        if self.node_models:  # the slower end of a connection decides
+            return min((found.costs for found in self.node_models.values()), key=lambda one: one.wire_bytes_per_s)
         step, prompt_token, row, context_token, message, wire = (
-            parse_seconds(getattr(self, name), "--" + name.replace("_", "-")) or 0.0 for name in names
+            parse_seconds(getattr(self, name), "--" + name.replace("_", "-")) or 0.0 for name in COST_OPTIONS
         )
         return Costs(step, prompt_token, row, context_token, message, wire, self.wire_bandwidth)
 
@@ -116,7 +280,8 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
 
     @property
     def layout(self) -> PageLayout:
-        return simulated_layout(self.kv_bytes_per_token, self.page_size)
+        kv_bytes = self.node_models["decode"].kv_bytes_per_token if self.node_models else self.kv_bytes_per_token
+        return simulated_layout(kv_bytes, self.page_size)
 
     @property
     def node(self) -> NodeConfig:
@@ -128,10 +293,14 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
         return NodeConfig(**values)
 
     @property
-    def capacity(self) -> Capacity:
-        return plan_capacity(
-            self.node, self.layout, device="cuda", context_length=self.context_length or CONTEXT_LENGTH
-        )
+    def capacities(self) -> dict[Role, Capacity]:
+        return {"prefill": self._capacity("prefill"), "decode": self._capacity("decode")}
+
+    def _capacity(self, role: Role) -> Capacity:
+        node = self.node
+        if self.node_models and self.max_total_tokens is None:
+            node = replace(node, max_total_tokens=self.node_models[role].pool_tokens)
+        return plan_capacity(node, self.layout, device="cuda", context_length=self.context_length or CONTEXT_LENGTH)
 
     def pool(self, model: str) -> WorkerPool:
         """Registry, router and admission of the gateway."""

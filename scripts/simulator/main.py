@@ -1,10 +1,9 @@
 """``simulate``: the command.
 
-Exit status: 0 for success, 1 if a replay differs or fails or the report cannot be written, 2 for wrong options, 130
-after Ctrl-C.
+Exit status: 0 for success, 1 if a replay differs or fails, a plan finds nothing or the report cannot be written, 2 for
+wrong options, 130 after Ctrl-C.
 """
 
-import gc
 import json
 import signal
 import sys
@@ -15,19 +14,11 @@ from pathlib import Path
 from common.config.cli import resolve
 from common.errors import ConfigError
 from common.node.recording.format import RecordingError
-from common.plugins import load_priority_function
-from gateway.requests.admission.priority import PriorityResolver
-from gateway.requests.admission.priority_review import INTERVAL_S, PriorityReview
-from scripts.load_tester.workload.plan import Plan, make_plan
-from scripts.simulator.client import Client, PlannedTokens
-from scripts.simulator.cluster import Cluster
-from scripts.simulator.config import CONTEXT_LENGTH, SimulateConfig
-from scripts.simulator.engine import END_TOKEN, EmptyPageStore, ScriptedEngine
-from scripts.simulator.faults import FaultInjector
-from scripts.simulator.gateway import Answer
-from scripts.simulator.node import MODEL, NodeSettings
+from scripts.load_tester.workload.plan import make_plan
+from scripts.simulator.config import SimulateConfig
 from scripts.simulator.replay import replay
-from scripts.simulator.report import Figures, Objectives, figures, table
+from scripts.simulator.report import Figures, table
+from scripts.simulator.simulation import Simulation, rare_collections
 
 HELP = """Run a service of many nodes in virtual time, with the schedulers, caches, admission, router and transfer
 sessions of production. Only the clock, the engine and the network are replaced, by a cost model.
@@ -37,107 +28,19 @@ Examples:
   simulate --prefill 2 --decode 6 --rate 8 --duration 10m --output-len 250
   simulate --prefill 8 --decode 8 --trace conversation_trace.jsonl
   simulate --trace TRACE.csv --time-scale 0.5 --schedule-policy lpm
+  simulate --hardware h200 --model llama-3.1-8b --prefill 2 --decode 2 --rate 40
+  simulate --plan --trace TRACE.csv --slo-ttft 500ms --slo-itl 50ms
+      --hardware h200 --model llama-3.1-8b --html plan.html
+  simulate --calibrate http://127.0.0.1:8000 --json profile.json
+  simulate --plan --hardware profile.json --rate 5 --slo-ttft 1s --slo-itl 80ms
+  simulate --experiment distserve
   simulate --replay FILE   check a node's recording (--record)
 
 Loads, traces and seeds are those of loadtest; limits and policies are those of the nodes. The same options give the
 same result. An hour of a trace takes about a minute: find where a service saturates, and which limit, policy or ratio
 of prefill to decode nodes helps."""
 
-VOCAB_SIZE = 32_000
-LOOK_EVERY = 2_000  # events
 PROGRESS_EVERY_S = 2.0
-
-
-class Simulation:
-    """A service and its clients.
-
-    Args:
-        is_stepwise: every step is taken by itself, which is slower. The results are the same.
-    """
-
-    def __init__(self, config: SimulateConfig, plan: Plan, *, is_stepwise: bool = False) -> None:
-        self._config = config
-        self._script = script = PlannedTokens(config.seed, VOCAB_SIZE)
-        layout, capacity = config.layout, config.capacity
-        settings = NodeSettings(
-            config.node,
-            {"prefill": capacity, "decode": capacity},
-            lambda given: ScriptedEngine(EmptyPageStore(layout, given.num_pages), script.answer, given.num_slots),
-            config.costs,
-            vocab_size=VOCAB_SIZE,
-            context_length=config.context_length or CONTEXT_LENGTH,
-            eos_token_ids=(END_TOKEN,),
-            takes_steps_together=not (is_stepwise or config.check or config.faults or config.auto_roles),
-        )
-        self.cluster = Cluster(
-            settings, config.pool(MODEL), num_prefill=config.prefill, num_decode=config.decode, on_end=self._on_end
-        )
-        priorities = PriorityResolver(config, load_priority_function(config.priority_function))
-        self._review = PriorityReview(priorities, self.cluster.gateway.dispatcher)
-        if priorities.has_function:
-            self.cluster.events.background_after(INTERVAL_S, self._ask_again)
-        self.client = Client(
-            plan,
-            script,
-            self.cluster.events,
-            self.cluster.gateway.submit,
-            priorities=priorities,
-            classes=config.class_weights,
-            context_length=config.context_length or CONTEXT_LENGTH,
-            max_new_tokens=config.max_new_tokens,
-            timeout_s=config.request_timeout,
-            concurrency=config.concurrency or 0,
-        )
-        self._goals = Objectives(config.slos, plan.classes, config.slo_attainment, config.starvation_bound)
-        self._faults = FaultInjector(self.cluster, config.fault_options) if config.faults else None
-        self._num_wrong = 0
-        self.is_stopped = False
-
-    def _on_end(self, answer: Answer) -> None:
-        if self._faults is not None:
-            self._num_wrong += answer.ids != self._script.answer(answer.request.sampling.seed)[: len(answer.ids)]
-        self.client.ended(answer)
-
-    def _ask_again(self) -> None:
-        self._review.tick(self.cluster.events.now())
-        self.cluster.events.background_after(INTERVAL_S, self._ask_again)
-
-    def stop(self) -> None:
-        """Make ``run`` return soon, with partial results."""
-        self.is_stopped = True
-
-    def stop_faults(self) -> None:
-        """Inject no more faults; those under way end as planned."""
-        if self._faults is not None:
-            self._faults.stop()
-
-    def run(self, on_look: Callable[["Simulation"], None] = lambda simulation: None) -> Figures:
-        """Run to the end, or until ``stop``; returns the results."""
-        began_at = time.monotonic()
-        events, client = self.cluster.events, self.client
-        client.start()
-        check = self.cluster.check if self._config.check else None
-        while not client.is_done and not self.is_stopped:
-            for _ in range(LOOK_EVERY):
-                events.step()
-                if check is not None:
-                    check()
-                if client.is_done:
-                    break
-            on_look(self)
-        self.cluster.catch_up()
-        last = client.outcomes[-1].due_at if client.outcomes else 0.0
-        found = figures(
-            self.cluster,
-            client.outcomes,
-            goals=self._goals,
-            wall_s=time.monotonic() - began_at,
-            measured=(self._config.warmup_s, last - self._config.cooldown_s),
-            is_whole=not self.is_stopped,
-        )
-        if self._faults is not None:
-            found["faults"] = {"injected": dict(self._faults.injected), "wrong_answers": self._num_wrong}
-        return found
 
 
 class Progress:
@@ -181,16 +84,11 @@ def simulate(config: SimulateConfig) -> tuple[Figures, list[str]]:
         simulation.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()  # modules and the plan live for the whole run, and the run makes few reference cycles
-    gc.set_threshold(100_000, 20, 1_000)
     try:
-        found = simulation.run(progress if is_shown else lambda simulation: None)
+        with rare_collections():
+            found = simulation.run(progress if is_shown else lambda simulation: None)
     finally:
         progress.clear()
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
         for number, handler in before.items():
             signal.signal(number, handler)
     return found, plan.notes
@@ -208,6 +106,23 @@ def replay_command(path: str) -> int:
     return 1 if found.difference else 0
 
 
+def _other_command(config: SimulateConfig) -> Callable[[SimulateConfig], int] | None:
+    """The command behind --plan, --calibrate or --experiment, whose modules need those here; None for a simulation."""
+    if config.plan:
+        from scripts.simulator.planning.command import plan_command
+
+        return plan_command
+    if config.calibrate is not None:
+        from scripts.simulator.calibration.command import calibrate_command
+
+        return calibrate_command
+    if config.experiment is not None:
+        from scripts.simulator.experiments.command import experiment_command
+
+        return experiment_command
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(SimulateConfig, argv, command="simulate", help=HELP)
     if config.replay is not None:
@@ -215,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if config.json and not Path(config.json).resolve().parent.is_dir():
             raise ConfigError(f"--json {config.json}: the folder does not exist")
+        if (other := _other_command(config)) is not None:
+            return other(config)
         found, notes = simulate(config)
     except ConfigError as error:
         print(f"simulate: {error}", file=sys.stderr)

@@ -5,7 +5,7 @@ long as ``Costs`` says.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -51,6 +51,8 @@ class NodeSettings:
         config: configuration of every node; role and name are filled in.
         capacities: pages and slots, by role.
         engine: makes an engine with the given capacity.
+        costs: of steps, messages and transfers.
+        costs_of_role: of nodes of a role whose steps cost something else.
         takes_steps_together: decode steps that are alike (``repeated_steps``); they need a ``ScriptedEngine``.
     """
 
@@ -58,6 +60,7 @@ class NodeSettings:
     capacities: dict[Role, Capacity]
     engine: Callable[[Capacity], Engine]
     costs: Costs = field(default_factory=Costs)
+    costs_of_role: Mapping[Role, Costs] = field(default_factory=dict)
     vocab_size: int = 32_000
     context_length: int = 131_072
     eos_token_ids: tuple[int, ...] = ()
@@ -112,7 +115,7 @@ class Node:
         self.work: Counter[str] = Counter()
         self.used_page_s = 0.0  # integral of the pages in use over time
         self._settings = settings
-        self._costs = settings.costs
+        self._costs = settings.costs_of_role.get(role, settings.costs)
         self._events = events
         self._bus = bus
         self._has_timer = False

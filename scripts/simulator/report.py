@@ -72,14 +72,17 @@ def service(kept: Sequence[Outcome], goals: Objectives) -> Figures:
 
 
 def _is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
-    if not (outcome.is_ok and outcome.stamps_s):
-        return False
+    return outcome.is_ok and bool(outcome.stamps_s) and not missed_limits(outcome, limits)
+
+
+def missed_limits(outcome: Outcome, limits: dict[str, float]) -> list[str]:
+    """Names of the limits that a request with tokens has missed."""
     stamps = outcome.stamps_s
     num_later = outcome.num_output - 1 - outcome.extra.get(0, 0)
     reached = {"ttft": stamps[0] - outcome.due_at, "e2e": outcome.ended_at - outcome.due_at}
     if len(stamps) > 1:
         reached |= {"itl": float(np.quantile(np.diff(stamps), 0.99)), "tpot": (stamps[-1] - stamps[0]) / num_later}
-    return all(reached.get(name, 0.0) <= limit for name, limit in limits.items())
+    return [name for name, limit in limits.items() if reached.get(name, 0.0) > limit]
 
 
 def summary(values: Sequence[float] | NDArray[np.float64]) -> Figures:

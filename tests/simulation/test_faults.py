@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.faults import FAULT_NAMES
-from scripts.simulator.main import Simulation
+from scripts.simulator.simulation import Simulation
 
 TIMEOUT_S = 5.0
 WORDS = ["--rate=50", "--input-len=lognormal:120:0.8:max=600", "--output-len=uniform:2:60"]

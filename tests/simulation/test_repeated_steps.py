@@ -14,7 +14,7 @@ from common.step_plan import StepPlan, StepResult
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.engine import ScriptedEngine
-from scripts.simulator.main import Simulation
+from scripts.simulator.simulation import Simulation
 
 
 def results(words: list[str], *, is_stepwise: bool) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from common.errors import ConfigError
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.client import PlannedTokens
 from scripts.simulator.config import SimulateConfig
-from scripts.simulator.main import Simulation, main, simulate
+from scripts.simulator.main import main, simulate
 from scripts.simulator.report import table
+from scripts.simulator.simulation import Simulation
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,0 +1,1 @@
+"""Fits the simulator's costs to a live service (``simulate --calibrate``)."""

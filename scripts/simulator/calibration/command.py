@@ -1,0 +1,92 @@
+"""``simulate --calibrate URL``: measures a live service and writes a profile for ``--hardware``."""
+
+import datetime
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import msgspec
+
+from common.errors import ConfigError
+from scripts.load_tester.client.client_pool import ClientFailed
+from scripts.load_tester.config import LoadtestConfig
+from scripts.load_tester.reporting.formats import milliseconds, percent
+from scripts.simulator.calibration.drive import ask_service, measure
+from scripts.simulator.calibration.fit import TooFewSamples, fit_costs
+from scripts.simulator.config import POOL_TOKENS, SimulateConfig
+from scripts.simulator.hardware.node_model import Profile
+
+#: Meanings of the costs that a calibration finds, in the order in which they are printed.
+MEANINGS = {
+    "step_s": "a decode step",
+    "row_s": "and for each request in it",
+    "context_token_s": "and for 1,000 tokens of its context",
+    "prompt_step_s": "a step with prompts, beside that",
+    "prompt_token_s": "and for 1,000 tokens of a prompt",
+    "prompt_pair_s": "and for a million pairs of tokens",
+    "message_s": "a message",
+    "wire_s": "a transfer, beside its bytes",
+}
+#: A median error above this means that the profile is not to be relied on.
+DOUBTFUL = 0.1
+SCALES = {"context_token_s": 1e3, "prompt_token_s": 1e3, "prompt_pair_s": 1e6}
+
+
+def calibrate_command(config: SimulateConfig) -> int:
+    """Measure, fit, write the profile to ``--json``; returns the exit status."""
+    assert config.calibrate is not None and config.json is not None
+
+    def say(words: str) -> None:
+        if config.progress:
+            print(words, file=sys.stderr, flush=True)
+
+    base = LoadtestConfig(
+        url=config.calibrate, api_key=config.api_key, model=config.model, scrape="none", live=False, clients=1,
+        seed=config.seed, timeout=str(max(60.0, config.calibrate_seconds)),
+    )  # fmt: skip
+    server, size = ask_service(base)
+    if server.kind in ("baton", "sglang"):  # whose own endpoint tells how long a prompt took on the node
+        base = replace(base, endpoint="generate")
+    kv_bytes = size.kv_bytes_per_token or config.kv_bytes_per_token
+    try:
+        samples = measure(base, server, size, seconds=config.calibrate_seconds, say=say)
+        fit = fit_costs(samples, kv_bytes)
+    except TooFewSamples as error:
+        raise ConfigError(f"--calibrate: {error}, too few to fit costs: raise --calibrate-seconds") from None
+    except ClientFailed as error:
+        raise ConfigError(f"--calibrate: {error}") from None
+    profile = Profile(
+        model=size.model,
+        costs={name: value for name, value in asdict(fit.costs).items() if name != "grammar_s"},
+        kv_bytes_per_token=kv_bytes,
+        pool_tokens=size.pool_tokens or config.max_total_tokens or POOL_TOKENS,
+        num_devices=size.num_devices,
+        price_per_hour=(config.price_per_hour or 0.0) * size.num_devices,
+        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        errors=fit.errors,
+        samples=fit.samples,
+    )
+    try:
+        Path(config.json).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--json {config.json} cannot be written: {error.strerror}") from None
+    print("\n".join(profile_lines(profile)), flush=True)
+    if max(profile.errors.values()) > DOUBTFUL:
+        print(
+            f"simulate: an error of more than {DOUBTFUL:.0%} says that the service had other work, or that its steps "
+            "are not of this form: calibrate again on an idle machine",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def profile_lines(profile: Profile) -> list[str]:
+    """What was found, for people."""
+    lines = [f"{'model':40}{profile.model}"]
+    for name, meaning in MEANINGS.items():
+        lines.append(f"{meaning:40}{milliseconds(profile.costs[name] * SCALES.get(name, 1.0)):>8} ms")
+    wire = profile.costs["wire_bytes_per_s"] / 1e9
+    lines.append(f"{'bandwidth of transfers':40}{wire:>8.3g} GB/s")
+    for name, error in profile.errors.items():
+        lines.append(f"{f'error of {profile.samples[name]:,} {name}, median':40}{percent(error):>8}")
+    return lines

@@ -1,0 +1,138 @@
+"""Fits the parameters of ``Costs`` to measurements. Pure: the same samples give the same costs."""
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scripts.simulator.calibration.samples import HandoffSample, PromptSample, Samples, StepSample
+from scripts.simulator.costs import Costs
+
+Floats = NDArray[np.float64]
+MIN_LENGTHS, MIN_PROMPTS, MIN_STEPS = 3, 6, 30
+#: Groups with fewer samples say too little, unless all groups have fewer.
+MIN_GROUP = 3
+#: Repetitions of a weighted fit, and the relative error below which samples weigh alike.
+NUM_ROUNDS, LEAST_ERROR = 12, 0.003
+#: A transfer that takes less per token than this is too fast to be seen by a client.
+FASTEST_TOKEN_S, FASTEST_WIRE = 1e-10, 1e13
+
+
+class TooFewSamples(Exception):
+    """There is not enough to fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Costs, the median relative error of each part, and how many samples each had."""
+
+    costs: Costs
+    errors: dict[str, float]
+    samples: dict[str, int]
+
+
+def fit_costs(samples: Samples, kv_bytes_per_token: int) -> Fit:
+    """Fit all parameters. Raises TooFewSamples: names what is missing."""
+    _check(samples)
+    costs, step_error = _fit_steps(samples.steps)
+    costs, prompt_error = _fit_prompts(samples.prompts, costs)
+    costs, handoff_error = _fit_handoffs(samples.handoffs, costs, kv_bytes_per_token)
+    errors = {"prompts": prompt_error, "steps": step_error, "handoffs": handoff_error}
+    counts = {"prompts": len(samples.prompts), "steps": len(samples.steps), "handoffs": len(samples.handoffs)}
+    return Fit(costs, errors, counts)
+
+
+def _check(samples: Samples) -> None:
+    lengths = len({one.num_input for one in samples.prompts})
+    if len(samples.prompts) < MIN_PROMPTS or lengths < MIN_LENGTHS:
+        raise TooFewSamples(f"{len(samples.prompts)} prompts of {lengths} lengths were measured")
+    if len(samples.steps) < MIN_STEPS:
+        raise TooFewSamples(f"{len(samples.steps)} decode steps were measured")
+
+
+def _fit_steps(steps: Sequence[StepSample]) -> tuple[Costs, float]:
+    columns = np.array([(1.0, one.num_rows, one.num_context) for one in steps])
+    groups = [(one.num_rows, round(2 * math.log2(one.num_context + 1))) for one in steps]
+    found, error = grouped_fit(columns, np.array([one.seconds for one in steps]), groups)
+    fixed, row, context = found.tolist()
+    return Costs(step_s=fixed, row_s=row, context_token_s=context, message_s=0.0, wire_s=0.0), error
+
+
+def _fit_prompts(prompts: Sequence[PromptSample], costs: Costs) -> tuple[Costs, float]:
+    """Prompts, beyond the fixed time of a step. What the node does not account for is two messages."""
+    timed = [one for one in prompts if one.prefill_s is not None]
+    if len(timed) >= MIN_PROMPTS:
+        own = np.array([one.prefill_s for one in timed], dtype=np.float64)
+        outside = float(np.median([one.ttft_s - (one.prefill_s or 0.0) for one in timed]))
+    else:
+        timed, outside = list(prompts), 0.0
+        own = np.array([one.ttft_s for one in timed])
+    lengths = np.array([one.num_input for one in timed], dtype=np.float64)
+    columns = np.stack([np.ones_like(lengths), lengths, lengths * (lengths + 1) / 2], axis=1)
+    found, error = grouped_fit(columns, own, lengths.tolist(), offset=costs.step_s)
+    fixed, token, pair = found.tolist()
+    costs = replace(costs, prompt_step_s=fixed, prompt_token_s=token, prompt_pair_s=pair)
+    return replace(costs, message_s=max(0.0, outside / 2)), error
+
+
+def _fit_handoffs(handoffs: Sequence[HandoffSample], costs: Costs, kv_bytes_per_token: int) -> tuple[Costs, float]:
+    """The wait for the second token, beyond its step: a latency, and a time per token of the prompt."""
+    if len(handoffs) < MIN_PROMPTS:
+        return replace(costs, wire_bytes_per_s=FASTEST_WIRE), 0.0
+    lengths = np.array([one.num_input for one in handoffs], dtype=np.float64)
+    step_s = costs.step_s + costs.row_s + costs.context_token_s * (lengths + 1)
+    columns = np.stack([np.ones_like(lengths), lengths], axis=1)
+    seconds = np.array([one.seconds for one in handoffs])
+    found, error = grouped_fit(columns, seconds, lengths.tolist(), offset=step_s)
+    latency, token = found.tolist()
+    wire = kv_bytes_per_token / token if token > FASTEST_TOKEN_S else FASTEST_WIRE
+    return replace(costs, wire_s=max(0.0, latency - costs.message_s), wire_bytes_per_s=wire), error
+
+
+def grouped_fit(
+    columns: Floats, values: Floats, groups: Sequence[Hashable], *, offset: Floats | float = 0.0
+) -> tuple[Floats, float]:
+    """Non-negative coefficients of ``values - offset``, and the median relative error of the groups' medians.
+
+    Samples of a group were made alike; their median stands for them, so that a late client or two tokens that were
+    read together do not count. The sum of relative errors is the least, by repeated weighted least squares, so that
+    short steps weigh as much as long ones and a group that went wrong has little weight.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for place, group in enumerate(groups):
+        members.setdefault(group, []).append(place)
+    large = [places for places in members.values() if len(places) >= MIN_GROUP] or list(members.values())
+    offsets = np.broadcast_to(np.asarray(offset, dtype=np.float64), values.shape)
+    medians = np.array([np.median(values[places]) for places in large])
+    means = np.array([columns[places].mean(axis=0) for places in large])
+    beyond = medians - np.array([offsets[places].mean() for places in large])
+    counts = np.sqrt([len(places) for places in large])
+    scale = np.full_like(medians, max(float(np.median(medians)), 1e-9))
+    errors = np.ones_like(medians)
+    found = np.zeros(columns.shape[1])
+    for _ in range(NUM_ROUNDS):
+        weights = counts / scale / np.sqrt(np.maximum(errors, LEAST_ERROR))
+        found = non_negative_fit(means * weights[:, None], beyond * weights)
+        fitted = means @ found + (medians - beyond)
+        scale = np.maximum(fitted, 1e-9)
+        errors = np.abs(fitted - medians) / scale
+    return found, float(np.median(errors))
+
+
+def non_negative_fit(columns: Floats, values: Floats) -> Floats:
+    """Least squares with coefficients of at least 0: the best over all sets of columns that are left out."""
+    count = columns.shape[1]
+    best, least = np.zeros(count), float(np.square(values).sum())
+    for size in range(1, count + 1):
+        for chosen in itertools.combinations(range(count), size):
+            found, *_ = np.linalg.lstsq(columns[:, chosen], values, rcond=None)
+            if (found < 0).any():
+                continue
+            error = float(np.square(columns[:, chosen] @ found - values).sum())
+            if error < least:
+                best, least = np.zeros(count), error
+                best[list(chosen)] = found
+    return best

@@ -1,0 +1,87 @@
+"""Measurements of a live service, from what its clients saw."""
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+
+class PromptSample(NamedTuple):
+    """A prompt that was computed while no other request was in flight."""
+
+    num_input: int
+    ttft_s: float
+    prefill_s: float | None  # on the node, by the server's own timings; None without these
+
+
+#: Steps that are averaged: a client that reads a token late sees the next one too early.
+NUM_AVERAGED = 6
+
+
+class StepSample(NamedTuple):
+    """The time of a decode step, averaged over a few tokens of a stream."""
+
+    num_rows: int  # requests that were decoding, this one included
+    num_context: int  # tokens that these attended to, together
+    seconds: float
+
+
+class HandoffSample(NamedTuple):
+    """The time between first and second token of a request that was alone: the transfer, and a step."""
+
+    num_input: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedRequest:
+    """One answered request. Instants in seconds from a common start."""
+
+    num_input: int
+    sent_s: float
+    stamps_s: Sequence[float]
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Samples:
+    prompts: list[PromptSample] = field(default_factory=list)
+    steps: list[StepSample] = field(default_factory=list)
+    handoffs: list[HandoffSample] = field(default_factory=list)
+
+    def add_alone(self, requests: Iterable[StreamedRequest]) -> None:
+        """Add requests that were sent one after another."""
+        for one in requests:
+            stamps = one.stamps_s
+            self.prompts.append(PromptSample(one.num_input, stamps[0] - one.sent_s, one.timings.get("prefill_s")))
+            if len(stamps) > 1:
+                self.handoffs.append(HandoffSample(one.num_input, stamps[1] - stamps[0]))
+            for first, last in _spans(stamps):
+                context = one.num_input + (first + last - 1) // 2
+                self.steps.append(StepSample(1, context, (stamps[last] - stamps[first]) / (last - first)))
+
+    def add_together(self, requests: Sequence[StreamedRequest]) -> None:
+        """Add requests that were in flight together. Rows and context are those in the middle of a span."""
+        several = [one for one in requests if len(one.stamps_s) > 2]
+        starts = np.array([_joined_s(one.stamps_s) for one in several])
+        ends = np.array([one.stamps_s[-1] for one in several])
+        for one in several:
+            for first, last in _spans(one.stamps_s):
+                before, after = one.stamps_s[first], one.stamps_s[last]
+                middle = (before + after) / 2
+                present = [several[place] for place in np.flatnonzero((starts <= middle) & (middle < ends))]
+                context = sum(other.num_input + bisect.bisect_right(other.stamps_s, middle) for other in present)
+                self.steps.append(StepSample(len(present), context, (after - before) / (last - first)))
+
+
+def _spans(stamps_s: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """First and last token of stretches of a few tokens, from the second token on."""
+    for first in range(1, len(stamps_s) - 1, NUM_AVERAGED):
+        yield first, min(first + NUM_AVERAGED, len(stamps_s) - 1)
+
+
+def _joined_s(stamps_s: Sequence[float]) -> float:
+    """When a request joined the batch: a usual gap before its second token. Until then its pages were on their way."""
+    return max(stamps_s[0], stamps_s[1] - float(np.median(np.diff(stamps_s[1:]))))

@@ -1,0 +1,1 @@
+"""Claims of papers as simulations that anybody can repeat (``simulate --experiment``)."""

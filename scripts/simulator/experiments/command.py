@@ -1,0 +1,35 @@
+"""``simulate --experiment NAME``."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from common.errors import ConfigError
+from scripts.simulator.config import SimulateConfig
+from scripts.simulator.experiments.cases import EXPERIMENTS
+from scripts.simulator.experiments.run import Measured, lines_of, run_experiment
+
+
+def experiment_command(config: SimulateConfig) -> int:
+    """Run, print, and write ``--json``; returns the exit status."""
+    assert config.experiment is not None
+    experiment = EXPERIMENTS[config.experiment]
+    if config.trace is not None and not experiment.takes_trace:
+        raise ConfigError(f"--trace has no effect with --experiment {experiment.name}, whose loads are drawn")
+
+    def say(one: Measured) -> None:
+        if config.progress:
+            words = f"{one.case.name}, {one.variant.name}: {one.rate:.3g} requests/s per device"
+            print(words, file=sys.stderr, flush=True)
+
+    processes = config.plan_processes or os.cpu_count() or 1
+    measured = run_experiment(experiment, config, num_processes=processes, on_measured=say)
+    print("\n".join(lines_of(experiment, measured)), flush=True)
+    if config.json:
+        rows = [{"case": m.case.name, "variant": m.variant.name, "requests_per_s_per_device": m.rate} for m in measured]
+        try:
+            Path(config.json).write_text(json.dumps({"claim": experiment.claim, "measured": rows}, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--json {config.json} cannot be written: {error.strerror}") from None
+    return 0

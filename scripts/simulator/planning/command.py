@@ -1,0 +1,113 @@
+"""``simulate --plan``: the load and the choices from the options, progress, and the report."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from common.errors import ConfigError
+from scripts.load_tester.reporting.formats import percent
+from scripts.load_tester.workload.plan import make_plan
+from scripts.simulator.config import POOL_TOKENS, SimulateConfig
+from scripts.simulator.hardware.node_model import NodeModel, find_hardware
+from scripts.simulator.planning.deployment import Deployment
+from scripts.simulator.planning.estimate import LoadSize
+from scripts.simulator.planning.evaluation import Evaluator
+from scripts.simulator.planning.planner import Choices, Objective, Planner, PlanResult
+from scripts.simulator.planning.report import plan_figures, plan_lines
+from scripts.simulator.planning.search import Goal
+from scripts.simulator.planning.verdict import Verdict
+from scripts.simulator.planning.windows import windows_of
+
+CHUNKS, BATCH_LIMITS = (8_192, 2_048), (256, 64)
+INFINITE = float("inf")
+#: A simulation of one deployment is bounded by the load, not by the number of nodes tried.
+MAX_DEVICES = 4_096
+
+
+class PlanProgress:
+    """Shows each evaluation on standard error, if that is a terminal."""
+
+    def __init__(self, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        self._num_done = 0
+
+    def __call__(self, deployment: Deployment, factor: float, verdict: Verdict) -> None:
+        self._num_done += 1
+        if self._is_shown:
+            load = f" at {factor:.3g} times the load" if factor != 1.0 else ""
+            words = (
+                f"{self._num_done} simulated; {deployment.words()}{load}: {percent(verdict.share)} within objectives"
+            )
+            print(f"\r\x1b[K{words}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._is_shown and self._num_done:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def plan_command(config: SimulateConfig) -> int:
+    """Search, print and write; returns the exit status: 1 if nothing holds the objectives."""
+    result, verdicts = make_service_plan(config)
+    print("\n".join(plan_lines(result, config)), flush=True)
+    if config.json:
+        _write(config.json, "--json", lambda: json.dumps(plan_figures(result, config), indent=2) + "\n")
+    if config.html:
+        from scripts.simulator.planning.page import plan_page
+
+        _write(config.html, "--html", lambda: plan_page(result, config, verdicts))
+    return 0 if result.chosen else 1
+
+
+def _write(path: str, flag: str, text: Callable[[], str]) -> None:
+    try:
+        Path(path).write_text(text(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}") from None
+
+
+def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple[Deployment, float], Verdict]]:
+    """Search for a plan; also returns everything that was simulated for it."""
+    windows = windows_of(config, num_windows=config.plan_windows, num_requests=config.plan_requests)
+    load = LoadSize.of([make_plan(window) for window in windows])
+    goal = Goal(config.slo_attainment, config.plan_confidence, MAX_DEVICES)
+    objective = Objective(config.slos.get("ttft", INFINITE), config.slos.get("itl", config.slos.get("tpot", INFINITE)))
+    progress = PlanProgress(config.progress and sys.stderr.isatty())
+    processes = config.plan_processes or os.cpu_count() or 1
+    try:
+        with Evaluator(windows, goal, num_processes=processes, on_result=progress) as evaluate:
+            planner = Planner(evaluate, load, choices_of(config), objective=objective, goal=goal)
+            return planner.plan(), evaluate.known
+    finally:
+        progress.clear()
+
+
+def choices_of(config: SimulateConfig) -> Choices:
+    """Everything that the options leave open."""
+    default = SimulateConfig
+    prefill_tps: tuple[int, ...] = (1,)
+    decode_tps: tuple[int, ...] = (1,)
+    if config.hardware is None:
+        costs = config.costs
+        node = NodeModel(costs, config.kv_bytes_per_token, config.max_total_tokens or POOL_TOKENS, 1, 0.0)
+        nodes = {1: node}
+    else:
+        hardware = find_hardware(config.hardware, config.model)
+        fitting = tuple(hardware.tensor_parallel_sizes())
+        prefill_tps = (config.prefill_tp,) if config.prefill_tp != default.prefill_tp else fitting
+        decode_tps = (config.decode_tp,) if config.decode_tp != default.decode_tp else fitting
+        nodes = {tp: hardware.node(tp) for tp in {*prefill_tps, *decode_tps}}
+    if config.price_per_hour is not None:
+        price = config.price_per_hour
+        nodes = {tp: replace(node, price_per_hour=price * node.num_devices) for tp, node in nodes.items()}
+    chunk, limit, local = config.chunked_prefill_size, config.max_running_requests, config.local_prefill
+    return Choices(
+        nodes,
+        prefill_tps,
+        decode_tps,
+        chunks=CHUNKS if chunk is None else (chunk,),
+        batch_limits=BATCH_LIMITS if limit is None else (limit,),
+        local_prefills=("never", "auto") if local == "never" else (local,),
+    )

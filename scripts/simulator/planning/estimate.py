@@ -1,0 +1,117 @@
+"""First guesses at the nodes that a load needs, from its tokens and the costs of steps, without simulating.
+
+They are where the search begins; what holds is decided by simulation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scripts.load_tester.workload.plan import Plan
+from scripts.load_tester.workload.planned_request import ideal_cached_tokens
+from scripts.simulator.costs import Costs, StepWork
+from scripts.simulator.hardware.node_model import NodeModel
+
+#: Share of its time that a node is taken to be busy. Random arrivals queue at busier nodes.
+BUSY_SHARE = 0.7
+#: Share of an objective that a step may take, so that something is left for waiting.
+OBJECTIVE_SHARE = 0.8
+CHUNKS = (8_192, 4_096, 2_048, 1_024, 512, 256, 128)
+#: Decoding requests beside a chunk in a step of a colocated node, for the choice of its chunk.
+ROWS_BESIDE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSize:
+    """Tokens of one request; ``num_cached`` of its prompt are in a perfect prefix cache."""
+
+    num_input: int
+    num_cached: int
+    num_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSize:
+    """The requests of several windows, and the time over which they arrive."""
+
+    requests: tuple[RequestSize, ...]
+    span_s: float
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan]) -> "LoadSize":
+        found: list[RequestSize] = []
+        for plan in plans:
+            planned = [request for session in plan.sessions for request in session]
+            cached = ideal_cached_tokens(planned)
+            found += [RequestSize(one.num_input, hit, one.num_output) for one, hit in zip(planned, cached, strict=True)]
+        return cls(tuple(found), sum(plan.seconds or 0.0 for plan in plans))
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.requests) / self.span_s if self.span_s else math.inf
+
+    @property
+    def input_tokens_per_s(self) -> float:
+        return sum(one.num_input for one in self.requests) / self.span_s if self.span_s else math.inf
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return sum(one.num_output for one in self.requests) / self.span_s if self.span_s else math.inf
+
+
+def prefill_s(size: RequestSize, costs: Costs, chunk: int) -> float:
+    """Time to compute a prompt alone on a node."""
+    seconds, start = 0.0, size.num_cached
+    while start < size.num_input:
+        length = min(chunk, size.num_input - start)
+        seconds += costs.seconds(StepWork(length, 0, 0, length * start + length * (length + 1) // 2))
+        start += length
+    return seconds
+
+
+def share_within_ttft(load: LoadSize, costs: Costs, chunk: int, ttft_s: float) -> float:
+    """Share of requests whose prompt, alone on a node, is computed within the objective."""
+    good = sum(prefill_s(one, costs, chunk) + 2 * costs.message_s <= ttft_s for one in load.requests)
+    return good / len(load.requests)
+
+
+def prefill_nodes(load: LoadSize, node: NodeModel, chunk: int, factor: float) -> int:
+    busy_s = sum(prefill_s(one, node.costs, chunk) for one in load.requests) * factor
+    return max(1, math.ceil(busy_s / load.span_s / BUSY_SHARE)) if load.span_s else 1
+
+
+def largest_batch(load: LoadSize, node: NodeModel, itl_s: float, limit: int) -> int:
+    """Requests that a decode node can run at once within the objective and its KV pool; 0: not even one."""
+    context = sum(one.num_input + one.num_output / 2 for one in load.requests) / len(load.requests)
+    room = min(limit, int(node.pool_tokens / max(1.0, context)))
+    low, high = 0, max(1, room)
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_fast = node.costs.seconds(StepWork(0, middle, int(middle * context))) <= OBJECTIVE_SHARE * itl_s
+        low, high = (middle, high) if is_fast else (low, middle - 1)
+    return low
+
+
+def decode_nodes(load: LoadSize, node: NodeModel, itl_s: float, limit: int, factor: float) -> int:
+    """Nodes so that each runs about its largest batch."""
+    batch = max(1, int(largest_batch(load, node, itl_s, limit) * BUSY_SHARE))
+    context = sum(one.num_input + one.num_output / 2 for one in load.requests) / len(load.requests)
+    step_s = node.costs.seconds(StepWork(0, batch, int(batch * context)))
+    num_tokens = sum(one.num_output for one in load.requests) * factor
+    return max(1, math.ceil(num_tokens * step_s / batch / load.span_s)) if load.span_s else 1
+
+
+def colocated_chunk(load: LoadSize, node: NodeModel, itl_s: float) -> int:
+    """The largest chunk beside which decoding requests keep their objective; the smallest if none does."""
+    context = sum(one.num_input for one in load.requests) / len(load.requests)
+    for chunk in CHUNKS:
+        work = StepWork(chunk, ROWS_BESIDE, int(ROWS_BESIDE * context), int(chunk * (context + chunk) / 2))
+        if node.costs.seconds(work) <= OBJECTIVE_SHARE * itl_s:
+            return chunk
+    return CHUNKS[-1]
+
+
+def colocated_nodes(load: LoadSize, node: NodeModel, chunk: int, itl_s: float, limit: int, factor: float) -> int:
+    """Nodes for the work of both kinds."""
+    prefill = prefill_nodes(load, node, chunk, factor)
+    return max(1, prefill + decode_nodes(load, node, itl_s, limit, factor) - 1)

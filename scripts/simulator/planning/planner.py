@@ -1,0 +1,228 @@
+"""The plan: which nodes, how sure it is, what they cost, when a colocated pool is cheaper, what the next node buys.
+
+Everything here follows from ``evaluate``; simulations, processes and printing are elsewhere.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from scripts.simulator.hardware.node_model import NodeModel
+from scripts.simulator.planning import estimate
+from scripts.simulator.planning.deployment import Deployment, Local, Settings
+from scripts.simulator.planning.estimate import LoadSize
+from scripts.simulator.planning.search import Evaluate, Found, Goal, best_settings, capacity, fewest, tune
+
+#: Loads, as multiples of the given one, at which separate and colocated nodes are compared.
+FACTORS = (0.25, 0.5, 1.0, 2.0)
+#: Starts that need this many times the devices of the smallest are not searched.
+MAX_START = 2.0
+HOURLY = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the planner may choose; one value where the user has chosen.
+
+    Attributes:
+        nodes: costs and sizes of a node, by its number of devices.
+    """
+
+    nodes: dict[int, NodeModel]
+    prefill_tps: tuple[int, ...] = (1,)
+    decode_tps: tuple[int, ...] = (1,)
+    chunks: tuple[int, ...] = (8_192, 2_048)
+    batch_limits: tuple[int, ...] = (256, 64)
+    local_prefills: tuple[Local, ...] = ("never", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Limits in seconds; infinite without one."""
+
+    ttft_s: float
+    itl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRow:
+    """What a multiple of the load needs: separate nodes, and a colocated pool; None if none was found."""
+
+    factor: float
+    separate: Found | None
+    colocated: Found | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """The result of a search.
+
+    Attributes:
+        best: the fewest devices of prefill and decode nodes; None if nothing holds the objectives.
+        colocated: the fewest of a pool whose nodes do both.
+        rows: both at several loads, in order.
+        capacities: factor of the load that holds, by what is deployed: the plan, and it with one node more.
+        why: why nothing was found.
+    """
+
+    load: LoadSize
+    best: Found | None
+    colocated: Found | None
+    rows: tuple[LoadRow, ...] = ()
+    capacities: tuple[tuple[Deployment, float], ...] = ()
+    why: str = ""
+    nodes: dict[int, NodeModel] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> Found | None:
+        """The cheaper of the two; separate nodes if they cost the same."""
+        both = [found for found in (self.best, self.colocated) if found is not None]
+        return min(
+            both, key=lambda found: self.price_per_hour(found.deployment) or found.deployment.num_devices, default=None
+        )
+
+    def price_per_hour(self, deployment: Deployment) -> float:
+        own = deployment.settings
+        return deployment.price_per_hour(self.nodes[own.prefill_tp], self.nodes[own.decode_tp])
+
+    def price_per_million(self, deployment: Deployment, factor: float = 1.0) -> float:
+        """US dollars per million tokens of prompts and outputs."""
+        tokens = (self.load.input_tokens_per_s + self.load.output_tokens_per_s) * factor * HOURLY
+        return self.price_per_hour(deployment) / tokens * 1e6
+
+    def price_per_million_output(self, deployment: Deployment, factor: float = 1.0) -> float:
+        return self.price_per_hour(deployment) / (self.load.output_tokens_per_s * factor * HOURLY) * 1e6
+
+    def colocated_cheaper_at(self) -> list[float]:
+        """The factors among ``rows`` at which a colocated pool needs fewer devices."""
+        return [
+            row.factor
+            for row in self.rows
+            if row.colocated is not None
+            and (row.separate is None or row.colocated.deployment.num_devices < row.separate.deployment.num_devices)
+        ]
+
+
+class Planner:
+    """Plans for one load.
+
+    Args:
+        evaluate: says how a deployment fares under the load times a factor.
+        factors: loads at which separate and colocated nodes are compared, 1 among them.
+    """
+
+    def __init__(
+        self,
+        evaluate: Evaluate,
+        load: LoadSize,
+        choices: Choices,
+        *,
+        objective: Objective,
+        goal: Goal,
+        factors: Sequence[float] = FACTORS,
+    ) -> None:
+        self._evaluate = evaluate
+        self._load = load
+        self._choices = choices
+        self._objective = objective
+        self._goal = goal
+        self._factors = factors
+
+    def plan(self) -> PlanResult:
+        separate, colocated = list(self._separate_starts()), list(self._colocated_starts())
+        best = self._best(separate)
+        if best is not None:
+            best = tune(self._evaluate, best, self._variants(best.deployment.settings), self._goal)
+        pool = self._best(colocated)
+        result = PlanResult(self._load, best, pool, nodes=self._choices.nodes)
+        if result.chosen is None:
+            return replace(result, why=self._why_not(bool(separate or colocated)))
+        rows = tuple(self._row(factor, best, pool) for factor in self._factors)
+        return replace(result, rows=rows, capacities=tuple(self._capacities(result.chosen)))
+
+    # ---- where the search begins ------------------------------------------------------------------------------------
+
+    def _separate_starts(self) -> Iterator[Deployment]:
+        """One start for each pair of tensor parallelism at which single requests can meet the objectives."""
+        own, goal = self._choices, self._objective
+        chunk, limit = own.chunks[0], own.batch_limits[0]
+        for prefill_tp in own.prefill_tps:
+            costs = own.nodes[prefill_tp].costs
+            if estimate.share_within_ttft(self._load, costs, chunk, goal.ttft_s) < self._goal.share:
+                continue
+            for decode_tp in own.decode_tps:
+                if estimate.largest_batch(self._load, own.nodes[decode_tp], goal.itl_s, limit):
+                    settings = Settings(prefill_tp, decode_tp, chunk, limit, own.local_prefills[0])
+                    yield self._start(settings, 1.0)
+
+    def _colocated_starts(self) -> Iterator[Deployment]:
+        own, goal = self._choices, self._objective
+        limit = own.batch_limits[0]
+        for tp in own.decode_tps:
+            node = own.nodes[tp]
+            chunk = estimate.colocated_chunk(self._load, node, goal.itl_s)
+            if estimate.share_within_ttft(self._load, node.costs, chunk, goal.ttft_s) < self._goal.share:
+                continue
+            if estimate.largest_batch(self._load, node, goal.itl_s, limit):
+                yield self._start(Settings(1, tp, chunk, limit, "always"), 1.0)
+
+    def _start(self, settings: Settings, factor: float) -> Deployment:
+        own, load, itl_s = self._choices, self._load, self._objective.itl_s
+        chunk, limit = settings.chunk_tokens, settings.batch_limit
+        decode = own.nodes[settings.decode_tp]
+        if settings.is_colocated:
+            return Deployment(0, estimate.colocated_nodes(load, decode, chunk, itl_s, limit, factor), settings)
+        return Deployment(
+            estimate.prefill_nodes(load, own.nodes[settings.prefill_tp], chunk, factor),
+            estimate.decode_nodes(load, decode, itl_s, limit, factor),
+            settings,
+        )
+
+    def _best(self, starts: Sequence[Deployment]) -> Found | None:
+        least = min((start.num_devices for start in starts), default=0)
+        near = [start for start in starts if start.num_devices <= MAX_START * least]
+        return best_settings(self._evaluate, near, self._goal)
+
+    def _variants(self, settings: Settings) -> Iterator[Settings]:
+        own = self._choices
+        for chunk in own.chunks[1:]:
+            yield replace(settings, chunk_tokens=chunk)
+        for limit in own.batch_limits[1:]:
+            yield replace(settings, batch_limit=limit)
+        for local in own.local_prefills[1:]:
+            yield replace(settings, local_prefill=local)
+
+    # ---- around the plan --------------------------------------------------------------------------------------------
+
+    def _row(self, factor: float, best: Found | None, pool: Found | None) -> LoadRow:
+        return LoadRow(factor, self._at(factor, best), self._at(factor, pool))
+
+    def _at(self, factor: float, found: Found | None) -> Found | None:
+        """The fewest nodes with the same settings under another load."""
+        if found is None or factor == 1.0:
+            return found
+        known = found.deployment
+        start = replace(
+            known,
+            num_prefill=max(min(1, known.num_prefill), round(known.num_prefill * factor)),
+            num_decode=max(1, round(known.num_decode * factor)),
+        )
+        return fewest(self._evaluate, start, self._goal, factor=factor)
+
+    def _capacities(self, chosen: Found) -> Iterator[tuple[Deployment, float]]:
+        deployment = chosen.deployment
+        own = capacity(self._evaluate, deployment, self._goal)
+        yield deployment, own
+        for kind in deployment.settings.kinds:
+            more = deployment.plus(kind)
+            yield more, capacity(self._evaluate, more, self._goal, start=max(1.0, own))
+
+    def _why_not(self, has_starts: bool) -> str:
+        if has_starts:
+            return f"no deployment of up to {self._goal.max_devices:,} devices holds the objectives"
+        own, goal = self._choices, self._objective
+        if all(
+            estimate.share_within_ttft(self._load, own.nodes[tp].costs, own.chunks[0], goal.ttft_s) < self._goal.share
+            for tp in own.prefill_tps
+        ):
+            return "prompts take longer than --slo-ttft even alone on a node: raise it, or take faster hardware"
+        return "a decode step takes longer than --slo-itl even with one request: raise it, or take faster hardware"

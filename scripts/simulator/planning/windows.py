@@ -1,0 +1,79 @@
+"""Windows of a load: stretches of a trace, or seeds of a drawn load, that are simulated one by one."""
+
+from dataclasses import replace
+
+from common.errors import ConfigError
+from scripts.load_tester.workload.traces import read_trace
+from scripts.simulator.config import SimulateConfig
+
+#: Share of a window in which requests are sent and not counted: queues and caches fill.
+WARMUP_SHARE = 0.2
+
+
+def windows_of(config: SimulateConfig, *, num_windows: int, num_requests: int) -> list[SimulateConfig]:
+    """Configurations of the windows; requests are spread evenly over windows and these evenly over the trace.
+
+    Raises ConfigError: the load has no rate or no requests.
+    """
+    config = config.without_plan()
+    each = max(1, num_requests // num_windows)
+    if config.trace is None:
+        return _drawn(config, num_windows, each)
+    trace = read_trace(config.trace, config.trace_unit)
+    if not trace.has_times:
+        return _drawn(config, num_windows, each)
+    low, high = config.window
+    instants = [row.at or 0.0 for row in trace.rows if low <= (row.at or 0.0) < high]
+    if not instants or instants[-1] <= instants[0]:
+        raise ConfigError("--plan needs requests at different instants: check --trace and --trace-window")
+    scale = config.time_scale
+    if config.rate is not None:
+        scale = (len(instants) - 1) / (instants[-1] - instants[0]) / _rate(config)
+    each = min(each, max(1, len(instants) // num_windows))
+    last = len(instants) - each
+    firsts = sorted({last * number // max(1, num_windows - 1) for number in range(num_windows)})
+    found = []
+    for number, first in enumerate(firsts):
+        begin = instants[first]
+        end = next((at for at in instants[first + each :] if at > begin), instants[-1] + 1.0)
+        span_s = (min(end, instants[-1]) - begin) * scale
+        found.append(
+            replace(
+                config,
+                trace_window=f"{begin!r}:{end!r}",
+                time_scale=scale,
+                rate=None,
+                num_requests=None,
+                seed=config.seed + number,
+                warmup=f"{WARMUP_SHARE * span_s:.6f}",
+            )
+        )
+    return found
+
+
+def _drawn(config: SimulateConfig, num_windows: int, each: int) -> list[SimulateConfig]:
+    span_s = each / _rate(config)
+    return [
+        replace(config, num_requests=each, duration=None, seed=config.seed + number,
+                warmup=f"{WARMUP_SHARE * span_s:.6f}")
+        for number in range(num_windows)
+    ]  # fmt: skip
+
+
+def _rate(config: SimulateConfig) -> float:
+    if config.concurrency:
+        raise ConfigError("--plan needs an open loop: leave --concurrency out, and give --trace or --rate")
+    try:
+        return float(config.rate or "1")
+    except ValueError:
+        raise ConfigError(f"--rate with --plan must be one number, not {config.rate!r}") from None
+
+
+def scaled(window: SimulateConfig, factor: float) -> SimulateConfig:
+    """The same window with ``factor`` times as many requests per second."""
+    if factor == 1.0:
+        return window
+    warmup = f"{window.warmup_s / factor:.6f}"
+    if window.trace is not None and window.rate is None:
+        return replace(window, time_scale=window.time_scale / factor, warmup=warmup)
+    return replace(window, rate=f"{float(window.rate or '1') * factor!r}", warmup=warmup)

@@ -1,0 +1,173 @@
+"""``simulate --calibrate``: the fit finds the costs behind samples, and the command measures a live server."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.load.mock_server import mock_server
+
+from common.config.cli import parse
+from common.errors import ConfigError
+from scripts.load_tester.client.server_info import ServerInfo
+from scripts.load_tester.workload.plan import Plan
+from scripts.load_tester.workload.planned_request import UNIQUE, PlannedRequest, segment_key
+from scripts.simulator.calibration.drive import ServiceSize, designed_rows, prompt_lengths, refuse_several, service_size
+from scripts.simulator.calibration.fit import TooFewSamples, fit_costs, grouped_fit, non_negative_fit
+from scripts.simulator.calibration.samples import HandoffSample, PromptSample, Samples, StepSample, StreamedRequest
+from scripts.simulator.config import SimulateConfig
+from scripts.simulator.hardware.node_model import Profile, find_hardware
+from scripts.simulator.main import main
+from scripts.simulator.simulation import Simulation
+
+KV_BYTES = 131_072
+
+
+def simulated(words: Sequence[str], lengths: Sequence[int], num_output: int) -> list[StreamedRequest]:
+    """Run requests of these lengths through a simulated service, in a closed loop."""
+    config = parse(SimulateConfig, [*words, f"--num-requests={len(lengths)}"], command="simulate")
+    requests = [
+        PlannedRequest(index, 0.0, ((segment_key(UNIQUE, index), length),), num_output)
+        for index, length in enumerate(lengths)
+    ]
+    simulation = Simulation(config, Plan([[one] for one in requests], len(requests), False, None, [], {}))
+    simulation.run()
+    return [
+        StreamedRequest(one.planned.num_input, one.due_at, one.stamps_s, one.timings)
+        for one in simulation.client.outcomes
+    ]
+
+
+def test_the_fit_finds_the_costs_of_a_simulated_service() -> None:
+    words = ["--step-cost=8ms", "--prompt-token-cost=90us", "--row-cost=300us", "--context-token-cost=0.2us",
+             "--message-cost=2ms", "--wire-latency=3ms", "--wire-bandwidth=5e8"]  # fmt: skip
+    samples = Samples()
+    samples.add_alone(simulated([*words, "--concurrency=1"], [16, 64, 256, 1_024, 4_096] * 3, 8))
+    for batch in (2, 8, 16):
+        samples.add_together(simulated([*words, f"--concurrency={batch}"], [64, 300, 900] * batch, 40))
+    fit = fit_costs(samples, KV_BYTES)
+    costs = fit.costs
+    assert costs.step_s == pytest.approx(8e-3, rel=0.05)
+    assert costs.row_s == pytest.approx(300e-6, rel=0.1)
+    assert costs.context_token_s == pytest.approx(0.2e-6, rel=0.25)
+    assert costs.prompt_token_s == pytest.approx(90e-6, rel=0.05)
+    assert costs.message_s == pytest.approx(2e-3, rel=0.1)
+    assert costs.wire_bytes_per_s == pytest.approx(5e8, rel=0.1)
+    assert costs.wire_s == pytest.approx(3e-3, abs=3e-3)
+    assert fit.errors["steps"] < 0.02 and fit.errors["prompts"] < 0.02
+    assert fit.samples["prompts"] == 15
+
+
+def test_rows_and_context_are_those_in_the_middle_of_a_span() -> None:
+    first = StreamedRequest(100, 0.0, [1.0, 2.0, 3.0, 4.0])
+    second = StreamedRequest(50, 0.0, [1.2, 3.1, 3.9])  # joins at 3.1 - 0.8 = 2.3
+    samples = Samples()
+    samples.add_together([first, second, StreamedRequest(70, 0.0, [0.5])])
+    # In the middle of the first's two later gaps, at 3.0, they have 3 tokens and 1; of the second's, at 3.5, 3 and 2.
+    assert samples.steps == [StepSample(2, 103 + 51, 1.0), StepSample(2, 103 + 52, pytest.approx(0.8))]
+
+
+def test_requests_alone_give_prompts_handoffs_and_steps() -> None:
+    samples = Samples()
+    samples.add_alone([StreamedRequest(10, 1.0, [1.5, 1.8, 2.0], {"prefill_s": 0.4}), StreamedRequest(20, 2.0, [2.1])])
+    assert samples.prompts == [PromptSample(10, 0.5, 0.4), PromptSample(20, pytest.approx(0.1), None)]
+    assert samples.handoffs == [HandoffSample(10, pytest.approx(0.3))]
+    assert samples.steps == [StepSample(1, 11, pytest.approx(0.2))]
+
+
+@given(
+    st.lists(st.lists(st.floats(-3, 3), min_size=3, max_size=3), min_size=6, max_size=6),
+    st.lists(st.floats(-3, 3), min_size=6, max_size=6),
+)
+@settings(max_examples=50, deadline=None)
+def test_no_non_negative_coefficients_near_the_fit_are_better(rows: list[list[float]], values: list[float]) -> None:
+    columns, wanted = np.array(rows), np.array(values)
+    found = non_negative_fit(columns, wanted)
+    assert (found >= 0).all()
+    error = np.square(columns @ found - wanted).sum()
+    for place in range(3):
+        for change in (-0.01, 0.01):
+            other = found.copy()
+            other[place] = max(0.0, other[place] + change)
+            assert error <= np.square(columns @ other - wanted).sum() + 1e-6
+
+
+def test_outliers_do_not_move_the_fit() -> None:
+    lengths = np.repeat(np.arange(1.0, 21.0), 5)
+    values = 2.0 + 0.5 * lengths
+    values[::5] *= 30.0
+    values[1::5] /= 30.0
+    values[10:15] = 1e-5  # a whole group
+    columns = np.stack([np.ones(100), lengths], axis=1)
+    found, error = grouped_fit(columns, values + 1.0, lengths.tolist(), offset=1.0)
+    assert found == pytest.approx([2.0, 0.5], rel=0.01)
+    assert error < 0.01
+
+
+def test_too_few_samples_are_refused_with_their_number() -> None:
+    samples = Samples(prompts=[PromptSample(10, 0.1, None)] * 9)
+    with pytest.raises(TooFewSamples, match="9 prompts of 1 lengths"):
+        fit_costs(samples, KV_BYTES)
+    samples.prompts += [PromptSample(20, 0.1, None), PromptSample(30, 0.1, None)]
+    with pytest.raises(TooFewSamples, match="0 decode steps"):
+        fit_costs(samples, KV_BYTES)
+
+
+def register(role: str, **fields: object) -> dict[str, object]:
+    layout = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "page_size": 16, "dtype": "bfloat16"}
+    found = {"role": role, "layout": layout, "num_pages": 100, "max_running": 8, "context_length": 512, **fields}
+    return {"register": found}
+
+
+def test_the_size_of_a_service_is_read_from_its_nodes() -> None:
+    server = ServerInfo("m", 1_000, "baton", {})
+    size = service_size(server, {"workers": [register("prefill"), register("decode", num_pages=50)]})
+    assert size == ServiceSize("m", 512, 1, 1, 800, 2 * 4 * 16 * 2, 8, 1)
+    assert service_size(server, {}).pool_tokens == 0
+    with pytest.raises(ConfigError, match="/v1/workers has an unknown form"):
+        service_size(server, {"workers": [{"register": {"role": "decode"}}]})
+
+
+def test_the_designed_load_covers_lengths_up_to_half_of_the_context() -> None:
+    lengths = prompt_lengths(ServiceSize("m", 4_096))
+    assert (lengths[0], lengths[-1], len(lengths)) == (16, 2_048, 8)
+    rows = [row["input_length"] for row, _ in zip(designed_rows(lengths, 4), range(32), strict=False)]
+    assert rows[:8] == lengths
+    assert sorted(rows[8:16]) == lengths != rows[8:16]
+
+
+def test_the_command_calibrates_a_live_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / "profile.json"
+    with mock_server(tmp_path, "--ttft", "0.02", "--itl", "0.004") as server:
+        words = [f"--calibrate={server.url}", "--calibrate-seconds=2", f"--json={profile}", "--price-per-hour=2"]
+        assert main([*words, "--no-progress"]) == 0
+    assert "a decode step" in capsys.readouterr().out
+    found = Profile(**{name: value for name, value in json.loads(profile.read_text()).items() if name != "kind"})
+    assert min(found.samples.values()) >= 6
+    assert found.price_per_hour == 2.0
+    assert find_hardware(str(profile), None).node(1).costs.step_s == found.costs["step_s"]
+
+
+def test_a_service_with_several_nodes_of_a_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs one prefill and one decode node, and the service has 2 and 1"):
+        refuse_several(ServiceSize("m", 512, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--calibrate=http://127.0.0.1:1"], "--calibrate needs --json FILE"),
+        (["--calibrate=nowhere", "--json=x"], "--calibrate"),
+        (["--calibrate-seconds=5"], "--calibrate-seconds needs --calibrate"),
+        (
+            ["--calibrate=http://127.0.0.1:1", "--json=x", "--hardware=h200"],
+            "--hardware has no effect with --calibrate",
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(words: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse(SimulateConfig, words, command="simulate")

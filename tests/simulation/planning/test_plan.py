@@ -1,0 +1,193 @@
+"""``simulate --plan``: windows of a load, the plan of a small trace, its reports, and refused options."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from common.config.cli import parse
+from common.errors import ConfigError
+from scripts.load_tester.workload.plan import make_plan
+from scripts.simulator.config import SimulateConfig
+from scripts.simulator.costs import Costs
+from scripts.simulator.hardware.node_model import NodeModel
+from scripts.simulator.main import main
+from scripts.simulator.planning import estimate
+from scripts.simulator.planning.command import choices_of
+from scripts.simulator.planning.deployment import Deployment, Settings
+from scripts.simulator.planning.estimate import LoadSize, RequestSize
+from scripts.simulator.planning.evaluation import Evaluator, deployed, run_window
+from scripts.simulator.planning.search import Goal
+from scripts.simulator.planning.windows import scaled, windows_of
+
+
+def config(*words: str) -> SimulateConfig:
+    return parse(SimulateConfig, words, command="simulate")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """120 requests in a minute: 500 to 900 tokens in, 5 out."""
+    file = tmp_path / "trace.jsonl"
+    rows = [{"at": number * 0.5, "input_length": 500 + 100 * (number % 5), "output_length": 5} for number in range(120)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_windows_of_a_trace_are_spread_over_it(trace: Path) -> None:
+    windows = windows_of(config("--plan", f"--trace={trace}", "--slo-ttft=1"), num_windows=4, num_requests=80)
+    plans = [make_plan(window) for window in windows]
+    assert [plan.num_requests for plan in plans] == [20] * 4
+    assert [window.window[0] for window in windows] == pytest.approx([0.0, 16.5, 33.0, 50.0])
+    assert windows[0].warmup_s == pytest.approx(0.2 * 10)
+    assert not windows[0].plan
+    faster = make_plan(scaled(windows[1], 4.0))
+    assert faster.num_requests == 20
+    assert faster.seconds == pytest.approx((plans[1].seconds or 0.0) / 4)
+
+
+def test_a_short_trace_is_divided_into_windows(trace: Path) -> None:
+    windows = windows_of(config("--plan", f"--trace={trace}", "--slo-ttft=1"), num_windows=3, num_requests=9_000)
+    assert [make_plan(window).num_requests for window in windows] == [40, 40, 40]
+
+
+def test_a_rate_sets_the_pace_of_the_whole_trace(trace: Path) -> None:
+    windows = windows_of(
+        config("--plan", f"--trace={trace}", "--rate=20", "--slo-ttft=1"), num_windows=3, num_requests=60
+    )
+    assert [make_plan(window).seconds for window in windows] == pytest.approx([0.95] * 3)
+
+
+def test_a_drawn_load_has_a_window_for_each_seed() -> None:
+    windows = windows_of(config("--plan", "--rate=10", "--slo-ttft=1"), num_windows=3, num_requests=60)
+    assert [window.seed for window in windows] == [0, 1, 2]
+    plans = [make_plan(window) for window in windows]
+    assert [plan.num_requests for plan in plans] == [20] * 3
+    assert scaled(windows[0], 2.0).rate == "20.0"
+
+
+def test_estimates_follow_from_tokens_and_costs() -> None:
+    load = LoadSize((RequestSize(1_000, 500, 10),) * 20, 10.0)
+    node = NodeModel(Costs(0.01, 0.001, 0.001, 0.0), 256, 20_000, 1, 1.0)
+    assert estimate.prefill_s(load.requests[0], node.costs, 300) == pytest.approx(2 * 0.01 + 0.5)
+    assert estimate.share_within_ttft(load, node.costs, 300, 0.53) == 1.0
+    assert estimate.share_within_ttft(load, node.costs, 300, 0.52) == 0.0
+    assert estimate.prefill_nodes(load, node, 300, 1.0) == 2  # 10.4 s of work in 10 s, busy for 70 %
+    assert estimate.largest_batch(load, node, 0.03, 256) == 14  # 10 ms + 14 ms are 80 % of the objective
+    assert estimate.largest_batch(load, node, 0.03, 8) == 8
+    assert estimate.largest_batch(load, node, 1.0, 256) == 19  # as many contexts of 1,005 tokens as the pool holds
+    assert estimate.largest_batch(load, node, 0.013, 256) == 0
+
+
+COSTS = ["--step-cost=5ms", "--prompt-token-cost=0.2ms", "--row-cost=1ms", "--context-token-cost=0"]
+GOALS = ["--slo-ttft=400ms", "--slo-itl=60ms", "--plan-processes=1", "--plan-windows=3", "--plan-requests=60"]
+
+
+def test_a_hopeless_window_ends_early(trace: Path) -> None:
+    window = windows_of(config("--plan", f"--trace={trace}", *COSTS, *GOALS), num_windows=3, num_requests=120)[0]
+    fine = run_window(deployed(window, Deployment(1, 1)), 0.9)
+    assert (fine.num_expected, fine.num_judged, fine.num_good, fine.is_whole) == (32, 32, 32, True)
+    assert fine.num_output == 40 * 5
+    assert 0.1 < fine.ttft_p99_s < 0.4
+    flooded = run_window(deployed(scaled(window, 50.0), Deployment(1, 1)), 0.9)
+    assert flooded.num_good < flooded.num_judged
+    assert flooded.num_late > 0
+
+
+def test_a_deployment_is_simulated_once(trace: Path) -> None:
+    windows = windows_of(config("--plan", f"--trace={trace}", *COSTS, *GOALS), num_windows=3, num_requests=30)
+    seen: list[float] = []
+    with Evaluator(windows, Goal(), on_result=lambda deployment, factor, verdict: seen.append(factor)) as evaluate:
+        first = evaluate(Deployment(1, 1), 1.0)
+        assert evaluate(Deployment(1, 1), 1.0) is first
+        evaluate(Deployment(1, 1), 2.0)
+    assert seen == [1.0, 2.0]
+
+
+@pytest.mark.slow
+def test_processes_find_what_one_process_finds(trace: Path) -> None:
+    windows = windows_of(config("--plan", f"--trace={trace}", *COSTS, *GOALS), num_windows=3, num_requests=30)
+    with Evaluator(windows, Goal()) as alone, Evaluator(windows, Goal(), num_processes=2) as together:
+        assert alone(Deployment(1, 1), 3.0) == together(Deployment(1, 1), 3.0)
+
+
+def test_the_command_prints_a_plan_and_writes_it(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    fixed = ["--chunked-prefill-size=2048", "--max-running-requests=64", "--local-prefill=auto", "--price-per-hour=2"]
+    words = ["--plan", f"--trace={trace}", "--rate=12", *COSTS, *GOALS, "--plan-requests=24", *fixed]
+    assert main([*words, f"--json={written}", f"--html={page}"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for name in (
+        "objective",
+        "load",
+        "plan",
+        "holds",
+        "cost",
+        "instead",
+        "colocated",
+        "reserve",
+        "next node",
+        "run it",
+    ):
+        assert re.search(rf"^{name} ", shown, re.M), name
+    found = json.loads(written.read_text())
+    plan = found["plan"]
+    # 12 requests/s x 700 tokens x 0.2 ms are 1.7 nodes' work of prompts alone.
+    assert found["separate"]["prefill"] >= 2
+    assert found["colocated"]["decode"] >= 2
+    assert plan["devices"] == min(found["separate"]["devices"], found["colocated"]["devices"])
+    assert plan["verdict"]["share"] >= 0.9 and plan["verdict"]["confidence"] >= 0.8
+    assert plan["price_per_hour"] == 2.0 * plan["devices"]
+    tokens_per_hour = (found["load"]["input_tokens_per_s"] + found["load"]["output_tokens_per_s"]) * 3600
+    assert plan["price_per_million_tokens"] == pytest.approx(plan["price_per_hour"] / tokens_per_hour * 1e6)
+    assert [row["factor"] for row in found["loads"]] == [0.25, 0.5, 1.0, 2.0]
+    assert found["capacities"][0]["factor"] >= 1.0
+    text = page.read_text()
+    assert "Devices by load" in text and "Good requests by load" in text and "<script" not in text
+
+
+def test_nothing_holds_an_impossible_objective(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"--trace={trace}", *COSTS, "--plan-windows=3", "--plan-processes=1"]
+    assert main(["--plan", *words, "--slo-ttft=10ms"]) == 1
+    assert "prompts take longer than --slo-ttft even alone" in capsys.readouterr().out.replace("\n            ", " ")
+    assert main(["--plan", *words, "--slo-itl=5ms"]) == 1
+    assert "a decode step takes longer than --slo-itl" in capsys.readouterr().out.replace("\n            ", " ")
+
+
+def test_a_model_that_needs_several_devices_is_planned_with_as_many() -> None:
+    given = config("--plan", "--hardware=h200", "--model=llama-3.1-70b", "--slo-ttft=2s", "--rate=2")
+    assert choices_of(given).prefill_tps == (2, 4, 8)
+    window = windows_of(given, num_windows=3, num_requests=30)[0]
+    found = deployed(window, Deployment(1, 2, Settings(4, 8)))
+    assert [one.num_devices for one in found.node_models.values()] == [4, 8]
+    with pytest.raises(ConfigError, match="fits at no tensor parallelism up to 8"):
+        config("--plan", "--hardware=cpu", "--model=llama-3.1-70b", "--slo-ttft=2s")
+
+
+def test_flags_of_a_deployment_give_it() -> None:
+    colocated = Deployment(0, 3, Settings(1, 2, 512, 64, "always"))
+    base = config("--hardware=h100", "--model=llama-3.1-8b")
+    words = [word for flag in colocated.flags() for word in flag.split()]
+    assert config("--hardware=h100", "--model=llama-3.1-8b", *words) == deployed(base, colocated)
+    separate = Deployment(2, 3, Settings(4, 1, 2_048, 64, "auto"))
+    words = [word for flag in separate.flags() for word in flag.split()]
+    assert config("--hardware=h100", "--model=llama-3.1-8b", *words) == deployed(base, separate)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--plan"], "--plan needs objectives"),
+        (["--plan-windows=5"], "--plan-windows needs --plan"),
+        (["--html=x.html"], "--html needs --plan"),
+        (["--plan", "--slo-ttft=1", "--prefill=3"], "--prefill has no effect with --plan"),
+        (["--plan", "--slo-ttft=1", "--duration=9"], "--duration has no effect with --plan"),
+    ],
+)
+def test_options_without_effect_are_refused(words: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        config(*words)
