@@ -15,7 +15,7 @@ from common.config.cli import parse
 from scripts.load_tester.workload.plan import Plan, make_plan
 from scripts.load_tester.workload.planned_request import UNIQUE, PlannedRequest, segment_key
 from scripts.simulator.config import SimulateConfig
-from scripts.simulator.main import Simulation
+from scripts.simulator.simulation import Simulation
 
 SHORTEST = ("--num-requests=30", "--rates=6", "--nodes=1+1")
 AUTO = "--local-prefill=auto"
