@@ -56,6 +56,11 @@ class StepPlan:
         """Tokens whose KV the step computes."""
         return len(self.rows) + sum([len(row.tokens) - 1 for row in self.rows if row.tokens is not None])
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Those of them that are tokens of prompts."""
+        return sum([len(row.tokens) for row in self.rows if row.tokens is not None])
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

@@ -20,11 +20,14 @@ GROUP = re.compile(r"([0-9a-f]{8,64}):([0-9]{1,3})/([0-9]{1,3})")
 class Routing:
     local_prefill: LocalPrefill = option(
         "never",
-        "Whether decode nodes compute prompts themselves: never, auto (short prompts only) or always (without prefill"
-        " nodes).",
+        "Whether decode nodes compute prompts themselves: never, auto (where that delays requests less, by what the "
+        "nodes measure) or always (without prefill nodes).",
     )
-    local_prefill_threshold: int = option(
-        64, "With --local-prefill auto: a decode node computes prompts with fewer uncached tokens than this.", minimum=1
+    local_prefill_threshold: int | None = option(
+        None,
+        "With --local-prefill auto: a decode node computes prompts with fewer uncached tokens than this, whatever it "
+        "costs; by default the cost decides.",
+        minimum=1,
     )
     max_queued_requests: int | None = option(
         None, "Requests that may wait at a node, and at the gateway for each model; further ones get 429.", minimum=0

@@ -223,7 +223,8 @@ class EngineThread:
         except BaseException as error:  # likewise
             result = error
         began_at, self._ended_at = max(step.launched_at, self._ended_at), time.monotonic()
-        self.steps.add(self._ended_at - began_at, len(step.plan.rows), step.plan.num_tokens)
+        plan, seconds = step.plan, self._ended_at - began_at
+        self.steps.add(seconds, len(plan.rows), plan.num_tokens, num_prompt_tokens=plan.num_prompt_tokens)
         self._results.put(result)
         self._notify()
 

@@ -526,7 +526,9 @@ class EventLoop:
             "busy_seconds": self._engine.steps.seconds.sum,
         }
         gauges = {"orphans": float(self._owners.num_orphans)}
-        return heartbeat_of(self._role, counters=counters, gauges=gauges, sent_at=self._clock.now())
+        return heartbeat_of(
+            self._role, self._engine.steps.times, counters=counters, gauges=gauges, sent_at=self._clock.now()
+        )
 
     def _mailboxes(self) -> list[Mailbox]:
         return [*(link.mailbox for link in self._links), *self._sources.mailboxes(), self._listen]

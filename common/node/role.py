@@ -18,11 +18,22 @@ from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish
 from common.node.gateways.outbox import Outbox
 from common.node.monitoring.request_stats import RequestStats
+from common.node.monitoring.step_times import StepTimes
 from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.scheduling.policies.base import Policy
 from common.step_plan import StepPlan, StepResult
-from common.wire.messages import Decisions, Generate, GetDecisions, Heartbeat, Message, PairState, Resume, Tokens
+from common.wire.messages import (
+    Decisions,
+    Generate,
+    GetDecisions,
+    Heartbeat,
+    Message,
+    NodeCosts,
+    PairState,
+    Resume,
+    Tokens,
+)
 
 #: The gateway ends a request at its deadline. A node that has heard nothing by then ends it so much later.
 DEADLINE_GRACE_S = 5.0
@@ -244,22 +255,32 @@ class Role(Protocol):
 
 
 def heartbeat_of(
-    role: Role, *, counters: Mapping[str, float], gauges: Mapping[str, float] | None = None, sent_at: float = 0.0
+    role: Role,
+    times: StepTimes,
+    *,
+    counters: Mapping[str, float],
+    gauges: Mapping[str, float] | None = None,
+    sent_at: float = 0.0,
 ) -> Heartbeat:
     """The heartbeat of a node.
 
     Args:
+        times: of its engine's steps.
         counters, gauges: of the node, beside those of its role.
         sent_at: by the node's clock; 0: unknown.
     """
     load = role.load()
+    totals = role.counters()
+    write_s = sum(seconds for name, seconds in totals.items() if name.startswith("transfer_seconds_by_"))
+    rate = totals.get("bytes_sent", 0.0) / write_s if write_s > 0 else 0.0
     return Heartbeat(
         num_waiting=load.num_waiting,
         num_running=load.num_running,
         num_free_pages=load.num_free_pages,
         num_cached_pages=load.num_cached_pages,
         num_quarantined_pages=load.num_quarantined_pages,
-        counters={**role.counters(), **counters},
+        counters={**totals, **counters},
         gauges={**role.gauges(), **(gauges or {})},
         sent_at=sent_at,
+        costs=NodeCosts(times.step_s, times.prompt_token_s, rate),
     )

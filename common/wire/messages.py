@@ -137,6 +137,14 @@ class Ping(Message, frozen=True, tag="ping"):
     """Any process -> any process: probes whether the connection is open. Needs no answer."""
 
 
+class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What work takes on a node at present, as measured there; 0: not measured yet."""
+
+    step_s: Seconds = 0.0  # a step that computes no prompt
+    prompt_token_s: Seconds = 0.0  # what a prompt token adds to a step
+    transfer_bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0  # pages to decode nodes, while any are under way
+
+
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """node -> gateway, every ``heartbeat_s`` seconds: the state of the node."""
 
@@ -151,6 +159,7 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     gateway_sent_at: Seconds = 0.0  # ``sent_at`` of the last ``Registered`` or ``HeartbeatAck``; 0: none since the last
     received_at: Seconds = 0.0  # when the node received that, by its own clock
     share: Count | None = None  # requests that this gateway may have here at once; None: as many as the node takes
+    costs: NodeCosts = NodeCosts()
 
 
 class HeartbeatAck(Message, frozen=True, tag="heartbeat_ack"):

@@ -287,9 +287,9 @@ class Dispatcher:
         """Chooses the pair of a request, which is sent next; False if no page pool is large enough."""
         stream, pool, request = flight.stream, flight.pool, flight.stream.request
         if flight.recovery is None and not stream.ids:
-            pair = self._choose(pool, request, flight.siblings.get(request.prompt_number))
+            pair = self._choose(pool, request, flight.siblings.get(request.prompt_number), now)
         else:
-            pair = choose_next_pair(pool, stream, flight.recovery)
+            pair = choose_next_pair(pool, stream, flight.recovery, now)
         if pair is None:
             return False
         if flight.recovery is not None:
@@ -316,7 +316,9 @@ class Dispatcher:
                 self._tell_paused(flight)
 
     @staticmethod
-    def _choose(pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None) -> WorkerPair | None:
+    def _choose(
+        pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None, now: float
+    ) -> WorkerPair | None:
         """The pair of another sample of the same prompt if there is one, or the best pair."""
         prefills, decodes = pool.registry.prefills, pool.registry.decodes
         num_new, num_expected = request.sampling.max_new_tokens, request.expected_output
@@ -325,8 +327,9 @@ class Dispatcher:
             if pair is not None:
                 return pair
         return pool.router.choose(
-            prefills, decodes, request.prompt, num_new=num_new, num_expected=num_expected, salt=request.salt
-        )
+            prefills, decodes, request.prompt,
+            num_new=num_new, num_expected=num_expected, salt=request.salt, now=now,
+        )  # fmt: skip
 
     # ---- changes ----------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,8 @@ class Worker:
         failed_peers: these, and those with which transfers have failed lately.
         peer: how other nodes reach it.
         clock: how far its clock is ahead of the gateway's.
+        step_s, prompt_token_s, send_token_s: what a step without prompts takes, what a prompt token adds to a step, and
+            what sending the pages of a token takes, as last measured there; 0: unknown.
         is_draining: it gets no new requests, since it stops, changes its role or cannot be reached.
         max_running: requests that it runs at once for this gateway.
         is_reserved: it serves a request that may have killed other nodes, and gets no new ones meanwhile.
@@ -58,6 +60,9 @@ class Worker:
     is_reserved: bool = False
     is_empty: bool = False
     clock: ClockOffset = field(default_factory=ClockOffset)
+    step_s: float = 0.0
+    prompt_token_s: float = 0.0
+    send_token_s: float = 0.0
     name: str = field(init=False)
     peer: Peer = field(init=False)
     capacity_tokens: int = field(init=False)
@@ -71,6 +76,13 @@ class Worker:
         register = self.register
         self.peer = Peer(self.name, self.incarnation, register.address, register.public_key, register.num_ranks)
         self.revision = sys.intern(f"{self.register.digest}/{self.register.weight_version}")
+
+    def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
+        self.heartbeat, self.seen_at = heartbeat, now
+        costs = heartbeat.costs
+        self.step_s, self.prompt_token_s = costs.step_s, costs.prompt_token_s
+        if costs.transfer_bytes_per_s:
+            self.send_token_s = self.register.layout.layout().bytes_per_token / costs.transfer_bytes_per_s
 
 
 class SamplingDefaults(NamedTuple):
@@ -167,7 +179,9 @@ class Registry:
                 del starts[next(iter(starts))]
         worker = Worker(incarnation, register, starts[incarnation], now)
         if known is not None:
-            worker = replace(worker, heartbeat=known.heartbeat, clock=known.clock)
+            worker = replace(worker, clock=known.clock)
+            if known.heartbeat is not None:
+                worker.on_heartbeat(known.heartbeat, now)
         self.workers[incarnation] = worker
         self._changed()
         if self.limits is not None:
@@ -207,7 +221,7 @@ class Registry:
         node.max_running = node.register.max_running if heartbeat.share is None else heartbeat.share
         if node.max_running != before:
             self._changed()
-        node.heartbeat, node.seen_at = heartbeat, now
+        node.on_heartbeat(heartbeat, now)
         if heartbeat.gateway_sent_at:
             node.clock.sent_by_gateway(heartbeat.gateway_sent_at, heartbeat.received_at, now)
         if heartbeat.sent_at:

@@ -32,6 +32,7 @@ DURATIONS = {
     "overload": ("3 min", "20 s"),
     "pictures": ("4 min", "20 s"),
     "quantization": ("4 min", "15 s"),
+    "placement": ("5 min", "15 s"),
     "scheduler": ("60 s", "5 s"),
     "simulate": ("5 min", "5 s"),
     "start": ("60 s", "15 s"),

@@ -48,6 +48,8 @@ class Cluster:
             self.start("decode")
         if pool.auto_roles is not None:
             self._decide_roles(pool.auto_roles)
+        elif pool.router.uses_costs:
+            self._beat()
 
     def start(self, role: Role, previous: Node | None = None) -> Node:
         """Add a node; ``previous`` is the same node in its last role."""
@@ -93,6 +95,13 @@ class Cluster:
     def _be_gone(self, node: Node, then: Callable[[], None]) -> None:
         self.gateway.lose(node.incarnation, is_empty=True)
         then()
+
+    def _beat(self) -> None:
+        """Pass the heartbeats of all nodes to the gateway, once a second."""
+        self.events.background_after(TICK_S, self._beat)
+        registry, now = self.gateway.pool.registry, self.events.now()
+        for incarnation in list(registry.workers):
+            registry.on_heartbeat(incarnation, self.nodes[incarnation].heartbeat(), now)
 
     def _decide_roles(self, auto_roles: AutoRoles) -> None:
         """Do once a second what ``gateway.workers.role_changes.RoleChanges`` does."""

@@ -15,6 +15,7 @@ from common.config.node import NodeConfig
 from common.config.shared import Role
 from common.node.event_loop import LONGEST_WAIT_S
 from common.node.loading.memory_plan import Capacity
+from common.node.monitoring.step_times import StepTimes
 from common.node.role import heartbeat_of
 from common.node.worker_context import WorkerContext, make_cache
 from common.scheduling.grammar_queue import CompileGrammar
@@ -110,6 +111,7 @@ class Node:
         self.is_hanging = False
         self.is_busy = False
         self.busy_s = 0.0
+        self.step_times = StepTimes()
         self.work: Counter[str] = Counter()
         self.used_page_s = 0.0  # integral of the pages in use over time
         self._settings = settings
@@ -264,7 +266,7 @@ class Node:
 
     def heartbeat(self) -> Heartbeat:
         self.catch_up()
-        return heartbeat_of(self.role, counters={"busy_seconds": self.busy_s})
+        return heartbeat_of(self.role, self.step_times, counters={"busy_seconds": self.busy_s})
 
     def turn(self) -> None:
         """Do everything that can be done now."""
@@ -305,6 +307,7 @@ class Node:
         counts["rows"] += work.num_rows
         counts["prompt_tokens"] += work.num_prompt
         self.busy_s += seconds
+        self.step_times.add(seconds, work.num_prompt)
         self._note_pages()
         self._outstanding, self._step_end = plan, self._events.now() + seconds
         self._patience.step_begun()
@@ -333,7 +336,7 @@ class Node:
             found.rows,
             [tokens[request.slot] for request in found.rows],
             schedule,
-            num_used_pages=self._num_used_pages,
+            num_used_pages=self._num_used_pages - self.allocator.num_lingering,
             sender=self.incarnation,
             catch_up=self.catch_up,
         )
@@ -371,6 +374,7 @@ class Node:
         self.work["rows"] += count * len(steps.rows)
         for seconds in steps.schedule.durations[:count]:
             self.busy_s += seconds
+            self.step_times.add(seconds, 0)
         used, since = self._used
         num_grown = 0
         for number, now in enumerate(instants, 1):

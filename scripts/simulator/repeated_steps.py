@@ -57,7 +57,7 @@ class RepeatedSteps:
         rows: the requests of the outstanding step.
         tokens: the next tokens of each, the one that the outstanding step samples first.
         schedule: when the repetitions happen.
-        num_used_pages: pages in use before.
+        num_used_pages: pages in use when the outstanding step has ended.
         sender: the node.
         catch_up: applies the repetitions so far.
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.cache.page_allocator import Owner
@@ -68,6 +68,19 @@ def test_a_lone_output_takes_a_few_steps_by_themselves(monkeypatch: pytest.Monke
     assert num_run == 3  # the prompt, the row that joins, and the last one; the steps between are alike
 
 
+#: Pages of aborted requests lingered behind a step that was repeated.
+LINGERING = (
+    "--decode=3 --num-requests=48 --seed=8000 --schedule-policy=hrrn --page-size=4 --max-total-tokens=2048"
+    " --max-running-requests=4 --input-len=lognormal:60:1:max=240 --output-len=uniform:1:200 --chunked-prefill-size=32"
+    " --context-token-cost=20us --arrival=burst --rate=40 --burst-size=8 --num-reserved-decode-tokens=8"
+    " --max-queued-requests=5 --tenants=3"
+)
+URGENT = (
+    "--enable-priority-scheduling --mix=a:share=1,priority=5,output=uniform:1:90;b:share=2,priority=1,tenant=T;"
+    "c:share=1,priority=9,deadline=700ms"
+)
+
+
 @st.composite
 def options(draw: st.DrawFn) -> list[str]:
     """Options of small services, most of which lack something: pages, rows, or time."""
@@ -79,42 +92,35 @@ def options(draw: st.DrawFn) -> list[str]:
     words = [
         f"--prefill={0 if local == 'always' else draw(st.integers(1, 2))}",
         f"--decode={draw(st.integers(1, 3))}",
-        f"--num-requests={draw(st.integers(1, 25))}",
-        f"--seed={draw(st.integers(0, 999))}",
+        f"--num-requests={some('20', '40', '10')}",
+        f"--seed={draw(st.integers(0, 9999))}",
         f"--schedule-policy={draw(st.sampled_from(POLICIES))}",
-        f"--page-size={some('1', '4', '16')}",
-        f"--max-total-tokens={some('256', '1024', '4096', '40000')}",
-        f"--max-running-requests={some('1', '2', '4', '64')}",
+        f"--page-size={some('4', '1', '16')}",
+        f"--max-total-tokens={some('1024', '512', '2048', '40000')}",
+        f"--max-running-requests={some('4', '8', '2', '64')}",
         f"--local-prefill={local}",
-        f"--input-len={some('16', '30', 'uniform:1:200', 'lognormal:60:1:max=240')}",
-        f"--output-len={some('1', '20', '40', 'uniform:1:120', 'lognormal:40:1:max=200')}",
+        f"--input-len={some('30', 'uniform:1:200', 'lognormal:60:1:max=240')}",
+        f"--output-len={some('40', 'uniform:1:200', 'lognormal:80:1:max=250')}",
         f"--chunked-prefill-size={some('32', '2048')}",
         f"--message-cost={some('100us', '0s', '5ms', '13ms')}",
         f"--context-token-cost={some('0.04us', '0s', '20us')}",
-        f"--request-timeout={some('600', '600', '2', '0.3')}",
+        f"--request-timeout={some('600', '600', '2', '0.8')}",
         some(
-            *("--rate=2", "--rate=20", "--rate=200", "--concurrency=1", "--concurrency=6"),
-            *("--arrival=constant --rate=10", "--arrival=burst --rate=40 --burst-size=6"),
+            *("--rate=20", "--rate=60", "--rate=5", "--concurrency=6", "--concurrency=20"),
+            *("--arrival=constant --rate=10", "--arrival=burst --rate=40 --burst-size=8"),
         ),
         some("", "", "--max-new-tokens=60", "--max-new-tokens=400"),
         some("", "", "--turns=3 --think=50ms", "--prefix-len=64 --prefix-groups=2"),
-        some(
-            "", "", "--schedule-conservativeness=0", "--num-reserved-decode-tokens=8", "--resume-prefill-threshold=16"
-        ),
+        some("--schedule-conservativeness=0", "", "--num-reserved-decode-tokens=8", "--resume-prefill-threshold=16"),
         some("", "", "--disable-radix-cache", "--radix-eviction-policy=lfu", "--radix-eviction-policy=fifo"),
-        some("", "", "--enable-mixed-chunk", "--stream-interval=3", "--max-queued-requests=3"),
+        some("", "", "--enable-mixed-chunk", "--stream-interval=3", "--max-queued-requests=5"),
         some("", "", "--tenants=3", "--local-prefill-threshold=200", "--max-skip-ahead=0", "--refuse-hopeless"),
     ]
-    is_urgent = draw(st.booleans())
-    if is_urgent:
+    if draw(st.booleans()):
         words += [
-            "--enable-priority-scheduling",
-            "--mix=a:share=1,priority=5,output=uniform:1:60;b:share=2,priority=1;c:share=1,priority=9,deadline=400ms",
-            some(
-                "",
-                "--priority-scheduling-preemption-threshold=0 --preemption-cooldown=0",
-                "--retraction-policy=priority",
-            ),
+            URGENT,
+            some("", "--priority-scheduling-preemption-threshold=0 --preemption-cooldown=0"),
+            some("", "--retraction-policy=priority"),
             some(
                 "",
                 "--priority-aging-per-second=2 --default-priority-value=1",
@@ -122,18 +128,19 @@ def options(draw: st.DrawFn) -> list[str]:
             ),
         ]
     else:
-        words.append(some("", "--mix=a:share=1,deadline=300ms;b:share=2,tenant=T,output=90"))
+        words.append(some("", "--mix=a:share=1,deadline=500ms;b:share=2,tenant=T,output=120"))
     return [one for word in words for one in word.split()]
 
 
 @settings(max_examples=12, derandomize=True)
 @given(words=options())
+@example(words=LINGERING.split())
 def test_steps_taken_together_give_the_same_results(words: list[str]) -> None:
     assert_alike(words)
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(words=options())
 def test_steps_taken_together_give_the_same_results_in_many_services(words: list[str]) -> None:
     assert_alike(words)

@@ -252,11 +252,11 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
     }
 }
 
-/* Neighbouring KV heads that a thread computes together: as many as fit, if each thread then has two units. */
+/* Neighbouring KV heads that a thread computes together: as many as fit, if that leaves work for every thread. */
 INLINE long heads_at_once(const Paged *kv, const Piece *piece, long num_pieces) {
     const long fitting = MAX_QUERIES / (piece->num_queries * kv->heads / kv->kv_heads), threads = omp_get_max_threads();
-    const long balanced = threads > 1 ? (num_pieces * kv->kv_heads + 2 * threads - 1) / (2 * threads) : kv->kv_heads;
-    return fitting < balanced ? fitting : balanced;
+    const long fair = (num_pieces * kv->kv_heads + threads - 1) / threads;
+    return fitting < fair ? fitting : fair;
 }
 
 INLINE void attend_all(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride, char *out,

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from common.finish_reason import Finish
 from common.metrics.distribution import Distribution
+from common.node.monitoring.step_times import StepTimes
 from common.request import Request
 
 FIRST_TOKEN_S = (
@@ -122,14 +123,17 @@ class StepStats:
     Attributes:
         seconds: in the executor.
         rows, tokens: rows of a step, and tokens whose KV it computed.
+        times: of the latest steps.
     """
 
     def __init__(self) -> None:
         self.seconds = Distribution(STEP_S)
         self.rows = Distribution(STEP_ROWS)
         self.tokens = Distribution(STEP_TOKENS)
+        self.times = StepTimes()
 
-    def add(self, seconds: float, num_rows: int, num_tokens: int) -> None:
+    def add(self, seconds: float, num_rows: int, num_tokens: int, *, num_prompt_tokens: int) -> None:
         self.seconds.add(seconds)
         self.rows.add(num_rows)
         self.tokens.add(num_tokens)
+        self.times.add(seconds, num_prompt_tokens)

@@ -148,7 +148,9 @@ def end_by_loss(
     )
 
 
-def choose_next_pair(pool: WorkerPool, stream: OutputStream, recovery: Recovery | None) -> WorkerPair | None:
+def choose_next_pair(
+    pool: WorkerPool, stream: OutputStream, recovery: Recovery | None, now: float
+) -> WorkerPair | None:
     """The pair for a further attempt: with the decode node that has pages of it, or avoiding what ended the last one,
     or any, or a decode node alone if no prefill node can hold the output too.
 
@@ -177,7 +179,7 @@ def choose_next_pair(pool: WorkerPool, stream: OutputStream, recovery: Recovery 
     for able_prefills, able_decodes, is_local in choices:
         pair = pool.router.choose(
             able_prefills, able_decodes, tokens, num_new=num_new,
-            num_expected=max(request.expected_output - len(output), 0), salt=request.salt, is_local=is_local,
+            num_expected=max(request.expected_output - len(output), 0), salt=request.salt, is_local=is_local, now=now,
         )  # fmt: skip
         if pair is not None:
             return pair

@@ -116,5 +116,6 @@ class Moves:
         """The request has ended, or begins another attempt. False: it was not moving."""
         move = self._pending.pop(flight.stream.request.rid, None)
         if move is not None and not move.is_lost:
+            flight.pool.router.prefill_done(move.pair)
             flight.pool.router.decode_done(move.pair)
         return move is not None

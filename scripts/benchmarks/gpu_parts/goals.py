@@ -60,17 +60,14 @@ def _prefills(figures: Figures) -> Ratios:
 
 
 def _overlapped_steps(figures: Figures) -> Ratios:
-    """The device alone is measured by steps that are all launched in advance."""
+    """The device alone is measured by steps that are all launched in advance, with the shortest context as these."""
     for name, whole_us in figures.items():
         shape, _, rest = name.partition(", with graphs, ")
         batch, _, unit = rest.partition(", ")
         step = f"{shape}, decode {batch} of "
         alone = [value for other, value in figures.items() if other.startswith(step) and other.endswith(", ms")]
         if unit == "us with overlap" and alone:
-            yield (
-                f"{shape}, {batch}",
-                min(alone) * 1e3 / whole_us,
-            )  # the shortest context is that of the steps with overlap
+            yield f"{shape}, {batch}", min(alone) * 1e3 / whole_us
 
 
 def _attention(figures: Figures, kind: str) -> Ratios:

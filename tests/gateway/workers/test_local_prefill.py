@@ -121,7 +121,7 @@ async def test_auto_computes_short_prompts_on_the_decode_node(folder):
 
 
 async def test_with_auto_local_requests_survive_the_loss_of_the_prefill_node(folder):
-    async with running(folder, local_prefill="auto") as stack:
+    async with running(folder, local_prefill="auto", local_prefill_threshold=64) as stack:
         prefill, decode = await stack.pair()
         decode.on_generate = silent
         call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2}))
@@ -135,7 +135,7 @@ async def test_with_auto_local_requests_survive_the_loss_of_the_prefill_node(fol
 
 
 async def test_tokens_from_a_node_outside_the_pair_are_refused(folder):
-    async with running(folder, local_prefill="auto") as stack:
+    async with running(folder, local_prefill="auto", local_prefill_threshold=64) as stack:
         prefill, decode = await stack.pair()
         decode.on_generate = silent
         call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2}))

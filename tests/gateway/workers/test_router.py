@@ -1,24 +1,10 @@
 """The choice of a pair by load, prefix affinity and pool size; and counts that return to zero."""
 
-from dataclasses import dataclass
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.gateway.candidates import D1, D2, P1, P2, Candidate
 
 from gateway.workers.router import Router
-
-
-@dataclass(frozen=True)
-class Candidate:
-    incarnation: str
-    capacity_tokens: int
-    max_running: int = 100
-    failed_peers: frozenset[str] = frozenset()
-    revision: str = "w1"
-
-
-P1, P2 = Candidate("p1", 10_000), Candidate("p2", 10_000)
-D1, D2 = Candidate("d1", 10_000), Candidate("d2", 10_000)
 
 
 def router():
@@ -152,7 +138,7 @@ def test_after_all_requests_no_load_is_left(requests):
 def test_always_local_uses_no_prefill_node():
     chosen = Router(piece_tokens=4, local_prefill="always")
     pair = chosen.choose([], [D1], [1, 2, 3], num_new=5)
-    assert (pair.prefill, pair.decode, pair.num_compute, pair.num_hold) == (None, "d1", 0, 8)
+    assert (pair.prefill, pair.decode, pair.num_compute, pair.num_hold) == (None, "d1", 3, 8)
     assert pair.nodes == ("d1",)
     assert chosen.choose([P1], [D1], [1, 2, 3], num_new=5).prefill is None
     assert (chosen.load("p1"), chosen.load("d1")) == (0, 16)

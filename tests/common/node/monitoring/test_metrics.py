@@ -100,7 +100,7 @@ def test_a_distribution_is_shown_under_all_of_its_names():
     stats.first_token(one, 4.0)
     stats.sampled([one], 4.25)
     stats.finished(one, "length", 4.25)
-    steps.add(0.004, 3, 20)
+    steps.add(0.004, 3, 20, num_prompt_tokens=18)
     found = samples(snapshot(), stats=stats, steps=steps)
     for labels, names, total in (
         (VLLM, ("vllm:time_to_first_token_seconds",), 3.0),

@@ -104,8 +104,8 @@ def test_aborts_and_errors_are_counted_without_latencies():
 
 def test_a_step_counts_its_seconds_rows_and_tokens():
     steps = StepStats()
-    steps.add(0.003, 5, 260)
-    steps.add(0.3, 1, 1)
+    steps.add(0.003, 5, 260, num_prompt_tokens=256)
+    steps.add(0.3, 1, 1, num_prompt_tokens=0)
     assert observed(steps.seconds) == (2, 0.303)
     assert observed(steps.rows) == (2, 6.0)
     assert observed(steps.tokens) == (2, 261.0)
