@@ -46,7 +46,7 @@ class Settings:
         if self.is_mixed:
             parts.append("prompts and outputs in the same steps")
         elif self.local_prefill == "auto":
-            parts.append("short prompts on the decode nodes")
+            parts.append("some prompts on the decode nodes")
         return ", ".join(parts)
 
 
