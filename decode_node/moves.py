@@ -41,6 +41,11 @@ class OutgoingMoves:
         self._until: dict[RequestKey, float] = {}  # when each transfer must have been asked for
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a request has ever moved, or another node has asked for pages."""
+        return self._sender is not None or bool(self._orders)
+
     # ---- what the gateway and the role say --------------------------------------------------------------------------
 
     def order(self, message: Move) -> bool:

@@ -6,6 +6,7 @@ answers, its pair has a problem. A node that is no longer named is let go after 
 that has just started names the nodes one after another, as they register.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -100,6 +101,18 @@ class PrefillPeers:
         since = now - UNNAMED_S
         others = [(key, one) for key, one in self._peers.items() if key not in self._named]
         return [key for key, one in others if one.is_dialled and one.named_until <= since]
+
+    @property
+    def due_at(self) -> float:
+        """Before this instant, none is overdue, to be dialled, or unnamed for long."""
+        named = self._named
+        instants = [
+            one.dial_at if not one.is_dialled else math.inf if one.answer_by is None else one.answer_by
+            for one in self._peers.values()
+        ]
+        if named is not None:
+            instants += [one.named_until + UNNAMED_S for key, one in self._peers.items() if key not in named]
+        return min(instants, default=math.inf)
 
     def problems(self, transport: str) -> list[PairState]:
         """The nodes that were lost and have not answered since, as pairs of this transport that cannot transfer."""

@@ -130,6 +130,11 @@ class RequestTable:
         return [r for key in self.held if (r := self.paused.get(key) or self.ready.get(key)) is not None]
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no request waits for a grammar or for pages, is held, is computed here, or moves."""
+        return not (self.compiling or self.waiting or self.retracted or self.extending or self.held or self.moving)
+
+    @property
     def has_holders(self) -> bool:
         """Whether any request holds pages."""
         return bool(self.running or self.paused or self.ready or self.receiving or self.extending or self.moving)

@@ -5,7 +5,7 @@ pages of a broken transfer are safe again. Tokens and errors go straight to the 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from common.cache.page_allocator import Owner
@@ -47,6 +47,7 @@ from common.wire.messages import (
 )
 from decode_node.moves import OutgoingMoves
 from decode_node.prefill_peers import PrefillPeers
+from decode_node.repeated_steps import Repeatable, Repeated
 from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled, SamplingFailed, Stopped
 from decode_node.token_output import TokenOutput
 from kv_transfer.events import Completed, Event, Finished, PairLost
@@ -189,6 +190,38 @@ class DecodeRole:
         more = self._moves.pump(now)
         self._settle(now)
         return more
+
+    # ---- steps that are alike ---------------------------------------------------------------------------------------
+
+    def repeatable(self, tokens_of: Callable[[Request], Sequence[int]]) -> Repeatable | None:
+        """As ``DecodeScheduler.repeatable``, for steps of which each sends a token of every row and nothing else."""
+        if not self._output.sends_each_token or self._moves.is_open:
+            return None
+        found = self._scheduler.repeatable(tokens_of)
+        return found if found and all(request.stages.decoding_from for request in found.rows) else None
+
+    def leaves_steps_alone(self, message: Message) -> bool:
+        """Whether a message of a prefill node certainly changes nothing that a step depends on."""
+        return not self._receiver.may_end(message)
+
+    @property
+    def due_at(self) -> float:
+        """Before this instant, ``tick`` does nothing unless a transport has news or another event comes first."""
+        return min(self._scheduler.next_deadline_at, self._peers.due_at, self._receiver.due_at)
+
+    def repeat(self, rows: Sequence[Request], tokens: Sequence[Sequence[int]], instants: Sequence[float]) -> Repeated:
+        """Commit and plan the outstanding step at each of these instants; the caller sends the tokens.
+
+        Args:
+            rows: its requests, as ``repeatable`` has returned them.
+            tokens: of each row, one for each instant.
+        """
+        self._totals["steps"] += len(instants)
+        self._totals["output_tokens"] += len(instants) * len(rows)
+        self.stats.sampled_in_steps(rows, instants)
+        return self._scheduler.repeat(tokens)
+
+    # ---- the end of the process -------------------------------------------------------------------------------------
 
     def stop(self, message: str, now: float) -> None:
         for request in list(self._scheduler.requests.values()):

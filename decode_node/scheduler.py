@@ -36,6 +36,7 @@ from decode_node.prealloc_queue import DecodeLimits as DecodeLimits
 from decode_node.prealloc_queue import PageGrant as PageGrant
 from decode_node.prealloc_queue import PreallocQueue
 from decode_node.preemption import Preemptor
+from decode_node.repeated_steps import Repeatable, Repeated, growth_instants, most_with_pages, num_before_end
 from decode_node.request_state import TABLE, Event, State
 from decode_node.request_table import RequestTable
 
@@ -248,6 +249,11 @@ class DecodeScheduler:
         """The effects since the last call, in order."""
         effects, self._effects = self._effects, []
         return effects
+
+    @property
+    def next_deadline_at(self) -> float:
+        """No deadline of a request is earlier."""
+        return self._deadlines.next_at
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed; each is returned once."""
@@ -597,6 +603,70 @@ class DecodeScheduler:
     def _finish(self, request: Request, token: int) -> Finish:
         """Why the output ends with its last token; empty if it goes on."""
         return finish_reason(request.sampling, self._eos, token=token, num_output=len(request.output))
+
+    # ---- steps that are alike ---------------------------------------------------------------------------------------
+
+    def repeatable(self, tokens_of: Callable[[Request], Sequence[int]]) -> Repeatable | None:
+        """How often the step planned last can be committed and planned again, if the node hears nothing meanwhile,
+        with no change but one more token in each row; see ``repeat``. None: not once.
+
+        Args:
+            tokens_of: the next tokens of a request, as far as they are known.
+        """
+        if len(self._steps) != 1 or self._joining or self._stopping or self._effects or self._queue.short:
+            return None
+        (step,) = self._steps
+        rows, table = step.rows, self._table
+        if not rows or step.chunks or len(rows) != len(table.running) or self.policy.choice or not table.is_settled:
+            return None
+        if (table.ready or table.paused) and (table.has_slot or self._ordering.rules.is_enabled):
+            return None
+        count = min([num_before_end(request, tokens_of(request), self._eos) for request in rows])
+        count = min(count, self._capacity - max([request.num_tokens for request in rows]))
+        num_pages = self._allocator.num_free + self._cache.num_evictable_pages
+        count = most_with_pages(rows, count, self._cache.page_size, num_pages) if count > 0 else 0
+        return Repeatable(rows, count) if count > 0 else None
+
+    def repeat(self, tokens: Sequence[Sequence[int]]) -> Repeated:
+        """Commit and plan the outstanding step as often as there are tokens, at most as ``repeatable`` says.
+
+        Args:
+            tokens: of each row, as many as there are repetitions.
+        """
+        (step,) = self._steps
+        rows, count = step.rows, len(tokens[0])
+        self._steps.end()
+        if self._ordering.is_charging:
+            for number in range(count):
+                for request, new in zip(rows, tokens, strict=True):
+                    request.output.append(new[number])
+                self._ordering.decoded(rows)
+        else:
+            for request, new in zip(rows, tokens, strict=True):
+                request.output += new
+        grown: list[tuple[int, int]] = []
+        for place, request in enumerate(rows):
+            grown += [(number, place) for number in growth_instants(request, count, self._cache.page_size)]
+        deltas: list[PageDelta] = []
+        for _, place in sorted(grown):
+            request, pages = rows[place], self._allocate_page(0)
+            assert pages, "fewer pages than were counted"
+            deltas.append(PageDelta(request.slot, len(request.pages), tuple(pages)))
+            request.pages += pages
+            request.own += pages
+        for request in rows:
+            request.num_computed += count
+            request.num_scheduled += count
+        self._ratio.decoded(count)
+        self._totals["budget_rows"] += count * self._limits.max_running
+        self._totals["budget_rows_used"] += count * len(rows)
+        plan = StepPlan(
+            step=self._steps.begin_again(step, count),
+            admits=(),
+            pages=tuple(deltas),
+            rows=tuple([Row(request.slot, request.num_scheduled - 1, None, True) for request in rows]),
+        )
+        return Repeated(plan, [number for number, _ in sorted(grown)])
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 

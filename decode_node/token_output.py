@@ -36,6 +36,10 @@ class TokenOutput:
         self._unsent: dict[RequestKey, list[Sampled]] = {}  # tokens that wait to fill a message
         self._arrivals: dict[RequestKey, Arrival] = {}  # of requests without a token of their own yet
 
+    @property
+    def sends_each_token(self) -> bool:
+        return self._stream_interval == 1
+
     def received(self, key: RequestKey, event: Completed, now: float) -> None:
         """Remember when a prompt arrived, for the spans that go with the request's next token."""
         self._arrivals[key] = Arrival(len(event.pages), event.prefill_done_at, now)

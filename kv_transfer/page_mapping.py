@@ -7,6 +7,7 @@ reported by (page of the decode node, part), and a page is received when all par
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from common.cache.page_layout import PageLayout, kv_heads_of
@@ -21,6 +22,7 @@ class HeadPart(NamedTuple):
     heads: range
 
 
+@lru_cache(maxsize=256)  # a node has many pairs, and nearly all of them are alike
 def head_parts(num_kv_heads: int, num_sources: int, num_targets: int) -> tuple[HeadPart, ...]:
     """All parts of a page between two nodes of so many ranks; no pair of ranks has more than one.
 

@@ -4,6 +4,7 @@ Only pytest is imported when this file loads, so that a bare CUDA machine can ru
 """
 
 import contextlib
+import gc
 import hashlib
 import math
 import os
@@ -16,6 +17,9 @@ import pytest
 #: Keys of the control plane that processes make at their first start, for all tests and the processes that they start.
 _STATE = tempfile.TemporaryDirectory(prefix="baton-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
+#: Several processes run tests at the same time, so that threads of torch in each would mostly wait for one another.
+#: torch reads the variable when it is imported; a test that is about threads sets their number itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 #: Without a GPU Triton's kernels are tested in its interpreter, which must be chosen before any test imports triton.
 if not os.path.exists("/proc/driver/nvidia/version"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -42,6 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if cuda_items and not _has_cuda():
         for item in cuda_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Lets the garbage collector skip what was collected: many modules end with a collection, of half a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 def _skip_slow(items: list[pytest.Item], seed: int) -> None:

@@ -13,7 +13,8 @@ SERVING: Groups = {
         "attention_backend",
     ),
     "Model": (
-        "model", "revision", "served_model_name", "also_serve", "weight_version", "dtype", "context_length",
+        "model", "revision", "served_model_name", "also_serve", "weight_version", "dtype", "weight_dtype",
+        "context_length",
         "chat_template", "tool_call_parser", "reasoning_parser",
     ),
     "Requests and answers": (

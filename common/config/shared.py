@@ -15,6 +15,7 @@ Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
 LocalPrefill = Literal["never", "auto", "always"]
+WeightDtype = Literal["auto", "int8", "int4"]
 
 #: The small model of the repository, the default of --model.
 SMALL_MODEL = str(Path(__file__).resolve().parents[2] / "scripts" / "models" / "small_model")
@@ -30,8 +31,9 @@ SCHEDULING_VARIABLES = (
     "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
     "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
 )
-#: BATON_* variables that are not options: two of scripts/setup.sh, one of ``common.config.cli``, and those above.
-OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG", *SCHEDULING_VARIABLES)
+#: BATON_* variables that are not options: two of scripts/setup.sh, one each of ``common.config.cli`` and
+#: ``common.engine.cpu.targets``, and those above.
+OTHER_VARIABLES = ("BATON_VENV", "BATON_TORCH_INDEX", "BATON_CONFIG", "BATON_CPU_TARGET", *SCHEDULING_VARIABLES)
 
 #: Largest length of ``--weight-version``, which must fit into a control message beside the model's digest.
 MAX_WEIGHT_VERSION = 128
@@ -41,6 +43,9 @@ NEEDS_KEYS = "give it keys of baton keygen with --keys, or "
 
 #: Why nodes refuse ``--transport inprocess``.
 IN_PROCESS = "connects nodes of one process, in tests and in the simulator; give another transport"
+
+#: Why nodes refuse ``--weight-dtype`` on CUDA.
+ONLY_ON_CPUS = "runs on CPUs only so far; add --device cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,12 @@ class EngineOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Number format of weights and KV pages; auto takes the format of the checkpoint."
     )
+    weight_dtype: WeightDtype = option(
+        "auto",
+        "Number format of the matrices: int8 (a scale for each output) or int4 (a scale for each group of 32 to 128"
+        " inputs) reads half or a quarter of the bytes of bfloat16 in every step, and changes the answers slightly;"
+        " auto is --dtype. All nodes of a model must agree. On CPUs only so far.",
+    )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
         "auto",
         "Number format of KV pages: auto takes that of the weights; fp8, the same as fp8_e4m3, takes half of the memory"
@@ -105,8 +116,8 @@ class EngineOptions:
     )
     threads: int | None = option(
         None,
-        "Compute threads of a node, divided among its ranks. Without it: one for each core; serve divides the cores "
-        "among its nodes.",
+        "Compute threads of a node, divided among its ranks; on CPUs at most one for each core. Without it: one for "
+        "each core; serve divides the cores among its nodes.",
         minimum=1,
         maximum=1024,
     )
@@ -128,11 +139,12 @@ class EngineOptions:
         maximum=4096,
     )
     disable_cuda_graph: bool = option(False, "Capture no CUDA graphs: run every step of a node on CUDA eagerly.")
-    transport: Literal["auto", "shm", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
+    transport: Literal["auto", "shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
         "auto",
-        "Transport of KV pages: shm (shared memory, on one machine), tcp, nixl (UCX; needs the extra nixl), gloo or "
-        "nccl (torch.distributed; nccl between CUDA devices). auto tries shm, nixl (only with a --data-interface that "
-        "other machines can reach) and tcp for each pair of nodes, and uses the first that works. inprocess is for "
+        "Transport of KV pages: shm (shared memory, on one machine), cuda-ipc (between GPUs of one machine), tcp, nixl "
+        "(UCX; needs the extra nixl), gloo or nccl (torch.distributed; nccl between CUDA devices). auto tries cuda-ipc "
+        "(only on CUDA), shm, nixl (only with a --data-interface that other machines can reach) and tcp for each pair "
+        "of nodes, and uses the first that works. inprocess is for "
         "tests and the simulator only.",
     )
     record: str | None = option(
@@ -214,6 +226,10 @@ def check_engine(config: Any) -> None:
         raise ConfigError(
             "--gpu-direct needs --transport nixl and CUDA: add --transport nixl, and leave out --device cpu"
         )
+    if config.transport == "cuda-ipc" and config.device == "cpu":
+        raise ConfigError("--transport cuda-ipc needs CUDA: leave out --device cpu, or use --transport shm")
+    if config.weight_dtype != "auto" and config.device.startswith("cuda"):
+        raise ConfigError(f"--weight-dtype {config.weight_dtype} {ONLY_ON_CPUS}")
     if config.cuda_graph_max_bs is not None:
         if config.disable_cuda_graph:
             raise ConfigError("--cuda-graph-max-bs has no effect with --disable-cuda-graph; leave one out")

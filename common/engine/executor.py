@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.config.shared import WeightDtype
 from common.engine.attention import make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionBackend, GraphSafeAttention
 from common.engine.batch import RowArrays, make_batch
@@ -169,10 +170,11 @@ class TorchExecutor:
         if num_tokens < 1:
             return
         pages = tuple(range(self.pool.layout.num_pages(num_tokens + 1)))
+        first = Admit(0, SamplingParams(temperature=0.0), num_tokens, None)
+        self.run(StepPlan(0, (first,), (PageDelta(0, 0, pages),), (Row(0, 0, (0,) * num_tokens, True),)))
         for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=20, top_p=0.95)):
-            admit = Admit(0, params, num_tokens, None)
-            self.run(StepPlan(0, (admit,), (PageDelta(0, 0, pages),), (Row(0, 0, (0,) * num_tokens, True),)))
-            self.run(StepPlan(0, (), (), (Row(0, num_tokens, None, True),)))
+            admit, delta = Admit(0, params, num_tokens, 0), PageDelta(0, 0, pages)
+            self.run(StepPlan(0, (admit,), (delta,), (Row(0, num_tokens, None, True),)))
         self._slots[0] = None
 
     def capture_graphs(
@@ -222,7 +224,7 @@ class TorchExecutor:
         self._slots[admit.slot] = Slot(params, admit.prompt_len, known, history, mask, self._constraint(admit))
         if admit.last_token is not None:
             assert 0 <= admit.last_token < vocab_size
-            self._last_tokens[admit.slot] = admit.last_token
+            self._last_tokens[admit.slot].fill_(admit.last_token)  # on CUDA, an assignment waits for the device
 
     def _constraint(self, admit: Admit) -> OutputConstraint | None:
         params = admit.sampling
@@ -411,6 +413,7 @@ def load_executor(
     attention: str = "auto",
     num_threads: int | None = None,
     ranks: OtherRanks | None = None,
+    weight_dtype: WeightDtype = "auto",
 ) -> TorchExecutor:
     """Load a checkpoint's weights, allocate the KV pool and return an executor over both.
 
@@ -419,6 +422,7 @@ def load_executor(
         num_pages: pages of the KV pool; a function is called once the weights are in memory.
         num_threads: compute threads of the process (torch's OpenMP team); None leaves their number as it is.
         ranks: have the other parts of the model, of which this process then loads the first; None: it loads all of it.
+        weight_dtype: format to which matrices are rounded; auto: none.
     Raises:
         ConfigError: the dtype, device or attention backend is unknown, the weights do not match the configuration, or
             the device has too little memory.
@@ -435,7 +439,7 @@ def load_executor(
         raise ConfigError("--kv-cache-dtype fp8: triton computes FP8 pages in 16 bits; give --dtype bfloat16, or torch")
     try:
         weights = load_weights(config, dtype, place, shard)
-        weights.pack()
+        weights.pack(weight_dtype)
         pool = KVPool(layout, num_pages() if callable(num_pages) else num_pages, place)
     except torch.OutOfMemoryError as error:
         raise ConfigError(

@@ -3,8 +3,11 @@
 On the CPU the pool is anonymous shared memory (a memfd): another process on the host that holds the descriptor writes
 pages directly into it, and the memory is freed with the last process. On CUDA the pool is on the device, and a memfd of
 the same size, backed by memory only where pages arrive, receives pages until ``landed`` copies them to the device.
-Copies use a separate CUDA stream, so that they do not wait for the running step: copied pages were computed, and
-waited for, in an earlier step, or are read by a later one.
+
+Copies use a separate CUDA stream, so that they do not wait for the running step, and the host waits for them. That
+orders them with the steps, also when two steps are outstanding: a page is copied out when the host has seen the event
+behind the step that computed it (``PendingStep.result``), and later steps write to other pages; a step that reads a
+page which has landed is launched when the host has seen the event behind its copy.
 """
 
 import errno
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from common.cache.page_layout import PageLayout
 from common.engine.device_copies import to_device
+from common.engine.pinned_memory import PinnedMemory
 
 if TYPE_CHECKING:
     from common.engine.triton_kernels.pages import Runs
@@ -83,6 +87,7 @@ class KVPool:
         self.pages = self._landing if on_cpu else torch.zeros(shape, dtype=torch.uint8, device=self.device)
         self._layers = [layer_views(self.pages, layout, layer) for layer in range(layout.num_layers)]
         self._moves = None if on_cpu else torch.cuda.Stream(self.device)
+        self._pinned = None if on_cpu else PinnedMemory(self.memory, num_pages=num_pages, page_bytes=layout.page_bytes)
         self._runs: dict[ByteRuns, Runs] = {}  # a few for each layout that a peer has
 
     @property
@@ -138,12 +143,16 @@ class KVPool:
     def landed(self, pages: Sequence[int]) -> None:
         """Copy pages that have arrived in ``memory`` to the device; does nothing where ``memory`` is the pool."""
         assert self._landing is not None
-        if self.is_mapped:
+        if self._pinned is None or not pages:
             return
+        over = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._moves):
             for page in pages:
                 assert 0 <= page < self.num_pages
-                self.pages[page].copy_(self._landing[page])
+                self._pinned.pin(page)
+                self.pages[page].copy_(self._landing[page], non_blocking=True)
+            over.record()
+        over.synchronize()  # memory and page may have other uses from here on
 
     @property
     def can_copy_runs(self) -> bool:
@@ -181,6 +190,8 @@ class KVPool:
         if self._landing is None:
             return
         self._landing = None
+        if self._pinned is not None:
+            self._pinned.close()
         self.pages = torch.empty(0)
         self._layers = []
         os.close(self.fd)

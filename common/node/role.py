@@ -4,9 +4,12 @@ Roles are pure except for the transfer endpoint that is handed to them.
 """
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
@@ -63,14 +66,20 @@ def check_generate(message: Generate, vocab_size: int) -> None:
             ErrorCode.INVALID_REQUEST, "prompt_logprobs_from must be at least 1: no token precedes the first"
         )
     others = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
-    check_tokens((*message.prompt, *message.output, *others) if message.prompt else (), vocab_size)
+    check_tokens(message.prompt, vocab_size)
+    if message.output or others:
+        check_tokens((*message.output, *others), vocab_size)
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
     """Refuse an empty prompt and token ids outside of the vocabulary with a ``RequestError``."""
     if not tokens:
         raise RequestError(ErrorCode.INVALID_REQUEST, "a request needs a prompt")
-    if min(tokens) < 0 or max(tokens) >= vocab_size:
+    try:
+        highest = int(np.frombuffer(array("I", tokens), np.uint32).max())  # four times as fast as ``min`` and ``max``
+    except OverflowError:  # a token id is negative, or has more than 32 bits
+        highest = vocab_size
+    if highest >= vocab_size:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"a token id is outside of the vocabulary of {vocab_size}")
 
 

@@ -22,6 +22,11 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if self._is_of(entry)]
             heapq.heapify(self._heap)
 
+    @property
+    def next_at(self) -> float:
+        """No deadline of a present request is earlier."""
+        return self._heap[0][0] if self._heap else float("inf")
+
     def expired(self, now: float) -> list[Request]:
         """Return the requests whose deadlines have passed, earliest first, each only once."""
         found: dict[RequestKey, Request] = {}  # a request that was added again has two entries

@@ -58,9 +58,12 @@ class NewTokenRatio:
         self._decay = (self._highest - self._lowest) / constants.decay_steps
         self.value = self._highest
 
-    def decoded(self) -> None:
-        """Lower the ratio after a decode step without a retraction."""
-        self.value = max(self._lowest, self.value - self._decay)
+    def decoded(self, num_steps: int = 1) -> None:
+        """Lower the ratio after decode steps without a retraction."""
+        for _ in range(num_steps):
+            self.value = max(self._lowest, self.value - self._decay)
+            if self.value == self._lowest:
+                return
 
     def retracted(self, running: Sequence[Request]) -> None:
         """Raise the ratio after a retraction; ``running`` are the requests that stay."""

@@ -81,6 +81,11 @@ class OutstandingSteps(Generic[E]):
         assert first == number, f"step {number} is committed before step {first}"
         return step
 
+    def begin_again(self, step: E, count: int) -> int:
+        """Begin a step as if it had begun and ended ``count - 1`` times before; returns its number."""
+        self._last += count - 1
+        return self.begin(step)
+
     def end(self) -> None:
         """Remove the oldest step after its commit, so that pages freed while it ran can be allocated again."""
         number, _ = self._steps.popleft()

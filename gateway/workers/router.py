@@ -68,6 +68,12 @@ def can_pair(prefill: Candidate, decode: Candidate) -> bool:
     )
 
 
+def _can_pair_freely(prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> bool:
+    """Whether all of these can be paired; found faster than pair by pair."""
+    nodes = [*prefills, *decodes]
+    return bool(prefills) and not any(node.failed_peers for node in nodes) and len({n.revision for n in nodes}) == 1
+
+
 class WorkerPair(NamedTuple):
     """The nodes of one request.
 
@@ -190,7 +196,8 @@ class Router:
         is_always = is_local or self._local_prefill == "always"
         prefills = [] if is_always else [node for node in prefills if node.capacity_tokens >= num_prompt]
         decodes = [node for node in decodes if node.capacity_tokens >= num_most]
-        if not is_always:
+        is_free = is_always or _can_pair_freely(prefills, decodes)
+        if not is_free:
             decodes = [node for node in decodes if any(can_pair(prefill, node) for prefill in prefills)]
         if not decodes:
             return None
@@ -204,7 +211,8 @@ class Router:
         decode = self._cheapest_decode(decodes, needs)
         if is_always:
             return self._chosen(needs.local_pair(decode), pieces)
-        prefill = self._cheapest_prefill([node for node in prefills if can_pair(node, decode)], needs)
+        able = prefills if is_free else [node for node in prefills if can_pair(node, decode)]
+        prefill = self._cheapest_prefill(able, needs)
         local = self._local_node(prefill, decode, decodes, needs) if self._local_prefill == "auto" else None
         if local is not None:
             return self._chosen(needs.local_pair(local), pieces)
@@ -214,6 +222,8 @@ class Router:
 
     def _keep_busy(self, node: Candidate, needs: "_Needs") -> None:
         """Notes until when a prefill node will compute a further prompt."""
+        if not node.prompt_token_s:
+            return
         begins_at = max(self._idle_at.get(node.incarnation, 0.0), needs.now)
         self._idle_at[node.incarnation] = begins_at + needs.num_lacking(node) * node.prompt_token_s
 
@@ -446,14 +456,15 @@ class Router:
         return pieces
 
     def _cached(self, pieces: list[int]) -> dict[str, int]:
-        """Tokens of the prompt that each node has probably cached."""
+        """Tokens of the prompt that each node has probably cached; nodes without any are left out."""
         holders = self._holders
         having = -1  # bits of the nodes that have all pieces so far
-        depths: list[tuple[int, int]] = []  # bits of the nodes that have no more, and how many pieces they have
+        depths: list[tuple[int, int]] = []  # bits of nodes that have some pieces and no more, and how many
         for depth, piece in enumerate(pieces):
             now = having & holders.get(piece, 0)
             if now != having:
-                depths.append((having ^ now, depth))
+                if depth:
+                    depths.append((having ^ now, depth))
                 having = now
                 if not now:
                     break

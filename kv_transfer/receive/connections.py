@@ -6,6 +6,7 @@ each time after a longer pause. Transfers wait for the first ``MAX_TRIES`` offer
 again.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -161,6 +162,18 @@ class PrefillConnections:
             for peer, connection in self.by_peer.items()
             if connection.answer_by is not None and connection.answer_by <= now
         ]
+
+    @property
+    def due_at(self) -> float:
+        """Before this instant, nothing is overdue, in doubt, or to be offered again."""
+        instants = [math.inf]
+        for connection in self.by_peer.values():
+            if connection.drop_reason or (
+                connection.is_awaited and connection.answer_by is None and not connection.refusal
+            ):
+                return -math.inf
+            instants += [at for at in (connection.answer_by, connection.retry_at) if at is not None]
+        return min(instants)
 
     def in_doubt(self) -> list[tuple[str, int]]:
         """(peer, epoch) of prefill nodes that have dropped the connection with writes under way."""

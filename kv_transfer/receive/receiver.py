@@ -167,6 +167,20 @@ class Receiver:
             else:
                 self._on_broken(peer, connection, "it did not answer", now)
 
+    def may_end(self, message: Message) -> bool:
+        """Whether a transfer may end with this message; False is always right."""
+        if not isinstance(message, PagesWritten | PrefillDone):
+            return True
+        session = self._table.sessions.get((message.rid, message.attempt))
+        if session is None or isinstance(message, PrefillDone):
+            return session is None or session.is_landed
+        return session.num_missing <= len(message.indices)
+
+    @property
+    def due_at(self) -> float:
+        """Before this instant, ``poll`` does nothing unless the transport has news."""
+        return min(self._table.due_at, self._connections.due_at)
+
     def _on_broken(self, peer: str, connection: PrefillConnection, reason: str, now: float) -> None:
         """Nothing can be written under the connection's epoch any more; its transfers wait for the next one."""
         self._totals["broken_pairs"] += connection.is_attached

@@ -41,8 +41,8 @@ class ReceiveSession:
         self.epoch = 0
         self.num_stretches = self.num_parts = 1
         self._page_size = page_size
-        self._arrived: dict[int, set[int]] = {}  # index -> parts
-        self._num_whole = 0
+        self._whole: set[int] = set()  # indices of pages that have arrived
+        self._parts: dict[int, set[int]] = {}  # of pages of which some parts have arrived, by index
         self._num_corrupt: dict[tuple[int, int], int] = {}  # by (index, part)
 
     def accepts(self, event: ReceiveEvent) -> bool:
@@ -60,6 +60,11 @@ class ReceiveSession:
         if self.is_landed:
             self.apply(ReceiveEvent.LAND)
 
+    @property
+    def _most_parts(self) -> int:
+        """Parts of a page that is full of tokens."""
+        return self.num_stretches * self.num_parts
+
     def _num_parts(self, index: int) -> int:
         """Parts of the page with this index; the last page of a prompt may have fewer."""
         num_tokens = min(self.num_tokens - index * self._page_size, self._page_size)
@@ -70,14 +75,15 @@ class ReceiveSession:
         self.apply(ReceiveEvent.SUSPEND)
         self.epoch = 0
         self._num_corrupt.clear()  # the writer may not have received what we asked for again
-        whole = {index for index, parts in self._arrived.items() if len(parts) == self._num_parts(index)}
-        self._arrived = {index: parts for index, parts in self._arrived.items() if index in whole}
+        self._parts.clear()
 
     def lacking(self) -> list[tuple[int, list[int]]]:
         """Rows of pages that have not arrived, as (first index, pages)."""
+        if not self._whole:
+            return [(self.first, list(self.pages))] if self.pages else []
         rows: list[tuple[int, list[int]]] = []
         for index in range(self.first, self.num_pages):
-            if index in self._arrived:
+            if index in self._whole:
                 continue
             if rows and sum((rows[-1][0], len(rows[-1][1]))) == index:
                 rows[-1][1].append(self.page_of(index))
@@ -86,8 +92,17 @@ class ReceiveSession:
         return rows
 
     @property
+    def num_missing(self) -> int:
+        """Pages that have not wholly arrived."""
+        return self.num_pages - self.first - len(self._whole)
+
+    @property
     def is_landed(self) -> bool:
-        return self._num_whole == self.num_pages - self.first
+        return len(self._whole) == self.num_pages - self.first
+
+    def has_arrived(self, index: int) -> bool:
+        """Whether the whole page with this index has arrived."""
+        return index in self._whole
 
     def is_expected(self, indices: Sequence[int], part: int, num_resends: int | None = None) -> bool:
         """Whether a peer could truthfully report that this part of these pages has just been written.
@@ -96,27 +111,36 @@ class ReceiveSession:
             num_resends: how often the part has been written again by then; None: any number. A report from before
                 we asked for a part again says nothing about what the page holds now.
         """
-        return (
-            len(set(indices)) == len(indices)
-            and all(self.first <= i < self.num_pages and part < self._num_parts(i) for i in indices)
-            and all(part not in self._arrived.get(i, ()) for i in indices)
-            and (num_resends is None or all(self._num_corrupt.get((i, part), 0) == num_resends for i in indices))
-        )
+        if not indices:
+            return True
+        if min(indices) < self.first or max(indices) >= self.num_pages or len(set(indices)) < len(indices):
+            return False
+        if part >= self._most_parts or not self._whole.isdisjoint(indices):
+            return False
+        if self._most_parts > 1 and any(part >= self._num_parts(i) or part in self._parts.get(i, ()) for i in indices):
+            return False
+        if num_resends is None or not self._num_corrupt:
+            return not num_resends
+        return all(self._num_corrupt.get((i, part), 0) == num_resends for i in indices)
 
     def deliver(self, indices: Sequence[int], part: int) -> list[int]:
         """Record what has been written; returns the destination pages that are whole now."""
         assert self.is_expected(indices, part)
         self.apply(ReceiveEvent.DELIVER)
-        whole = []
-        for index in indices:
-            parts = self._arrived.setdefault(index, set())
-            parts.add(part)
-            if len(parts) == self._num_parts(index):
-                whole.append(self.page_of(index))
-        self._num_whole += len(whole)
+        whole = indices if self._most_parts == 1 else [index for index in indices if self._is_last(index, part)]
+        self._whole.update(whole)
         if whole and self.is_landed:
             self.apply(ReceiveEvent.LAND)
-        return whole
+        return [self.pages[index - self.first] for index in whole]
+
+    def _is_last(self, index: int, part: int) -> bool:
+        """Record that this part of a page has arrived; returns whether the page is whole now."""
+        parts = self._parts.setdefault(index, set())
+        parts.add(part)
+        is_whole = len(parts) == self._num_parts(index)
+        if is_whole:
+            del self._parts[index]
+        return is_whole
 
     def take_arrived(self) -> list[int]:
         """Give up the first pages, as far as they have arrived whole and are full of tokens; returns them.
@@ -126,13 +150,12 @@ class ReceiveSession:
         """
         num_full = self.num_tokens // self._page_size
         end = self.first
-        while end < num_full and len(self._arrived.get(end, ())) == self._num_parts(end):
-            del self._arrived[end]
+        while end < num_full and end in self._whole:
+            self._whole.remove(end)
             end += 1
         count = end - self.first
         taken, self.pages = self.pages[:count], self.pages[count:]
         self.first = end
-        self._num_whole -= count
         return taken
 
     def corrupt(self, indices: Sequence[int], part: int) -> bool:
@@ -147,8 +170,9 @@ class ReceiveSession:
         return self.pages[index - self.first]
 
     def check(self) -> None:
-        whole = sum(len(parts) == self._num_parts(index) for index, parts in self._arrived.items())
-        invariant(whole == self._num_whole, "arrived pages are miscounted")
+        known = range(self.first, self.num_pages)
+        invariant(all(index in known for index in (*self._whole, *self._parts)), "a page has arrived of another prompt")
+        invariant(self._whole.isdisjoint(self._parts), "a page has arrived both whole and in part")
         invariant(len(set(self.pages)) == len(self.pages), "a page is reserved twice")
         is_waiting = self.state in (ReceiveState.GRANTED, ReceiveState.PREFILLED)
         invariant(not (is_waiting and self.is_landed), "every page is here and the state does not say so")

@@ -4,6 +4,7 @@ Pages come in as ``GRANT``. They leave with a ``Completed``, or on one path: fre
 any more, and in quarantine until then.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -96,6 +97,13 @@ class ReceiveTable:
         self._quarantined_since.update(since)
         late = [self.sessions[key] for key, at in since.items() if at <= now - RECLAIM_S]
         return [(session.peer, session.epoch) for session in late]
+
+    @property
+    def due_at(self) -> float:
+        """Before this instant, no pages are overdue."""
+        return min(
+            (-math.inf if at is None else at + RECLAIM_S for at in self._quarantined_since.values()), default=math.inf
+        )
 
     def drop_events(self, key: RequestKey) -> None:
         """Drop events of a key that the role has not taken, and free their pages."""

@@ -100,10 +100,10 @@ class SendSession:
         self.epoch = epoch
         self.units = units
         self.is_suspended = self._is_short = False
-        for index, page in enumerate(pages, first):
-            assert index not in self.targets
-            self.targets[index] = page
-            self._early.update(dict.fromkeys(units.of_target(index)))
+        indices = range(first, first + len(pages))
+        assert self.targets.keys().isdisjoint(indices)
+        self.targets.update(zip(indices, pages, strict=True))
+        self._early.update(dict.fromkeys(range(first * units.per_target, indices.stop * units.per_target)))
         self._release()
 
     def compute(self, pages: Sequence[int]) -> None:
@@ -125,14 +125,17 @@ class SendSession:
 
     def _release(self) -> None:
         """Make units due that are both granted and computed, and drop those behind the end of the prompt."""
+        if not self._early:
+            return
         num_computed = self._num_computed()
         if self.num_tokens is not None:
             behind = range(num_computed, self.units.num_target_pages(num_computed) * self.units.per_target)
             for unit in [unit for unit in self._early if unit in behind]:
                 del self._early[unit]
-        for unit in [unit for unit in self._early if unit < num_computed]:
+        ready = [unit for unit in self._early if unit < num_computed]
+        for unit in ready:
             del self._early[unit]
-            self._due.append(unit)
+        self._due.extend(ready)
 
     def _num_computed(self) -> int:
         if self.num_tokens is not None:
@@ -175,9 +178,11 @@ class SendSession:
         self._in_flight.update(dict.fromkeys(units))
         return units
 
-    def pages_of(self, unit: int) -> tuple[int, int]:
-        """Our page and the peer's page between which this unit moves."""
-        return self.sources[unit // self.units.per_source], self.targets[unit // self.units.per_target]
+    def pages_of(self, units: Sequence[int]) -> list[tuple[int, int]]:
+        """Our page and the peer's page between which each unit moves."""
+        per_source, per_target = self.units.per_source, self.units.per_target
+        sources, targets = self.sources, self.targets
+        return [(sources[unit // per_source], targets[unit // per_target]) for unit in units]
 
     def written(self, units: Iterable[int]) -> None:
         self.apply(SendEvent.WRITTEN)
@@ -192,6 +197,11 @@ class SendSession:
             unit // self.units.per_target in self.targets and unit < num_computed and unit not in pending
             for unit in units
         )
+
+    @property
+    def has_resent(self) -> bool:
+        """Whether a unit was to be written again."""
+        return bool(self._num_resends)
 
     def num_resends(self, unit: int) -> int:
         return self._num_resends.get(unit, 0)

@@ -86,7 +86,9 @@ class WriteQueue:
         units = session.start(limit)
         mapping = self._connections.by_peer[session.peer].mapping
         for number, slices in enumerate(mapping.slice_pairs):
-            some = [unit for unit in units if unit % len(mapping.slice_pairs) == number]
+            some = units[:]
+            if len(mapping.slice_pairs) > 1:
+                some = [unit for unit in units if unit % len(mapping.slice_pairs) == number]
             if some:
                 self._write(session, some, slices)
         if not session.num_due:
@@ -95,12 +97,16 @@ class WriteQueue:
 
     def _write(self, session: SendSession, units: list[int], slices: SlicePair | None) -> None:
         begun_at = self.clock.now()
-        ticket = self._transport.write(session.peer, [session.pages_of(unit) for unit in units], slices)
+        pages = session.pages_of(units)
+        ticket = self._transport.write(session.peer, pages, slices)
         self._seconds += self.clock.now() - begun_at
         connection = self._connections.by_peer[session.peer]
-        covered = [unit for unit in units if is_covered(connection.checksums, session.key[1], unit)]
-        found = self._transport.checksums([session.pages_of(unit)[0] for unit in covered], slices) if covered else []
-        sums = dict(zip(covered, found, strict=True))
+        covered: list[tuple[int, int]] = []  # unit, and our page
+        if connection.checksums != "off":
+            sources = zip(units, pages, strict=True)
+            covered = [(u, page) for u, (page, _) in sources if is_covered(connection.checksums, session.key[1], u)]
+        found = self._transport.checksums([page for _, page in covered], slices) if covered else []
+        sums = dict(zip([unit for unit, _ in covered], found, strict=True))
         unit_bytes = self._transport.store.layout.page_bytes if slices is None else slices.num_bytes
         self._tickets[ticket] = Write(session, units, sums, connection.transport, unit_bytes)
         self._write_time.begin(connection.transport, begun_at)
@@ -166,6 +172,8 @@ def written_messages(session: SendSession, units: Sequence[int], sums: Sums) -> 
     """
     assert session.epoch is not None
     per_page = session.units.per_target
+    if per_page == 1 and not sums and not session.has_resent:  # the usual case without checksums
+        return [PagesWritten(*session.key, session.epoch, tuple(units))] if units else []
     alike: dict[tuple[int, int, bool], list[int]] = {}
     for unit in units:
         alike.setdefault((unit % per_page, session.num_resends(unit), unit in sums), []).append(unit)

@@ -167,11 +167,11 @@ class ReaderTransport(Transport, Protocol):
 
     def landed(self, peer: str, pages: Sequence[int]) -> None:
         """All parts of these pages of this peer have arrived. When this returns, they can be read in the pool."""
-        self.store.landed(pages)
+        self.store_of(peer).landed(pages)
 
     def checksums(self, peer: str, pages: Sequence[int], part: PageSlice) -> list[int]:
         """Checksums of one part of pages that have come from this peer, where it has come to."""
-        return Checksums(self.store).of_targets(pages, part)
+        return Checksums(self.store_of(peer)).of_targets(pages, part)
 
     def expect(self, peer: str, num_ranks: int) -> None:
         """This peer divides its pages among so many ranks; said before each offer to it."""
@@ -189,9 +189,21 @@ class ReaderTransport(Transport, Protocol):
         """
         ...
 
+    def forget(self, peer: str) -> None:
+        """Nothing is asked about pages of this peer any more until it gets a new offer. It is withdrawn."""
+        return
+
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         """The peer reports the transport by which it attached. False: that was not offered."""
         return transport == self.name
+
+    def store_of(self, peer: str) -> PageStore:
+        """The store as the pages of this peer arrive in it: with some transports on the device, with others beside it.
+
+        The peer has reported its transport and has not been forgotten since: pages that have come are read, and count,
+        until its end is proven.
+        """
+        return self.store
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
         """Permit this peer to write these pages under this epoch, each byte once; or the slice ``again`` of them, which

@@ -39,11 +39,11 @@ T = TypeVar("T", bound=Transport)
 
 #: What ``auto`` may choose, best first. Gloo is never better than TCP, and NCCL needs a GPU at both ends, so these two
 #: must be named.
-TRANSPORTS = ("shm", "nixl", "tcp")
+TRANSPORTS = ("cuda-ipc", "shm", "nixl", "tcp")
 
 #: What ``auto`` means while pages stay on this machine. UCX listens on every interface that it finds and authenticates
 #: no peer, so NIXL must be named, or an interface that other machines reach.
-LOCAL_TRANSPORTS = ("shm", "tcp")
+LOCAL_TRANSPORTS = ("cuda-ipc", "shm", "tcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class TransportSettings:
         name: of a transport, or ``auto`` for all that this node can have.
         host: address on which a reader listens for pages.
         cluster_key: empty: none.
-        gpu_direct: pages leave from and arrive in a GPU's own memory; only NIXL can do that.
+        gpu_direct: with NIXL, pages leave from and arrive in a GPU's own memory.
     """
 
     name: str = "auto"
@@ -79,6 +79,10 @@ def open_reader(store: PageStore, settings: TransportSettings) -> "NegotiatingRe
     def make(name: str) -> ReaderTransport:
         if name == "shm":
             return ShmReader(store, settings.incarnation)
+        if name == "cuda-ipc":
+            from kv_transfer.transports.cuda_ipc import CudaIpcReader
+
+            return CudaIpcReader(store, settings.incarnation)
         if name == "nixl":
             from kv_transfer.transports.nixl.reader import NixlReader
 
@@ -89,7 +93,7 @@ def open_reader(store: PageStore, settings: TransportSettings) -> "NegotiatingRe
             return GroupReader(store, name, host=settings.host, key=settings.cluster_key)
         return TcpReader(store, host=settings.host, key=settings.cluster_key)
 
-    return NegotiatingReader(_available(settings, make))
+    return NegotiatingReader(_available(store, settings, make))
 
 
 def open_writer(store: PageStore, settings: TransportSettings) -> "NegotiatingWriter":
@@ -98,6 +102,10 @@ def open_writer(store: PageStore, settings: TransportSettings) -> "NegotiatingWr
     def make(name: str) -> WriterTransport:
         if name == "shm":
             return ShmWriter(store)
+        if name == "cuda-ipc":
+            from kv_transfer.transports.cuda_ipc import CudaIpcWriter
+
+            return CudaIpcWriter(store)
         if name == "nixl":
             from kv_transfer.transports.nixl.writer import NixlWriter
 
@@ -108,16 +116,18 @@ def open_writer(store: PageStore, settings: TransportSettings) -> "NegotiatingWr
             return GroupWriter(store, name, key=settings.cluster_key)
         return TcpWriter(store, key=settings.cluster_key)
 
-    return NegotiatingWriter(_available(settings, make))
+    return NegotiatingWriter(_available(store, settings, make))
 
 
-def _available(settings: TransportSettings, make: Callable[[str], T]) -> list[T]:
+def _available(store: PageStore, settings: TransportSettings, make: Callable[[str], T]) -> list[T]:
     if settings.name == "inprocess":
         raise ConfigError(f"--transport inprocess {IN_PROCESS}")
     if settings.name != "auto":
         return [make(settings.name)]
     found = []
     for candidate in LOCAL_TRANSPORTS if is_loopback(settings.host) else TRANSPORTS:
+        if candidate == "cuda-ipc" and store.device_pages is None:
+            continue
         try:
             found.append(make(candidate))
         except ConfigError as error:
@@ -282,6 +292,7 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
         #: peer -> epoch and transport, until a fence is proven. A peer attaches again only when it has dropped its
         #: earlier attachment, so only the newest epoch needs proof.
         self._chosen: dict[str, tuple[int, ReaderTransport]] = {}
+        self._stores: dict[str, PageStore] = {}  # of the transports that were chosen last, until ``forget``
         self._unasked: dict[str, dict[str, Fenced]] = {}  # fences of offers that were proven before the choice
         self._news: list[Fenced] = []
 
@@ -296,6 +307,9 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
         for transport in self._transports:
             transport.withdraw(peer)
 
+    def forget(self, peer: str) -> None:
+        self._stores.pop(peer, None)
+
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         named = [t for t in self._transports if t.name == transport]
         early = self._unasked.get(peer, {}).get(transport)
@@ -307,10 +321,14 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
             if other is not named[0]:
                 other.withdraw(peer)
         self._chosen[peer] = (epoch, named[0])
+        self._stores[peer] = named[0].store_of(peer)
         self._unasked.pop(peer, None)
         if early is not None:  # it attached and broke before the peer's message came; both count
             self._prove(early)
         return True
+
+    def store_of(self, peer: str) -> PageStore:
+        return self._stores[peer]
 
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
         chosen_epoch, transport = self._chosen.get(peer, (0, None))

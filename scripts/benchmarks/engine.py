@@ -1,34 +1,46 @@
-"""Tokens per second of the engine and of ``transformers``, with the same weights, dtype and threads.
+"""Tokens per second of the engine, of ``transformers`` and of other engines, with the same shape, dtype and threads.
 
 The model has Qwen3-0.6B's shape and random weights. Decode starts from caches with random KV, so that no prompt has to
-be computed first. Both sides take turns, and the best round counts, because other processes only make a round slower.
-The limits are measured in the same run: memory bandwidth, and the fastest matrix product. A second table shows how long
-the engine waits for the host between two decode steps, with and without overlap scheduling.
+be computed first. All engines take turns, and the best round counts, because other processes only make a round slower.
+The limits are measured in the same run: memory bandwidth, and the fastest matrix product. On CPUs the last row is a
+decode step with int8 weights, beside that with bfloat16. A second table shows how long the engine waits for the host
+between two decode steps, with and without overlap scheduling.
+
+``--peer vllm=PYTHON`` and ``--peer llama.cpp=FOLDER`` measure other engines too, which must be installed.
 """
 
 import argparse
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.cache.page_layout import ITEM_BYTES
+from common.config.shared import WeightDtype
 from common.engine.attention import make_attention
 from common.engine.attention.protocol import GraphSafeAttention
 from common.engine.cuda_graphs import CudaGraphRunner, batch_sizes_to_capture
 from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import TORCH_DTYPES, KVPool
 from common.engine.models.config import ModelConfig, RopeConfig
-from common.engine.models.decoder import Decoder, allocate_weights
+from common.engine.models.decoder import Decoder, DecoderWeights, allocate_weights
+from common.engine.models.linear import Linear
 from common.engine.sampling.grammar import GrammarCompiler
+from common.errors import ConfigError
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 from scripts.benchmarks.overlap import Overlap, measure_overlap
+from scripts.benchmarks.peers.llama_cpp import LlamaCppPeer
+from scripts.benchmarks.peers.peer import Peer, Workload, parse_peers
+from scripts.benchmarks.peers.transformers_peer import TransformersPeer
+from scripts.benchmarks.peers.vllm_peer import VllmPeer
 
-SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1")
+SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1", "--threads=1")
 PAGE_SIZE = 16
 CONTEXT = 256
 Options = argparse.Namespace  # the fields of `add_options`
@@ -43,58 +55,96 @@ class MachineLimits:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of the table, in tokens per second."""
+    """One row of the table, in tokens per second.
+
+    Attributes:
+        limit: None for the row with int8 weights, which stands beside bfloat16.
+        others: of other engines, or of another format, by name.
+    """
 
     name: str
     ours: float
-    transformers: float | None
-    limit: float
+    limit: float | None
+    others: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines of one table.
+
+    Attributes:
+        quantized: ours with int8 weights; None on a GPU and for other dtypes than bfloat16.
+    """
+
+    ours: TorchExecutor
+    quantized: TorchExecutor | None
+    peers: Sequence[Peer]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES))
-    parser.add_argument("--threads", type=int, default=None, help="threads of torch (one per core)")
+    parser.add_argument(
+        "--threads", default="", help="numbers of threads, such as 1,2, each with a table (one thread per core)"
+    )
     parser.add_argument("--attention", default="auto", help="attention backend (%(default)s)")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths (%(default)s)")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="decode batch sizes (%(default)s)")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 8, 32], help="decode batch sizes (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="decode steps (%(default)s)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
     parser.add_argument("--disable-cuda-graph", action="store_true", help="run every step of a GPU eagerly")
     parser.add_argument("--ours-only", action="store_true", help="do not measure transformers")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=PATH", help="also vllm=PYTHON or llama.cpp=FOLDER"
+    )
 
 
 def run(options: Options) -> dict[str, float]:
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    limits, lines, overlaps = measure(options)
-    figures = {"memory GB/s": limits.read_bytes_per_s / 1e9, "products GFLOP/s": limits.flops_per_s / 1e9}
-    for line in lines:
-        figures[f"{line.name}, tokens/s"] = line.ours
-        if line.transformers is not None:
-            figures[f"{line.name}, transformers, tokens/s"] = line.transformers
-    for overlap in overlaps:
-        figures[f"batch {overlap.batch}, host time without overlap, us"] = overlap.without.idle_s * 1e6
-        figures[f"batch {overlap.batch}, host time with overlap, us"] = overlap.with_overlap.idle_s * 1e6
+    paths = parse_peers(options.peer)
+    figures: dict[str, float] = {}
+    for num_threads in thread_counts(options.threads):
+        torch.set_num_threads(num_threads)
+        limits, rows, overlaps = measure(options, paths)
+        part = {"memory GB/s": limits.read_bytes_per_s / 1e9, "products GFLOP/s": limits.flops_per_s / 1e9}
+        for row in rows:
+            part[f"{row.name}, tokens/s"] = row.ours
+            part |= {f"{row.name}, {name}, tokens/s": speed for name, speed in row.others.items()}
+        for overlap in overlaps:
+            part[f"batch {overlap.batch}, host time without overlap, us"] = overlap.without.idle_s * 1e6
+            part[f"batch {overlap.batch}, host time with overlap, us"] = overlap.with_overlap.idle_s * 1e6
+        figures |= {f"{num_threads} threads, {name}": value for name, value in part.items()}
     return figures
 
 
-def measure(options: Options) -> tuple[MachineLimits, list[Measurement], list[Overlap]]:
+def thread_counts(text: str) -> list[int]:
+    """Return the numbers in ``--threads``; the one that torch has chosen if there are none."""
+    try:
+        counts = [int(word) for word in text.split(",")] if text else [torch.get_num_threads()]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise ConfigError(f"--threads {text}: give numbers of threads, such as 1,2")
+    return counts
+
+
+def measure(options: Options, paths: dict[str, Path]) -> tuple[MachineLimits, list[Measurement], list[Overlap]]:
     """Measure every row of both tables, and print each as soon as it is known."""
     torch.manual_seed(0)
-    config = model_shape(options.layers)
-    ours, theirs = build(config, options)
-    limits = measure_limits(options)
-    print(heading(options, limits), flush=True)
-    lines = []
-    for measure_one, counts in ((measure_prefill, options.prefill), (measure_decode, options.batch)):
-        for count in counts:
-            lines.append(measure_one(count, ours, theirs, limits, options))
-            print(row_of(lines[-1]), flush=True)
-    overlaps = measure_overlap(ours, options.batch, context=CONTEXT, num_steps=options.new_tokens)
-    ours.close()
-    return limits, lines, overlaps
+    with ExitStack() as stack:
+        engines = build_all(model_shape(options.layers), options, paths, stack)
+        limits = measure_limits(options)
+        print(heading(options, limits, engines), flush=True)
+        rows = []
+        for measure_one, counts in ((measure_prefill, options.prefill), (measure_decode, options.batch)):
+            for count in counts:
+                rows.append(measure_one(count, engines, limits, options))
+                print(row_of(rows[-1]), flush=True)
+        if engines.quantized is not None and options.batch:
+            rows.append(measure_quantized(min(options.batch), engines.ours, engines.quantized, options))
+            print(row_of(rows[-1]), flush=True)
+        overlaps = measure_overlap(engines.ours, options.batch, context=CONTEXT, num_steps=options.new_tokens)
+    return limits, rows, overlaps
 
 
 def model_shape(num_layers: int) -> ModelConfig:
@@ -124,51 +174,87 @@ def model_shape(num_layers: int) -> ModelConfig:
     )
 
 
-def build(config: ModelConfig, options: Options, grammars: GrammarCompiler | None = None) -> tuple[TorchExecutor, Any]:
-    """Both engines over one set of random tensors, which ours repacks."""
-    device = torch.device(options.device)
-    weights, places = allocate_weights(config, TORCH_DTYPES[options.dtype], device)
-    for name, tensor in places.items():
+def build(
+    config: ModelConfig,
+    options: Options,
+    grammars: GrammarCompiler | None = None,
+    *,
+    weight_dtype: WeightDtype = "auto",
+) -> TorchExecutor:
+    """Our engine with random weights."""
+    weights, _ = random_weights(config, options)
+    return make_executor(config, weights, options, grammars, weight_dtype=weight_dtype)
+
+
+def build_all(config: ModelConfig, options: Options, paths: dict[str, Path], stack: ExitStack) -> Engines:
+    """All engines; those in this process start from one set of random tensors. The stack closes them."""
+    workload = Workload(
+        num_layers=options.layers,
+        num_threads=torch.get_num_threads(),
+        context=CONTEXT,
+        num_steps=options.new_tokens,
+        max_prompt=max([1, *options.prefill]),
+        max_batch=max([1, *options.batch]),
+    )
+    weights, tensors = random_weights(config, options)
+    peers: list[Peer] = []
+    if not options.ours_only:
+        peers.append(stack.enter_context(closing(TransformersPeer(config, tensors, workload))))
+    if "vllm" in paths:
+        peers.append(stack.enter_context(closing(VllmPeer(paths["vllm"], workload))))
+    if "llama.cpp" in paths:
+        peers.append(stack.enter_context(closing(LlamaCppPeer(paths["llama.cpp"], workload))))
+    quantized = None
+    if options.device == "cpu" and options.dtype == "bfloat16":
+        quantized = make_executor(config, with_own_linears(weights), options, weight_dtype="int8")
+        stack.enter_context(closing(quantized))
+    ours = stack.enter_context(closing(make_executor(config, weights, options)))
+    return Engines(ours, quantized, peers)
+
+
+def random_weights(config: ModelConfig, options: Options) -> tuple[DecoderWeights, dict[str, Tensor]]:
+    weights, tensors = allocate_weights(config, TORCH_DTYPES[options.dtype], torch.device(options.device))
+    for name, tensor in tensors.items():
         tensor.fill_(1.0) if "norm" in name else tensor.normal_(0, 0.02)
-    theirs = transformers_model(config, places) if not options.ours_only else None
+    return weights, tensors
+
+
+def with_own_linears(weights: DecoderWeights) -> DecoderWeights:
+    """Return the same weights, to be packed in another form."""
+
+    def other(linear: Linear) -> Linear:
+        assert linear.weight is not None
+        return Linear(linear.weight, linear.bias)
+
+    layers = [
+        replace(layer, qkv=other(layer.qkv), o=other(layer.o), gate_up=other(layer.gate_up), down=other(layer.down))
+        for layer in weights.layers
+    ]
+    return replace(weights, layers=layers, head=None if weights.head is None else other(weights.head))
+
+
+def make_executor(
+    config: ModelConfig,
+    weights: DecoderWeights,
+    options: Options,
+    grammars: GrammarCompiler | None = None,
+    *,
+    weight_dtype: WeightDtype = "auto",
+) -> TorchExecutor:
+    """An executor over weights, which it packs, and a pool with random KV."""
+    device = torch.device(options.device)
     most_tokens = max(
         [*options.prefill, *(batch * (CONTEXT + options.new_tokens + 2 * PAGE_SIZE) for batch in options.batch)]
     )
     pool = KVPool(config.layout(PAGE_SIZE, options.dtype), most_tokens // PAGE_SIZE + 2, device)
     pool.pages.view(TORCH_DTYPES[options.dtype]).normal_()
-    weights.pack()
+    weights.pack(weight_dtype)
     backend = make_attention(options.attention, pool, config.num_heads)
     num_slots = max([1, *options.batch])
     executor = TorchExecutor(Decoder(config, weights), pool, backend, num_slots=num_slots, grammars=grammars)
     if device.type == "cuda" and isinstance(backend, GraphSafeAttention) and not options.disable_cuda_graph:
         executor.capture_graphs(CudaGraphRunner(device), batch_sizes_to_capture(num_slots))
-    return executor, theirs
-
-
-def transformers_model(config: ModelConfig, places: dict[str, torch.Tensor]) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    theirs = Qwen3Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.context_length,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-        rms_norm_eps=config.rms_norm_eps,
-        tie_word_embeddings=True,
-    )
-    theirs._attn_implementation = "sdpa"
-    embedding = places["model.embed_tokens.weight"]
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(theirs)
-    model.load_state_dict({**places, "lm_head.weight": embedding}, assign=True, strict=True)
-    # Buffers are not in the state dict: make the rotary ones again, outside the meta device.
-    model.model.rotary_emb = type(model.model.rotary_emb)(theirs).to(embedding.device)
-    return model.eval()
+    return executor
 
 
 def measure_limits(options: Options) -> MachineLimits:
@@ -182,80 +268,71 @@ def measure_limits(options: Options) -> MachineLimits:
     return MachineLimits(read, flops)
 
 
-def measure_prefill(
-    num_tokens: int, ours: TorchExecutor, theirs: Any, limits: MachineLimits, options: Options
-) -> Measurement:
-    """Measure one cold prompt in one step, up to its first token."""
-    config = ours.model.config
-    prompt = torch.randint(0, config.vocab_size, (num_tokens,)).tolist()
-    pages = tuple(range(ours.pool.layout.num_pages(num_tokens)))
-    plan = StepPlan(
-        0, (Admit(0, GREEDY, num_tokens, None),), (PageDelta(0, 0, pages),), (Row(0, 0, tuple(prompt), True),)
-    )
-
-    def run_theirs() -> None:
-        with torch.inference_mode():
-            logits = theirs(input_ids=torch.tensor([prompt], device=options.device), logits_to_keep=1).logits
-            logits.argmax().item()
-
-    ours_s, theirs_s = take_turns(lambda: ours.run(plan), run_theirs if theirs else None, options)
-    flops = 2 * linear_parameters(config, with_head=False) * num_tokens
-    flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
-    return measurement(f"prefill {num_tokens}", num_tokens, ours_s, theirs_s, flops / limits.flops_per_s)
+def prefill_run(num_tokens: int, executor: TorchExecutor, options: Options) -> Callable[[], object]:
+    """Return a run of one cold prompt in one step, up to its first token."""
+    prompt = tuple(torch.randint(0, executor.model.config.vocab_size, (num_tokens,)).tolist())
+    pages = tuple(range(executor.pool.layout.num_pages(num_tokens)))
+    admits, deltas = (Admit(0, GREEDY, num_tokens, None),), (PageDelta(0, 0, pages),)
+    return lambda: executor.run(StepPlan(0, admits, deltas, (Row(0, 0, prompt, True),)))
 
 
-def measure_decode(
-    batch: int, ours: TorchExecutor, theirs: Any, limits: MachineLimits, options: Options
-) -> Measurement:
-    """Measure ``new_tokens`` steps of ``batch`` rows, each from ``CONTEXT`` cached tokens."""
-    config, steps = ours.model.config, options.new_tokens
-    per_row = ours.pool.layout.num_pages(CONTEXT + steps)
+def decode_run(batch: int, executor: TorchExecutor, options: Options) -> Callable[[], object]:
+    """Return a run of ``new_tokens`` steps of ``batch`` rows, each from ``CONTEXT`` cached tokens."""
+    per_row = executor.pool.layout.num_pages(CONTEXT + options.new_tokens)
     admits = tuple(Admit(slot, GREEDY, CONTEXT, 1) for slot in range(batch))
     deltas = tuple(PageDelta(slot, 0, tuple(range(slot * per_row, (slot + 1) * per_row))) for slot in range(batch))
 
-    def run_ours() -> None:
-        for step in range(steps):
+    def run_all() -> None:
+        for step in range(options.new_tokens):
             rows = tuple(Row(slot, CONTEXT + step, None, True) for slot in range(batch))
-            ours.run(StepPlan(step, admits if step == 0 else (), deltas if step == 0 else (), rows))
+            executor.run(StepPlan(step, admits if step == 0 else (), deltas if step == 0 else (), rows))
 
-    def run_theirs() -> None:
-        with torch.inference_mode():
-            decode_transformers(theirs, batch, steps, options)
+    return run_all
 
-    ours_s, theirs_s = take_turns(run_ours, run_theirs if theirs else None, options)
-    parameters = linear_parameters(config, with_head=True)
+
+def measure_prefill(num_tokens: int, engines: Engines, limits: MachineLimits, options: Options) -> Measurement:
+    config = engines.ours.model.config
+    theirs = {peer.name: partial(peer.prefill_s, num_tokens) for peer in engines.peers}
+    ours_s, *theirs_s = best_times(
+        [in_seconds(prefill_run(num_tokens, engines.ours, options), options), *theirs.values()], options
+    )
+    flops = 2 * linear_parameters(config, with_head=False) * num_tokens
+    flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
+    others = {name: num_tokens / seconds for name, seconds in zip(theirs, theirs_s, strict=True)}
+    return Measurement(f"prefill {num_tokens}", num_tokens / ours_s, num_tokens * limits.flops_per_s / flops, others)
+
+
+def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options: Options) -> Measurement:
+    ours, steps = engines.ours, options.new_tokens
+    theirs = {peer.name: partial(peer.decode_s, batch) for peer in engines.peers}
+    ours_s, *theirs_s = best_times([in_seconds(decode_run(batch, ours, options), options), *theirs.values()], options)
+    parameters = linear_parameters(ours.model.config, with_head=True)
     kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.layout.page_bytes / PAGE_SIZE
     memory_s = (parameters * ITEM_BYTES[options.dtype] + kv_bytes) / limits.read_bytes_per_s
-    limit_s = max(memory_s, 2 * parameters * batch / limits.flops_per_s) * steps
-    return measurement(f"decode batch {batch}", batch * steps, ours_s, theirs_s, limit_s)
+    step_s = max(memory_s, 2 * parameters * batch / limits.flops_per_s)
+    others = {name: batch * steps / seconds for name, seconds in zip(theirs, theirs_s, strict=True)}
+    return Measurement(f"decode batch {batch}", batch * steps / ours_s, batch / step_s, others)
 
 
-def decode_transformers(model: Any, batch: int, steps: int, options: Options) -> None:
-    """Decode as ``generate`` does, from a cache with random KV."""
-    from transformers import DynamicCache
-
-    config = model.config
-    cache = DynamicCache(config=config)
-    shape = (batch, config.num_key_value_heads, CONTEXT, config.head_dim)
-    for layer in range(config.num_hidden_layers):
-        kv = torch.randn(shape, device=options.device).to(TORCH_DTYPES[options.dtype])
-        cache.update(kv, kv, layer)
-    tokens = torch.ones(batch, 1, dtype=torch.int64, device=options.device)
-    for _ in range(steps):
-        tokens = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
-        tokens.tolist()
+def measure_quantized(batch: int, plain: TorchExecutor, quantized: TorchExecutor, options: Options) -> Measurement:
+    runs = [decode_run(batch, executor, options) for executor in (quantized, plain)]
+    speeds = [batch * options.new_tokens / seconds for seconds in take_turns(runs, options)]
+    return Measurement(f"int8, batch {batch}", speeds[0], None, {"bfloat16": speeds[1]})
 
 
-def take_turns(
-    ours: Callable[[], object], theirs: Callable[[], object] | None, options: Options
-) -> tuple[float, float | None]:
-    """Best seconds of both, run alternately after one warm-up round."""
-    device = torch.device(options.device)
-    pairs = [
-        (timed(ours, device), timed(theirs, device) if theirs else None) for _ in range(max(2, options.rounds + 1))
-    ][1:]
-    theirs_s = [pair[1] for pair in pairs if pair[1] is not None]
-    return min(pair[0] for pair in pairs), min(theirs_s) if theirs_s else None
+def take_turns(runs: Sequence[Callable[[], object]], options: Options) -> list[float]:
+    """Return the best seconds of each run; they run alternately, after one round that warms up."""
+    return best_times([in_seconds(each, options) for each in runs], options)
+
+
+def best_times(rounds_of: Sequence[Callable[[], float]], options: Options) -> list[float]:
+    """Return the least that each function returns; they are called alternately, and the first round does not count."""
+    rounds = [[each() for each in rounds_of] for _ in range(max(2, options.rounds + 1))][1:]
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def in_seconds(run: Callable[[], object], options: Options) -> Callable[[], float]:
+    return partial(timed, run, torch.device(options.device))
 
 
 def best_s(run: Callable[[], object], rounds: int, device: torch.device) -> float:
@@ -278,19 +355,19 @@ def linear_parameters(config: ModelConfig, *, with_head: bool) -> int:
     return config.num_layers * layer + (config.vocab_size * config.hidden_size if with_head else 0)
 
 
-def measurement(name: str, num_tokens: int, ours_s: float, theirs_s: float | None, limit_s: float) -> Measurement:
-    return Measurement(name, num_tokens / ours_s, num_tokens / theirs_s if theirs_s else None, num_tokens / limit_s)
-
-
-def heading(options: Options, limits: MachineLimits) -> str:
+def heading(options: Options, limits: MachineLimits, engines: Engines) -> str:
     return (
-        f"{options.layers} layers of Qwen3-0.6B's shape, {options.dtype}, {options.device}, "
+        f"\n{options.layers} layers of Qwen3-0.6B's shape, {options.dtype}, {options.device}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
         f"limits: memory {limits.read_bytes_per_s / 1e9:.1f} GB/s, products {limits.flops_per_s / 1e9:.0f} GFLOP/s\n"
-        f"{'tokens/s':<18}{'ours':>10}{'transformers':>14}{'ratio':>8}{'limit':>10}{'of limit':>10}"
+        f"{'tokens/s':<18}{'ours':>10}{'limit':>10}{'of limit':>10}"
+        + "".join(f"{peer.name:>14}{'ratio':>8}" for peer in engines.peers)
     )
 
 
-def row_of(each: Measurement) -> str:
-    theirs = f"{each.transformers:>14.1f}{each.ours / each.transformers:>8.2f}" if each.transformers else f"{'':>22}"
-    return f"{each.name:<18}{each.ours:>10.1f}{theirs}{each.limit:>10.1f}{each.ours / each.limit:>10.0%}"
+def row_of(row: Measurement) -> str:
+    """The ratios are those of our speed to the other engine's."""
+    limit = f"{'':>20}" if row.limit is None else f"{row.limit:>10.1f}{row.ours / row.limit:>10.0%}"
+    format_name = "  of bfloat16:" if row.limit is None else ""
+    others = "".join(f"{speed:>14.1f}{row.ours / speed:>8.2f}" for speed in row.others.values())
+    return f"{row.name:<18}{row.ours:>10.1f}{limit}{format_name}{others}"

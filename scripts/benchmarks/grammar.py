@@ -132,8 +132,7 @@ def byte_alphabet() -> list[str]:
 def make_executor(config: ModelConfig, compiler: GrammarCompiler, options: Options) -> TorchExecutor:
     own = {"batch": [2 * options.batch], "prefill": [], "ours_only": True, "disable_cuda_graph": False}
     shape = argparse.Namespace(**{**vars(options), **own})
-    executor, _ = engine.build(config, shape, compiler)
-    return executor
+    return engine.build(config, shape, compiler)
 
 
 # ---- masks alone -----------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ META = torch.device("meta")
 KINDS = {"greedy": SamplingParams(temperature=0.0), "top-p": SamplingParams(temperature=0.8, top_p=0.9)}
 #: Operations for which the host waits.
 SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "is_nonzero", "equal")
+#: Operations by which torch assigns a number. On CUDA that is a copy from the host for which it waits.
+ASSIGNMENTS = ("copy_", "index_put_")
 #: Operations that read only as much of their first argument as they return.
 LOOKUPS = ("embedding", "index", "index_select", "gather")
 #: Operations that change only as much of their first argument as their last has.
@@ -200,6 +202,7 @@ class LaunchCounter(TorchDispatchMode):
         self.pool: PoolWithoutData | None = None
         self.context = 0
         self.counts = StepCounts(Counter())
+        self._number: Tensor | None = None  # the last one that was made of a number of the host
 
     def begin(self) -> StepCounts:
         """Begin to count anew, and return what was counted so far."""
@@ -218,6 +221,9 @@ class LaunchCounter(TorchDispatchMode):
             elif not _is_free(func, given, returned):
                 self.counts.launches[name] += 1
                 self.counts.moved_bytes += _bytes_of(name, given, returned)
+                self.counts.num_syncs += name in ASSIGNMENTS and given[-1] is self._number
+            if name == "scalar_tensor":
+                self._number = returned[0]
         return found
 
     def _copy(self, func: Any, args: Any, kwargs: dict[str, Any], target: Tensor) -> None:

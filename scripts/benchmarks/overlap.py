@@ -124,7 +124,7 @@ def _engine(executor: TimedExecutor, max_outstanding: int) -> Iterator[EngineThr
 
 def _scheduler(executor: TorchExecutor, batch: int, context: int, num_steps: int) -> DecodeScheduler:
     """A decode scheduler whose requests have all arrived; their KV is what the pool contains."""
-    allocator = PageAllocator(executor.pool.num_pages)
+    allocator = PageAllocator(executor.num_pages)
     cache = RadixCache(allocator, executor.pool.layout.page_size)
     scheduler = DecodeScheduler(
         cache,

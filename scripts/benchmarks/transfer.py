@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 import zmq
 
 from common.cache.page_layout import PageLayout
@@ -49,8 +50,8 @@ BATCH = 64  # pages per write, as ``Sender.pump`` asks for
 class Reader:
     """Executes commands, one JSON line each, and polls the transport in between."""
 
-    def __init__(self, layout: PageLayout, num_pages: int, transport: str, key: str) -> None:
-        self.pool = KVPool(layout, num_pages)
+    def __init__(self, layout: PageLayout, num_pages: int, transport: str, device: str, key: str) -> None:
+        self.pool = KVPool(layout, num_pages, device)
         _touch(self.pool)
         self.transport = open_reader(self.pool, TransportSettings(transport, READER, cluster_key=key.encode()))
         self.num_pages = num_pages
@@ -72,6 +73,10 @@ class Reader:
     def do_forbid(self, count: int) -> float:
         self.transport.forbid(range(count))
         return time.process_time()
+
+    def do_landed(self, count: int) -> None:
+        """Copy the pages to the device, if they have arrived beside it."""
+        self.transport.landed(WRITER, range(count))
 
     def do_listen(self) -> int:
         """A plain socket: 8 bytes with the number of pages, then the pages; answered by one byte when all are there."""
@@ -132,6 +137,7 @@ def _touch(pool: KVPool) -> None:
 class ReaderProcess:
     def __init__(self, arguments: argparse.Namespace, layout: str, transport: str, num_pages: int) -> None:
         argv = [sys.executable, "-m", "scripts.benchmarks.transfer", layout, str(num_pages), transport]
+        argv.append(arguments.device)
         self.process = subprocess.Popen(
             [*argv, arguments.cluster_key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -174,6 +180,8 @@ class AttachedTransport:
         while open_tickets := open_tickets - len(self.writer.done()):
             select.select(self.writer.files(), [], [], 1.0)
             assert not (news := self.writer.poll()), news[0].problem
+        if not self.pool.is_mapped:
+            self.child.ask("landed", count=count)
         seconds = time.perf_counter() - begun_at
         self.writer.poll()  # as a node does every turn; some transports defer work to it
         ours = time.process_time() - ours
@@ -183,7 +191,16 @@ class AttachedTransport:
 def memcpy(pool: KVPool, target: KVPool) -> Callable[[int], float]:
     size = pool.layout.page_bytes
 
+    def run_on_device(count: int) -> float:
+        torch.cuda.synchronize()
+        begun_at = time.perf_counter()
+        target.pages[:count].copy_(pool.pages[:count])
+        torch.cuda.synchronize()
+        return time.perf_counter() - begun_at
+
     def run(count: int) -> float:
+        if not pool.is_mapped:
+            return run_on_device(count)
         with memoryview(pool.memory) as source, memoryview(target.memory) as into:
             begun_at = time.perf_counter()
             for page in range(count):
@@ -247,7 +264,7 @@ def bare_nixl(subject: AttachedTransport) -> Callable[[int], float]:
 
 def measure(arguments: argparse.Namespace, layout: str, transport: str, counts: Sequence[int]) -> dict[str, float]:
     """Print a line for each transfer size; returns their figures."""
-    pool, target = KVPool(LAYOUTS[layout], counts[-1]), KVPool(LAYOUTS[layout], counts[-1])
+    pool, target = (KVPool(LAYOUTS[layout], counts[-1], arguments.device) for _ in range(2))
     _touch(pool)
     _touch(target)
     child = ReaderProcess(arguments, layout, transport, counts[-1])
@@ -357,6 +374,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--pages", type=comma_separated(int), default="1,4,16,64,256,1024", help="transfer sizes (%(default)s)"
     )
     parser.add_argument("--round-trips", type=int, default=1000, help="control messages to time (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="of both pools; memcpy is then within it (%(default)s)")
     parser.add_argument("--cluster-key", default="", help="key that authenticates tcp")
 
 
@@ -375,5 +393,5 @@ def run(options: argparse.Namespace) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    name, pages, transport_name, cluster_key = sys.argv[1:]
-    Reader(LAYOUTS[name], int(pages), transport_name, cluster_key).run()
+    name, pages, transport_name, device_name, cluster_key = sys.argv[1:]
+    Reader(LAYOUTS[name], int(pages), transport_name, device_name, cluster_key).run()

@@ -91,11 +91,13 @@ def _write_weights(folder: Path, config: dict[str, Any], seed: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    generator = torch.Generator().manual_seed(seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # a GPU draws 8 billion numbers in a second
+    generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, shape in shapes(config).items():
-        tensor = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
-        tensors[name] = tensor.to(getattr(torch, config["dtype"]))
+        is_norm = len(shape) == 1
+        tensor = torch.ones(shape) if is_norm else torch.randn(shape, generator=generator, device=device) * 0.02
+        tensors[name] = tensor.to(getattr(torch, config["dtype"])).cpu()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -26,10 +28,18 @@ def divide(cores: list[tuple[int, ...]], num_nodes: int, num_threads: int | None
     Args:
         cores: the CPU numbers of each physical core.
         num_threads: compute threads of each node; one per core of its share by default.
+
+    Raises:
+        ConfigError: a node would have more threads than cores.
     """
     each, more = divmod(len(cores), num_nodes)
-    if each < (num_threads or 1):
-        return [Share(num_threads or 1)] * num_nodes
+    if num_threads is not None and num_threads > max(1, each):
+        raise ConfigError(
+            f"--threads {num_threads}: the share of each of {num_nodes} nodes is {each} of {len(cores)} cores, and "
+            f"threads that share a core are many times slower; give at most {max(1, each)}, or start fewer nodes"
+        )
+    if each == 0:
+        return [Share(1)] * num_nodes
     shares, start = [], 0
     for node in range(num_nodes):
         mine = cores[start : start + each + (node < more)]

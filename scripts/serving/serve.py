@@ -190,11 +190,12 @@ def _environment(config: ServeConfig, num_threads: int, keys: str) -> dict[str, 
 
 
 def shares_of(config: ServeConfig) -> list[Share]:
-    """Threads and cores of each node. Nodes on a GPU are not pinned."""
+    """Threads and cores of each node. Nodes on a GPU are not pinned, and may have any number of threads."""
     num_nodes = config.prefill + config.decode
-    shares = divide(usable_cores(), num_nodes, config.threads)
     is_cuda = config.device.startswith("cuda") or (config.device == "auto" and Path("/dev/nvidia0").exists())
-    return [Share(share.num_threads) for share in shares] if is_cuda else shares
+    if is_cuda:
+        return [Share(config.threads or share.num_threads) for share in divide(usable_cores(), num_nodes)]
+    return divide(usable_cores(), num_nodes, config.threads)
 
 
 def _local(host: str) -> str:

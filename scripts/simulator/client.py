@@ -41,10 +41,7 @@ class PlannedTokens:
         self._lengths: dict[int, int] = {}
 
     def prompt(self, planned: PlannedRequest) -> tuple[int, ...]:
-        tokens: list[int] = []
-        for segment in planned.segments:
-            tokens += self._tokens(segment)
-        return tuple(tokens)
+        return tuple(self._tokens(planned.segments))
 
     def expect(self, planned: PlannedRequest) -> None:
         """Prepare the answer to a request that is about to be sent."""
@@ -56,17 +53,20 @@ class PlannedTokens:
         A prefill node that computes a retracted request again has no seed for it, so its engine asks for answer 0 and
         throws the token away.
         """
-        return self._tokens((segment_key(ANSWER, index), self._lengths.get(index, 0)))
+        return self._tokens([(segment_key(ANSWER, index), self._lengths.get(index, 0))])
 
     def forget(self, index: int) -> None:
         self._lengths.pop(index, None)
 
-    def _tokens(self, segment: Segment) -> list[int]:
-        number, length = segment
-        if length > len(self._places):
-            self._places = np.arange(1, 2 * length, dtype=np.uint64)
-        start = (number * 0x9E3779B97F4A7C15 + self._seed * 0xD1B54A32D192ED03) & (1 << 64) - 1
-        values = self._places[:length] * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
+    def _tokens(self, segments: Sequence[Segment]) -> list[int]:
+        lengths = [length for _, length in segments]
+        if max(lengths, default=0) > len(self._places):
+            self._places = np.arange(1, 2 * max(lengths), dtype=np.uint64)
+        seed = self._seed * 0xD1B54A32D192ED03
+        starts = [(number * 0x9E3779B97F4A7C15 + seed) & (1 << 64) - 1 for number, _ in segments]
+        values = np.concatenate([self._places[:length] for length in lengths] or [self._places[:0]])
+        values *= np.uint64(0x9E3779B97F4A7C15)
+        values += np.repeat(np.array(starts, dtype=np.uint64), lengths)
         values ^= values >> np.uint64(33)
         values *= np.uint64(0xFF51AFD7ED558CCD)
         values ^= values >> np.uint64(33)

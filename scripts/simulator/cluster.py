@@ -11,6 +11,7 @@ from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.gateway import TICK_S, Answer, Gateway
 from scripts.simulator.network import Network
 from scripts.simulator.node import Node, NodeSettings
+from scripts.simulator.repeated_steps import RepeatedSteps
 
 GATEWAY = "gateway"
 #: Something that arrives at one process from another: both, the call to make, and its arguments.
@@ -206,6 +207,15 @@ class Cluster:
 
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None:
         self.events.after(self._message_s, self._passes, sender, GATEWAY, self.gateway.on_messages, sender, messages)
+
+    def defer_tokens(self, sender: str, steps: RepeatedSteps) -> bool:
+        """Let the streams of a repeated step take their tokens from it; False if these have to come as messages."""
+        return not self._cuts and self.gateway.defer_tokens(steps)
+
+    def catch_up(self) -> None:
+        """Bring every node up to date, before anything looks at it from outside."""
+        for node in self.nodes.values():
+            node.catch_up()
 
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None:
         node = self.nodes.get(peer)

@@ -123,6 +123,7 @@ class SimulateConfig(_Outputs, _Faults, LoadOptions, Batching, SchedulingOptions
         """Options of each node: those that both commands have."""
         ours = options_of(SimulateConfig)
         values = {name: getattr(self, name) for name in options_of(NodeConfig) if name in ours}
+        values["kv_checksum"] = "off"  # pages have no contents
         values["max_total_tokens"] = self.max_total_tokens or POOL_TOKENS
         return NodeConfig(**values)
 

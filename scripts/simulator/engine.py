@@ -64,5 +64,13 @@ class ScriptedEngine:
                 tokens.append(answer[index] if index < len(answer) else END_TOKEN)
         return StepResult(plan.step, tuple(tokens))
 
+    def upcoming(self, slot: int, start: int, most: int) -> list[int]:
+        """The next tokens that decode rows of an admitted slot sample from position ``start`` on, at most to the end
+        token."""
+        num_prompt, answer = self._answer_of_slot[slot]
+        first = start + 1 - num_prompt
+        found = list(answer[first : first + most])
+        return found if len(found) == most else [*found, END_TOKEN]
+
     def close(self) -> None:
         pass

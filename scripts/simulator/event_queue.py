@@ -28,7 +28,8 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, float, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = 0.0  # of the event that is being handled
         self.num_events = 0
         self.num_background = 0  # pending calls made with `background_after`
 
@@ -42,6 +43,28 @@ class EventQueue:
 
     def after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> None:
         self.at(self._now + seconds, do, *arguments)
+
+    def at_with_reserved(self, when: float, do: Callable[..., None], *arguments: Any) -> int:
+        """Like ``at``, and count one more event, which happens without a call.
+
+        Returns:
+            The number of that event, which orders it among those of its instant.
+        """
+        self.num_events += 2
+        heapq.heappush(self._heap, (when, self.num_events - 1, do, arguments))
+        return self.num_events
+
+    def at_reserved(self, when: float, number: float, do: Callable[..., None], *arguments: Any) -> None:
+        """Make a reserved event, which lies ahead, or a part of it, happen by a call after all.
+
+        Args:
+            number: plus a fraction below 1 that orders the parts.
+        """
+        heapq.heappush(self._heap, (when, number, do, arguments))
+
+    def is_past(self, when: float, number: int) -> bool:
+        """Whether a reserved event has happened by now."""
+        return (when, number) < (self._now, self._number)
 
     def background_after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> Timer:
         """Like ``after``, for periodic work: the call can be cancelled and does not count against ``is_idle``."""
@@ -60,7 +83,7 @@ class EventQueue:
         return len(self._heap) == self.num_background
 
     def step(self) -> None:
-        self._now, _, do, arguments = heapq.heappop(self._heap)
+        self._now, self._number, do, arguments = heapq.heappop(self._heap)
         do(*arguments)
 
 

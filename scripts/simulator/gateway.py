@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from msgspec import field
 
@@ -15,6 +16,7 @@ from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool, WorkerPools
 from scripts.simulator.event_queue import EventQueue, Timer
+from scripts.simulator.repeated_steps import RepeatedSteps, TokenFeed
 
 TICK_S = 1.0
 
@@ -29,8 +31,13 @@ class NoText:
         return ""
 
 
+#: The fields that ``Answer`` replaces.
+IDS: Any = OutputStream.ids
+LAST_AT: Any = OutputStream.last_at
+
+
 class Answer(OutputStream, eq=False):
-    """A production stream that records when tokens arrive.
+    """A production stream that records when tokens arrive. Those of repeated steps are taken when it is looked at.
 
     Attributes:
         stamps_s: arrival of each message with tokens.
@@ -39,6 +46,55 @@ class Answer(OutputStream, eq=False):
 
     stamps_s: list[float] = field(default_factory=list)
     extra: dict[int, int] = field(default_factory=dict)
+    _feeds: list[TokenFeed] = field(default_factory=list)
+
+    # mypy allows no property in place of a field; msgspec reads and writes fields by their place.
+    @property  # type: ignore[misc]
+    def ids(self) -> list[int]:
+        if self._feeds:
+            self._take()
+        found: list[int] = IDS.__get__(self)
+        return found
+
+    @ids.setter
+    def ids(self, ids: list[int]) -> None:
+        IDS.__set__(self, ids)
+
+    @property  # type: ignore[misc]
+    def last_at(self) -> float:
+        if self._feeds:
+            self._take()
+        found: float = LAST_AT.__get__(self)
+        return found
+
+    @last_at.setter
+    def last_at(self, instant: float) -> None:
+        LAST_AT.__set__(self, instant)
+
+    @property
+    def can_defer(self) -> bool:
+        """Whether a further token, but for the last, only lengthens the output."""
+        return not (self.is_ended or self._early) and self.num_attempts == 1 and bool(self.ids)
+
+    def feed(self, feed: TokenFeed) -> None:
+        self._feeds.append(feed)
+
+    def _take(self) -> None:
+        """Take the tokens that have arrived by now."""
+        for feed in self._feeds:
+            tokens, arrivals = feed.take()
+            if tokens:
+                IDS.__get__(self).extend(tokens)
+                self.stamps_s += arrivals
+                LAST_AT.__set__(self, arrivals[-1])
+        self._feeds = [feed for feed in self._feeds if not feed.is_empty]
+
+    def _end(self, now: float) -> None:
+        self._take()
+        feeds, self._feeds = self._feeds, []
+        OutputStream._end(self, now)
+        for feed in feeds:
+            feed.end()
 
     def on_tokens(self, message: Tokens, now: float) -> None:
         ids = self.ids
@@ -88,6 +144,12 @@ class Gateway:
             raise
         return answer
 
+    def _on_feed_end(self, feed: TokenFeed) -> None:
+        """A stream has ended before its tokens: those under way come as messages, which the dispatcher answers."""
+        feed.steps.catch_up()
+        for arrival, number, message in feed.untaken():
+            self._events.at_reserved(arrival, number, self.on_messages, feed.steps.sender, (message,))
+
     def abort(self, rid: str) -> None:
         self.dispatcher.abort(rid)
 
@@ -97,6 +159,16 @@ class Gateway:
             self._on_end(answer)
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
+
+    def defer_tokens(self, steps: RepeatedSteps) -> bool:
+        """Let streams take their tokens from a repeated step, if each token concerns nothing but its stream."""
+        answers = [self.answers.get(request.rid) for request in steps.rows]
+        if self.pool.queue.order.is_charging or not all(answer and answer.can_defer for answer in answers):
+            return False
+        for row, answer in enumerate(answers):
+            assert answer is not None
+            answer.feed(TokenFeed(steps, row, self._events, self._on_feed_end))
+        return True
 
     def register(self, incarnation: str, register: Register) -> None:
         answer = self.pool.registry.register(incarnation, register, self._events.now())

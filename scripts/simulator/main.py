@@ -49,7 +49,13 @@ PROGRESS_EVERY_S = 2.0
 
 
 class Simulation:
-    def __init__(self, config: SimulateConfig, plan: Plan) -> None:
+    """A service and its clients.
+
+    Args:
+        is_stepwise: every step is taken by itself, which is slower. The results are the same.
+    """
+
+    def __init__(self, config: SimulateConfig, plan: Plan, *, is_stepwise: bool = False) -> None:
         self._config = config
         self._script = script = PlannedTokens(config.seed, VOCAB_SIZE)
         layout, capacity = config.layout, config.capacity
@@ -61,6 +67,7 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             context_length=config.context_length or CONTEXT_LENGTH,
             eos_token_ids=(END_TOKEN,),
+            takes_steps_together=not (is_stepwise or config.check or config.faults or config.auto_roles),
         )
         self.cluster = Cluster(
             settings, config.pool(MODEL), num_prefill=config.prefill, num_decode=config.decode, on_end=self._on_end
@@ -118,6 +125,7 @@ class Simulation:
                 if client.is_done:
                     break
             on_look(self)
+        self.cluster.catch_up()
         last = client.outcomes[-1].due_at if client.outcomes else 0.0
         found = figures(
             self.cluster,

@@ -24,11 +24,14 @@ from common.wire.messages import Abort, Heartbeat, LayoutMessage, Message, Peer,
 from decode_node.factory import build as build_decode
 from prefill_node.factory import build as build_prefill
 from scripts.simulator.costs import Costs, StepWork
+from scripts.simulator.engine import ScriptedEngine
 from scripts.simulator.event_queue import EventQueue, NodeClock
 from scripts.simulator.inprocess_transport import InProcessReader
 from scripts.simulator.network import Network, NetworkWriter
+from scripts.simulator.repeated_steps import MAX_REPETITIONS, MAX_TOKENS, Patience, RepeatedSteps, Schedule
 
 MODEL, DIGEST = "simulated", "simulated"
+NO_STEP = StepPlan(0, (), (), ())
 
 
 class Engine(Protocol):
@@ -48,6 +51,7 @@ class NodeSettings:
         config: configuration of every node; role and name are filled in.
         capacities: pages and slots, by role.
         engine: makes an engine with the given capacity.
+        takes_steps_together: decode steps that are alike (``repeated_steps``); they need a ``ScriptedEngine``.
     """
 
     config: NodeConfig
@@ -57,10 +61,12 @@ class NodeSettings:
     vocab_size: int = 32_000
     context_length: int = 131_072
     eos_token_ids: tuple[int, ...] = ()
+    takes_steps_together: bool = False
 
 
 class MessageBus(Protocol):
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None: ...
+    def defer_tokens(self, sender: str, steps: RepeatedSteps) -> bool: ...
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None: ...
     def hang_up(self, sender: str, peer: str) -> None: ...
 
@@ -116,6 +122,12 @@ class Node:
             PageAllocator(self.capacity.num_pages) if previous is None else previous.allocator
         )
         self.cache: RadixCache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
+        self._may_repeat = settings.takes_steps_together and role == "decode"
+        self._repeated: RepeatedSteps | None = None
+        self._patience = Patience()
+        self._outstanding: StepPlan = NO_STEP  # the last step, and when it ends
+        self._step_end = 0.0
+        self._quiet_until = 0.0  # before this instant, a tick does nothing while a step is repeated
         self._on_empty: Callable[[], None] | None = None
         self.transports = NodeEnds(
             InProcessReader(network, self.engine.pool, incarnation),
@@ -170,11 +182,15 @@ class Node:
 
     def _happens(self, what: Callable[..., None], *arguments: Any) -> None:
         """Let something happen to the node, at its present instant: now, after it has hung, or never if it is dead."""
+        self.catch_up()
         if self.is_hanging:
             self._missed.append((what, arguments))
         elif self.is_alive:
+            before = self._outstanding
             what(*arguments, self.clock.now())
             self.turn()
+            if self.is_busy and self._outstanding is before:
+                self._repeated = self._repeatable()
 
     def on_gateway_messages(self, messages: Sequence[Message]) -> None:
         self._happens(self._take_gateway_messages, messages)
@@ -184,6 +200,11 @@ class Node:
             self.role.on_gateway(message, now)
 
     def on_peer_messages(self, sender: str, messages: Sequence[Message]) -> None:
+        steps, now = self._repeated, self.clock.now()
+        if steps is not None and now < self._quiet_until and all(map(self.role.leaves_steps_alone, messages)):
+            self._take_peer_messages(sender, messages, now)
+            self._send_messages()
+            return
         self._happens(self._take_peer_messages, sender, messages)
 
     def _take_peer_messages(self, sender: str, messages: Sequence[Message], now: float) -> None:
@@ -204,6 +225,7 @@ class Node:
 
     def die(self) -> None:
         """Stop as ``kill -9`` would."""
+        self.catch_up()
         self.is_alive = False
         self.is_hanging = False
         self.transports.reader.die()
@@ -211,6 +233,7 @@ class Node:
 
     def hang(self) -> None:
         """Stop as SIGSTOP would: connections stay open, and nothing is answered until ``wake``."""
+        self.catch_up()
         self.is_hanging = True
 
     def wake(self) -> None:
@@ -222,10 +245,12 @@ class Node:
 
     def slow_down(self, factor: float) -> None:
         """Let steps take so many times as long from here on."""
+        self.catch_up()
         self._slowness = factor
 
     def leave(self, on_empty: Callable[[], None]) -> None:
         """Stop, as a node that changes its role does, once it is done with all requests; then call ``on_empty``."""
+        self.catch_up()
         self._on_empty = on_empty
         self.turn()
 
@@ -237,6 +262,7 @@ class Node:
             self._on_empty()
 
     def heartbeat(self) -> Heartbeat:
+        self.catch_up()
         return heartbeat_of(self.role, self.step_times, counters={"busy_seconds": self.busy_s})
 
     def turn(self) -> None:
@@ -258,6 +284,10 @@ class Node:
             self._events.background_after(LONGEST_WAIT_S, self._on_timer)
 
     def _on_timer(self) -> None:
+        if self._repeated is not None and self.clock.now() < self._quiet_until:
+            self._events.background_after(LONGEST_WAIT_S, self._on_timer)
+            return
+        self.catch_up()
         self._has_timer = False
         self.turn()
 
@@ -276,10 +306,83 @@ class Node:
         self.busy_s += seconds
         self.step_times.add(seconds, work.num_prompt)
         self._note_pages()
-        self._events.after(seconds, self._end, plan)
+        self._outstanding, self._step_end = plan, self._events.now() + seconds
+        self._patience.step_begun()
+        self._repeated = self._repeatable()
+        self._events.at(self._step_end, self._step_over)
 
-    def _end(self, plan: StepPlan) -> None:
-        self._happens(self._commit, plan)
+    # ---- steps that are alike ---------------------------------------------------------------------------------------
+
+    def _repeatable(self) -> RepeatedSteps | None:
+        """The repetitions of the outstanding step; None if the next one is another."""
+        engine, plan = self.engine, self._outstanding
+        if not self._may_repeat or self._on_empty is not None or self._patience.has_run_out:
+            return None
+        if plan.admits or any(row.tokens is not None for row in plan.rows):
+            return None
+        assert isinstance(engine, ScriptedEngine)
+        most = min(MAX_REPETITIONS, max(MAX_TOKENS // len(plan.rows), 16))
+        tokens = {row.slot: engine.upcoming(row.slot, row.start, most) for row in plan.rows}
+        found = self.role.repeatable(lambda request: tokens[request.slot])
+        if found is None:
+            return None
+        self._quiet_until = self.role.due_at
+        until = self._quiet_until - (self.clock.now() - self._events.now())
+        schedule = Schedule.of(plan, self._step_end, found.most, self._costs, slowness=self._slowness, until=until)
+        steps = RepeatedSteps(
+            found.rows,
+            [tokens[request.slot] for request in found.rows],
+            schedule,
+            num_used_pages=self._num_used_pages,
+            sender=self.incarnation,
+            catch_up=self.catch_up,
+        )
+        steps.is_deferred = self._bus.defer_tokens(self.incarnation, steps)
+        return steps
+
+    def _step_over(self) -> None:
+        """End a step: plan the same once more, or whatever follows."""
+        steps = self._repeated
+        if steps is None or steps.num_done >= steps.schedule.most or self.transports.reader.has_news:
+            self.catch_up()
+            self._happens(self._commit, self._outstanding)
+            return
+        steps.num_done = (number := steps.num_done) + 1
+        end = steps.schedule.ends[number + 1]
+        if steps.is_deferred:
+            steps.numbers.append(self._events.at_with_reserved(end, self._step_over))
+        else:
+            self._events.at(end, self._step_over)
+            self._bus.to_gateway(self.incarnation, steps.messages())
+
+    def catch_up(self) -> None:
+        """Apply the repetitions of a step so far. It is outstanding afterwards, and ends as any other."""
+        steps, self._repeated = self._repeated, None
+        if steps is None:
+            return
+        count, plan, grown = steps.num_done, self._outstanding, list[int]()
+        instants = steps.schedule.ends[:count]
+        if count:
+            ahead_s = self.clock.now() - self._events.now()
+            plan, grown = self.role.repeat(
+                steps.rows, [tokens[:count] for tokens in steps.tokens], [instant + ahead_s for instant in instants]
+            )
+        self.work["steps"] += count
+        self.work["rows"] += count * len(steps.rows)
+        for seconds in steps.schedule.durations[:count]:
+            self.busy_s += seconds
+            self.step_times.add(seconds, 0)
+        used, since = self._used
+        num_grown = 0
+        for number, now in enumerate(instants, 1):
+            self.used_page_s += used * (now - since)
+            while num_grown < len(grown) and grown[num_grown] == number:
+                num_grown += 1
+            used, since = steps.num_used_pages + num_grown, now
+        self._used = (used, since)
+        self._outstanding, self._step_end = plan, steps.schedule.ends[count]
+        steps.is_over = True
+        self._patience.ended(count, len(steps.rows))
 
     def _commit(self, plan: StepPlan, now: float) -> None:
         self.is_busy = False
@@ -292,7 +395,11 @@ class Node:
         now = self._events.now()
         used, since = self._used
         self.used_page_s += used * (now - since)
-        self._used = (self.capacity.num_pages - self.allocator.num_free - self.cache.num_evictable_pages, now)
+        self._used = (self._num_used_pages, now)
+
+    @property
+    def _num_used_pages(self) -> int:
+        return self.capacity.num_pages - self.allocator.num_free - self.cache.num_evictable_pages
 
     def _send_messages(self) -> None:
         outbox = self.role.outbox

@@ -18,14 +18,14 @@ WORDS = [sys.executable, "-m", "scripts.cli", "chaos", "--distinct=12", "--no-ch
 @pytest.mark.timeout(900)
 def test_a_short_run_finds_every_invariant_kept(tmp_path: Path) -> None:
     faults = "--faults=kill,gateway-kill,pause,terminate,role,disk,vanish,hostile"
-    options = ["--requests=120", "--concurrency=6", "--kill-every=6", "--fault-every=3", "--seed=1"]
+    options = ["--requests=72", "--concurrency=6", "--kill-every=6", "--fault-every=3", "--seed=1"]
     report = tmp_path / "report.json"
     found = subprocess.run(
         [*WORDS, *options, faults, f"--json={report}"], capture_output=True, text=True, cwd=ROOT, env=environment()
     )
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
     shown = json.loads(report.read_text())
-    assert shown["sent"] == shown["equal"] == 120
+    assert shown["sent"] == shown["equal"] == 72
     assert sum(shown["faults"].values()) > 0
     assert shown["broken"] == []
 

@@ -211,12 +211,12 @@ async def test_a_node_without_heartbeats_is_lost_until_the_next_heartbeat_and_co
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_twenty_kills_at_random_moments_leak_nothing(pairs: Service) -> None:
+async def test_kills_at_different_moments_leak_nothing(pairs: Service) -> None:
     async with pairs.client() as client:
-        for number in range(20):
+        for number in range(8):  # each node twice
             victim = pairs.nodes[number % 4]
             exchanges = [exchange for group in begin_load(client, seed=10_000 + 1000 * number) for exchange in group]
-            await asyncio.sleep(0.05 * (number % 11))
+            await asyncio.sleep(0.07 * number)
             pairs.kill(victim)
             await check_ends(exchanges)
             await client.settled()

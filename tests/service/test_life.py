@@ -167,7 +167,7 @@ async def check(client: Client) -> None:
 
 
 def test_a_node_with_another_page_layout_is_refused(tmp_path: Path) -> None:
-    service = Service(tmp_path / "logs", is_forked=False, only={"decode-0": {"page_size": 24}})
+    service = Service(tmp_path / "logs", only={"decode-0": {"page_size": 24}})
     try:
         service.start("gateway", "prefill-0")
         service.wait_until_ready()

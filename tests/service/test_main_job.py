@@ -9,6 +9,7 @@ from support.engine.reference_models import FAMILIES, draw_prompts, load_referen
 from common.sampling_params import SamplingParams
 
 MAX_NEW = 12
+PAGE_SIZES, CHUNKS = (1, 16, 64), (16, 100, None)
 Case = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -39,10 +40,12 @@ def serve_all(cluster: LocalCluster, cases: list[Case], *, together: bool, tag: 
     cluster.settle()
 
 
-@pytest.mark.slow(sample=0.15)
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("chunk_tokens", [16, 100, None])
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.slow(sample=0.3)
+@pytest.mark.parametrize(
+    ("page_size", "chunk_tokens", "together"),
+    # Every pair of page size and chunk size; requests come together in every second, so that it meets every size, too.
+    [(page_size, chunk, (i + j) % 2 == 1) for i, page_size in enumerate(PAGE_SIZES) for j, chunk in enumerate(CHUNKS)],
+)
 def test_greedy_tokens_equal_transformers_cold_and_cached(
     model: tuple[Path, list[Case]], page_size: int, chunk_tokens: int | None, together: bool
 ) -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright
 from support.gateway.fake_nodes import echo, folder, make_model_folder, running, silent
 from support.gateway.toy_stack import answers, ids_of, last_prompt, toy_stack
@@ -22,11 +23,12 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
+    pytest.mark.asyncio(loop_scope="module"),  # the browser is started once
 ]
 
 
-@pytest.fixture
-async def browser():
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as driver:
         started = await driver.chromium.launch(executable_path=CHROMIUM)
         yield started
@@ -59,13 +61,12 @@ async def chat(page, text):
     return answer
 
 
-@pytest.mark.parametrize("width", [360, 390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_nothing_overflows_and_tiles_get_numbers(browser, folder, width, scheme):
-    size = {"width": width, "height": 800}
+async def test_nothing_overflows_and_tiles_get_numbers(browser, folder, scheme):
+    sizes = [{"width": width, "height": 800} for width in (360, 390, 1280)]
     async with running(folder) as stack:
         await stack.pair()
-        async with opened(browser, stack.url, viewport=size, color_scheme=scheme) as page:
+        async with opened(browser, stack.url, viewport=sizes[0], color_scheme=scheme) as page:
             await page.locator(".node").nth(1).wait_for()
             answer = await chat(page, "a" * 60 + " and words")
             await answer.locator(".span").first.wait_for()
@@ -75,7 +76,10 @@ async def test_nothing_overflows_and_tiles_get_numbers(browser, folder, width, s
                 "() => document.querySelector('.tile:nth-child(3) .headline').textContent !== '–'"
             )
             assert await page.locator(".tile .headline").count() == 6
-            assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+            for size in (*sizes, sizes[0]):  # wider, and narrow again
+                await page.set_viewport_size(size)
+                assert await page.evaluate("innerWidth") == size["width"]
+                assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
 async def test_an_answer_streams_to_its_end_and_shows_its_waterfall(browser, folder):

@@ -1,7 +1,7 @@
 """Random load: prompts that share prefixes, small pools, disconnects and killed nodes.
 
 Every complete response has exactly the tokens of the reference, so a page written late or read stale would show.
-The slow tests run longer, and watch memory over 12,000 requests.
+The slow tests run longer, and watch memory over 6,000 requests.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.engine.devices import DEVICES
 from support.engine.reference_models import draw_prompts, generate, load_reference, make_model
 from support.service.client import Client, prompt_of
 from support.service.processes import resident_bytes
@@ -81,12 +82,13 @@ class RandomClients:
             assert exchange.ids == expected[: len(exchange.ids)], f"wrong tokens for a prompt of {len(prompt)}"
 
 
+@pytest.mark.parametrize("device", DEVICES)
 async def test_tokens_stay_exact_under_disconnects_and_small_pools(
-    model: tuple[Path, list[Case]], tmp_path: Path
+    model: tuple[Path, list[Case]], tmp_path: Path, device: str
 ) -> None:
     folder, cases = model
     overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
-    options = {"node_options": SMALL_NODES, "only": POOLS, "variables": overcommitted}
+    options = {"node_options": {**SMALL_NODES, "device": device}, "only": POOLS, "variables": overcommitted}
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
             clients = RandomClients(client, cases, seed=1)
@@ -129,7 +131,7 @@ async def test_requests_finish_exactly_at_the_minimum_of_each_resource(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_tokens_stay_exact_while_nodes_are_killed(
     model: tuple[Path, list[Case]], tmp_path: Path, seed: int
 ) -> None:
@@ -139,7 +141,7 @@ async def test_tokens_stay_exact_while_nodes_are_killed(
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
             clients = RandomClients(client, cases, seed)
-            work = asyncio.create_task(clients.work(num_clients=16, num_requests=150))
+            work = asyncio.create_task(clients.work(num_clients=16, num_requests=100))
             drawn = random.Random(seed)
             while not work.done():
                 victim = drawn.choice(service.nodes)
@@ -155,7 +157,7 @@ async def test_tokens_stay_exact_while_nodes_are_killed(
                 await asyncio.sleep(drawn.random())
             await work
             await client.settled()
-            assert clients.num_complete > 500
+            assert clients.num_complete > 333
 
 
 def figures(service: Service) -> dict[str, tuple[float, int]]:
@@ -168,8 +170,8 @@ def figures(service: Service) -> dict[str, tuple[float, int]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_memory_and_descriptors_do_not_grow_over_12000_requests(tmp_path: Path) -> None:
-    """12,000 requests are an hour at 3.3 a second; of twenty, two disconnect and one is aborted."""
+async def test_memory_and_descriptors_do_not_grow_over_6000_requests(tmp_path: Path) -> None:
+    """6,000 requests; of twenty, two disconnect and one is aborted."""
     with running(tmp_path / "logs") as service:
         async with service.client() as client:
             numbers = iter(range(1_000_000))
@@ -199,11 +201,11 @@ async def test_memory_and_descriptors_do_not_grow_over_12000_requests(tmp_path: 
                 return time.monotonic() - began
 
             rows = []
-            for number in range(2_000, 12_001, 2_000):
+            for number in range(2_000, 6_001, 2_000):
                 took_s = await ask_until(number)
                 rows.append(figures(service))
                 print(f"{number} requests, the last 2000 in {took_s:.0f} s: {rows[-1]}")
             for name in service.processes:
                 first, last = rows[0][name], rows[-1][name]
-                assert last[0] < first[0] * 1.05 + 16, f"{name} grew from {first[0]:.0f} to {last[0]:.0f} MB"
+                assert last[0] < first[0] * 1.02 + 6, f"{name} grew from {first[0]:.0f} to {last[0]:.0f} MB"
                 assert last[1] <= first[1] + 4, f"{name} had {first[1]} descriptors, now {last[1]}"

@@ -7,6 +7,7 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ MAX_NEW = 8
 WARM_UP = 1
 Case = tuple[tuple[int, ...], tuple[int, ...]]
 
-#: Model, page size and chunk size; the other combinations are slow.
+#: Model, page size and chunk size; the other cases are slow.
 CHOSEN = [("qwen3", 16, 16), ("llama", 1, -1), ("qwen3", 64, 100)]
 #: Transports other than ``auto``, which selects shared memory here.
 TRANSPORTS = {("llama", 1, -1): "gloo", ("qwen3", 64, 100): "tcp"}
-EVERY = [(model, page, chunk) for model in (*FAMILIES, "small") for page in (1, 16, 64) for chunk in (64, 100, -1)]
-EVERY += [(model, page, 16) for model in (*FAMILIES, "small") for page in (1, 16)]
+#: Every page size with every chunk of at least a page; models in turn, so that each meets every size of either kind.
+PAGES_AND_CHUNKS = [*product(enumerate((1, 16, 64)), enumerate((64, 100, -1))), ((0, 1), (1, 16)), ((1, 16), (1, 16))]
+EVERY = [((*FAMILIES, "small")[(i + j) % 3], page, chunk) for (i, page), (j, chunk) in PAGES_AND_CHUNKS]
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +166,21 @@ async def test_pages_are_transferred_while_later_chunks_are_computed(tmp_path: P
     assert totals["prefill-0"]["pages_overlapped"] > 2
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
-async def test_a_tiny_pool_retracts_requests_and_changes_no_token(models: Any, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("qwen3", "cpu"),
+        pytest.param("llama", "cpu", marks=pytest.mark.slow),
+        pytest.param("llama", "cuda", marks=pytest.mark.cuda),
+    ],
+)
+async def test_a_tiny_pool_retracts_requests_and_changes_no_token(
+    models: Any, tmp_path: Path, name: str, device: str
+) -> None:
     folder, _ = models(name)
     cases = draw_prompts(load_reference(folder), [4, 5, 6, 7, 8, 9], 40, seed=5)
     only = {"decode-0": {"max_total_tokens": 100}}
-    options = {"page_size": 4, "chunked_prefill_size": 16}
+    options = {"page_size": 4, "chunked_prefill_size": 16, "device": device}
     overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}  # admits more than fits
     with running(tmp_path / "logs", folder, node_options=options, only=only, variables=overcommitted) as service:
         async with service.client() as client:

@@ -20,9 +20,21 @@ def case() -> tuple[tuple[int, ...], tuple[int, ...]]:
     return draw_prompts(load_reference(SMALL_MODEL), [203], NUM_NEW, seed=11)[0]
 
 
-@pytest.fixture(params=[pytest.param("auto", marks=pytest.mark.slow), "nixl", "tcp"])
+ON_A_GPU = "auto on a GPU"
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("auto", marks=pytest.mark.slow),
+        "nixl",
+        "tcp",
+        *(pytest.param(name, marks=pytest.mark.cuda) for name in ("cuda-ipc", ON_A_GPU)),
+    ]
+)
 def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service]:
-    options: dict[str, Any] = {"transport": request.param}
+    """Both nodes are on the same GPU, or all on the CPU."""
+    is_on_gpu = request.param in ("cuda-ipc", ON_A_GPU)
+    options: dict[str, Any] = {"transport": request.param.split()[0], "device": "cuda" if is_on_gpu else "cpu"}
     if request.param == "tcp":
         options["cluster_key"] = "the key of this cluster"
     gateway_options = {"heartbeat_interval": 1.0}  # so few that control bytes stay far below a page
@@ -44,7 +56,8 @@ async def test_pages_travel_only_by_the_transport_of_the_pair(
 ) -> None:
     prompt, expected = case
     asked = service._node_options["transport"]
-    transport, why = ("shm", "the first that worked") if asked == "auto" else (asked, "it was asked for")
+    best = "cuda-ipc" if service._node_options["device"] == "cuda" else "shm"
+    transport, why = (best, "the first that worked") if asked == "auto" else (asked, "it was asked for")
     async with service.client() as client:
         before = await client.counters()
         answer = await client.generate(prompt, NUM_NEW)

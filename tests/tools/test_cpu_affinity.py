@@ -2,9 +2,11 @@
 
 import os
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import ConfigError
 from scripts.serving.cpu_affinity import Share, divide, usable_cores
 
 TWO = [(0,), (1,)]
@@ -28,12 +30,24 @@ def test_more_nodes_than_cores_get_one_thread_each_and_no_pinning():
 
 def test_given_thread_counts_are_kept_and_pinned_where_they_fit():
     assert divide([(i,) for i in range(4)], 2, 1) == [Share(1, (0, 1)), Share(1, (2, 3))]
-    assert divide(TWO, 2, 2) == [Share(2)] * 2
+    assert divide(TWO, 3, 1) == [Share(1)] * 3
+
+
+@pytest.mark.parametrize(("num_nodes", "num_threads"), [(2, 2), (3, 2), (1, 3)])
+def test_more_threads_than_a_nodes_share_of_the_cores_are_refused(num_nodes, num_threads):
+    most = {1: 2, 2: 1, 3: 1}[num_nodes]
+    with pytest.raises(ConfigError, match=rf"--threads {num_threads}: the share of each of .*; give at most {most}"):
+        divide(TWO, num_nodes, num_threads)
 
 
 @given(st.integers(1, 64), st.integers(1, 32), st.none() | st.integers(1, 8))
 def test_every_core_is_assigned_exactly_once(num_cores, num_nodes, num_threads):
-    shares = divide([(i,) for i in range(num_cores)], num_nodes, num_threads)
+    cores = [(i,) for i in range(num_cores)]
+    if (num_threads or 1) > max(1, num_cores // num_nodes):
+        with pytest.raises(ConfigError):
+            divide(cores, num_nodes, num_threads)
+        return
+    shares = divide(cores, num_nodes, num_threads)
     cpus = [cpu for share in shares for cpu in share.cpus]
     assert len(shares) == num_nodes
     assert cpus in ([], list(range(num_cores)))

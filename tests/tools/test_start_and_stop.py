@@ -15,7 +15,6 @@ from common.wire.messages import FromNode
 from common.wire.process_id import new_incarnation
 
 ROOT = Path(__file__).resolve().parents[2]
-ROLES = ("gateway", "prefill", "decode")
 
 
 def start(command: str, *flags: str, **options) -> "subprocess.Popen[str]":
@@ -23,8 +22,16 @@ def start(command: str, *flags: str, **options) -> "subprocess.Popen[str]":
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
-@pytest.mark.parametrize("command", ["serve", *ROLES])
-@pytest.mark.parametrize("model", ["/nonexistent", "empty", "nobody/nothing"])
+#: Nodes of both roles load a model in the same way, so that they share the mistakes.
+MISSING = {
+    "serve": ("/nonexistent", "empty", "nobody/nothing"),
+    "gateway": ("/nonexistent", "empty", "nobody/nothing"),
+    "prefill": ("/nonexistent", "nobody/nothing"),
+    "decode": ("empty",),
+}
+
+
+@pytest.mark.parametrize(("command", "model"), [(command, model) for command in MISSING for model in MISSING[command]])
 def test_a_model_that_is_not_there_is_one_sentence(command, model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = str(tmp_path) if model == "empty" else model
@@ -35,8 +42,19 @@ def test_a_model_that_is_not_there_is_one_sentence(command, model, tmp_path, mon
     assert f"--model {model}: " in err
 
 
-@pytest.mark.parametrize("seconds", [0.3, 0.6, 1.0, 1.5, 2.5])
-@pytest.mark.parametrize("command", ["serve", *ROLES])
+#: Nodes of both roles start in the same way, so that they share the moments.
+MOMENTS_S = {
+    "serve": (0.3, 0.6, 1.0, 1.5, 2.5),
+    "gateway": (0.3, 0.6, 1.0, 1.5, 2.5),
+    "prefill": (0.3, 1.0, 2.5),
+    "decode": (0.6, 1.5),
+}
+
+
+@pytest.mark.slow(sample=0.4)
+@pytest.mark.parametrize(
+    ("command", "seconds"), [(command, moment) for command, moments in MOMENTS_S.items() for moment in moments]
+)
 def test_ctrl_c_at_any_moment_of_the_start_leaves_no_traceback_and_no_process(command, seconds):
     ports = {"serve": ["--port=0"], "gateway": ["--port=0", "--control-port=0"]}
     with start(command, *ports.get(command, []), start_new_session=True) as process:

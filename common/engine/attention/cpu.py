@@ -1,11 +1,10 @@
 """The CPU backend: C kernels that read pages in place.
 
 Memory bandwidth limits decode rows and short extends: one kernel reads every key and value once, without gathering.
-Arithmetic limits long extends: in bfloat16 on a processor with AMX a second kernel computes them with matrix
-instructions; elsewhere torch's flash attention does, row by row.
+Arithmetic limits long extends. In bfloat16, on a processor with AMX a second kernel computes them with matrix
+instructions, and on one with a dot product of bfloat16 pairs the first kernel does; elsewhere torch's flash attention
+does, row by row.
 """
-
-import ctypes
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from common.engine.kv_pool import KVPool
 
 #: New tokens from which on matrix instructions or flash attention are faster for a row.
 LONG_EXTEND = 32
+NEVER = 1 << 62
 #: New tokens of a long row in one unit of work for a thread.
 LONG_PIECE = 1024
 
@@ -31,10 +31,17 @@ class CpuAttention:
         self.pool = pool
         self.params = params
         self.kernels = kernels
+        layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
+        #: Addresses of the keys and values of each layer, found once, since views of tensors take long to make.
+        self.addresses = [(one.keys.data_ptr(), one.values.data_ptr()) for one in layers]
+        self.page_stride, self.head_stride = layers[0].keys.stride()[:2]
         self.group = num_heads // pool.layout.num_kv_heads
         layout = pool.layout
         fits_tiles = layout.page_size % 16 == 0 and layout.head_dim % 32 == 0 and 32 % self.group == 0
         self.uses_amx = kernels.has_amx and layout.dtype == "bfloat16" and fits_tiles
+        has_dots = kernels.has_bf16_dot and layout.dtype == "bfloat16" and layout.head_dim % 32 == 0
+        #: New tokens from which on a row is long.
+        self.long_extend = NEVER if has_dots and not self.uses_amx else LONG_EXTEND
 
     def prepare(self, batch: StepBatch) -> "CpuStep":
         return CpuStep(self, batch)
@@ -47,8 +54,9 @@ class CpuStep:
         self._pool = backend.pool
         self._params = backend.params
         self._kernels = backend.kernels
+        self._backend = backend
         self._batch = batch
-        is_long = batch.rows.num_new >= LONG_EXTEND
+        is_long = batch.rows.num_new >= backend.long_extend
         longs = np.flatnonzero(is_long)
         self._short = cut_into_pieces(batch, np.flatnonzero(~is_long), MAX_QUERIES // backend.group)
         self._tiled = cut_into_pieces(batch, longs if backend.uses_amx else longs[:0], LONG_PIECE)
@@ -60,28 +68,21 @@ class CpuStep:
         scale = params.scale_for(q.shape[2])
         self._kernels.write_kv(paged, self._batch.token_pages, self._batch.token_offsets, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
-        if len(self._short):
+        if self._short.shape[0]:
             self._kernels.paged_attention(paged, self._short, q, out, scale)
-        if len(self._tiled):
+        if self._tiled.shape[0]:
             self._kernels.amx_attention(paged, self._tiled, q, out, scale)
         for row in self._rest:
             out[row.first : row.end] = row.attend(q[row.first : row.end], self._pool.layer(layer), params)
         return out
 
     def _paged(self, layer: int, num_heads: int) -> Paged:
-        keys, values, _, _ = self._pool.layer(layer)
-        table = self._batch.page_table
+        keys, values = self._backend.addresses[layer]
+        table, layout = self._batch.page_table, self._pool.layout
         return Paged(
-            keys=ctypes.c_void_p(keys.data_ptr()),
-            values=ctypes.c_void_p(values.data_ptr()),
-            page_table=ctypes.c_void_p(table.data_ptr()),
-            table_width=table.shape[1],
-            page_size=keys.shape[2],
-            page_stride=keys.stride(0),
-            head_stride=keys.stride(1),
-            heads=num_heads,
-            kv_heads=keys.shape[1],
-            dim=keys.shape[3],
+            *(keys, values, table.data_ptr(), table.shape[1]),
+            *(layout.page_size, self._backend.page_stride, self._backend.head_stride),
+            *(num_heads, layout.num_kv_heads, layout.head_dim),
         )
 
 

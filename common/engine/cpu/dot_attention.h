@@ -30,24 +30,33 @@ INLINE vf sums_of(__m512 rows[16]) {
                              _mm512_shuffle_f32x4(rows[0], rows[1], 0xdd));
 }
 
-/* Scores of one query with sixteen keys, which begin at the elements `at`. `dim` is a multiple of 32. */
-INLINE vf score_sixteen(const char *query, const char *keys, const ptrdiff_t *at, long dim) {
+/* Scores of two queries with eight keys, which begin at the elements `at`: first eight of one, then eight of the other.
+ * `dim` is a multiple of 32. Memory at the distance `ahead` from the keys is fetched meanwhile, unless that is 0. */
+INLINE vf score_eight(const char *one, const char *other, const char *keys, const ptrdiff_t *at, long dim,
+                      ptrdiff_t ahead) {
     __m512 rows[16];
 #pragma GCC unroll 16
-    for (int t = 0; t < 16; t++) rows[t] = _mm512_setzero_ps();
+    for (int i = 0; i < 16; i++) rows[i] = _mm512_setzero_ps();
     for (long i = 0; i < dim; i += 2 * LANES) {
-        const __m512bh part = pairs_at(query, i);
-#pragma GCC unroll 16
-        for (int t = 0; t < 16; t++) rows[t] = _mm512_dpbf16_ps(rows[t], part, pairs_at(keys, at[t] + i));
+        const __m512bh part = pairs_at(one, i), other_part = pairs_at(other, i);
+#pragma GCC unroll 8
+        for (int t = 0; t < 8; t++) {
+            const char *address = keys + (at[t] + i) * 2;
+            const __m512bh key = pairs_at(address, 0);
+            if (ahead) __builtin_prefetch(address + ahead, 0, 2);
+            rows[t] = _mm512_dpbf16_ps(rows[t], part, key);
+            rows[t + 8] = _mm512_dpbf16_ps(rows[t + 8], other_part, key);
+        }
     }
     return sums_of(rows);
 }
 
 /* Add the weighted values of `tokens` tokens (an even number) to the sums of `count` queries (at most 2) in `width`
- * dimensions (a multiple of 32, at most 128). Two tokens make a pair. The sums of 32 dimensions are two
- * vectors, as unpacking leaves them: in_order() puts them right. */
+ * dimensions (a multiple of 32, at most 128). As many numbers of `next` are fetched meanwhile, unless it is null. Two
+ * tokens make a pair. The sums of 32 dimensions are two vectors, as unpacking leaves them: in_order() puts them right. */
 INLINE void add_pairs(float *sums, long stride, const int count, const uint32_t *weights, long weight_stride,
-                      const char *values, const ptrdiff_t *at, long tokens, const int width) {
+                      const char *values, const ptrdiff_t *at, long tokens, const int width, const char *next,
+                      const ptrdiff_t *next_at) {
     __m512 parts[2][8];
     const int vectors = width / LANES;
     for (int m = 0; m < count; m++)
@@ -59,6 +68,10 @@ INLINE void add_pairs(float *sums, long stride, const int count, const uint32_t 
             pairs[m] = (__m512bh)_mm512_set1_epi32((int)weights[m * weight_stride + t / 2]);
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i += 2) {
+            if (next) {
+                __builtin_prefetch(next + (next_at[t] + i * LANES) * 2, 0, 2);
+                __builtin_prefetch(next + (next_at[t + 1] + i * LANES) * 2, 0, 2);
+            }
             const __m512i a = _mm512_loadu_si512(values + (at[t] + i * LANES) * 2);
             const __m512i b = _mm512_loadu_si512(values + (at[t + 1] + i * LANES) * 2);
             const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);

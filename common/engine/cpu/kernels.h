@@ -19,6 +19,10 @@ typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 typedef _Float16 vh16 __attribute__((vector_size(32)));
 
+/* How many bytes ahead weights are fetched where the products take about as long as memory does: the processor's own
+ * prefetching falls behind then. */
+enum { AHEAD = 8192 };
+
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
@@ -69,6 +73,12 @@ INLINE float sum(vf x) {
     v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
     v4 c = b + __builtin_shufflevector(b, b, 2, 3, 0, 1);
     return c[0] + c[1];
+}
+
+INLINE float highest_of(vf x) {
+    float best = x[0];
+    for (int lane = 1; lane < LANES; lane++) best = x[lane] > best ? x[lane] : best;
+    return best;
 }
 
 /* By lane: a where the comparison held (all bits set), else b. */

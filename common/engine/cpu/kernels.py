@@ -1,13 +1,15 @@
-"""C kernels for the CPU, compiled once per machine. They do in one pass over memory what torch does in several.
+"""C kernels for the CPU. They do in one pass over memory what torch does in several.
 
-``compile_native.py`` compiles the C files of this folder into one shared library. It is linked without an OpenMP
-runtime, so that it uses the threads that torch has already started: two teams of threads on the same cores are ten
-times slower. If the library cannot be built, ``load_kernels`` logs a warning and returns None, and torch does the work.
+The C files of this folder make one shared library for each target. A wheel carries them; in a checkout,
+``compile_native.py`` compiles the one for this machine once. It is linked without an OpenMP runtime, so that it uses
+the threads that torch has already started: two teams of threads on the same cores are ten times slower. If there is no
+library, ``load_kernels`` logs a warning and returns None, and torch does the work.
 """
 
 import ctypes
 import logging
 from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +17,9 @@ import torch
 from torch import Tensor
 
 from common.engine.cpu.compile_native import BuildError, Library, build_library
+from common.engine.cpu.huge_pages import HugePages
+from common.engine.cpu.targets import Target, own_target
+from common.engine.models.quantization import QuantizedWeight
 
 log = logging.getLogger(__name__)
 
@@ -23,15 +28,20 @@ Pair = tuple[Tensor, Tensor]
 LANES = 16  # every width must be a multiple of this
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
+MAX_GROUP = 1 << 16  # the sum of so many products of bytes fits into 32 bits
 
 _FOLDER = Path(__file__).parent
+#: The libraries of a wheel, one for each target. A checkout has none.
+CARRIED = _FOLDER / "libraries"
 LIBRARY = Library(
     "kernels",
     sources=tuple(
-        _FOLDER / name for name in ("kernels.c", "linear.c", "paged_attention.c", "amx_attention.c", "sampling.c")
+        _FOLDER / f"{name}.c"
+        for name in ("kernels", "pack", "linear", "quantized_linear", "paged_attention", "amx_attention", "sampling")
     ),
     headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "dot_attention.h")),
-    flags=("-O3", "-march=native", "-fopenmp"),
+    # GCC warns of vectors that the target's calls cannot pass; the functions are inlined.
+    flags=("-O3", "-fopenmp", "-Wno-psabi"),
     libraries=("-lm",),
 )
 
@@ -53,6 +63,32 @@ class Paged(Structure):
     )
 
 
+class PackedWeight(Structure):
+    """A quantized weight in the order in which the kernel reads it: the C struct ``QuantizedWeight``.
+
+    Attributes:
+        tensors: hold the memory that the struct points to.
+    """
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_long),
+        ("outputs", c_long),
+        ("group", c_long),
+        ("bits", c_int),
+    )
+    tensors: tuple[Tensor | None, ...]
+
+
+class QuantizedRows(Structure):
+    """Memory for the rounded inputs of a product: the C struct of the same name."""
+
+    _fields_ = (("values", c_void_p), ("scales", c_void_p), ("sums", c_void_p))
+
+
 class Kernels:
     """The library's functions, for contiguous CPU tensors, whose widths are multiples of ``LANES`` if nothing is said.
 
@@ -66,8 +102,14 @@ class Kernels:
         self._norm_and_rotate.argtypes = (*(c_void_p,) * 5, *(c_long,) * 4, c_float, c_int)
         self._silu_and_multiply = library.baton_silu_and_multiply
         self._silu_and_multiply.argtypes = (c_void_p, c_void_p, c_long, c_long, c_int)
+        self._pack_tiles = library.baton_pack_tiles
+        self._pack_tiles.argtypes = (c_void_p, c_void_p, c_long, c_long)
         self._linear_bf16 = library.baton_linear_bf16
         self._linear_bf16.argtypes = (*(c_void_p,) * 4, *(c_long,) * 3, c_int)
+        self._linear_quantized = library.baton_linear_quantized
+        self._linear_quantized.argtypes = (
+            *(POINTER(PackedWeight), POINTER(QuantizedRows), c_void_p, c_void_p, c_long, c_int, c_int),
+        )
         self._paged_attention = library.baton_paged_attention
         self._paged_attention.argtypes = (
             *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_float, c_int),
@@ -83,7 +125,9 @@ class Kernels:
         self._amx_attention.restype = c_int
         #: Whether processor and kernel support ``amx_attention``.
         self.has_amx = bool(library.baton_has_amx())
-        self._has_bf16_dot = bool(library.baton_has_bf16_dot())
+        #: Whether the processor has a dot product of bfloat16 pairs.
+        self.has_bf16_dot = bool(library.baton_has_bf16_dot())
+        self._has_int8_dot = bool(library.baton_has_int8_dot())
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         assert x.is_contiguous() and (delta is None or delta.is_contiguous())
@@ -105,7 +149,7 @@ class Kernels:
 
     def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
         assert gate_up.is_contiguous()
-        rows, width = len(gate_up), gate_up.shape[1] // 2
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         self._silu_and_multiply(gate_up.data_ptr(), out.data_ptr(), rows, width, DTYPES[gate_up.dtype])
         return out
@@ -118,34 +162,79 @@ class Kernels:
 
     def can_multiply(self, weight: Tensor) -> bool:
         """Whether ``linear`` is the fastest product here with a weight ``[out, in]``: with AMX, oneDNN's is."""
-        is_fast = self._has_bf16_dot and not self.has_amx
+        is_fast = self.has_bf16_dot and not self.has_amx
         return is_fast and weight.dtype == torch.bfloat16 and weight.shape[0] % LANES == 0 and weight.shape[1] % 2 == 0
 
-    def pack_linear(self, weight: Tensor) -> Tensor:
-        """Return the weight in the order in which ``linear`` reads it, ``[out / 16, in / 2, 16, 2]``."""
-        num_out, num_in = weight.shape
-        return weight.view(num_out // LANES, LANES, num_in // 2, 2).permute(0, 2, 1, 3).contiguous()
+    def pack_linear(self, weight: Tensor, memory: HugePages) -> Tensor:
+        """Return the weight in the order in which ``linear`` reads it; see linear.c."""
+        packed = memory.empty((weight.shape[0] // LANES, weight.shape[1] // 2, LANES, 2), weight.dtype)
+        self._copy_in_tiles(weight, packed)
+        return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` bfloat16, as bfloat16 or float32."""
         assert x.is_contiguous() and x.dtype == torch.bfloat16
-        width = len(packed) * LANES
-        out = x.new_empty(len(x), width, dtype=dtype)
+        width = packed.shape[0] * LANES
+        out = x.new_empty(x.shape[0], width, dtype=dtype)
         biases = None if bias is None else bias.data_ptr()
         self._linear_bf16(x.data_ptr(), packed.data_ptr(), biases, out.data_ptr(), *x.shape, width, DTYPES[dtype])
+        return out
+
+    def can_multiply_quantized(self, weight: QuantizedWeight) -> bool:
+        """Whether ``linear_quantized`` computes the product with this weight here."""
+        size = weight.group_size
+        return self._has_int8_dot and len(weight.values) % LANES == 0 and size % LANES == 0 and size <= MAX_GROUP
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, memory: HugePages) -> PackedWeight:
+        """Return the weight in the order that quantized_linear.c describes."""
+        num_out, num_in = weight.values.shape
+        values = weight.values
+        if weight.bits == 4:
+            halves = values.view(num_out, num_in // 8, 2, 4)
+            values = (halves[:, :, 0] | halves[:, :, 1] << 4).view(num_out, num_in // 2)
+        packed = memory.empty((num_out // LANES, values.shape[1] // 4, LANES, 4), values.dtype)
+        self._copy_in_tiles(values, packed)
+        scales, zeros = (
+            numbers.view(num_out // LANES, LANES, -1).transpose(1, 2).contiguous()
+            for numbers in (weight.scales, weight.zeros)
+        )
+        biases = None if bias is None else bias.data_ptr()
+        found = PackedWeight(
+            *(packed.data_ptr(), scales.data_ptr(), zeros.data_ptr(), biases),
+            *(num_in, num_out, weight.group_size, weight.bits),
+        )
+        found.tensors = (packed, scales, zeros, bias)
+        return found
+
+    def _copy_in_tiles(self, rows: Tensor, packed: Tensor) -> None:
+        assert rows.is_contiguous() and rows.nbytes == packed.nbytes
+        self._pack_tiles(rows.data_ptr(), packed.data_ptr(), packed.shape[0], packed.shape[1])
+
+    def linear_quantized(self, x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` in the bias's dtype, as ``dtype``."""
+        assert x.is_contiguous() and x.shape[1] == weight.inputs
+        out = x.new_empty(x.shape[0], weight.outputs, dtype=dtype)
+        num_groups = x.numel() // weight.group
+        scratch = torch.empty(x.numel() + 8 * num_groups, dtype=torch.uint8)
+        start = scratch.data_ptr()
+        rows = QuantizedRows(start, start + x.numel(), start + x.numel() + 4 * num_groups)
+        self._linear_quantized(
+            *(weight, rows, x.data_ptr(), out.data_ptr(), x.shape[0], DTYPES[x.dtype], DTYPES[dtype])
+        )
         return out
 
     def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
         """Compute attention for ``pieces``: ``[P, 4]`` int64 of (row, first query, queries, position of the first)."""
         self._paged_attention(
-            *(kv, pieces.data_ptr(), len(pieces), q.data_ptr(), q.stride(0)), *(out.data_ptr(), scale, DTYPES[q.dtype])
+            *(kv, pieces.data_ptr(), pieces.shape[0], q.data_ptr(), q.stride(0)),
+            *(out.data_ptr(), scale, DTYPES[q.dtype]),
         )
 
     def amx_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
         """Compute attention for long pieces in bfloat16; see amx_attention.c for the supported shapes."""
         assert self.has_amx
         is_done = self._amx_attention(
-            *(kv, pieces.data_ptr(), len(pieces), q.data_ptr(), q.stride(0), out.data_ptr(), scale)
+            *(kv, pieces.data_ptr(), pieces.shape[0], q.data_ptr(), q.stride(0), out.data_ptr(), scale)
         )
         if not is_done:
             raise MemoryError("no memory for a copy of one row's values in attention")
@@ -154,16 +243,38 @@ class Kernels:
         """Write keys and values ``[N, kv_heads, head_dim]`` to ``pages`` and ``offsets``, both ``[N]`` int64."""
         assert k.stride() == v.stride()
         self._write_kv(
-            *(kv, pages.data_ptr(), offsets.data_ptr(), len(k)),
+            *(kv, pages.data_ptr(), offsets.data_ptr(), k.shape[0]),
             *(k.data_ptr(), v.data_ptr(), k.stride(0), DTYPES[k.dtype]),
         )
 
 
+def library_for(target: Target) -> Library:
+    """Return what the library of a target is compiled from."""
+    return replace(LIBRARY, name=f"{LIBRARY.name}-{target.name}", flags=(*LIBRARY.flags, *target.flags))
+
+
+def open_kernels(target: Target) -> Kernels:
+    """Return the kernels of a target that this processor has, from the wheel or compiled.
+
+    Raises:
+        BuildError: they cannot be compiled.
+        OSError: their library cannot be loaded.
+    """
+    library = library_for(target)
+    carried = CARRIED / f"{library.name}.so"
+    return Kernels(ctypes.CDLL(str(carried if carried.exists() else build_library(library))))
+
+
 @cache
 def load_kernels() -> Kernels | None:
-    """Return the kernels, compiled at the first call on a machine; None if they cannot be compiled."""
+    """Return the kernels for this processor; None if they cannot be compiled.
+
+    Raises:
+        ConfigError: ``BATON_CPU_TARGET`` names no target of this processor.
+    """
+    target = own_target()
     try:
-        return Kernels(ctypes.CDLL(str(build_library(LIBRARY))))
+        return open_kernels(target)
     except (BuildError, OSError, AttributeError) as error:
-        log.warning("cannot compile the CPU kernels, using torch's, which are slower: %s", error)
+        log.warning("cannot load the CPU kernels, using torch's, which are slower: %s", error)
         return None

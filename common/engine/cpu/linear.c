@@ -1,8 +1,9 @@
 /* Matrix products of a decoder's linear layers with weights that were packed once, in bfloat16.
  *
- * The packed weight is [out / 16, in / 2, 16, 2]: one vector holds two consecutive inputs of sixteen outputs, which is
- * what the processor's dot product of bfloat16 pairs takes. Weights are read once, in order, for every eight rows of x, so
- * that few rows take as long as memory needs to deliver the weights, and many rows as long as the products take.
+ * A vector of the packed weight holds two consecutive inputs of sixteen outputs, which is what the processor's dot
+ * product of bfloat16 pairs takes. Three blocks of sixteen outputs stand together, [in / 2, 3, 16, 2], and one or two that
+ * are left over at the end each alone, so that all weights are read in the order of their addresses, once for every
+ * eight rows of x. Few rows take as long as memory needs to deliver the weights, many as long as the products take.
  */
 #include "kernels.h"
 
@@ -19,9 +20,11 @@ INLINE void multiply_tile(const uint32_t *x, const char *weight, const char *bia
         for (int j = 0; j < blocks; j++) sums[i][j] = bias ? (__m512)load(bias, j * LANES, BF16) : _mm512_setzero_ps();
     for (long k = 0; k < pairs; k++) {
         __m512bh weights[BLOCKS];
+        for (int j = 0; rows > 6 && j < blocks; j++)
+            __builtin_prefetch(weight + (k * blocks + j) * 64 + AHEAD, 0, 2);
 #pragma GCC unroll 4
         for (int j = 0; j < blocks; j++)
-            weights[j] = (__m512bh)_mm512_loadu_si512(weight + (j * pairs + k) * 64);
+            weights[j] = (__m512bh)_mm512_loadu_si512(weight + (k * blocks + j) * 64);
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
             const __m512bh input = (__m512bh)_mm512_set1_epi32((int)x[i * pairs + k]);

@@ -9,14 +9,31 @@
 
 #include <math.h>
 
-enum { TILE = 32, MAX_QUERIES = 16, MAX_DIM = 256 };
+int omp_get_max_threads(void); /* of the runtime that torch has loaded */
 
+/* Memory delivers most when several streams of pages are read side by side: a tile is STREAM tokens of each. */
+enum { STREAM = 16, TILE = 8 * STREAM, MAX_QUERIES = 16, MAX_DIM = 256 };
+
+/* One query and its result so far. */
 typedef struct {
-    float queries[MAX_QUERIES][MAX_DIM], sums[MAX_QUERIES][MAX_DIM]; /* with_dots() keeps the queries in bfloat16 */
-    float scores[MAX_QUERIES][TILE];
-    float best[MAX_QUERIES], total[MAX_QUERIES];
-    uint32_t weights[MAX_QUERIES][TILE / 2];
-} Scratch;
+    float query[MAX_DIM], sums[MAX_DIM]; /* with_dots() keeps the query in bfloat16 */
+    float scores[TILE], best, total;
+    uint32_t weights[TILE / 2];
+} __attribute__((aligned(64))) Query;
+
+/* Places of `count` tokens (a multiple of STREAM) of a row, one of each stream, then the next one of each.
+ * Some may lie beyond the end of the row. */
+typedef struct {
+    int count;
+    ptrdiff_t at[TILE];   /* elements where they begin in the keys and in the values of KV head 0 */
+    int32_t number[TILE]; /* in the tile */
+} Places;
+
+/* Keys and values of one KV head. */
+typedef struct {
+    const char *keys, *values;
+    const Places *places;
+} Tile;
 
 /* Whether dot_attention.h computes this. */
 INLINE int with_dots(long dim, int dtype) {
@@ -28,63 +45,72 @@ INLINE int with_dots(long dim, int dtype) {
 #endif
 }
 
-/* Scores of `count` queries, from `first` on, with one key. `count` is a constant, so that sums stay in registers. */
-INLINE void score(Scratch *s, int first, const int count, const char *keys, ptrdiff_t at, long dim, long t, int dtype) {
+/* Scores of `count` queries with one key. `count` is a constant, so that sums stay in registers. */
+INLINE void score(Query *q, const int count, const char *keys, ptrdiff_t at, long dim, long t, int dtype) {
     vf parts[4] = {{0}};
     for (long i = 0; i < dim; i += LANES) {
         vf key = load(keys, at + i, dtype);
-        for (int m = 0; m < count; m++) parts[m] += key * load((const char *)s->queries[first + m], i, F32);
+        for (int m = 0; m < count; m++) parts[m] += key * load((const char *)q[m].query, i, F32);
     }
-    for (int m = 0; m < count; m++) s->scores[first + m][t] = sum(parts[m]);
+    for (int m = 0; m < count; m++) q[m].scores[t] = sum(parts[m]);
 }
 
-/* Add `tokens` weighted values to the sums of `count` queries from `first` on; the sums stay in registers. */
-INLINE void add_values(Scratch *s, int first, const int count, const char *values, const ptrdiff_t *at, long tokens,
-                       long dim, int dtype) {
+/* Add `tokens` weighted values to the sums of `count` queries; the sums stay in registers. */
+INLINE void add_values(Query *q, const int count, const char *values, const ptrdiff_t *at, long tokens, long dim,
+                       int dtype) {
     for (long i = 0; i < dim; i += LANES) {
         vf parts[4];
-        for (int m = 0; m < count; m++) parts[m] = load((const char *)s->sums[first + m], i, F32);
+        for (int m = 0; m < count; m++) parts[m] = load((const char *)q[m].sums, i, F32);
         for (long t = 0; t < tokens; t++) {
             vf value = load(values, at[t] + i, dtype);
-            for (int m = 0; m < count; m++) parts[m] += value * s->scores[first + m][t];
+            for (int m = 0; m < count; m++) parts[m] += value * q[m].scores[t];
         }
-        for (int m = 0; m < count; m++) store((char *)s->sums[first + m], i, parts[m], F32);
+        for (int m = 0; m < count; m++) store((char *)q[m].sums, i, parts[m], F32);
     }
 }
 
-/* Turn scores into weights relative to the best score so far; if the best rises, scale earlier sums down. */
-INLINE void reweigh(Scratch *s, int m, long visible, long dim, float scale) {
-    for (long t = visible < 0 ? 0 : visible; t < TILE; t++) s->scores[m][t] = -INFINITY;
+/* Turn scores into weights relative to the best score so far; if the best rises, scale earlier sums down. Only the
+ * first `visible` tokens of the tile count. */
+INLINE void reweigh(Query *q, const Places *places, long visible, long dim, float scale) {
     if (visible <= 0) { /* the whole tile comes after the query */
-        memset(s->scores[m], 0, sizeof s->scores[m]);
+        memset(q->scores, 0, sizeof q->scores);
         return;
     }
-    vf low = load((const char *)s->scores[m], 0, F32) * scale, high = load((const char *)s->scores[m], LANES, F32) * scale;
-    vf both = larger(low, high);
-    float best = s->best[m];
-    for (int lane = 0; lane < LANES; lane++) best = both[lane] > best ? both[lane] : best;
-    if (best > s->best[m]) {
-        float shrink = s->best[m] == -INFINITY ? 0.0f : expf(s->best[m] - best);
-        s->total[m] *= shrink;
-        for (long i = 0; i < dim; i += LANES)
-            store((char *)s->sums[m], i, load((const char *)s->sums[m], i, F32) * shrink, F32);
-        s->best[m] = best;
+    char *scores = (char *)q->scores;
+    vf highest = splat(q->best), total = {0};
+    for (int t = 0; t < places->count; t += LANES) {
+        vi number;
+        memcpy(&number, places->number + t, sizeof number);
+        const vf scaled = choose(number < (int32_t)visible, load(scores, t, F32) * scale, splat(-INFINITY));
+        store(scores, t, scaled, F32);
+        highest = larger(highest, scaled);
     }
-    vf low_weight = exponential(low - best), high_weight = exponential(high - best);
-    low_weight = choose(low == splat(-INFINITY), (vf){0}, low_weight);
-    high_weight = choose(high == splat(-INFINITY), (vf){0}, high_weight);
-    store((char *)s->scores[m], 0, low_weight, F32);
-    store((char *)s->scores[m], LANES, high_weight, F32);
-    s->total[m] += sum(low_weight + high_weight);
+    const float best = highest_of(highest);
+    if (best > q->best) {
+        const float shrink = q->best == -INFINITY ? 0.0f : expf(q->best - best);
+        q->total *= shrink;
+        for (long i = 0; i < dim; i += LANES)
+            store((char *)q->sums, i, load((const char *)q->sums, i, F32) * shrink, F32);
+        q->best = best;
+    }
+    for (int t = 0; t < places->count; t += LANES) {
+        const vf score = load(scores, t, F32);
+        const vf weight = choose(score == splat(-INFINITY), (vf){0}, exponential(score - best));
+        store(scores, t, weight, F32);
+        total += weight;
+    }
+    q->total += sum(total);
 }
 
-INLINE void each_four(Scratch *s, int num, const Paged *kv, const ptrdiff_t *at, long tokens, int of_keys, int dtype) {
+INLINE void each_four(Query *q, int num, const Tile *tile, long dim, int of_keys, int dtype) {
+    const ptrdiff_t *at = tile->places->at;
+    const int tokens = tile->places->count;
     int m = 0;
 #define PART(count)                                                                                          \
     if (of_keys)                                                                                             \
-        for (long t = 0; t < tokens; t++) score(s, m, count, kv->keys, at[t], kv->dim, t, dtype);            \
+        for (long t = 0; t < tokens; t++) score(q + m, count, tile->keys, at[t], dim, t, dtype);             \
     else                                                                                                     \
-        add_values(s, m, count, kv->values, at, tokens, kv->dim, dtype);
+        add_values(q + m, count, tile->values, at, tokens, dim, dtype);
     for (; m + 4 <= num; m += 4) { PART(4) }
     for (; m + 2 <= num; m += 2) { PART(2) }
     if (m < num) { PART(1) }
@@ -92,101 +118,157 @@ INLINE void each_four(Scratch *s, int num, const Paged *kv, const ptrdiff_t *at,
 }
 
 #ifdef __AVX512BF16__
-INLINE void score_all(Scratch *s, int num, const Paged *kv, const ptrdiff_t *at) {
+/* Memory is asked for what comes next little by little: requests beyond those that the processor can keep are dropped.
+ * While keys are read, the values of the same tokens are fetched, and then the next keys. */
+INLINE void score_all(Query *q, int num, const Tile *tile, long dim) {
+    for (int m = 0; m < num; m += 2) {
+        Query *other = q + (m + 1 < num ? m + 1 : m);
+        for (int t = 0; t < tile->places->count; t += 8) {
+            const vf scores = score_eight((const char *)q[m].query, (const char *)other->query, tile->keys,
+                                          tile->places->at + t, dim, m == 0 ? tile->values - tile->keys : 0);
+            memcpy(other->scores + t, (const char *)&scores + 32, 32);
+            memcpy(q[m].scores + t, &scores, 32);
+        }
+    }
+}
+
+INLINE void add_all(Query *q, int num, const Tile *tile, const Tile *next, long dim) {
+    enum { STRIDE = sizeof(Query) / 4 };
+    const ptrdiff_t *at = tile->places->at;
+    const int width = dim % 128 == 0 ? 128 : 32, tokens = tile->places->count;
     for (int m = 0; m < num; m++)
-        for (int t = 0; t < TILE; t += LANES)
-            store((char *)s->scores[m], t, score_sixteen((const char *)s->queries[m], kv->keys, at + t, kv->dim), F32);
-}
-
-INLINE void add_all(Scratch *s, int num, const Paged *kv, const ptrdiff_t *at) {
-    const int width = kv->dim % 128 == 0 ? 128 : 32;
-    for (int m = 0; m < num; m++) round_weights(s->scores[m], s->weights[m]);
+        for (int t = 0; t < tokens; t += 2 * LANES) round_weights(q[m].scores + t, q[m].weights + t / 2);
     for (int m = 0; m < num; m += 2)
-        for (long i = 0; i < kv->dim; i += width) {
-            const char *values = kv->values + i * 2;
-            float *sums = s->sums[m] + i;
+        for (long i = 0; i < dim; i += width) {
+            const char *values = tile->values + i * 2, *ahead = m == 0 ? next->keys + i * 2 : 0;
+            float *sums = q[m].sums + i;
+#define ADD(count, width) \
+    add_pairs(sums, STRIDE, count, q[m].weights, STRIDE, values, at, tokens, width, ahead, next->places->at)
             if (width == 128 && num - m > 1)
-                add_pairs(sums, MAX_DIM, 2, s->weights[m], TILE / 2, values, at, TILE, 128);
+                ADD(2, 128);
             else if (width == 128)
-                add_pairs(sums, MAX_DIM, 1, s->weights[m], TILE / 2, values, at, TILE, 128);
+                ADD(1, 128);
             else if (num - m > 1)
-                add_pairs(sums, MAX_DIM, 2, s->weights[m], TILE / 2, values, at, TILE, 32);
+                ADD(2, 32);
             else
-                add_pairs(sums, MAX_DIM, 1, s->weights[m], TILE / 2, values, at, TILE, 32);
+                ADD(1, 32);
+#undef ADD
         }
 }
 #endif
 
-/* Attention of `num` queries, which share a KV head, to the tokens of one tile, which begin at the elements `at`. */
-INLINE void attend_tile(Scratch *s, int num, const Paged *kv, const ptrdiff_t *at, const Piece *piece, long start,
-                        long tokens, float scale, int dtype) {
-    const int is_dotted = with_dots(kv->dim, dtype);
-    const long group = kv->heads / kv->kv_heads;
-#ifdef __AVX512BF16__
-    if (is_dotted) score_all(s, num, kv, at);
-#endif
-    if (!is_dotted) each_four(s, num, kv, at, tokens, 1, dtype);
-    for (int m = 0; m < num; m++) {
-        const long visible = piece->position + m / group + 1 - start;
-        reweigh(s, m, visible < tokens ? visible : tokens, kv->dim, scale);
-    }
-#ifdef __AVX512BF16__
-    if (is_dotted) add_all(s, num, kv, at);
-#endif
-    if (!is_dotted) each_four(s, num, kv, at, tokens, 0, dtype);
-}
-
-/* Find the elements where the tokens from `start` on begin, and begin to fetch them: memory answers while the tile before
- * is computed. The last token of the row stands in for those beyond it, whose weights are 0. */
-INLINE void locate(const Paged *kv, long row, long kv_head, long start, long length, ptrdiff_t *at, int dtype) {
+INLINE void fetch(const Tile *tile, long dim, int dtype) {
     const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype);
-    for (long t = 0; t < TILE && start < length; t++) {
-        at[t] = token_at(kv, row, kv_head, start + t < length ? start + t : length - 1);
-        for (long byte = 0; byte < kv->dim * item; byte += 64) {
-            __builtin_prefetch(kv->keys + at[t] * item + byte, 0, 1);
-            __builtin_prefetch(kv->values + at[t] * item + byte, 0, 1);
+    for (int t = 0; t < tile->places->count; t++)
+        for (long byte = 0; byte < dim * item; byte += 64) {
+            __builtin_prefetch(tile->keys + tile->places->at[t] * item + byte, 0, 1);
+            __builtin_prefetch(tile->values + tile->places->at[t] * item + byte, 0, 1);
         }
-    }
 }
 
-/* One piece of a row at one KV head. q, out: [tokens, heads, dim], strides in elements. */
-INLINE void attend(const Paged *kv, const Piece *piece, long kv_head, const char *q, long q_stride, char *out,
-                   float scale, int dtype) {
-    Scratch s;
-    ptrdiff_t places[2][TILE]; /* of this tile and the next */
+/* Attention of `num` queries, which share a KV head, to one tile. The first of them sees `visible` of its tokens. */
+INLINE void attend_tile(Query *q, int num, const Tile *tile, const Tile *next, long visible, long group, long dim,
+                        float scale, int dtype) {
+    const int is_dotted = with_dots(dim, dtype);
+#ifdef __AVX512BF16__
+    if (is_dotted) score_all(q, num, tile, dim);
+#endif
+    if (!is_dotted) {
+        fetch(next, dim, dtype);
+        each_four(q, num, tile, dim, 1, dtype);
+    }
+    for (int m = 0; m < num; m++) reweigh(q + m, tile->places, visible + m / group, dim, scale);
+#ifdef __AVX512BF16__
+    if (is_dotted) add_all(q, num, tile, next, dim);
+#endif
+    if (!is_dotted) each_four(q, num, tile, dim, 0, dtype);
+}
+
+/* Find the next tokens from `start` on, at most `most`. The last token of the row stands in for those beyond it. */
+INLINE void locate(const Paged *kv, long row, long start, long length, long most, Places *to) {
+    const long left = length - start, streams = left < most ? (left + STREAM - 1) / STREAM : most / STREAM;
+    for (long i = 0; i < most; i++) {
+        const long number = i < streams * STREAM ? i % streams * STREAM + i / streams : left;
+        to->number[i] = (int32_t)number;
+        to->at[i] = token_at(kv, row, 0, number < left ? start + number : length - 1);
+    }
+    to->count = (int)streams * STREAM;
+}
+
+/* Tokens of tiles that divide `length` tokens evenly, at most `most` each. */
+INLINE long tile_size(long length, long most) {
+    const long tiles = (length + most - 1) / most, even = (length + tiles - 1) / tiles;
+    return (even + STREAM - 1) / STREAM * STREAM;
+}
+
+INLINE Tile tile_of(const Paged *kv, long kv_head, const Places *places, int dtype) {
+    const ptrdiff_t offset = kv_head * kv->head_stride * (ptrdiff_t)item_bytes(dtype);
+    return (Tile){kv->keys + offset, kv->values + offset, places};
+}
+
+/* One piece of a row at the KV heads first_head .. end_head - 1. q, out: [tokens, heads, dim], strides in elements.
+ * A tile is computed for all heads before the next one, since the heads of a page are neighbours in memory. */
+INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long end_head, const char *q, long q_stride,
+                   char *out, float scale, int dtype) {
+    Query queries[MAX_QUERIES];
+    Places places[2]; /* of this tile and the next */
     const long group = kv->heads / kv->kv_heads, dim = kv->dim;
     const int num = (int)(piece->num_queries * group), is_dotted = with_dots(dim, dtype);
+    const int all = num * (int)(end_head - first_head);
     const long length = piece->position + piece->num_queries; /* the last query sees this many tokens */
-    locate(kv, piece->row, kv_head, 0, length, places[0], dtype);
-    for (int m = 0; m < num; m++) {
-        ptrdiff_t from = (piece->first_query + m / group) * q_stride + (kv_head * group + m % group) * dim;
+    /* Many queries read a tile so often that it must stay in the nearest cache. */
+    const long most = tile_size(length, num > 4 ? 2 * STREAM : TILE);
+    locate(kv, piece->row, 0, length, most, places);
+    for (int m = 0; m < all; m++) {
+        ptrdiff_t from = (piece->first_query + m % num / group) * q_stride +
+                         ((first_head + m / num) * group + m % num % group) * dim;
         for (long i = 0; i < dim; i += LANES)
-            store((char *)s.queries[m], i, load(q, from + i, dtype), is_dotted ? BF16 : F32);
-        memset(s.sums[m], 0, (size_t)dim * sizeof(float));
-        s.best[m] = -INFINITY;
-        s.total[m] = 0.0f;
+            store((char *)queries[m].query, i, load(q, from + i, dtype), is_dotted ? BF16 : F32);
+        memset(queries[m].sums, 0, (size_t)dim * sizeof(float));
+        queries[m].best = -INFINITY;
+        queries[m].total = 0.0f;
     }
-    for (long start = 0; start < length; start += TILE) {
-        const long tile = start / TILE, tokens = length - start < TILE ? length - start : TILE;
-        locate(kv, piece->row, kv_head, start + TILE, length, places[(tile + 1) % 2], dtype);
-        attend_tile(&s, num, kv, places[tile % 2], piece, start, tokens, scale, dtype);
+    int turn = 0;
+    for (long start = 0; start < length; start += most, turn ^= 1) {
+        if (start + most < length) locate(kv, piece->row, start + most, length, most, places + !turn);
+        for (long head = first_head; head < end_head; head++) {
+            const Tile tile = tile_of(kv, head, places + turn, dtype);
+            const Tile next = head + 1 < end_head      ? tile_of(kv, head + 1, places + turn, dtype)
+                              : start + most < length ? tile_of(kv, first_head, places + !turn, dtype)
+                                                       : tile;
+            attend_tile(queries + (head - first_head) * num, num, &tile, &next, piece->position + 1 - start, group,
+                        dim, scale, dtype);
+        }
     }
-    for (int m = 0; m < num; m++) {
-        ptrdiff_t to = ((piece->first_query + m / group) * kv->heads + kv_head * group + m % group) * dim;
-        const float share = 1.0f / s.total[m];
+    for (int m = 0; m < all; m++) {
+        ptrdiff_t to = ((piece->first_query + m % num / group) * kv->heads + (first_head + m / num) * group +
+                        m % num % group) * dim;
+        const float share = 1.0f / queries[m].total;
 #ifdef __AVX512BF16__
-        for (long i = 0; is_dotted && i < dim; i += 2 * LANES) in_order(s.sums[m] + i);
+        for (long i = 0; is_dotted && i < dim; i += 2 * LANES) in_order(queries[m].sums + i);
 #endif
         for (long i = 0; i < dim; i += LANES)
-            store(out, to + i, load((const char *)s.sums[m], i, F32) * share, dtype);
+            store(out, to + i, load((const char *)queries[m].sums, i, F32) * share, dtype);
     }
+}
+
+/* Neighbouring KV heads that a thread computes together: as many as fit, if each thread then has two units. */
+INLINE long heads_at_once(const Paged *kv, const Piece *piece, long num_pieces) {
+    const long fitting = MAX_QUERIES / (piece->num_queries * kv->heads / kv->kv_heads), threads = omp_get_max_threads();
+    const long balanced = threads > 1 ? (num_pieces * kv->kv_heads + 2 * threads - 1) / (2 * threads) : kv->kv_heads;
+    return fitting < balanced ? fitting : balanced;
 }
 
 INLINE void attend_all(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride, char *out,
                        float scale, int dtype) {
 #pragma omp parallel for schedule(dynamic) if (num_pieces * kv->kv_heads > 1)
-    for (long unit = 0; unit < num_pieces * kv->kv_heads; unit++)
-        attend(kv, pieces + unit / kv->kv_heads, unit % kv->kv_heads, q, q_stride, out, scale, dtype);
+    for (long unit = 0; unit < num_pieces * kv->kv_heads; unit++) {
+        const Piece *piece = pieces + unit / kv->kv_heads;
+        const long head = unit % kv->kv_heads, count = heads_at_once(kv, piece, num_pieces);
+        if (head % count == 0)
+            attend(kv, piece, head, head + count < kv->kv_heads ? head + count : kv->kv_heads, q, q_stride, out, scale,
+                   dtype);
+    }
 }
 
 EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,

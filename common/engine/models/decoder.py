@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.config.shared import WeightDtype
 from common.engine.attention.protocol import RotatingAttention, StepAttention
+from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.config import ModelConfig
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
@@ -44,19 +46,28 @@ class DecoderWeights:
     norm: Tensor
     head: Linear | None
 
-    def pack(self) -> None:
-        """Repack every matrix for this machine, one at a time, so that peak memory is one extra matrix."""
+    def pack(self, dtype: WeightDtype = "auto") -> None:
+        """Round every matrix to ``dtype`` and repack it for this machine, one at a time, so that memory is enough.
+
+        The projection to the vocabulary is the largest matrix of a small model, and is rounded too, to 8 bits at least:
+        nothing evens out its errors. The embedding, of which a step reads a row for each token, stays as it is.
+        """
+        memory = HugePages()
         for layer in self.layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                linear.pack()
+                linear.pack(dtype, memory=memory)
         if self.head is not None:
-            self.head.pack(keep_weight=self.head.weight is self.embedding)
+            at_least_int8: WeightDtype = "int8" if dtype == "int4" else dtype
+            self.head.pack(at_least_int8, memory=memory, keep_weight=self.head.weight is self.embedding)
 
 
 def allocate_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, has_head: bool = True
 ) -> tuple[DecoderWeights, dict[str, Tensor]]:
-    """Return uninitialised weights, and for each tensor of a checkpoint, by name, the part of them that it fills."""
+    """Return uninitialised weights, and for each tensor of a checkpoint, by name, the part of them that it fills.
+
+    A part is a weight itself, or a view of some rows of one.
+    """
     parts: dict[str, Tensor] = {}
 
     def empty(*shape: int) -> Tensor:
@@ -76,6 +87,10 @@ def allocate_weights(
             parts[f"{prefix}{name}.bias"] = rows
         return Linear(weight, bias)
 
+    def linear(name: str, num_outputs: int, num_inputs: int, has_bias: bool) -> Linear:
+        weight = plain(f"{name}.weight", num_outputs, num_inputs)
+        return Linear(weight, plain(f"{name}.bias", num_outputs) if has_bias else None)
+
     def layer(index: int) -> LayerWeights:
         base = f"model.layers.{index}."
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -86,10 +101,10 @@ def allocate_weights(
             qkv=merged(attention, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, config.has_qkv_bias),
             q_norm=plain(attention + "q_norm.weight", config.head_dim) if has_norm else None,
             k_norm=plain(attention + "k_norm.weight", config.head_dim) if has_norm else None,
-            o=merged(attention, {"o_proj": hidden}, queries, config.has_o_bias),
+            o=linear(attention + "o_proj", hidden, queries, config.has_o_bias),
             post_norm=plain(base + "post_attention_layernorm.weight", hidden),
             gate_up=merged(base + "mlp.", {"gate_proj": wide, "up_proj": wide}, hidden, config.has_mlp_bias),
-            down=merged(base + "mlp.", {"down_proj": hidden}, wide, config.has_mlp_bias),
+            down=linear(base + "mlp.down_proj", hidden, wide, config.has_mlp_bias),
         )
 
     def projection() -> Linear | None:
@@ -175,5 +190,5 @@ class Decoder:
             return attention.rotate_and_extend(index, qkv, norms, rotary, self._eps)
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = self._ops.norm_and_rotate(qkv, heads, norms, rotary, self._eps)
-        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         return attention.extend(index, q, k, v)

@@ -1,10 +1,30 @@
 """Linear layers. Their weights are packed once, in the order in which this machine's matrix product reads them."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.engine.cpu.kernels import Kernels, load_kernels
+from common.config.shared import WeightDtype
+from common.engine.cpu.huge_pages import HugePages
+from common.engine.cpu.kernels import Kernels, PackedWeight, load_kernels
+from common.engine.models.quantization import (
+    QuantizedWeight,
+    TorchQuantizedProduct,
+    quantize_weight,
+)
+
+
+class Product(Protocol):
+    """``x @ weight.T + bias`` with a weight in one of the forms that weights are kept in.
+
+    The result for a row does not depend on the rows beside it, except in oneDNN's product.
+    """
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Map contiguous ``[rows, in]`` to ``[rows, out]`` of ``dtype``."""
+        ...
 
 
 class Linear:
@@ -15,47 +35,90 @@ class Linear:
         bias: ``[out]`` or None.
     """
 
-    __slots__ = ("_kernels", "_packed", "bias", "weight")
+    __slots__ = ("_product", "bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight: Tensor | None = weight
         self.bias = bias
-        self._packed: Tensor | None = None
-        self._kernels: Kernels | None = None
+        self._product: Product | None = None
 
-    def pack(self, *, keep_weight: bool = False) -> None:
-        """Pack the weight for our own kernel or for oneDNN, if one of them is faster here than the plain weight.
+    def pack(self, dtype: WeightDtype = "auto", *, memory: HugePages | None = None, keep_weight: bool = False) -> None:
+        """Round the weight to ``dtype``, and pack it if something here multiplies faster than with the plain one.
 
         Args:
+            memory: for the packed weight, beside those of other layers; None: the weight has memory of its own.
             keep_weight: keep the plain weight too, for an embedding tied to the output.
         """
         if self.weight is None or self.weight.device.type != "cpu":
             return
-        kernels = load_kernels()
-        if kernels is not None and kernels.can_multiply(self.weight):
-            self._kernels, self._packed = kernels, kernels.pack_linear(self.weight)
-        elif _is_known_to_onednn(self.weight.dtype):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+        memory = memory or HugePages(0)
+        if dtype == "auto":
+            self._product = _plain_product(self.weight, self.bias, memory)
         else:
-            return
-        if not keep_weight:
+            self._product = quantized_product(quantize_weight(self.weight, dtype), self.bias, memory)
+        if not keep_weight and self._product is not None:
             self.weight = None
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """Map contiguous ``[rows, in]`` to ``[rows, out]`` of ``dtype``, by default that of ``x``.
 
         The result is written to ``out``, which has this dtype, if that is given.
-
-        Our own kernel adds up each row in the same order whatever rows are beside it, and rounds its float32 sum once.
         """
-        if self._packed is None:
+        if self._product is not None:
+            y = self._product(x, dtype or x.dtype)
+        else:
             assert self.weight is not None
             y = F.linear(x, self.weight, self.bias)
-        elif self._kernels is not None:
-            y = self._kernels.linear(x, self._packed, self.bias, dtype or x.dtype)
-        else:
-            y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return y.to(dtype or x.dtype) if out is None else out.copy_(y)
+
+
+def quantized_product(weight: QuantizedWeight, bias: Tensor | None, memory: HugePages) -> Product:
+    """Return the fastest product with a quantized weight on this CPU."""
+    kernels = load_kernels()
+    if kernels is not None and kernels.can_multiply_quantized(weight):
+        return _QuantizedProduct(kernels, kernels.pack_quantized(weight, bias, memory))
+    return TorchQuantizedProduct(weight, bias)
+
+
+def _plain_product(weight: Tensor, bias: Tensor | None, memory: HugePages) -> Product | None:
+    """Return the fastest product with this weight on this CPU; None for ``F.linear``."""
+    kernels = load_kernels()
+    if kernels is not None and kernels.can_multiply(weight):
+        return _Bf16Product(kernels, kernels.pack_linear(weight, memory), bias)
+    return _OneDnnProduct(weight, bias) if _is_known_to_onednn(weight.dtype) else None
+
+
+class _Bf16Product:
+    """Our own kernel: it adds up each row in the same order whatever rows are beside it, and rounds the sum once."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
+        self._kernels = kernels
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kernels.linear(x, self._weight, self._bias, dtype)
+
+
+class _QuantizedProduct:
+    """Our own kernel: it rounds the inputs of each row to 8 bits, and multiplies integers."""
+
+    def __init__(self, kernels: Kernels, weight: PackedWeight) -> None:
+        self._kernels = kernels
+        self._weight = weight
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kernels.linear_quantized(x, self._weight, dtype)
+
+
+class _OneDnnProduct:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._bias = bias
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return y.to(dtype)
 
 
 def _is_known_to_onednn(dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Loads a model's weights from safetensors files.
+"""Loads a model's weights from safetensors files, which are mapped: CPUs pack most weights straight from the file.
 
 A tensor that is missing, unexpected or of the wrong shape is an error, since the model would answer with noise.
 """
@@ -85,6 +85,15 @@ def _some(names: list[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + rest
 
 
+def _take(part: Tensor, stored: Tensor) -> None:
+    """Fill a part. A whole weight, unlike rows of one, becomes the mapped file itself where formats agree."""
+    is_whole = part.nbytes == part.untyped_storage().nbytes()
+    if is_whole and part.device == stored.device and part.dtype == stored.dtype:
+        part.data = stored
+    else:
+        part.copy_(stored)
+
+
 def _copy(file: Path, parts: dict[str, Tensor], shard: Shard, progress: _Progress) -> None:
     try:
         with safe_open(file, framework="pt") as reader:
@@ -94,7 +103,7 @@ def _copy(file: Path, parts: dict[str, Tensor], shard: Shard, progress: _Progres
                 if not shard.has(name):
                     part.zero_()
                 elif whole == own:
-                    part.copy_(reader.get_tensor(name))  # faster than a slice that is all of it
+                    _take(part, reader.get_tensor(name))  # a slice that is all of it would be slower
                 else:
                     part.copy_(stored[shard.part_of(whole, own)])
                 progress.add_one()

@@ -78,6 +78,8 @@ class TokenMask:
 def apply_token_masks(logits: Tensor, rows: Sequence[tuple[TokenMask | None, Sequence[int]]]) -> None:
     """Set the logits of masked tokens to minus infinity, in place.
 
+    On CUDA, ``index_fill_`` launches at once, whereas an assignment of a number by indices waits for the device.
+
     Args:
         logits: ``[R, vocab]`` float32, contiguous.
         rows: the mask of each row, and the end tokens that it must not sample yet.
@@ -97,10 +99,10 @@ def apply_token_masks(logits: Tensor, rows: Sequence[tuple[TokenMask | None, Seq
     if limited:
         places = _places(kept, logits)
         values = flat[places]
-        logits[to_device(np.array(limited, np.int64), logits.device)] = -math.inf
+        logits.index_fill_(0, to_device(np.array(limited, np.int64), logits.device), -math.inf)
         flat[places] = values
     if masked:
-        flat[_places(masked, logits)] = -math.inf
+        flat.index_fill_(0, _places(masked, logits), -math.inf)
 
 
 def _places(parts: Sequence[Ids], logits: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from common.cache.page_layout import PageLayout
 from common.config.node import NodeConfig
+from common.config.shared import ONLY_ON_CPUS
 from common.errors import ConfigError
 from common.model_folder import find_checkpoint
 from common.node.loading.device_plan import (
@@ -36,8 +37,9 @@ log = logging.getLogger(__name__)
 SHAPE_CACHE = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
 #: The longest time that a start spends on touching KV pages, so that the kernel need not provide them at their first
-#: use. Pages with low numbers are touched first, and are used first and most.
-POPULATE_S = 3.0
+#: use, which costs a prompt about a hundredth of its time. Pages with low numbers are touched first, and are used first
+#: and most.
+POPULATE_S = 0.5
 
 
 def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
@@ -62,6 +64,10 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
     device = rank_device(config)
     if config.tp > 1:
         check_ranks(model, config.tp, device)
+    if config.weight_dtype != "auto":
+        if device != "cpu":
+            raise ConfigError(f"--weight-dtype {config.weight_dtype} {ONLY_ON_CPUS}")
+        model = replace(model, weight_version=f"{model.weight_version}-{config.weight_dtype}")
     layout = memory_layout(config, model, device)
     capacity = plan_capacity(
         config,
@@ -77,7 +83,13 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
     num_fitting()  # refuse a pool that can never fit before the weights are read
     from common.engine.executor import load_executor  # loads torch
 
-    num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.tp)
+    num_cpus = len(os.sched_getaffinity(0))
+    if device == "cpu" and config.threads is not None and config.threads > num_cpus:
+        raise ConfigError(
+            f"--threads {config.threads}: this process may use {num_cpus} CPUs, and threads that share one are many "
+            f"times slower; give at most {num_cpus}"
+        )
+    num_threads = max(1, (config.threads or num_cpus) // config.tp)
     ranks.start(_load_message(config, model, device, num_threads))
 
     def num_pages() -> int:
@@ -88,6 +100,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
         model,
         device=device,
         dtype=config.dtype,
+        weight_dtype=config.weight_dtype,
         kv_cache_dtype=config.kv_cache_dtype,
         num_slots=capacity.num_slots,
         num_pages=num_pages,
@@ -188,6 +201,7 @@ def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_thr
         folder=str(model.folder),
         device=device,
         dtype=dtype,
+        weight_dtype=config.weight_dtype,
         attention=resolve_attention(config.attention_backend, torch.device(device), layout),
         page_size=config.page_size,
         num_threads=num_threads,

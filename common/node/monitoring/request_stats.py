@@ -9,6 +9,7 @@ a second there are more.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from common.finish_reason import Finish
 from common.metrics.distribution import Distribution
@@ -92,6 +93,15 @@ class RequestStats:
                 self.first_token(request, now)
         if num_alike:
             self.inter_token.add(now - before, num_alike)
+
+    def sampled_in_steps(self, requests: Sequence[Request], instants: Sequence[float]) -> None:
+        """One more token of each of these requests was sampled at each of these instants."""
+        self.sampled(requests, instants[0])
+        for before, now in pairwise(instants):
+            self.inter_token.add(now - before, len(requests))
+        self._sampled_at = instants[-1]
+        for request in requests:
+            request.last_token_at = self._sampled_at
 
     def finished(self, request: Request, finish: Finish, now: float) -> None:
         """The last token of a request was sampled, or a stop string has ended it, perhaps in its first token."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from common.cache.page_layout import PageLayout
-from common.config.shared import LogFormat, LogLevel
+from common.config.shared import LogFormat, LogLevel, WeightDtype
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +42,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     folder: str
     device: str
     dtype: str
+    weight_dtype: WeightDtype
     attention: str
     page_size: int
     num_threads: int

@@ -130,7 +130,7 @@ def _load_weights(load: Load, config: "ModelConfig") -> "DecoderWeights":
         torch.cuda.set_device(device)  # kernels are launched on the current one
     try:
         weights = load_weights(config, load.dtype, device, Shard(load.rank, load.num_ranks))
-        weights.pack()
+        weights.pack(load.weight_dtype)
     except torch.OutOfMemoryError as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return weights

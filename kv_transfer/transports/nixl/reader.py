@@ -73,6 +73,7 @@ class NixlReader(ReaderTransport):
         self._lock = threading.Lock()  # guards the offered agent and the epochs under which it is offered
         self._newest_epoch = self._last_of_old = self._voided = 0
         self._num_invalidations = 0
+        self._area = 0  # that was handed out last
         self._closing_until = self._renewed_at = 0.0
         self._is_wanted_back = self._has_failed = False
         self._is_open = True
@@ -90,7 +91,8 @@ class NixlReader(ReaderTransport):
             self._offers.setdefault(peer, []).append(_Offer(epoch, agent, time.monotonic()))
         self._is_awake.set()
         pool = agent.pool
-        probe_at, _, _ = agent.probe.outgoing(epoch % NUM_PROBE_AREAS)
+        self._area = (self._area + 1) % NUM_PROBE_AREAS  # the ranks of a peer have one epoch
+        probe_at, _, _ = agent.probe.outgoing(self._area)
         watch_address = self._watch.offer(peer, epoch)
         endpoint = Endpoint(
             agent.metadata,

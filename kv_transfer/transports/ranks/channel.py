@@ -64,6 +64,7 @@ ARGUMENTS: dict[str, Any] = {
     "source_checksums": tuple[list[int], SlicePair | None],
     "offer": tuple[str, int],
     "withdraw": tuple[str],
+    "forget": tuple[str],
     "chosen": tuple[str, int, str],
     "allow": tuple[str, int, list[int], PageSlice | None],
     "forbid": tuple[list[int]],

@@ -149,7 +149,7 @@ class RankEndpoint:
 
     def __getattr__(self, name: str) -> Any:
         """Methods that the reader has under the same name."""
-        if name not in ("_offer", "_withdraw", "_chosen", "_allow", "_forbid", "_reclaim", "_landed"):
+        if name not in ("_offer", "_withdraw", "_forget", "_chosen", "_allow", "_forbid", "_reclaim", "_landed"):
             raise AttributeError(name)
         return getattr(self._reader, name.removeprefix("_"))
 

@@ -67,6 +67,8 @@ class RanksReader(RanksEnd[ReaderTransport], ReaderTransport):
     def _forget_if_over(self, peer: str) -> None:
         writer = self._writers[peer]
         if not writer.epoch and writer.chosen <= writer.reported:
+            for end, rank in self._pairs(peer):
+                end.forget(rank)
             del self._writers[peer]
 
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:

@@ -208,6 +208,9 @@ class RemoteReader(_RemoteEnd, ReaderTransport):
     def withdraw(self, peer: str) -> None:
         self._connection.call("withdraw", peer)
 
+    def forget(self, peer: str) -> None:
+        self._connection.post("forget", peer)
+
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         return bool(self._connection.call("chosen", peer, epoch, transport))
 

@@ -71,7 +71,7 @@ class ShmReader(ReaderTransport):
     Args:
         store: the pool; its memfd is sealed here against changes of size, where the system allows that.
         incarnation: of this process; the writer compares it with the peer that it expects, unless it is empty.
-        is_shared: False: watch writers of this host that reach the pool by other means, and hand nothing over.
+        is_shared: False: watch writers of this host that reach the pool by other means; the memfd is not handed over.
 
     Raises:
         ConfigError: this kernel has no pidfds, or the pool's file does not have the size of the pool.
@@ -106,7 +106,7 @@ class ShmReader(ReaderTransport):
             os.close(os.pidfd_open(os.getpid()))
         except OSError as error:
             raise ConfigError(
-                f"--transport shm needs pidfd_open, which this system refuses ({error}); use --transport tcp"
+                f"--transport {self.name} needs pidfd_open, which this system refuses ({error}); use --transport tcp"
             ) from error
         try:
             fcntl.fcntl(self.store.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -164,11 +164,15 @@ class ShmReader(ReaderTransport):
         self._writers[connection.fileno()] = self._writers[pidfd] = writer
         for descriptor in (connection.fileno(), pidfd):
             self._epoll.register(descriptor, select.EPOLLIN)
-        hello = HELLO.pack(MAGIC, epoch, self._num_bytes, self._incarnation)
+        hello = HELLO.pack(MAGIC, epoch, self._num_bytes, self._incarnation) + self._gift()
         try:
             socket.send_fds(connection, [hello], [self.store.fd] if self._is_shared else [])
         except OSError:
             self._fence(writer, "the prefill node left before it had the pool")
+
+    def _gift(self) -> bytes:
+        """What a writer is given beside the descriptor, or instead of it: at most ``MAX_GIFT_BYTES``."""
+        return b""
 
     def _hear(self, descriptor: int, writer: _Writer) -> None:
         if descriptor == writer.pidfd:

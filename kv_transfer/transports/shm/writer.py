@@ -1,4 +1,7 @@
-"""The prefill node's side of shared memory: ask for a peer's pool, map it, and copy pages into it."""
+"""The prefill node's side of shared memory: ask for a peer's pool, map it, and copy pages into it.
+
+``LocalWriter`` asks for the pool; what it gets and how it opens that differs between the transports of one host.
+"""
 
 import array
 import contextlib
@@ -6,14 +9,22 @@ import mmap
 import os
 import select
 import socket
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, node_of
-from kv_transfer.transports.shm.copy_thread import CopyThread, MappedPool
-from kv_transfer.transports.shm.protocol import DETACHED, ENDPOINT, HELLO, MAGIC, peer_credentials
+from kv_transfer.transports.shm.copy_thread import CopyThread, MappedPool, PeerPool
+from kv_transfer.transports.shm.protocol import (
+    DETACHED,
+    ENDPOINT,
+    HELLO,
+    MAGIC,
+    MAX_GIFT_BYTES,
+    peer_credentials,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -27,34 +38,47 @@ class _Attaching:
 
 
 @dataclass(slots=True, eq=False)
-class _Mapping:
+class _Attachment:
     connection: socket.socket
     epoch: int
     who: str
-    pool: MappedPool
+    pool: PeerPool
     is_broken: bool = False
 
 
-class ShmWriter(WriterTransport):
-    """``WriterTransport`` of a prefill node. A thread copies the pages; see ``CopyThread``."""
+class LocalWriter(WriterTransport):
+    """``WriterTransport`` to pools of the same host. A thread copies the pages; see ``CopyThread``.
 
-    name = "shm"
+    Attributes:
+        place: what the pools are in, for error messages.
+    """
+
+    place: str
 
     def __init__(self, store: PageStore) -> None:
         self.store = store
         self._epoll = select.epoll()
         self._attaching: dict[str, _Attaching] = {}
-        self._mappings: dict[str, _Mapping] = {}
+        self._attachments: dict[str, _Attachment] = {}
+        self._stuck: dict[str, None] = {}  # detached peers to which copies may be under way for good
         self._num_tickets = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._copy_thread = CopyThread(store, self._wake)
+        self._copy_thread = CopyThread(self.name, store.num_pages, self._wake)
+
+    @abstractmethod
+    def _open(self, connect: Connect, gift: bytes, descriptors: Sequence[int]) -> PeerPool:
+        """The pool that the reader has handed over with its first frame: ``gift`` follows ``HELLO`` in it.
+
+        Raises:
+            AttachError: it cannot be written to.
+        """
 
     def attach(self, peer: str, connect: Connect) -> None:
-        assert peer not in self._attaching and peer not in self._mappings, "detach first"
+        assert peer not in self._attaching and peer not in self._attachments, "detach first"
         endpoint = ENDPOINT.fullmatch(connect.endpoint)
         if endpoint is None:
-            raise AttachError(f"the endpoint offered by {connect.name} is not one of shared memory")
+            raise AttachError(f"the endpoint offered by {connect.name} is not one of {self.place}")
         attaching = _Attaching(connect, endpoint[1], bytes.fromhex(endpoint[2]))
         self._dial(attaching)
         self._attaching[peer] = attaching
@@ -102,23 +126,24 @@ class ShmWriter(WriterTransport):
     def _broken(self) -> list[Attached]:
         """Attachments that worked until a copy failed."""
         news = []
-        for peer, mapping in self._mappings.items():
-            if mapping.pool.problem and not mapping.is_broken:
-                mapping.is_broken = True
-                problem = f"writing into the shared memory of {mapping.who} failed: {mapping.pool.problem}"
-                news.append(Attached(peer, mapping.epoch, problem))
+        for peer, attachment in self._attachments.items():
+            if attachment.pool.problem and not attachment.is_broken:
+                attachment.is_broken = True
+                problem = f"writing into the {self.place} of {attachment.who} failed: {attachment.pool.problem}"
+                news.append(Attached(peer, attachment.epoch, problem))
         return news
 
     def _receive(self, peer: str, attaching: _Attaching, connection: socket.socket) -> bool:
-        """Receive the pool's descriptor and map it; False if it is not there yet.
+        """Receive what the reader hands over and open the pool; False if it is not there yet.
 
         Raises:
             AttachError: the reader refuses, or sent something else.
         """
-        who = attaching.connect.name
+        connect, who = attaching.connect, attaching.connect.name
         room = socket.CMSG_SPACE(array.array("i").itemsize)
+        size = HELLO.size + MAX_GIFT_BYTES + 1
         try:
-            hello, ancillary, flags, _ = connection.recvmsg(HELLO.size + 1, room, socket.MSG_CMSG_CLOEXEC)
+            frame, ancillary, flags, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -128,38 +153,26 @@ class ShmWriter(WriterTransport):
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         try:
-            if not hello:
+            if not frame:
                 raise AttachError(f"{who} would not hand over its pool: another token, user or process namespace")
-            if flags & socket.MSG_CTRUNC or len(descriptors) != 1:
+            num_bytes = connect.layout.layout().pool_bytes(connect.num_pages)
+            expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, sender) for sender in (node_of(peer).encode(), b"")]
+            if frame[: HELLO.size] not in expected:
+                raise AttachError(f"the offer of {who} and what it sent over its socket differ")
+            if flags & socket.MSG_CTRUNC:
                 raise AttachError(f"{who} did not hand over its pool as one file")
-            memory = self._map(peer, attaching.connect, hello, descriptors[0])
+            pool = self._open(connect, frame[HELLO.size :], descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         self._epoll.unregister(connection)
         del self._attaching[peer]
-        pool = MappedPool(memory, attaching.connect.layout.layout().page_bytes)
-        self._mappings[peer] = _Mapping(connection, attaching.connect.epoch, who, pool)
+        self._attachments[peer] = _Attachment(connection, connect.epoch, who, pool)
         return True
-
-    def _map(self, peer: str, connect: Connect, hello: bytes, descriptor: int) -> mmap.mmap:
-        num_bytes = connect.layout.layout().pool_bytes(connect.num_pages)
-        expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, who) for who in (node_of(peer).encode(), b"")]
-        if hello not in expected:
-            raise AttachError(f"the offer of {connect.name} and what it sent over its socket differ")
-        size = os.fstat(descriptor).st_size
-        if size != num_bytes:
-            raise AttachError(f"the pool of {connect.name} is {size} bytes long, its pages have {num_bytes}")
-        try:
-            memory = mmap.mmap(descriptor, num_bytes)
-        except (OSError, ValueError, OverflowError) as error:
-            raise AttachError(f"the pool of {connect.name} cannot be mapped: {error}") from error
-        memory.madvise(mmap.MADV_DONTFORK)  # a child process could outlive us and write behind the fence
-        return memory
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         self._num_tickets += 1
-        self._copy_thread.begin(self._mappings[peer].pool, self._num_tickets, pages, slices)
+        self._copy_thread.begin(self._attachments[peer].pool, self._num_tickets, pages, slices)
         return self._num_tickets
 
     def done(self) -> list[int]:
@@ -169,22 +182,25 @@ class ShmWriter(WriterTransport):
 
     def detach(self, peer: str) -> bool:
         attaching = self._attaching.pop(peer, None)
-        mapping = self._mappings.pop(peer, None)
+        attachment = self._attachments.pop(peer, None)
         connection = attaching.connection if attaching is not None else None
         if connection is not None:
             self._epoll.unregister(connection)
-        if mapping is not None:
-            mapping.pool.shut()
-            connection = mapping.connection
-        if connection is None:
-            return True
-        with contextlib.suppress(OSError):  # the reader may be gone
-            connection.send(DETACHED)
-        connection.close()
-        return True
+        is_fenced = peer not in self._stuck
+        if attachment is not None:
+            is_fenced = attachment.pool.shut()
+            connection = attachment.connection
+        if not is_fenced:  # the reader waits for the death of this process
+            self._stuck[peer] = None
+        if connection is not None:
+            if is_fenced:
+                with contextlib.suppress(OSError):  # the reader may be gone
+                    connection.send(DETACHED)
+            connection.close()
+        return is_fenced
 
     def counters(self) -> dict[str, float]:
-        return {"bytes_by_shm": float(self._copy_thread.num_bytes)}
+        return {f"bytes_by_{self.name}": float(self._copy_thread.num_bytes)}
 
     def files(self) -> Sequence[int]:
         return () if self._epoll.closed else (self._epoll.fileno(),)
@@ -192,8 +208,30 @@ class ShmWriter(WriterTransport):
     def close(self) -> None:
         if self._epoll.closed:
             return
-        for peer in [*self._attaching, *self._mappings]:
+        for peer in [*self._attaching, *self._attachments]:
             self.detach(peer)
         self._copy_thread.close()
         self._epoll.close()
         os.close(self._wake)
+
+
+class ShmWriter(LocalWriter):
+    """``WriterTransport`` of a prefill node over shared memory."""
+
+    name = "shm"
+    place = "shared memory"
+
+    def _open(self, connect: Connect, gift: bytes, descriptors: Sequence[int]) -> MappedPool:
+        who, layout = connect.name, connect.layout.layout()
+        if len(descriptors) != 1 or gift:
+            raise AttachError(f"{who} did not hand over its pool as one file")
+        num_bytes = layout.pool_bytes(connect.num_pages)
+        size = os.fstat(descriptors[0]).st_size
+        if size != num_bytes:
+            raise AttachError(f"the pool of {who} is {size} bytes long, its pages have {num_bytes}")
+        try:
+            memory = mmap.mmap(descriptors[0], num_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise AttachError(f"the pool of {who} cannot be mapped: {error}") from error
+        memory.madvise(mmap.MADV_DONTFORK)  # a child process could outlive us and write behind the fence
+        return MappedPool(self.store, memory, layout.page_bytes)

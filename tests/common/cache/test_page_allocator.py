@@ -185,4 +185,4 @@ class LongerAllocatorMachine(AllocatorMachine):
 
 
 TestLongerAllocatorMachine = pytest.mark.slow(LongerAllocatorMachine.TestCase)
-TestLongerAllocatorMachine.settings = settings(max_examples=2000, stateful_step_count=100, deadline=None)
+TestLongerAllocatorMachine.settings = settings(max_examples=500, stateful_step_count=100, deadline=None)

@@ -124,12 +124,16 @@ def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
         (["--advertise-host", "10.0.0.1"], "--advertise-host 10.0.0.1 can be reached.*--insecure"),
         (
             ["--transport", "smoke"],
-            "--transport must be one of auto, shm, tcp, nixl, gloo, nccl, inprocess, not 'smoke'",
+            "--transport must be one of auto, shm, cuda-ipc, tcp, nixl, gloo, nccl, inprocess, not 'smoke'",
         ),
         (["--transport", "inprocess"], "--transport inprocess connects nodes of one process"),
         (["--data-interface", "10.0.0.1"], "--data-interface 10.0.0.1 can be reached.*--cluster-key"),
         (["--revision", "main", "--model", "/"], "--revision is for hub models"),
         (["--tp", "0"], "--tp must be at least 1"),
+        (
+            ["--weight-dtype", "int8", "--device", "cuda"],
+            "--weight-dtype int8 runs on CPUs only so far; add --device cpu",
+        ),
     ],
 )
 def test_an_impossible_node_is_refused_by_flag(words, sentence):

@@ -63,6 +63,15 @@ def test_long_extends_equal_the_reference_inside_and_on_the_edge_of_tiles(
     compare(named(backend), device, dtype, [(0, 33), (0, 256), (37, 1), (250, 70), (512, 32), (5, 289)], 16, heads)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 32), (8, 1, 128)])
+def test_decode_rows_of_every_length_around_a_tile_equal_the_reference(heads: tuple[int, int, int], dtype: str) -> None:
+    """The kernel reads up to 128 tokens in one tile, 16 from each of up to 8 places."""
+    lengths = (1, 2, 15, 16, 17, 33, 127, 128, 129, 143, 145, 255, 257, 300)
+    for page_size in (1, 16):
+        compare(named("cpu"), "cpu", dtype, [*((length - 1, 1) for length in lengths), (126, 5)], page_size, heads)
+
+
 @pytest.mark.parametrize("backend", FAST)
 def test_a_row_longer_than_one_unit_of_work_is_split(backend: str) -> None:
     skip_if_not_served(backend, "cpu")

@@ -49,11 +49,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def load(folder: Path, device: str, page_size: int, attention: str = "auto", num_tokens: int = 2_000) -> TorchExecutor:
+def load(
+    folder: Path,
+    device: str,
+    page_size: int,
+    attention: str = "auto",
+    num_tokens: int = 2_000,
+    dtype: str = "float32",
+) -> TorchExecutor:
     return load_executor(
         ModelConfig.load(str(folder)),
         device=device,
-        dtype="float32",
+        dtype=dtype,
         num_slots=16,
         num_pages=num_tokens // page_size + 16,
         page_size=page_size,
@@ -62,13 +69,13 @@ def load(folder: Path, device: str, page_size: int, attention: str = "auto", num
 
 
 def every_case() -> Iterator[Any]:
-    """All cases; the cases without ``slow`` cover every pair of model, page size and chunk size."""
+    """On the CPU every pair of model, page size and chunk size; on CUDA all cases."""
     for case in product(enumerate(MODELS), enumerate((1, 16, 64)), enumerate((0, 16, 100))):
         numbers, (name, page_size, chunk) = zip(*case, strict=True)
         for device in ("cpu", "cuda"):
-            is_slow = device == "cpu" and sum(numbers) % 3 != 0
-            marks = pytest.mark.cuda if device == "cuda" else pytest.mark.slow if is_slow else ()
-            yield pytest.param(name, page_size, chunk, device, marks=marks)
+            if device == "cuda" or sum(numbers) % 3 == 0:
+                marks = pytest.mark.cuda if device == "cuda" else ()
+                yield pytest.param(name, page_size, chunk, device, marks=marks)
 
 
 @pytest.mark.parametrize(("name", "page_size", "chunk", "device"), list(every_case()))
@@ -94,6 +101,28 @@ def test_tokens_do_not_change_when_a_request_runs_alone(models: Any, name: str, 
         driver.finish([text], MAX_NEW)
         assert tuple(text.output) == expected
     executor.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", "bfloat16"), *(pytest.param("cuda", dtype, marks=pytest.mark.cuda) for dtype in ("bfloat16", "float16"))],
+)
+def test_greedy_tokens_in_16_bits_mostly_agree_with_float32(models: Any, device: str, dtype: str) -> None:
+    """One token is sampled after each beginning of the float32 outputs, so that no difference leads to others.
+
+    The weights are random, so that the highest logits are close; a wrong kernel agrees by chance only, in one of 211.
+    """
+    folder, prompts = models("qwen3")
+    executor = load(folder, device, page_size=16, dtype=dtype)
+    num_equal = num_asked = 0
+    for prompt, expected in prompts[:7]:
+        for count, token in enumerate(expected[:5]):
+            text = Driver(executor).start(0, prompt + expected[:count])
+            text._driver.finish([text], 1)
+            num_equal += text.output == [token]
+            num_asked += 1
+    executor.close()
+    assert num_equal > 0.9 * num_asked, f"{num_equal} of {num_asked}"
 
 
 @pytest.mark.parametrize("attention", ["reference", "torch"])

@@ -5,7 +5,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from scripts.benchmarks.launches import META, Comparison, LaunchCounter, compare
+from common.sampling_params import SamplingParams
+from common.step_plan import Admit, PageDelta, Row, StepPlan
+from scripts.benchmarks.engine import model_shape
+from scripts.benchmarks.launches import META, Comparison, LaunchCounter, compare, counting_kernels, make_executor
 
 if not find_spec("triton"):
     pytest.skip("needs triton", allow_module_level=True)
@@ -59,11 +62,33 @@ def test_a_step_moves_little_more_than_weights_and_context(deep: dict[tuple[int,
         assert 1.0 <= one.with_graph.moved_bytes / one.least_bytes < 1.1
 
 
+def test_the_host_waits_for_nothing_when_requests_begin_and_whatever_fields_they_have() -> None:
+    fields = SamplingParams(
+        temperature=0.8, top_k=5, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.5, logit_bias=((3, 1.0),),
+        min_tokens=4, stop_token_ids=(2,), allowed_token_ids=(1, 2, 3), bad_words=((1,), (4, 5)), logprobs=3,
+    )  # fmt: skip
+    prompt = tuple(range(40))
+    admits = (Admit(0, fields, 40, 7, history=prompt), Admit(1, fields, 40, None, history=prompt))
+    pages = tuple(PageDelta(slot, 0, (3 * slot, 3 * slot + 1, 3 * slot + 2)) for slot in range(2))
+    rows = (Row(0, 40, None, True), Row(1, 0, prompt, True, targets=prompt[1:]))
+    with counting_kernels() as counter:
+        executor = make_executor(model_shape(1), 2, counter, context=64, dtype="bfloat16")
+        with counter:
+            executor.launch(StepPlan(0, admits, pages, rows))
+        counts = counter.begin()
+        executor.close()
+    assert counts.num_launches > 40
+    assert counts.num_syncs == 0
+
+
 def test_the_counter_notices_what_the_host_waits_for() -> None:
     with LaunchCounter() as counter:
         torch.tensor([1, 0]).nonzero()
         torch.tensor(3).item()
         torch.zeros(4).to(META)
-        torch.zeros(4).to(META, non_blocking=True)
-    assert counter.counts.num_syncs == 3
+        on_device = torch.zeros(4).to(META, non_blocking=True)
+        on_device[2] = 1.0
+        on_device[on_device.long()] = 1.0
+        on_device[1:] = 1.0
+    assert counter.counts.num_syncs == 5
     assert counter.counts.copied_bytes == 32

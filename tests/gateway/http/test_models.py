@@ -30,8 +30,8 @@ def other(tmp_path_factory):
 
 @pytest.fixture
 async def stack(folder, other):
-    """Two models: nodes 0 and 1 serve the first, 2 and 3 the other."""
-    async with running(folder, also_serve=(f"org/other={other}",)) as running_stack:
+    """Two models: nodes 0 and 1 serve the first, 2 and 3 the other. Requests wait briefly for lost nodes."""
+    async with running(folder, also_serve=(f"org/other={other}",), recovery_timeout=0.5) as running_stack:
         await running_stack.pair()
         await running_stack.pair(model="org/other", context_length=100, digest="d2", num_pages=32)
         yield running_stack

@@ -12,7 +12,7 @@ CHECKS = (
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
     "response_headers_conformance", "ignored_auth",
 )  # fmt: skip
-MAX_EXAMPLES = 15
+MAX_EXAMPLES = 8
 KEY = "fuzzing-key"
 # A body without a prompt is refused before its other fields are looked at; most generated ones would be.
 HOOKS = """

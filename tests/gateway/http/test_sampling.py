@@ -81,7 +81,7 @@ async def test_samples_share_a_pair_and_prompts_are_spread(folder):
 
 
 async def test_the_loss_of_a_node_ends_all_samples(folder):
-    async with running(folder) as stack:
+    async with running(folder, recovery_timeout=0.5) as stack:
         prefill, decode = await stack.pair()
         prefill.on_generate = decode.on_generate = silent
         call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "a", "n": 3}))

@@ -37,7 +37,9 @@ def make(fork_server: ForkServer) -> Iterator[Make]:
             end.close()
 
 
-@pytest.mark.parametrize(("transport", "ranks"), [("tcp", (1, 2)), ("shm", (2, 1))])
+@pytest.mark.parametrize(
+    ("transport", "ranks"), [("tcp", (1, 2)), ("shm", (2, 1)), ("cuda-ipc", (1, 2)), ("cuda-ipc", (2, 1))]
+)
 def test_requests_pass_between_nodes_of_different_ranks(make: Make, transport: str, ranks: tuple[int, int]) -> None:
     cluster = make(transport, ranks)
     prefill, decode = cluster.start("p0"), cluster.start("d0")
@@ -56,13 +58,13 @@ def test_requests_pass_from_two_ranks_to_four(make: Make, transport: str) -> Non
 
 #: Ranks, the node that is lost, and whether its rank 1 is killed, after which rank 0 ends by itself, or its rank 0.
 LOSSES = (((2, 1), "p0", True), ((1, 2), "d0", True), ((2, 1), "p0", False), ((1, 2), "p0", False))
-TRANSPORTS = ("tcp", "shm")
+TRANSPORTS = ("tcp", "shm", "cuda-ipc")
 
 
 @pytest.mark.slow(sample=0.1)
 @pytest.mark.parametrize(("step", "loss"), list(itertools.product(range(len(STEPS)), range(len(LOSSES)))))
 def test_a_node_whose_rank_is_killed_ends_and_the_other_node_goes_on(make: Make, step: int, loss: int) -> None:
-    transport, (ranks, victim, is_other) = TRANSPORTS[(step + loss) % 2], LOSSES[loss]
+    transport, (ranks, victim, is_other) = TRANSPORTS[(step + loss) % 3], LOSSES[loss]
     check_loss(make(transport, ranks), victim, STEPS[step], is_other=is_other)
 
 
@@ -100,7 +102,7 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     make: Make, ranks: tuple[int, int], step: str, ending: signal.Signals
 ) -> None:
     """Pages that any rank of the stopped node may still write stay in quarantine at every rank of the decode node."""
-    transport = TRANSPORTS[(STEPS.index(step) + RANKS.index(ranks)) % 2]
+    transport = TRANSPORTS[(STEPS.index(step) + RANKS.index(ranks)) % 3]
     cluster = make(transport, ranks)
     decode = cluster.start("d0", TEST_PATIENCE_S=str(PATIENCE_S))
     prefill, other = cluster.start("p0", TEST_PATIENCE_S=str(PATIENCE_S)), cluster.start("p1")
@@ -113,7 +115,7 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     assert until(lambda: cluster.page_counts(decode)["ends"].get("a")) == expected
     cluster.serve("b", other, decode, SOME)
     time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
-    may_write = transport == "shm" and step in ("granted", "writing", "written")
+    may_write = transport != "tcp" and step in ("granted", "writing", "written")
     assert cluster.page_counts(decode)["aside"] == (SOME if may_write else 0)
     cluster.ends[prefill].signal(ending)
     if ending == signal.SIGCONT:

@@ -13,7 +13,7 @@ from common.cache.page_layout import PageLayout
 from common.errors import RankLostError
 from common.wire.messages import Connect, LayoutMessage, PagesWritten, Refused
 from kv_transfer.transports.base import Attached, AttachError
-from kv_transfer.transports.ranks import RanksWriter
+from kv_transfer.transports.ranks import RanksReader, RanksWriter
 
 Make = Callable[..., RankNodes]
 
@@ -131,6 +131,24 @@ def test_a_pair_of_ranks_that_breaks_is_mended_and_the_transfer_goes_on(make: Ma
     nodes.until(lambda: key in nodes.completed and key in nodes.released)
     nodes.compare(key)
     assert nodes.receiver.counters()["reconnects"] == 1
+    nodes.allocator.free(nodes.completed[key].pages, Owner.REQUEST)
+    nodes.assert_balanced()
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+def test_pages_that_came_before_a_pair_of_ranks_ended_are_read_and_count(make: Make, ranks: tuple[int, int]) -> None:
+    """One pair can write no more, and the end of the other is not proven when the message about its pages comes."""
+    nodes = make(ranks, transport="auto", checksums="all")
+    key = nodes.begin(8)
+    nodes.finish(key)
+    nodes.until(lambda: nodes.sender.is_granted(key), max_pages=0)
+    nodes.until(lambda: nodes.sender.counters()["pages_sent"] == 4, delivers=False)
+    reader, writer = nodes.target.transports.reader, nodes.source.transports.writer
+    assert isinstance(reader, RanksReader) and isinstance(writer, RanksWriter)
+    writer._ends[0].detach(f"{DECODE}/{ranks[1] - 1}")
+    nodes.until(lambda: reader._writers[PREFILL].epoch == 0, delivers=False)
+    nodes.until(lambda: key in nodes.completed)
+    nodes.compare(key)
     nodes.allocator.free(nodes.completed[key].pages, Owner.REQUEST)
     nodes.assert_balanced()
 

@@ -10,7 +10,7 @@ import logging
 import pytest
 from support.exploration.state_explorer import Exploration, explore
 from support.exploration.two_nodes import TwoNodes
-from support.exploration.two_nodes_parts import CONNECTION_FAULTS, FAULTS, Scope
+from support.exploration.two_nodes_parts import CONNECTION_FAULTS, FAULTS, NODE_FAULTS, PAGE_FAULTS, Scope
 
 DAMAGE = (*FAULTS, "corrupt")
 
@@ -30,9 +30,9 @@ def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Exploration:
     return found
 
 
-def test_two_requests_on_a_pool_of_three_pages_with_any_single_fault() -> None:
-    """Each request has two pages, so that pages of one are granted to the other. The state count was measured."""
-    walk(Scope(sizes=(2, 2), num_faults=1), 42_700)
+def test_two_requests_for_one_page_with_a_fault_of_a_page_or_a_node() -> None:
+    """The page of one request is granted to the other. The state count was measured."""
+    walk(Scope(sizes=(1, 1), num_pages=1, faults=(*PAGE_FAULTS[:2], *NODE_FAULTS), num_faults=1), 9_700)
 
 
 def test_a_request_of_three_pages_with_any_single_fault() -> None:
@@ -58,12 +58,14 @@ def test_irrevocable_writes_with_any_single_fault() -> None:
 @pytest.mark.parametrize(
     ("scope", "num_states"),
     [
+        (Scope(sizes=(2, 2), num_faults=1), 42_700),
         (Scope(sizes=(2, 2), first=1, num_pages=2, num_faults=1), 28_300),
         (Scope(sizes=(2,), num_faults=2, can_recall=False), 21_000),
         (Scope(sizes=(2,), num_faults=2, faults=DAMAGE, has_checksums=True), 24_100),
         (Scope(sizes=(1, 1), num_pages=1, faults=CONNECTION_FAULTS, num_faults=2), 88_300),
     ],
     ids=[
+        "two requests of two pages",
         "some pages here already",
         "writes that go on",
         "damaged",

@@ -90,7 +90,7 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     cluster.serve("b", other, decode, SOME)
     time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
     # The node is stopped, not dead. Where it writes the pool itself, only its message or its death frees these pages.
-    may_write = transport in ("shm", "nixl") and step in ("granted", "writing", "written")
+    may_write = transport in ("shm", "cuda-ipc", "nixl") and step in ("granted", "writing", "written")
     assert cluster.page_counts(decode)["aside"] == (SOME if may_write else 0)
     cluster.ends[prefill].signal(ending)
     if ending == signal.SIGCONT:

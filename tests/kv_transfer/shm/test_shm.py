@@ -182,14 +182,14 @@ def test_a_connection_closed_without_detached_is_no_fence(
     reader: ShmReader, writer: ShmWriter, store: MemfdStore
 ) -> None:
     attach(reader, writer, offer(reader))
-    writer._mappings[DECODE].connection.close()
+    writer._attachments[DECODE].connection.close()
     assert wait_for_news(reader, 0.1) == []
     writer.write(DECODE, [(0, 2)])  # the pool is in fact still writable
 
 
 def test_an_unknown_packet_is_no_fence(reader: ShmReader, writer: ShmWriter) -> None:
     attach(reader, writer, offer(reader))
-    writer._mappings[DECODE].connection.send(b"detached!")
+    writer._attachments[DECODE].connection.send(b"detached!")
     assert wait_for_news(reader, 0.1) == []
 
 
@@ -213,8 +213,8 @@ def test_a_child_of_the_writer_does_not_inherit_the_pool(reader: ShmReader, writ
 
 def test_a_pool_with_an_open_view_is_not_reported_as_detached(reader: ShmReader, writer: ShmWriter) -> None:
     attach(reader, writer, offer(reader))
-    memory = writer._mappings[DECODE].pool.memory
-    connection = writer._mappings[DECODE].connection
+    memory = writer._attachments[DECODE].pool.memory
+    connection = writer._attachments[DECODE].connection
     view = memoryview(memory)
     with pytest.raises(BufferError):
         writer.detach(DECODE)

@@ -180,10 +180,11 @@ def test_a_writer_refuses_an_invalid_hello(writer: ShmWriter) -> None:
     num_before = open_descriptors()
     directory = os.open("/", os.O_RDONLY)
     for frame, files, sentence in [
-        (b"hello", [], "as one file"),
+        (b"hello", [], "over its socket differ"),
         (hello, [], "as one file"),
         (hello, [directory, directory], "as one file"),
-        (hello + b"!", [directory], "over its socket differ"),
+        (hello + b"!", [directory], "as one file"),
+        (b"!" + hello, [directory], "over its socket differ"),
         (hello, [directory], "bytes long"),
         (b"", [], "would not hand over"),
     ]:

@@ -329,7 +329,7 @@ class TwoNodes:
         """Whether this page of the decode node is reserved for a page that has not arrived."""
         sessions = self.decode.receiver._table.sessions.values()
         found = [(s, s.first + s.pages.index(page)) for s in sessions if page in s.pages]
-        return bool(found) and found[0][1] not in found[0][0]._arrived
+        return bool(found) and not found[0][0].has_arrived(found[0][1])
 
     # ---- after each action ---------------------------------------------------------------------------------------
 

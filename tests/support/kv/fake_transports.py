@@ -76,6 +76,9 @@ class FakeReader(ReaderTransport):
     def chosen(self, peer: str, epoch: int, transport: str) -> bool:
         return not self.is_over
 
+    def store_of(self, peer: str) -> MemfdStore:
+        return self.store
+
     def allow(self, peer: str, epoch: int, pages: Sequence[int], again: PageSlice | None = None) -> None:
         self.calls.append(("allow", *pages))
 

@@ -54,9 +54,12 @@ class MemfdStore:
         size = self.layout.page_bytes
         return self.memory[page * size : (page + 1) * size]
 
-    def fill(self, page: int, value: int) -> None:
+    def put(self, page: int, data: bytes) -> None:
         size = self.layout.page_bytes
-        self.memory[page * size : (page + 1) * size] = bytes([value]) * size
+        self.memory[page * size : (page + 1) * size] = data
+
+    def fill(self, page: int, value: int) -> None:
+        self.put(page, bytes([value]) * self.layout.page_bytes)
 
     def close(self) -> None:
         self.memory.close()

@@ -29,16 +29,18 @@ class RankPools:
     """Pools that look like one with whole pages.
 
     Args:
+        make: makes the pool of one rank, whose memory forked processes share.
         prepare: called in each forked process before it serves.
 
     Attributes:
         pids: of the other ranks.
     """
 
-    def __init__(self, num_pages: int, layout: PageLayout, num_ranks: int, prepare: Callable[[], None]) -> None:
+    def __init__(
+        self, layout: PageLayout, num_ranks: int, make: Callable[[PageLayout], MemfdStore], prepare: Callable[[], None]
+    ) -> None:
         self.layout = layout
-        self.num_pages = num_pages
-        self.stores = [MemfdStore(num_pages, rank_layout(layout, num_ranks)) for _ in range(num_ranks)]
+        self.stores = [make(rank_layout(layout, num_ranks)) for _ in range(num_ranks)]
         self._heads = [kv_heads_of(rank, num_ranks, layout.num_kv_heads) for rank in range(num_ranks)]
         self._ends: list[socket.socket] = []
         self.pids = [self._fork(store, prepare) for store in self.stores[1:]]
@@ -73,16 +75,13 @@ class RankPools:
 
     def _page(self, rank: int, page: int) -> np.ndarray:
         """[layer][side][head][token][head_dim] of one rank."""
-        layout = self.stores[rank].layout
-        count = layout.page_bytes // 4
-        return np.frombuffer(self.stores[rank].memory, np.int32, count, page * layout.page_bytes).reshape(
-            shape_of(layout)
-        )
+        store = self.stores[rank]
+        return np.frombuffer(store.read(page), np.int32).reshape(shape_of(store.layout))
 
     def put(self, page: int, data: bytes) -> None:
         whole = np.frombuffer(data, np.int32).reshape(shape_of(self.layout))
         for rank, heads in enumerate(self._heads):
-            self._page(rank, page)[:] = whole[:, :, heads.start : heads.stop]
+            self.stores[rank].put(page, whole[:, :, heads.start : heads.stop].tobytes())
 
     def read(self, page: int) -> bytes:
         """The bytes of a whole page; where several ranks have the same heads, they must be equal."""

@@ -8,12 +8,13 @@ after a release.
 import os
 import random
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 from support.kv.kv_fakes import JUNK, MemfdStore
 from support.kv.rank_pools import RankPools
-from support.kv.transport_process import LAYOUT, NUM_PAGES, set_timeouts
+from support.kv.transport_process import LAYOUT, NUM_PAGES, make_store, set_timeouts
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.request import RequestKey
@@ -33,20 +34,14 @@ def content(key: RequestKey, index: int) -> bytes:
     return random.Random(f"{key} {index}").randbytes(LAYOUT.page_bytes)
 
 
-def put(store: MemfdStore | RankPools, page: int, data: bytes) -> None:
-    if isinstance(store, RankPools):
-        store.put(page, data)
-        return
-    store.memory[page * len(data) : (page + 1) * len(data)] = data
-
-
 class TransferEnd:
     """The part that both ends share; ``outgoing`` are messages that the test has not fetched yet, [peer, JSON]."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: TransportSettings) -> None:
         num_ranks = int(os.environ.get("TEST_RANKS", 0))
+        make = partial(make_store, settings.name)
         self.store: MemfdStore | RankPools = (
-            RankPools(NUM_PAGES, LAYOUT, num_ranks, set_timeouts) if num_ranks else MemfdStore(NUM_PAGES, LAYOUT)
+            RankPools(LAYOUT, num_ranks, make, set_timeouts) if num_ranks else make(LAYOUT)
         )
         self.allocator = PageAllocator(NUM_PAGES)
         self.outgoing: list[list[str]] = []
@@ -65,7 +60,7 @@ class TransferEnd:
 
 class SenderEnd(TransferEnd):
     def __init__(self, settings: TransportSettings) -> None:
-        super().__init__()
+        super().__init__(settings)
         is_divided = isinstance(self.store, RankPools)
         self.transport = self.store.open(settings, "writer").writer if is_divided else open_writer(self.store, settings)
         self.sender = Sender(self.transport, digest="model")
@@ -96,7 +91,7 @@ class SenderEnd(TransferEnd):
         assert pages is not None
         self.pages[key] = pages
         for index, page in enumerate(pages):
-            put(self.store, page, content(key, index))
+            self.store.put(page, content(key, index))
         self.sender.open(key, peer)
         self.sender.finish(key, PrefillDone(*key, num_tokens(num_pages), 7), pages)
         self._settle()
@@ -124,7 +119,7 @@ class SenderEnd(TransferEnd):
 
 class ReceiverEnd(TransferEnd):
     def __init__(self, settings: TransportSettings) -> None:
-        super().__init__()
+        super().__init__(settings)
         is_divided = isinstance(self.store, RankPools)
         self.transport = self.store.open(settings, "reader").reader if is_divided else open_reader(self.store, settings)
         self.receiver = Receiver(self.transport, self.allocator, name="decode-0", digest="model")

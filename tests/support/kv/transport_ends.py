@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import select
 import signal
 import time
@@ -15,14 +16,15 @@ from support.kv.kv_fakes import DECODE, PREFILL
 from support.kv.transport_process import page_content
 from support.service.fork_server import ForkServer
 
-TRANSPORTS = ("shm", "tcp", "nixl", "gloo")
+TRANSPORTS = ("shm", "cuda-ipc", "tcp", "nixl", "gloo")
 
 
 class End:
     """A process with one end of a transport; see ``transport_process``."""
 
     def __init__(self, fork_server: ForkServer, role: str, transport: str, key: str = "", **environment: str) -> None:
-        self.process = fork_server.start(role, transport, key, **environment)
+        on_gpu = {"TEST_GPU": "1"} if "TEST_GPU" in os.environ else {}
+        self.process = fork_server.start(role, transport, key, **on_gpu, **environment)
         self.pid: int = self.answer()
         assert self.pid == self.process.pid
 
@@ -82,9 +84,13 @@ def start(fork_server: ForkServer) -> Iterator[Callable[..., End]]:
         end.close()
 
 
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=[*TRANSPORTS, pytest.param("cuda-ipc on a GPU", marks=pytest.mark.cuda)])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a transport. ``cuda-ipc`` uses a fake of the driver, except in tests marked ``cuda``."""
+    name, _, is_on_gpu = str(request.param).partition(" ")
+    if is_on_gpu:
+        monkeypatch.setenv("TEST_GPU", "1")
+    return name
 
 
 def until(look: Callable[[], Any], timeout_s: float = 60.0) -> Any:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 import msgspec
+from support.kv.fake_cuda import DeviceStore, use_fake_driver
 from support.kv.kv_fakes import MemfdStore
 
 from common.cache.page_layout import PageLayout
@@ -46,9 +47,21 @@ def layout_here() -> PageLayout:
     return replace(LAYOUT, **json.loads(os.environ.get("TEST_LAYOUT", "{}")))
 
 
+def make_store(transport: str, layout: PageLayout = LAYOUT) -> MemfdStore:
+    """The pool of this process, on a GPU where the transport needs one. Without ``TEST_GPU`` the GPU is a fake.
+
+    With ``TEST_DEVICE`` the pool is on a GPU whatever the transport.
+    """
+    if transport == "cuda-ipc" or "TEST_DEVICE" in os.environ:
+        if "TEST_GPU" not in os.environ:
+            use_fake_driver()
+        return DeviceStore(NUM_PAGES, layout)
+    return MemfdStore(NUM_PAGES, layout)
+
+
 class WriterEnd:
     def __init__(self, settings: TransportSettings) -> None:
-        self.store = MemfdStore(NUM_PAGES, layout_here())
+        self.store = make_store(settings.name, layout_here())
         self.transport: WriterTransport = open_writer(self.store, settings)
         self.news: list[Any] = []
         self.finished: list[int] = []
@@ -69,9 +82,8 @@ class WriterEnd:
 
     def do_write(self, peer: str, pages: list[tuple[int, int, int]], slices: int = 0) -> int:
         """Write pages given as (seed, own page, peer's page); ``slices`` selects the slice pair."""
-        size = self.store.layout.page_bytes
         for seed, source, _ in pages:
-            self.store.memory[source * size : (source + 1) * size] = page_content(seed, self.store.layout)
+            self.store.put(source, page_content(seed, self.store.layout))
         moved = [(source, target) for _, source, target in pages]
         return self.transport.write(peer, moved, self.fits[peer].slice_pairs[slices])
 
@@ -85,7 +97,7 @@ class WriterEnd:
 
 class ReaderEnd:
     def __init__(self, settings: TransportSettings) -> None:
-        self.store = MemfdStore(NUM_PAGES, layout_here())
+        self.store = make_store(settings.name, layout_here())
         self.transport: ReaderTransport = open_reader(self.store, settings)
         self.news: list[Any] = []
 
@@ -112,9 +124,8 @@ class ReaderEnd:
 
     def do_fill(self, pages: list[tuple[int, int]]) -> None:
         """Fill pages given as (seed, page)."""
-        size = self.store.layout.page_bytes
         for seed, page in pages:
-            self.store.memory[page * size : (page + 1) * size] = page_content(seed, self.store.layout)
+            self.store.put(page, page_content(seed, self.store.layout))
 
     def do_digest(self, pages: list[int]) -> list[str]:
         return [hashlib.sha256(self.store.read(page)).hexdigest() for page in pages]

@@ -30,6 +30,7 @@ from common.node.loading.model_loading import SHAPE_CACHE
 
 SMALL_MODEL = ROOT / "scripts" / "models" / "small_model"
 START_TIMEOUT_S = 60.0
+GPU_START_TIMEOUT_S = 240.0  # kernels may have to be compiled, and graphs are captured
 WORKER = "scripts.serving.worker"
 
 
@@ -109,9 +110,11 @@ class Service:
             else:
                 self.processes[name] = spawn([sys.executable, "-m", WORKER, *argv], log, self._variables)
 
-    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_until_ready(self, timeout_s: float | None = None) -> None:
         """Wait until every running node has registered at every running gateway, by its current process id."""
         wanted = {self.processes[name].pid for name in self.running_nodes}
+        if timeout_s is None:
+            timeout_s = GPU_START_TIMEOUT_S if self._node_options.get("device") == "cuda" else START_TIMEOUT_S
         ends = time.monotonic() + timeout_s
         for gateway in self.processes.keys() & self._ports.keys():
             while self._pids(gateway) != wanted:

@@ -1,5 +1,9 @@
-"""The compiled kernels equal torch and run in its threads; without a compiler, torch computes instead."""
+"""The compiled kernels equal torch and run in its threads; without a compiler, torch computes instead.
 
+They are tested as compiled for this processor, and as compiled for processors with AVX2 only.
+"""
+
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,14 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engine.attention_steps import compare
 from torch.nn import functional as F
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention import make_attention
-from common.engine.cpu.compile_native import build_library
-from common.engine.cpu.kernels import LIBRARY, Kernels, load_kernels
+from common.engine.attention.cpu import CpuAttention
+from common.engine.cpu.compile_native import BuildError, Library, build_library
+from common.engine.cpu.huge_pages import HugePages
+from common.engine.cpu.kernels import Kernels, load_kernels, open_kernels
+from common.engine.cpu.targets import VARIABLE, choose_target, own_target, processor_features
 from common.engine.kv_pool import KVPool
 from common.engine.models.layers import TorchOperations
+from common.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -23,12 +32,17 @@ dtypes = st.sampled_from(list(TOLERANCE))
 num_rows = st.sampled_from([1, 2, 33, 300])
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Kernels:
-    found = load_kernels()
-    if found is None:
-        pytest.skip("no C compiler here")
-    return found
+@pytest.fixture(scope="module", params=["best", "x86-64-v3"])
+def compiled(request: pytest.FixtureRequest) -> Kernels:
+    best = own_target()
+    environ = {} if request.param == "best" else {VARIABLE: request.param}
+    try:
+        target = choose_target(processor_features(), environ)
+        if environ and target == best:
+            pytest.skip("this processor has no better target")
+        return open_kernels(target)
+    except (BuildError, ConfigError) as error:
+        pytest.skip(str(error))
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -109,7 +123,7 @@ def test_linear_equals_torch_and_no_row_depends_on_the_others(
     bias = torch.randn(num_out).bfloat16() if has_bias else None
     if not compiled.can_multiply(weight):
         pytest.skip("this processor has no dot product of bfloat16, or AMX")
-    packed = compiled.pack_linear(weight)
+    packed = compiled.pack_linear(weight, HugePages())
     found = compiled.linear(x, packed, bias, dtype)
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
@@ -118,7 +132,27 @@ def test_linear_equals_torch_and_no_row_depends_on_the_others(
     assert torch.equal(found, alone)
 
 
-def test_torch_and_the_kernels_share_one_openmp_runtime(compiled: Kernels) -> None:
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=4),
+    page_size=st.sampled_from([1, 3, 16]),
+    heads=st.sampled_from([(4, 2, 16), (16, 8, 128), (3, 3, 64)]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+)
+def test_attention_equals_the_reference(
+    compiled: Kernels, rows: list[tuple[int, int]], page_size: int, heads: tuple[int, int, int], dtype: str
+) -> None:
+    compare(
+        lambda pool, num_heads, params: CpuAttention(pool, num_heads, params, compiled),
+        "cpu",
+        dtype,
+        rows,
+        page_size,
+        heads,
+    )
+
+
+def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
     """Run both on two threads in a new process: it maps one libgomp and has one team of threads."""
     code = """if True:
         import os, re, torch
@@ -169,12 +203,15 @@ def test_without_a_home_directory_torch_computes(
     assert "home directory" in caplog.text
 
 
-def test_a_library_compiled_once_is_found_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: Kernels
-) -> None:
+def test_a_library_compiled_once_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = build_library(LIBRARY)
+    source = tmp_path / "small.c"
+    source.write_text("int baton_two(void) { return 2; }")
+    library = Library("small", sources=(source,), headers=(), flags=("-O1",), libraries=())
+    first = build_library(library)
     changed_at = first.stat().st_mtime_ns
-    assert build_library(LIBRARY) == first
+    assert build_library(library) == first
     assert first.stat().st_mtime_ns == changed_at
     assert [file.name for file in (tmp_path / "baton").iterdir()] == [first.name]

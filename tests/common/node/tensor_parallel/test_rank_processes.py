@@ -32,6 +32,7 @@ def load_of(folder: Path, num_ranks: int) -> Load:
         folder=str(folder),
         device="cpu",
         dtype="float32",
+        weight_dtype="auto",
         attention="cpu",
         page_size=16,
         num_threads=1,

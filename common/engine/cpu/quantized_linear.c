@@ -1,0 +1,212 @@
+/* Matrix products with weights of 8 or 4 bits, and with inputs that are rounded to 8 bits here, row by row.
+ *
+ * A weight is an unsigned number minus the zero point of its group, times the scale of its group; a group is a run of
+ * inputs of one output. A vector of values, 64 bytes, holds four inputs of sixteen outputs, which is what the processor's
+ * dot product of bytes takes; with 4 bits eight inputs: the low half of a byte is an input, the high half the input four
+ * later. Blocks of sixteen outputs stand together as in linear.c. Scales and zero points: [out / 16, groups, 16].
+ *
+ * Sums within a group are integers, thus exact: a row's result depends on no other row.
+ */
+#include "kernels.h"
+
+typedef int8_t v16i8 __attribute__((vector_size(16)));
+typedef uint8_t v16u8 __attribute__((vector_size(16)));
+
+enum { ROWS = 8, BLOCKS = 3, WORTH_THREADS = 65536 };
+
+typedef struct {
+    const uint8_t *values;
+    const float *scales;
+    const uint8_t *zeros;
+    const char *bias; /* [outputs] in the dtype of the inputs, or null */
+    long inputs, outputs, group;
+    int bits;
+} QuantizedWeight;
+
+typedef struct {
+    int8_t *values; /* of every tile of ROWS rows: [inputs / 4, rows, 4] */
+    float *scales;  /* [rows, groups] */
+    int32_t *sums;  /* of the values; [rows, groups] */
+} QuantizedRows;
+
+/* Round `length` numbers to 8 bits, relative to the largest of them, and write four of them every `stride` bytes. */
+INLINE void quantize(const char *x, ptrdiff_t from, long length, int8_t *values, long stride, float *scale,
+                     int32_t *total, int dtype) {
+    vf largest = {0}, broken = {0};
+    for (long i = 0; i < length; i += LANES) {
+        const vf part = load(x, from + i, dtype);
+        largest = larger(largest, larger(part, -part));
+        broken += part * 0.0f; /* NaN if a number is not finite, and the scale then */
+    }
+    float best = largest[0];
+    for (int lane = 1; lane < LANES; lane++) best = largest[lane] > best ? largest[lane] : best;
+    const float inverse = best > 0.0f ? 127.0f / best : 0.0f;
+    const vf magic = splat(12582912.0f); /* adding it rounds to an integer */
+    vi sums = {0};
+    for (long i = 0; i < length; i += LANES) {
+        const vf rounded = (load(x, from + i, dtype) * inverse + magic) - magic;
+        const vi whole = __builtin_convertvector(choose(rounded == rounded, rounded, (vf){0}), vi);
+        const v16i8 narrow = __builtin_convertvector(whole, v16i8);
+        for (int four = 0; four < 4; four++)
+            memcpy(values + (i / 4 + four) * stride, (const char *)&narrow + four * 4, 4);
+        sums += whole;
+    }
+    int32_t all = 0;
+    for (int lane = 0; lane < LANES; lane++) all += sums[lane];
+    *scale = best / 127.0f + sum(broken);
+    *total = all;
+}
+
+INLINE void quantize_rows(const char *x, const QuantizedRows *to, long rows, long inputs, long group, int dtype) {
+    const long groups = inputs / group;
+#pragma omp parallel for schedule(static) if (rows * inputs > WORTH_THREADS)
+    for (long unit = 0; unit < rows * groups; unit++) {
+        const long row = unit / groups, first = row / ROWS * ROWS; /* of its tile */
+        const long stride = 4 * (rows - first < ROWS ? rows - first : ROWS);
+        int8_t *values = to->values + first * inputs + (row - first) * 4 + unit % groups * group / 4 * stride;
+        quantize(x, unit * group, group, values, stride, to->scales + unit, to->sums + unit, dtype);
+    }
+}
+
+#ifdef __AVX512VNNI__
+#include <immintrin.h>
+
+INLINE __m512i four_inputs(const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+
+/* As _mm512_dpbusd_epi32, for which GCC 12 copies the sums of a loop in every turn. */
+INLINE void add_dot(__m512i *sums, __m512i weights, __m512i inputs) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(*sums) : "v"(weights), "v"(inputs));
+}
+
+/* Weights of block j of `blocks` for the inputs k .. k + 3 of a group. */
+INLINE __m512i weights_at(const uint8_t *values, long k, int j, int blocks, int bits) {
+    if (bits == 8) return _mm512_loadu_si512(values + (k / 4 * blocks + j) * 64);
+    const __m512i both = _mm512_loadu_si512(values + (k / 8 * blocks + j) * 64);
+    return _mm512_and_si512(k % 8 == 0 ? both : _mm512_srli_epi16(both, 4), _mm512_set1_epi8(15));
+}
+
+/* Add the products of `rows` rows with `blocks` blocks of sixteen outputs, for eight inputs, to `sums`. */
+INLINE void add_products(__m512i sums[ROWS][BLOCKS], const uint8_t *values, const int8_t *x, int rows, int blocks,
+                         int bits) {
+#pragma GCC unroll 2
+    for (long k = 0; k < 8; k += 4) {
+        __m512i weights[BLOCKS];
+#pragma GCC unroll 4
+        for (int j = 0; j < blocks; j++) weights[j] = weights_at(values, k, j, blocks, bits);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            const __m512i four = four_inputs(x + k * rows + i * 4);
+#pragma GCC unroll 4
+            for (int j = 0; j < blocks; j++) add_dot(&sums[i][j], weights[j], four);
+        }
+    }
+}
+
+/* Write a tile's totals, plus the bias. Not inlined, since a copy for every size of tile would buy nothing. */
+static __attribute__((noinline)) void write_tile(const QuantizedWeight *w, vf totals[ROWS][BLOCKS], char *out,
+                                                 long block, int rows, int blocks, int dtype, int out_dtype) {
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < blocks; j++) {
+            const vf bias = w->bias ? load(w->bias, (block + j) * LANES, dtype) : (vf){0};
+            store(out, i * w->outputs + j * LANES, totals[i][j] + bias, out_dtype);
+        }
+}
+
+/* `rows` rows from `row` on times `blocks` blocks of sixteen outputs from `block` on. */
+INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block, int rows,
+                          int blocks, int bits, int dtype, int out_dtype) {
+    const long inputs = w->inputs, groups = inputs / w->group;
+    const uint8_t *values = w->values + block * inputs * LANES * bits / 8; /* the groups of a tile follow each other */
+    vf totals[ROWS][BLOCKS];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < blocks; j++) totals[i][j] = (vf){0};
+    for (long g = 0; g < groups; g++) {
+        __m512i sums[ROWS][BLOCKS];
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < blocks; j++) {
+                v16u8 zeros;
+                memcpy(&zeros, w->zeros + ((block + j) * groups + g) * LANES, sizeof zeros);
+                sums[i][j] = (__m512i)(__builtin_convertvector(zeros, vi) * -x->sums[(row + i) * groups + g]);
+            }
+        const int8_t *some = x->values + (row * groups + g * rows) * w->group;
+        const uint8_t *end = values + w->group * LANES * bits / 8 * blocks;
+        do {
+            for (int byte = 0; rows > 3 && byte < LANES * bits * blocks; byte += 64)
+                __builtin_prefetch(values + byte + AHEAD, 0, 2);
+            add_products(sums, values, some, rows, blocks, bits);
+            values += LANES * bits * blocks;
+            some += 8 * rows;
+        } while (values < end);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < blocks; j++)
+                totals[i][j] += (vf)_mm512_cvtepi32_ps(sums[i][j]) * x->scales[(row + i) * groups + g] *
+                                load((const char *)w->scales, ((block + j) * groups + g) * LANES, F32);
+    }
+    write_tile(w, totals, out + (row * w->outputs + block * LANES) * (ptrdiff_t)item_bytes(out_dtype), block, rows,
+               blocks, dtype, out_dtype);
+}
+
+INLINE void multiply_rows(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block, long rows,
+                          int blocks, int bits, int dtype, int out_dtype) {
+    switch (rows) {
+        case 1: return multiply_tile(w, x, out, row, block, 1, blocks, bits, dtype, out_dtype);
+        case 2: return multiply_tile(w, x, out, row, block, 2, blocks, bits, dtype, out_dtype);
+        case 3: return multiply_tile(w, x, out, row, block, 3, blocks, bits, dtype, out_dtype);
+        case 4: return multiply_tile(w, x, out, row, block, 4, blocks, bits, dtype, out_dtype);
+        case 5: return multiply_tile(w, x, out, row, block, 5, blocks, bits, dtype, out_dtype);
+        case 6: return multiply_tile(w, x, out, row, block, 6, blocks, bits, dtype, out_dtype);
+        case 7: return multiply_tile(w, x, out, row, block, 7, blocks, bits, dtype, out_dtype);
+        default: return multiply_tile(w, x, out, row, block, ROWS, blocks, bits, dtype, out_dtype);
+    }
+}
+
+/* The number of bits becomes a constant here, within the parallel part: a constant from outside of it is a variable. */
+INLINE void multiply_blocks(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block,
+                            long rows, int blocks, int dtype, int out_dtype) {
+    if (w->bits == 8)
+        multiply_rows(w, x, out, row, block, rows, blocks, 8, dtype, out_dtype);
+    else
+        multiply_rows(w, x, out, row, block, rows, blocks, 4, dtype, out_dtype);
+}
+
+static void multiply(const QuantizedWeight *w, const QuantizedRows *x, char *out, long rows, int dtype,
+                     int out_dtype) {
+    const long all_blocks = w->outputs / LANES;
+#pragma omp parallel for schedule(static) if (rows * w->inputs * w->outputs > 1 << 18)
+    for (long block = 0; block < all_blocks; block += BLOCKS)
+        for (long row = 0; row < rows; row += ROWS) {
+            const long left = rows - row < ROWS ? rows - row : ROWS;
+            const long end = block + BLOCKS < all_blocks ? block + BLOCKS : all_blocks;
+            if (end - block == BLOCKS)
+                multiply_blocks(w, x, out, row, block, left, BLOCKS, dtype, out_dtype);
+            else
+                for (long last = block; last < end; last++)
+                    multiply_blocks(w, x, out, row, last, left, 1, dtype, out_dtype);
+        }
+}
+
+EXPORT int baton_has_int8_dot(void) { return 1; }
+#else
+static void multiply(const QuantizedWeight *w, const QuantizedRows *x, char *out, long rows, int dtype,
+                     int out_dtype) {
+    (void)w, (void)x, (void)out, (void)rows, (void)dtype, (void)out_dtype;
+}
+EXPORT int baton_has_int8_dot(void) { return 0; }
+#endif
+
+/* out = x @ weight.T + bias. x: [rows, inputs] in `dtype`; out: [rows, outputs] in `out_dtype`. */
+EXPORT void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, const char *x,
+                                   char *out, long rows, int dtype, int out_dtype) {
+    if (dtype == F32) quantize_rows(x, scratch, rows, weight->inputs, weight->group, F32);
+    if (dtype == BF16) quantize_rows(x, scratch, rows, weight->inputs, weight->group, BF16);
+    if (dtype == F16) quantize_rows(x, scratch, rows, weight->inputs, weight->group, F16);
+    multiply(weight, scratch, out, rows, dtype, out_dtype);
+}

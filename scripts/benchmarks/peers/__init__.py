@@ -1,0 +1,1 @@
+"""Other engines, which ``bench engine`` measures beside Baton's."""

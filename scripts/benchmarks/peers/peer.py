@@ -1,0 +1,60 @@
+"""What every engine that is measured beside ours can do, and which of them ``--peer`` names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from common.errors import ConfigError
+
+#: What PATH is in ``--peer NAME=PATH``.
+PEERS = {"vllm": "a python with vLLM", "llama.cpp": "llama.cpp's folder with build/bin and gguf-py"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What all engines compute with in one run.
+
+    Attributes:
+        num_layers: of Qwen3-0.6B's shape.
+        context: cached tokens of a row before its first decode step.
+        max_prompt: tokens of the longest prompt.
+    """
+
+    num_layers: int
+    num_threads: int
+    context: int
+    num_steps: int
+    max_prompt: int
+    max_batch: int
+
+
+class Peer(Protocol):
+    """Another engine. Every call is one round."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Return the seconds from a cold prompt to its first token."""
+        ...
+
+    def decode_s(self, batch: int) -> float:
+        """Return the seconds of ``num_steps`` steps of ``batch`` rows."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def parse_peers(words: Sequence[str]) -> dict[str, Path]:
+    """Return the paths of ``NAME=PATH``, by name. Raises ConfigError: a name or a path is unknown."""
+    found = {}
+    for word in words:
+        name, equals, path = word.partition("=")
+        if name not in PEERS or not equals:
+            known = ", ".join(f"{known}=PATH ({what})" for known, what in PEERS.items())
+            raise ConfigError(f"--peer {word}: give {known}")
+        if not Path(path).exists():
+            raise ConfigError(f"--peer {word}: {path} does not exist; give {PEERS[name]}")
+        found[name] = Path(path).absolute()  # not resolved: the python of an environment is a link
+    return found

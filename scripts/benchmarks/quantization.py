@@ -1,0 +1,132 @@
+"""Error and speed of int8 and int4 weights beside bfloat16.
+
+The error is that of the small model, which was trained, on verse that it has not seen: perplexity, and the distance of
+its distributions from those of float32 weights. The speed is that of Qwen3-0.6B's shape with random weights. Formats
+take turns, and the best round counts.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from common.config.shared import SMALL_MODEL, WeightDtype
+from common.engine.attention import make_attention
+from common.engine.batch import RowArrays, make_batch
+from common.engine.kv_pool import KVPool
+from common.engine.models.config import ModelConfig
+from common.engine.models.decoder import Decoder
+from common.engine.models.weights import load_weights
+from scripts.benchmarks import engine
+from scripts.benchmarks.verse import VERSE
+
+SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1")
+Options = argparse.Namespace  # the fields of `add_options`
+FORMATS: Sequence[WeightDtype] = get_args(WeightDtype)
+NAMES = ("bfloat16", *FORMATS[1:])
+
+
+@dataclass(frozen=True)
+class Error:
+    """Of one format, against float32 weights.
+
+    Attributes:
+        perplexity: of the text.
+        divergence: mean Kullback-Leibler divergence from the distributions of float32, in nats per token.
+        distance: mean distance between the logits of a position, after their means, relative to their spread.
+        agreement: share of positions with the same likeliest token.
+    """
+
+    perplexity: float
+    divergence: float
+    distance: float
+    agreement: float
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=None, help="threads of torch (one per core)")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="prompt lengths (%(default)s)")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 8, 32], help="decode batch sizes (%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=32, help="decode steps (%(default)s)")
+    parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
+    parser.set_defaults(device="cpu", dtype="bfloat16", attention="auto", ours_only=True)
+
+
+def run(options: Options) -> dict[str, float]:
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    figures: dict[str, float] = {}
+    print(f"{'small model':<24}{'perplexity':>12}{'divergence':>12}{'logit distance':>16}{'same likeliest':>16}")
+    for name, error in measure_errors(Path(SMALL_MODEL)).items():
+        figures |= {f"{name}, perplexity": error.perplexity, f"{name}, likeliest token agrees": error.agreement}
+        numbers = f"{error.perplexity:>12.3f}{error.divergence:>12.5f}{error.distance:>16.4f}{error.agreement:>16.1%}"
+        print(f"{name:<24}{numbers}", flush=True)
+    return figures | measure_speeds(options)
+
+
+def measure_errors(folder: Path) -> dict[str, Error]:
+    """The error of every format on ``VERSE``; "bfloat16" is that of plain weights."""
+    tokens = torch.tensor(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(VERSE).ids)
+    exact = log_distributions(folder, "float32", "auto", tokens)
+    return {
+        name: error_of(log_distributions(folder, "bfloat16", weights, tokens), exact, tokens)
+        for name, weights in zip(NAMES, FORMATS, strict=True)
+    }
+
+
+def log_distributions(folder: Path, dtype: str, weight_dtype: WeightDtype, tokens: Tensor) -> Tensor:
+    """Return the logarithms of the probabilities after each token, ``[N, vocab]`` float64."""
+    config = ModelConfig.load(str(folder))
+    weights = load_weights(config, dtype, torch.device("cpu"))
+    weights.pack(weight_dtype)
+    pool = KVPool(config.layout(16, dtype), -(-len(tokens) // 16))
+    table = np.arange(pool.num_pages, dtype=np.int32)[None]
+    batch = make_batch(RowArrays(np.array([0]), np.array([len(tokens)]), table, 16), pool.device)
+    model = Decoder(config, weights)
+    attention = make_attention("auto", pool, config.num_heads).prepare(batch)
+    with torch.inference_mode():
+        hidden = model.hidden_states(tokens, batch.positions, attention, torch.arange(len(tokens)))
+        logits = model.logits(hidden)
+    pool.close()
+    return logits.double().log_softmax(dim=-1)
+
+
+def error_of(found: Tensor, exact: Tensor, tokens: Tensor) -> Error:
+    loss = -found[:-1].gather(1, tokens[1:, None]).mean().item()
+    apart = (found - found.mean(1, keepdim=True)) - (exact - exact.mean(1, keepdim=True))
+    return Error(
+        perplexity=math.exp(loss),
+        divergence=(exact.exp() * (exact - found)).sum(dim=1).mean().item(),
+        distance=(apart.norm(dim=1) / (exact - exact.mean(1, keepdim=True)).norm(dim=1)).mean().item(),
+        agreement=(found.argmax(1) == exact.argmax(1)).double().mean().item(),
+    )
+
+
+def measure_speeds(options: Options) -> dict[str, float]:
+    """Measure every row with every format in turn, and print tokens per second and their ratios to bfloat16."""
+    torch.manual_seed(0)
+    executors = [engine.build(engine.model_shape(options.layers), options, weight_dtype=name) for name in FORMATS]
+    threads = torch.get_num_threads()
+    print(f"\n{f'tokens/s, {threads} threads':<24}{'bfloat16':>12}{'int8':>12}{'ratio':>8}{'int4':>12}{'ratio':>8}")
+    figures: dict[str, float] = {}
+    kinds = (("prefill", options.prefill, engine.prefill_run), ("decode batch", options.batch, engine.decode_run))
+    for kind, counts, make in kinds:
+        for count in counts:
+            num_tokens = count if kind == "prefill" else count * options.new_tokens
+            times = engine.take_turns([make(count, each, options) for each in executors], options)
+            plain, *others = (num_tokens / seconds for seconds in times)
+            ratios = "".join(f"{other:>12.1f}{other / plain:>8.2f}" for other in others)
+            print(f"{f'{kind} {count}':<24}{plain:>12.1f}{ratios}", flush=True)
+            for name, speed in zip(NAMES, (plain, *others), strict=True):
+                figures[f"{kind} {count}, {name}, tokens/s"] = speed
+    for each in executors:
+        each.close()
+    return figures

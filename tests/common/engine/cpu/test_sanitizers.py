@@ -1,0 +1,121 @@
+"""The kernels read and write no byte outside of their tensors, and leave nothing to undefined behaviour of C."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+
+PROGRAM = '''
+import ctypes, itertools
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from common.cache.page_layout import PageLayout
+from common.engine.attention.cpu import CpuAttention
+from common.engine.attention.protocol import AttentionParams
+from common.engine.batch import RowArrays, make_batch
+from common.engine.cpu.compile_native import build_library
+from common.engine.cpu.huge_pages import HugePages
+from common.engine.cpu.kernels import Kernels, library_for
+from common.engine.cpu.targets import own_target
+from common.engine.kv_pool import TORCH_DTYPES, layer_views
+from common.engine.models.quantization import QuantizedWeight
+
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+optimized = library_for(own_target())
+library = replace(
+    optimized,
+    name="sanitized",
+    flags=(*optimized.flags, "-O1", "-g", *SANITIZERS),
+    libraries=("-lm", "-lasan", "-lubsan"),
+)
+kernels = Kernels(ctypes.CDLL(str(build_library(library))))
+torch.manual_seed(0)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Exact(HugePages):
+    """Tensors whose ends the sanitizer knows."""
+
+    def empty(self, shape, dtype):
+        return torch.empty(shape, dtype=dtype)
+
+
+class ExactPool:
+    """A pool whose ends the sanitizer knows."""
+
+    def __init__(self, layout, num_pages):
+        self.layout = layout
+        dtype = TORCH_DTYPES[layout.dtype]
+        numbers = torch.randn(num_pages, layout.page_bytes // dtype.itemsize)
+        self._pages = numbers.to(dtype).view(torch.uint8)
+
+    def layer(self, index):
+        return layer_views(self._pages, self.layout, index)
+
+
+for dtype, rows in itertools.product(DTYPES, (1, 5, 19)):
+    x, delta, weight = torch.randn(rows, 48).to(dtype), torch.randn(rows, 48).to(dtype), torch.rand(48).to(dtype)
+    kernels.add_rms_norm(x, delta, weight, 1e-6)
+    kernels.silu_and_multiply(torch.randn(rows, 96).to(dtype))
+    norms, angles = (torch.rand(32).to(dtype), torch.rand(32).to(dtype)), torch.rand(rows, 16)
+    kernels.norm_and_rotate(torch.randn(rows, 5, 32).to(dtype), 3, norms, (angles.cos(), angles.sin()), 1e-6)
+    for outputs, inputs, bits in itertools.product((16, 32, 48, 112), (32, 96), (4, 8)):
+        weight = QuantizedWeight(
+            torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8),
+            torch.rand(outputs, inputs // 32),
+            torch.full((outputs, inputs // 32), 2 ** (bits - 1), dtype=torch.uint8),
+            bits,
+        )
+        bias = torch.randn(outputs).to(dtype)
+        if kernels.can_multiply_quantized(weight):
+            packed = kernels.pack_quantized(weight, bias, Exact())
+            kernels.linear_quantized(torch.randn(rows, inputs).to(dtype), packed, dtype)
+        plain = torch.randn(outputs, inputs).to(dtype)
+        if kernels.can_multiply(plain):
+            packed = kernels.pack_linear(plain, Exact())
+            kernels.linear(torch.randn(rows, inputs).to(dtype), packed, bias, torch.float32)
+
+SHAPES = ((4, 2, 32), (8, 1, 128), (3, 3, 16), (16, 1, 256))
+for dtype, (heads, kv_heads, dim), page_size in itertools.product(("float32", "bfloat16", "float16"), SHAPES, (1, 16)):
+    starts, num_new = np.array([0, 37, 5, 130]), np.array([20, 1, 31, 33])
+    pages = -(-int((starts + num_new).max()) // page_size)
+    pool = ExactPool(PageLayout(1, kv_heads, dim, page_size, dtype), 4 * pages)
+    table = np.random.permutation(4 * pages).astype(np.int32).reshape(4, pages)
+    batch = make_batch(RowArrays(starts, num_new, table, page_size), torch.device("cpu"))
+    step = CpuAttention(pool, heads, (AttentionParams(),), kernels).prepare(batch)
+    count = int(num_new.sum())
+    q, k, v = (torch.randn(count, n, dim).to(TORCH_DTYPES[dtype]) for n in (heads, kv_heads, kv_heads))
+    assert step.extend(0, q, k, v).isfinite().all()
+for width in (1, 16, 100):
+    kernels.token_weights(torch.randn(3, width), None)
+    kernels.token_weights(torch.randn(3, width), torch.zeros(3))
+print("clean")
+'''
+
+
+@pytest.mark.slow
+def test_the_kernels_run_clean_under_the_sanitizers_for_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
+    compiler = os.environ.get("CC", "cc")
+    runtimes = [
+        subprocess.run([compiler, f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout.strip()
+        for name in ("asan", "ubsan")
+    ]
+    if not all(Path(runtime).is_absolute() for runtime in runtimes):
+        pytest.skip("the compiler has no sanitizers")
+    # torch and the interpreter keep memory until they end, which is no concern of this test.
+    environment = {
+        **os.environ, "LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2",
+        "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    assert ended.stdout.strip() == "clean"

@@ -1,0 +1,66 @@
+"""``bench engine`` finds the engines that ``--peer`` names, or says what is missing."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from scripts.benchmarks.engine import thread_counts
+from scripts.benchmarks.peers.llama_cpp import LlamaCppPeer, parse_output
+from scripts.benchmarks.peers.peer import Workload, parse_peers
+from scripts.benchmarks.peers.vllm_peer import VllmPeer, environment
+
+WORKLOAD = Workload(num_layers=1, num_threads=1, context=16, num_steps=2, max_prompt=16, max_batch=1)
+
+
+def test_a_peer_is_a_name_and_a_path_that_exists(tmp_path: Path) -> None:
+    assert parse_peers([f"vllm={sys.executable}", f"llama.cpp={tmp_path}"]) == {
+        "vllm": Path(sys.executable),
+        "llama.cpp": tmp_path,
+    }
+
+
+@pytest.mark.parametrize("word", ["sglang=/tmp", "vllm", "vllm=/no/such/python"])
+def test_another_name_or_path_is_refused_with_what_to_give(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--peer {word}: .*give .*a python with vLLM"):
+        parse_peers([word])
+
+
+def test_a_python_without_vllm_is_refused_with_its_own_words() -> None:
+    with pytest.raises(ConfigError, match=r"^--peer vllm: (?s:.*)No module named 'vllm'"):
+        VllmPeer(Path(sys.executable), WORKLOAD)
+
+
+def test_vllm_gets_the_threads_of_the_table_and_none_of_our_packages(tmp_path: Path) -> None:
+    found = environment(
+        tmp_path / "bin/python", WORKLOAD, {"PYTHONPATH": "/ours", "OMP_NUM_THREADS": "7", "HOME": "/root"}
+    )
+    assert "PYTHONPATH" not in found
+    assert "LD_PRELOAD" not in found
+    assert found["HOME"] == "/root"
+    assert found["OMP_NUM_THREADS"] == "1"
+    assert "," not in found["VLLM_CPU_OMP_THREADS_BIND"]
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+def test_a_folder_without_the_program_of_llama_cpp_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no .*llama-batched-bench; build llama-batched-bench there"):
+        LlamaCppPeer(tmp_path, WORKLOAD)
+
+
+def test_the_figures_of_llama_cpp_are_read_from_its_json() -> None:
+    line = (
+        '{"n_kv_max": 2048, "flash_attn": -1, "pp": 256, "tg": 16, "pl": 1, "t_pp": 0.25, "t_tg": 3.5, "speed": 74.5}'
+    )
+    found = parse_output(f"load_backend: loaded\n\n{line}\n\n")
+    assert (found["t_pp"], found["t_tg"]) == (0.25, 3.5)
+    with pytest.raises(ConfigError, match="printed no figures: out of memory"):
+        parse_output("out of memory\n")
+
+
+@pytest.mark.parametrize("text", ["0", "1,x", "1,,2"])
+def test_threads_are_counts(text: str) -> None:
+    assert thread_counts("1,2") == [1, 2]
+    with pytest.raises(ConfigError, match=f"--threads {text}: give numbers of threads, such as 1,2"):
+        thread_counts(text)

@@ -1,0 +1,75 @@
+"""``gpu_check`` as far as it goes without a GPU: what it names exists, and what it downloads is complete."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.gpu_wheels import NIXL, TESTS, THEIRS, command, needed
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "gpu_check"
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [SCRIPT, *arguments], capture_output=True, text=True, timeout=100, env={"PYTHON": sys.executable}
+    )
+
+
+def test_every_file_of_tests_exists_and_has_tests_for_a_gpu() -> None:
+    files = re.findall(r"tests/\S+\.py", SCRIPT.read_text())
+    assert len(files) > 15
+    for name in files:
+        assert re.search(r"mark\.cuda|DEVICES|fixture|transport", (ROOT / name).read_text()), name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_is_told_apart_from_a_failure() -> None:
+    ended = run("tests")
+    assert (ended.returncode, ended.stdout) == (
+        2,
+        "gpu_check: no usable GPU: AssertionError: torch finds no CUDA device\n",
+    )
+
+
+def test_an_unknown_part_is_refused_and_help_names_all_parts() -> None:
+    ended = run("everything")
+    assert ended.returncode == 1
+    assert ended.stderr == "gpu_check: everything: give tests, benchmark, wheels DIR or nothing\n"
+    ended = run("--help")
+    assert ended.returncode == 0
+    assert re.findall(r"^  gpu_check (\w+)", ended.stdout, re.MULTILINE) == ["tests", "benchmark", "wheels"]
+    assert ended.stdout.rstrip().endswith("2 if there is no usable GPU.")
+
+
+def test_the_wheels_are_complete_and_leave_torch_alone() -> None:
+    found = {line.split("==")[0]: line.split("==")[1] for line in needed(["fastapi>=0.1", "torch", *TESTS])}
+    assert {
+        "fastapi",
+        "starlette",
+        "pydantic-core",
+        "anyio",
+        "pytest",
+        "execnet",
+        "yarl",
+        "markdown-it-py",
+    } <= found.keys()
+    assert all(re.match(r"\d", version) for version in found.values())
+    assert not [name for name in found if name in THEIRS or name.startswith(("nvidia", "cuda"))]
+    assert needed(["no-such-package>=1"]) == []
+
+
+def test_nixl_is_downloaded_only_on_request() -> None:
+    words = command("here", "3.12", has_nixl=False)
+    assert words[1:4] == ["-m", "pip", "download"]
+    assert {"--dest=here", "--python-version=3.12", "--no-deps", "--platform=manylinux_2_28_x86_64"} <= {*words}
+    names = {word.split("==")[0] for word in words}
+    assert {"msgspec", "pyzmq", "uvicorn", "llguidance"} <= names
+    assert not {*NIXL} & names
+    if "nixl" in {word.split("==")[0] for word in needed(["nixl"])}:
+        more = {word.split("==")[0] for word in command("here", "3.12", has_nixl=True)}
+        assert more - names == {*NIXL}
