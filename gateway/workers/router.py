@@ -222,6 +222,8 @@ class Router:
 
     def _keep_busy(self, node: Candidate, needs: "_Needs") -> None:
         """Notes until when a prefill node will compute a further prompt."""
+        if not node.prompt_token_s:
+            return
         begins_at = max(self._idle_at.get(node.incarnation, 0.0), needs.now)
         self._idle_at[node.incarnation] = begins_at + needs.num_lacking(node) * node.prompt_token_s
 
