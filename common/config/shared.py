@@ -167,8 +167,8 @@ class EngineOptions:
     )
     gpu_direct: bool = option(
         False,
-        "With --transport nixl on CUDA: transfer KV pages from GPU memory to GPU memory (RDMA, or NVLink on one host)"
-        " and not through host memory. Not tested on a GPU yet.",
+        "With --transport nixl, or auto between machines, on CUDA: transfer KV pages from GPU memory to GPU memory"
+        " (RDMA, or NVLink on one host) and not through host memory. Not tested on a GPU yet.",
     )
     cluster_key: str | None = option(
         None,
@@ -222,9 +222,9 @@ def check_engine(config: Any) -> None:
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {config.device!r}")
     if config.transport == "inprocess":
         raise ConfigError(f"--transport inprocess {IN_PROCESS}")
-    if config.gpu_direct and (config.transport != "nixl" or config.device == "cpu"):
+    if config.gpu_direct and (config.transport not in ("nixl", "auto") or config.device == "cpu"):
         raise ConfigError(
-            "--gpu-direct needs --transport nixl and CUDA: add --transport nixl, and leave out --device cpu"
+            "--gpu-direct needs --transport nixl or auto, and CUDA: give --transport nixl, and leave out --device cpu"
         )
     if config.transport == "cuda-ipc" and config.device == "cpu":
         raise ConfigError("--transport cuda-ipc needs CUDA: leave out --device cpu, or use --transport shm")

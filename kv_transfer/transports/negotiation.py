@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Transport)
 
-#: What ``auto`` may choose, best first. Gloo is never better than TCP, and NCCL needs a GPU at both ends, so these two
-#: must be named.
+#: What ``auto`` may choose, best first; NIXL from GPU to GPU with ``--gpu-direct``. Gloo is never better than TCP, and
+#: NCCL not than NIXL, whereas each of its pairs occupies multiprocessors, so these two must be named.
 TRANSPORTS = ("cuda-ipc", "shm", "nixl", "tcp")
 
 #: What ``auto`` means while pages stay on this machine. UCX listens on every interface that it finds and authenticates
@@ -124,6 +124,11 @@ def _available(store: PageStore, settings: TransportSettings, make: Callable[[st
         raise ConfigError(f"--transport inprocess {IN_PROCESS}")
     if settings.name != "auto":
         return [make(settings.name)]
+    if settings.gpu_direct and is_loopback(settings.host):
+        raise ConfigError(
+            "--gpu-direct is about NIXL, which --transport auto leaves out while pages stay on this machine: add "
+            "--transport nixl, or --data-host with the address of an interface"
+        )
     found = []
     for candidate in LOCAL_TRANSPORTS if is_loopback(settings.host) else TRANSPORTS:
         if candidate == "cuda-ipc" and store.device_pages is None:

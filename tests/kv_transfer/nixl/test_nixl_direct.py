@@ -4,10 +4,12 @@ Without a GPU, a second host allocation stands for device memory. NIXL is told t
 is unchanged.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
@@ -91,6 +93,12 @@ def write(
     reader.store.landed(targets)
 
 
+def _until(look: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not look():
+        assert time.monotonic() < end, "it never came"
+
+
 @pytest.mark.parametrize("directs", [(True, True), (True, False), (False, True)], ids=str)
 def test_pages_arrive_if_either_pool_or_both_are_direct(
     pair: Callable[..., tuple[NixlWriter, NixlReader]], directs: tuple[bool, bool]
@@ -134,11 +142,39 @@ def test_memory_that_nixl_cannot_register_is_refused_with_the_flag_named(end: An
         end(DeviceStore(), is_direct=True)
 
 
-@pytest.mark.parametrize("words", [{"transport": "auto"}, {"transport": "nixl", "device": "cpu"}], ids=str)
+@pytest.mark.parametrize("words", [{"transport": "tcp"}, {"transport": "nixl", "device": "cpu"}], ids=str)
 def test_gpu_direct_is_refused_where_it_has_no_effect(words: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="--gpu-direct needs --transport nixl and CUDA"):
+    with pytest.raises(ConfigError, match="--gpu-direct needs --transport nixl or auto, and CUDA"):
         NodeConfig(gpu_direct=True, **words)  # type: ignore[arg-type]
     assert NodeConfig(gpu_direct=True, transport="nixl").gpu_direct is True
+
+
+@pytest.mark.parametrize("open_end", [open_reader, open_writer])
+def test_gpu_direct_with_auto_is_refused_while_pages_stay_on_this_machine(open_end: Callable[..., Any]) -> None:
+    assert NodeConfig(gpu_direct=True, transport="auto").gpu_direct is True
+    with pytest.raises(ConfigError, match="--gpu-direct is about NIXL, which --transport auto leaves out"):
+        open_end(DeviceStore(), TransportSettings("auto", gpu_direct=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_auto_moves_pages_directly_over_nixl_between_machines(is_like_host_memory: None) -> None:
+    source, target = DeviceStore(), DeviceStore()
+    settings = TransportSettings("auto", host="0.0.0.0", gpu_direct=True)
+    writer, reader = open_writer(source, settings), open_reader(target, settings)
+    connect = Connect("decode-0", "m", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "nixl", reader.offer(PREFILL, 1))
+    offered = json.loads(connect.endpoint)
+    assert set(offered) == {"shm", "nixl", "tcp"}
+    writer.attach(DECODE, msgspec.structs.replace(connect, endpoint=json.dumps({"nixl": offered["nixl"]})))
+    _until(lambda: reader.poll(time.monotonic()) or writer.poll())
+    assert reader.chosen(PREFILL, 1, "nixl")
+    source.device_pages[2] = 7
+    reader.allow(PREFILL, 1, [3])
+    writer.write(DECODE, [(2, 3)])
+    _until(writer.done)
+    assert target.device_pages[3].eq(7).all()
+    assert not any(target.memory[:])
+    writer.close()
+    reader.close()
 
 
 @pytest.mark.cuda

@@ -17,6 +17,8 @@ from support.kv.transport_process import page_content
 from support.service.fork_server import ForkServer
 
 TRANSPORTS = ("shm", "cuda-ipc", "tcp", "nixl", "gloo")
+#: These with pages that never leave the GPUs.
+ON_GPUS = ("cuda-ipc on a GPU", "nixl on a GPU", "nccl on two GPUs")
 
 
 class End:
@@ -84,12 +86,14 @@ def start(fork_server: ForkServer) -> Iterator[Callable[..., End]]:
         end.close()
 
 
-@pytest.fixture(params=[*TRANSPORTS, pytest.param("cuda-ipc on a GPU", marks=pytest.mark.cuda)])
+@pytest.fixture(params=[*TRANSPORTS, *(pytest.param(name, marks=pytest.mark.cuda) for name in ON_GPUS)])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a transport. ``cuda-ipc`` uses a fake of the driver, except in tests marked ``cuda``."""
     name, _, is_on_gpu = str(request.param).partition(" ")
     if is_on_gpu:
         monkeypatch.setenv("TEST_GPU", "1")
+    if name == "nccl" and len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) < 2:
+        pytest.skip("NCCL needs two GPUs")
     return name
 
 

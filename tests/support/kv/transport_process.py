@@ -47,11 +47,15 @@ def layout_here() -> PageLayout:
     return replace(LAYOUT, **json.loads(os.environ.get("TEST_LAYOUT", "{}")))
 
 
-def make_store(transport: str, layout: PageLayout = LAYOUT) -> MemfdStore:
+def make_store(transport: str, layout: PageLayout = LAYOUT, *, is_writer: bool = True) -> MemfdStore:
     """The pool of this process, on a GPU where the transport needs one. Without ``TEST_GPU`` the GPU is a fake.
 
-    With ``TEST_DEVICE`` the pool is on a GPU whatever the transport.
+    With ``TEST_DEVICE`` the pool is on a GPU whatever the transport. NCCL wants a GPU for each end.
     """
+    if transport in ("nixl", "nccl") and "TEST_GPU" in os.environ:
+        from support.kv.tensor_store import TensorStore
+
+        return TensorStore(NUM_PAGES, layout, device="cuda:0" if is_writer or transport == "nixl" else "cuda:1")
     if transport == "cuda-ipc" or "TEST_DEVICE" in os.environ:
         if "TEST_GPU" not in os.environ:
             use_fake_driver()
@@ -97,7 +101,7 @@ class WriterEnd:
 
 class ReaderEnd:
     def __init__(self, settings: TransportSettings) -> None:
-        self.store = make_store(settings.name, layout_here())
+        self.store = make_store(settings.name, layout_here(), is_writer=False)
         self.transport: ReaderTransport = open_reader(self.store, settings)
         self.news: list[Any] = []
 
@@ -178,7 +182,8 @@ def main() -> None:
     incarnation = os.environ.get("TEST_INCARNATION", ("p" if role == "writer" else "d") * 32)
     host = os.environ.get("TEST_HOST", "127.0.0.1")
     _set_host()
-    end = _end(role, TransportSettings(name, incarnation, host, key.encode()))
+    is_direct = name == "nixl" and "TEST_GPU" in os.environ
+    end = _end(role, TransportSettings(name, incarnation, host, key.encode(), gpu_direct=is_direct))
     set_timeouts()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX and others log to the standard output
