@@ -34,8 +34,8 @@ class ProcessResources:
             for target in targets:
                 if found := re.fullmatch(r"socket:\[(\d+)\]", target):
                     inodes.add(found[1])
-                elif target.startswith(sys.prefix):
-                    pass  # libraries of the Python environment
+                elif target.startswith(sys.prefix) or target.endswith(".safetensors"):
+                    pass  # libraries of the Python environment, and the model
                 elif target.startswith(("/dev/shm/", "/tmp/", "/run/")) and not target.endswith(".log"):
                     files.add(target)
         begun = frozenset((pid, _begun_at(pid)) for pid in pids)

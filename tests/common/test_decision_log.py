@@ -4,6 +4,7 @@ import pytest
 from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
 from common.decision_log import DecisionLog
+from common.scheduling.long_prompts import LongPromptLimits
 from common.wire.messages import Decision
 
 
@@ -53,7 +54,7 @@ def told(node):
 
 
 def test_a_prefill_node_notes_why_prompts_wait_and_which_overtake():
-    node = PrefillNode(num_pages=10, chunk=8)
+    node = PrefillNode(num_pages=10, chunk=8, long_prompts=LongPromptLimits(share=1.0))
     for rid, length in (("holder", 24), ("large", 40), ("small", 4)):
         node.submit(rid, length)
     for _ in range(4):
