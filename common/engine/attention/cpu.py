@@ -6,6 +6,8 @@ instructions, and on one with a dot product of bfloat16 pairs the first kernel d
 does, row by row.
 """
 
+from ctypes import Array
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionBackend, LayerParams
 from common.engine.attention.torch_sdpa import ExtendRow, TorchAttention
 from common.engine.batch import StepBatch, cut_into_pieces
-from common.engine.cpu.kernels import LANES, MAX_DIM, MAX_QUERIES, Kernels, Paged, load_kernels
+from common.engine.cpu.kernels import LANES, MAX_DIM, MAX_QUERIES, Kernels, LayerCache, Paged, load_kernels
 from common.engine.kv_pool import KVPool
 
 #: New tokens from which on matrix instructions or flash attention are faster for a row.
@@ -32,8 +34,13 @@ class CpuAttention:
         self.params = params
         self.kernels = kernels
         layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
-        #: Addresses of the keys and values of each layer, found once, since views of tensors take long to make.
-        self.addresses = [(one.keys.data_ptr(), one.values.data_ptr()) for one in layers]
+        #: The keys and values of each layer, found once, since views of tensors take long to make.
+        self.caches = (LayerCache * len(layers))(
+            *(
+                LayerCache(one.keys.data_ptr(), one.values.data_ptr(), params[index].scale_for(pool.layout.head_dim))
+                for index, one in enumerate(layers)
+            )
+        )
         self.page_stride, self.head_stride = layers[0].keys.stride()[:2]
         self.group = num_heads // pool.layout.num_kv_heads
         layout = pool.layout
@@ -48,42 +55,49 @@ class CpuAttention:
 
 
 class CpuStep:
-    """One step of ``CpuAttention``; rows are cut into pieces once for all layers."""
+    """One step of ``CpuAttention``; rows are cut into pieces once for all layers.
+
+    Attributes:
+        pieces: of the rows that ``paged_attention`` computes, ``[P, 4]`` int64.
+    """
 
     def __init__(self, backend: CpuAttention, batch: StepBatch) -> None:
-        self._pool = backend.pool
-        self._params = backend.params
-        self._kernels = backend.kernels
         self._backend = backend
-        self._batch = batch
+        self.batch = batch
         is_long = batch.rows.num_new >= backend.long_extend
         longs = np.flatnonzero(is_long)
-        self._short = cut_into_pieces(batch, np.flatnonzero(~is_long), MAX_QUERIES // backend.group)
+        self.pieces = cut_into_pieces(batch, np.flatnonzero(~is_long), MAX_QUERIES // backend.group)
         self._tiled = cut_into_pieces(batch, longs if backend.uses_amx else longs[:0], LONG_PIECE)
         self._rest = [] if backend.uses_amx else [ExtendRow(batch, int(row)) for row in longs]
+        #: Whether ``paged_attention`` computes all rows.
+        self.is_native = len(longs) == 0
 
-    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        paged = self._paged(layer, q.shape[1])
-        params = self._params[layer]
-        scale = params.scale_for(q.shape[2])
-        self._kernels.write_kv(paged, self._batch.token_pages, self._batch.token_offsets, k, v)
-        out = torch.empty(q.shape, dtype=q.dtype)
-        if self._short.shape[0]:
-            self._kernels.paged_attention(paged, self._short, q, out, scale)
-        if self._tiled.shape[0]:
-            self._kernels.amx_attention(paged, self._tiled, q, out, scale)
-        for row in self._rest:
-            out[row.first : row.end] = row.attend(q[row.first : row.end], self._pool.layer(layer), params)
-        return out
+    @property
+    def caches(self) -> Array[LayerCache]:
+        return self._backend.caches
 
-    def _paged(self, layer: int, num_heads: int) -> Paged:
-        keys, values = self._backend.addresses[layer]
-        table, layout = self._batch.page_table, self._pool.layout
+    def paged(self, num_heads: int, layer: int = 0) -> Paged:
+        """Return the location of a layer's keys and values."""
+        cache, backend = self._backend.caches[layer], self._backend
+        table, layout = self.batch.page_table, backend.pool.layout
         return Paged(
-            *(keys, values, table.data_ptr(), table.shape[1]),
-            *(layout.page_size, self._backend.page_stride, self._backend.head_stride),
+            *(cache.keys, cache.values, table.data_ptr(), table.shape[1]),
+            *(layout.page_size, backend.page_stride, backend.head_stride),
             *(num_heads, layout.num_kv_heads, layout.head_dim),
         )
+
+    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kernels, params = self._backend.kernels, self._backend.params[layer]
+        paged, scale = self.paged(q.shape[1], layer), params.scale_for(q.shape[2])
+        kernels.write_kv(paged, self.batch.token_pages, self.batch.token_offsets, k, v)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        if self.pieces.shape[0]:
+            kernels.paged_attention(paged, self.pieces, q, out, scale)
+        if self._tiled.shape[0]:
+            kernels.amx_attention(paged, self._tiled, q, out, scale)
+        for row in self._rest:
+            out[row.first : row.end] = row.attend(q[row.first : row.end], self._backend.pool.layer(layer), params)
+        return out
 
 
 def cpu_conflict(layout: PageLayout) -> str:

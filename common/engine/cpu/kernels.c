@@ -3,7 +3,7 @@
  * Rows are independent and divided among the threads of torch's OpenMP team. The caller checks shapes, contiguity, and
  * that all widths are multiples of 16.
  */
-#include "kernels.h"
+#include "parts.h"
 
 #include <math.h>
 

@@ -37,9 +37,12 @@ LIBRARY = Library(
     "kernels",
     sources=tuple(
         _FOLDER / f"{name}.c"
-        for name in ("kernels", "pack", "linear", "quantized_linear", "paged_attention", "amx_attention", "sampling")
+        for name in (
+            *("kernels", "pack", "linear", "quantized_linear", "paged_attention", "amx_attention", "sampling"),
+            "layers",
+        )
     ),
-    headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "dot_attention.h")),
+    headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "parts.h", "dot_attention.h")),
     # GCC warns of vectors that the target's calls cannot pass; the functions are inlined.
     flags=("-O3", "-fopenmp", "-Wno-psabi"),
     libraries=("-lm",),
@@ -89,6 +92,29 @@ class QuantizedRows(Structure):
     _fields_ = (("values", c_void_p), ("scales", c_void_p), ("sums", c_void_p))
 
 
+class NativeProduct(Structure):
+    """A product for ``run_layers``: the C struct ``Product``."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("quantized", POINTER(PackedWeight)),
+        ("inputs", c_long),
+        ("outputs", c_long),
+    )
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of inputs that are rounded together."""
+        return self.inputs // self.quantized.contents.group if self.quantized else 0
+
+
+class LayerCache(Structure):
+    """Keys and values of one layer: the C struct of the same name."""
+
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("scale", c_float))
+
+
 class Kernels:
     """The library's functions, for contiguous CPU tensors, whose widths are multiples of ``LANES`` if nothing is said.
 
@@ -118,6 +144,8 @@ class Kernels:
         self._write_kv.argtypes = (POINTER(Paged), c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_long, c_int)
         self._token_weights = library.baton_token_weights
         self._token_weights.argtypes = (c_void_p, c_void_p, c_long, c_long)
+        self.run_layers = library.baton_run_layers
+        self.run_layers.argtypes = (c_void_p, c_void_p, c_long, c_void_p)
         for function in vars(self).values():
             function.restype = None
         self._amx_attention = library.baton_amx_attention

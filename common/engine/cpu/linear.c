@@ -5,7 +5,7 @@
  * are left over at the end each alone, so that all weights are read in the order of their addresses, once for every
  * eight rows of x. Few rows take as long as memory needs to deliver the weights, many as long as the products take.
  */
-#include "kernels.h"
+#include "parts.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>

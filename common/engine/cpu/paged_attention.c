@@ -5,7 +5,7 @@
  * caller checks that head_dim is a multiple of 16 and at most MAX_DIM.
  */
 #include "dot_attention.h"
-#include "paged.h"
+#include "parts.h"
 
 #include <math.h>
 

@@ -7,27 +7,12 @@
  *
  * Sums within a group are integers, thus exact: a row's result depends on no other row.
  */
-#include "kernels.h"
+#include "parts.h"
 
 typedef int8_t v16i8 __attribute__((vector_size(16)));
 typedef uint8_t v16u8 __attribute__((vector_size(16)));
 
 enum { ROWS = 8, BLOCKS = 3, WORTH_THREADS = 65536 };
-
-typedef struct {
-    const uint8_t *values;
-    const float *scales;
-    const uint8_t *zeros;
-    const char *bias; /* [outputs] in the dtype of the inputs, or null */
-    long inputs, outputs, group;
-    int bits;
-} QuantizedWeight;
-
-typedef struct {
-    int8_t *values; /* of every tile of ROWS rows: [inputs / 4, rows, 4] */
-    float *scales;  /* [rows, groups] */
-    int32_t *sums;  /* of the values; [rows, groups] */
-} QuantizedRows;
 
 /* Round `length` numbers to 8 bits, relative to the largest of them, and write four of them every `stride` bytes. */
 INLINE void quantize(const char *x, ptrdiff_t from, long length, int8_t *values, long stride, float *scale,

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.config.shared import WeightDtype
+from common.engine.attention.cpu import CpuStep
 from common.engine.attention.protocol import RotatingAttention, StepAttention
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.config import ModelConfig
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
+from common.engine.models.native_layers import native_layers
 from common.engine.tensor_parallel.group import RankGroup
 
 
@@ -139,6 +141,7 @@ class Decoder:
         self._eps = config.rms_norm_eps
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self._ops: Operations = make_operations(config, device)
+        self._native = native_layers(self._ops, config, weights.layers) if group is None else None
 
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, attention: StepAttention, keep: Tensor | None = None
@@ -157,6 +160,8 @@ class Decoder:
             tokens = self._group.broadcast(tokens)
         x = F.embedding(tokens, self.weights.embedding)
         rotary = rotations(positions, self._frequencies, self.config.rope.attention_factor)
+        if self._native is not None and isinstance(attention, CpuStep) and attention.is_native:
+            return self._native.run(x, rotary, attention, keep)
         delta: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
             qkv = layer.qkv(self._ops.add_rms_norm(x, delta, layer.input_norm, self._eps))

@@ -1,5 +1,6 @@
 """Linear layers. Their weights are packed once, in the order in which this machine's matrix product reads them."""
 
+from ctypes import pointer
 from typing import Protocol
 
 import torch
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 
 from common.config.shared import WeightDtype
 from common.engine.cpu.huge_pages import HugePages
-from common.engine.cpu.kernels import Kernels, PackedWeight, load_kernels
+from common.engine.cpu.kernels import Kernels, NativeProduct, PackedWeight, load_kernels
 from common.engine.models.quantization import (
     QuantizedWeight,
     TorchQuantizedProduct,
@@ -71,6 +72,11 @@ class Linear:
             y = F.linear(x, self.weight, self.bias)
         return y.to(dtype or x.dtype) if out is None else out.copy_(y)
 
+    @property
+    def native(self) -> NativeProduct | None:
+        """The product for native calls; None if it is none of our kernels."""
+        return self._product.native if isinstance(self._product, _Bf16Product | _QuantizedProduct) else None
+
 
 def quantized_product(weight: QuantizedWeight, bias: Tensor | None, memory: HugePages) -> Product:
     """Return the fastest product with a quantized weight on this CPU."""
@@ -99,6 +105,12 @@ class _Bf16Product:
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return self._kernels.linear(x, self._weight, self._bias, dtype)
 
+    @property
+    def native(self) -> NativeProduct:
+        bias = None if self._bias is None else self._bias.data_ptr()
+        blocks, pairs, lanes, two = self._weight.shape
+        return NativeProduct(self._weight.data_ptr(), bias, None, pairs * two, blocks * lanes)
+
 
 class _QuantizedProduct:
     """Our own kernel: it rounds the inputs of each row to 8 bits, and multiplies integers."""
@@ -109,6 +121,10 @@ class _QuantizedProduct:
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return self._kernels.linear_quantized(x, self._weight, dtype)
+
+    @property
+    def native(self) -> NativeProduct:
+        return NativeProduct(None, None, pointer(self._weight), self._weight.inputs, self._weight.outputs)
 
 
 class _OneDnnProduct:

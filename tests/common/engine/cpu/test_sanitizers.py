@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[4]
 
 PROGRAM = '''
-import ctypes, itertools
+import ctypes, itertools, pathlib
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +25,9 @@ from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import Kernels, library_for
 from common.engine.cpu.targets import own_target
 from common.engine.kv_pool import TORCH_DTYPES, layer_views
+from common.engine.models import layers, linear
+from common.engine.models.config import ModelConfig, RopeConfig
+from common.engine.models.decoder import Decoder, allocate_weights
 from common.engine.models.quantization import QuantizedWeight
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
@@ -93,6 +96,30 @@ for dtype, (heads, kv_heads, dim), page_size in itertools.product(("float32", "b
     count = int(num_new.sum())
     q, k, v = (torch.randn(count, n, dim).to(TORCH_DTYPES[dtype]) for n in (heads, kv_heads, kv_heads))
     assert step.extend(0, q, k, v).isfinite().all()
+
+layers.load_kernels = linear.load_kernels = lambda: kernels
+linear.HugePages = lambda _: Exact()
+for weight_dtype, keep in itertools.product(("auto", "int8", "int4"), (None, [], [3, 0, 3])):
+    config = ModelConfig(
+        pathlib.Path(), "qwen3", 2, 64, 4, 2, 32, 96, 48, 512, 1e-6, RopeConfig(1e4),
+        True, True, True, True, True, "bfloat16", (), {}, "",
+    )
+    weights, tensors = allocate_weights(config, torch.bfloat16, torch.device("cpu"))
+    for tensor in tensors.values():
+        tensor.normal_(0, 0.3)
+    for layer in weights.layers:
+        for one in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            one.pack(weight_dtype)
+    starts, num_new = np.array([0, 37, 5]), np.array([4, 1, 2])
+    batch = make_batch(RowArrays(starts, num_new, np.arange(9, dtype=np.int32).reshape(3, 3), 16), torch.device("cpu"))
+    pool = ExactPool(config.layout(16, "bfloat16"), 9)
+    step = CpuAttention(pool, 4, (AttentionParams(),) * 2, kernels).prepare(batch)
+    kept = None if keep is None else torch.tensor(keep, dtype=torch.int64)
+    model = Decoder(config, weights)
+    assert (model._native is not None) == (weight_dtype != "auto" or kernels.can_multiply(torch.ones(16, 2).bfloat16()))
+    with torch.inference_mode():
+        assert model.hidden_states(torch.arange(7), batch.positions, step, kept).isfinite().all()
+
 for width in (1, 16, 100):
     kernels.token_weights(torch.randn(3, width), None)
     kernels.token_weights(torch.randn(3, width), torch.zeros(3))

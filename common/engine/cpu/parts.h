@@ -1,0 +1,36 @@
+/* The exported functions of other files that layers.c puts together, and the structs of quantized products. */
+#ifndef BATON_PARTS_H
+#define BATON_PARTS_H
+
+#include "paged.h"
+
+typedef struct {
+    const uint8_t *values;
+    const float *scales;
+    const uint8_t *zeros;
+    const char *bias; /* [outputs] in the dtype of the inputs, or null */
+    long inputs, outputs, group;
+    int bits;
+} QuantizedWeight;
+
+typedef struct {
+    int8_t *values; /* of every tile of ROWS rows: [inputs / 4, rows, 4] */
+    float *scales;  /* [rows, groups] */
+    int32_t *sums;  /* of the values; [rows, groups] */
+} QuantizedRows;
+
+void baton_add_rms_norm(char *x, const char *delta, const char *weight, char *out, long rows, long width, float eps,
+                        int dtype);
+void baton_norm_and_rotate(char *qkv, const char *q_weight, const char *k_weight, const float *cos, const float *sin,
+                           long rows, long heads, long kv_heads, long dim, float eps, int dtype);
+void baton_silu_and_multiply(const char *gate_up, char *out, long rows, long width, int dtype);
+void baton_linear_bf16(const char *x, const char *weight, const char *bias, char *out, long rows, long inputs,
+                       long width, int dtype);
+void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, const char *x, char *out,
+                            long rows, int dtype, int out_dtype);
+void baton_write_kv(const Paged *kv, const int64_t *pages, const int64_t *offsets, long num_tokens, const char *k,
+                    const char *v, long stride, int dtype);
+void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
+                           char *out, float scale, int dtype);
+
+#endif

@@ -1,0 +1,135 @@
+"""All layers of a decoder in one native call: see layers.c.
+
+Python between the kernels takes up to a tenth of a decode step. It is spared where each part of every layer is one of
+our kernels. The results have the same bits.
+"""
+
+from collections.abc import Sequence
+from ctypes import Structure, byref, c_float, c_int, c_long, c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from common.engine.attention.cpu import CpuStep
+from common.engine.cpu.kernels import DTYPES, Kernels, NativeProduct, Paged, Pair, QuantizedRows
+from common.engine.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from common.engine.models.decoder import LayerWeights
+
+
+class Layer(Structure):
+    """Weights of one layer: the C struct of the same name."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "post_norm")),
+        *((name, NativeProduct) for name in ("qkv", "o", "gate_up", "down")),
+    )
+
+
+class Step(Structure):
+    """Inputs of a step and memory for what it computes: the C struct of the same name."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "normed", "qkv", "attended", "delta", "gate_up", "gated")),
+        ("rounded", QuantizedRows),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("kv", Paged),
+        *((name, c_void_p) for name in ("pieces", "pages", "offsets", "keep", "kept")),
+        *((name, c_long) for name in ("rows", "num_pieces", "num_kept")),
+        ("eps", c_float),
+        ("dtype", c_int),
+    )
+
+
+class NativeLayers:
+    """The layers of one model.
+
+    Args:
+        products: of ``weights``: qkv, o, gate_up and down of each layer.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        config: ModelConfig,
+        weights: "Sequence[LayerWeights]",
+        products: Sequence[Sequence[NativeProduct]],
+    ) -> None:
+        self._kernels = kernels
+        self._config = config
+        self._weights = weights  # holds the memory that the structs point to
+        layers = [
+            Layer(*(_address(norm) for norm in (one.input_norm, one.q_norm, one.k_norm, one.post_norm)), *parts)
+            for one, parts in zip(weights, products, strict=True)
+        ]
+        self._layers = (Layer * len(layers))(*layers)
+        #: Numbers of a row in each array between the products: normed, qkv, attended, gate_up, gated.
+        qkv, o, gate_up, down = products[0]
+        self._widths = (qkv.inputs, qkv.outputs, o.inputs, gate_up.outputs, down.inputs)
+        every = [product for parts in products for product in parts]
+        self._max_inputs = max(product.inputs for product in every)
+        self._max_groups = max(product.num_groups for product in every)
+
+    def run(self, x: Tensor, rotary: Pair, attention: CpuStep, keep: Tensor | None) -> Tensor:
+        """Return ``Decoder.hidden_states`` for embedded tokens ``x`` ``[N, hidden]``, which are overwritten."""
+        assert x.is_contiguous() and attention.is_native
+        kept = x if keep is None else x.new_empty(len(keep), x.shape[1])
+        delta = torch.empty_like(x)
+        step = Step(
+            x=x.data_ptr(),
+            delta=delta.data_ptr(),
+            cos=rotary[0].data_ptr(),
+            sin=rotary[1].data_ptr(),
+            kv=attention.paged(self._config.num_heads),
+            pieces=attention.pieces.data_ptr(),
+            pages=attention.batch.token_pages.data_ptr(),
+            offsets=attention.batch.token_offsets.data_ptr(),
+            keep=_address(keep),
+            kept=kept.data_ptr(),
+            rows=len(x),
+            num_pieces=len(attention.pieces),
+            num_kept=len(kept),
+            eps=self._config.rms_norm_eps,
+            dtype=DTYPES[x.dtype],
+        )
+        memory = self._place_arrays(step, x)
+        self._kernels.run_layers(self._layers, attention.caches, len(self._layers), byref(step))
+        del memory
+        return kept + delta[: len(kept)]
+
+    def _place_arrays(self, step: Step, x: Tensor) -> Tensor:
+        """Return memory for the arrays between the products, to which ``step`` points afterwards."""
+        rows, item = len(x), x.dtype.itemsize
+        names = ("normed", "qkv", "attended", "gate_up", "gated")
+        sizes = [rows * width * item for width in self._widths]
+        sizes += [rows * self._max_inputs, *(4 * rows * self._max_groups,) * 2]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        at = memory.data_ptr()
+        addresses = [at + sum(sizes[:index]) for index in range(len(sizes))]
+        for name, address in zip(names, addresses, strict=False):
+            setattr(step, name, address)
+        step.rounded = QuantizedRows(*addresses[len(names) :])
+        return memory
+
+
+def native_layers(operations: object, config: ModelConfig, weights: "Sequence[LayerWeights]") -> NativeLayers | None:
+    """Return the layers for native calls; None if a part of one is not computed by our kernels.
+
+    Args:
+        operations: those of the decoder.
+    """
+    if not isinstance(operations, Kernels):
+        return None
+    products = []
+    for layer in weights:
+        parts = [linear.native for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        products.append([part for part in parts if part is not None])
+    is_ours = all(len(parts) == 4 for parts in products)
+    return NativeLayers(operations, config, weights, products) if products and is_ours else None
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
