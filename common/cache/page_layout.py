@@ -7,16 +7,16 @@ heads is one piece for the keys and one for the values of each layer. Offsets ar
 Keys and values may have different sizes. In a *latent* layout (multi-head latent attention, arXiv 2405.04434) a page
 has keys only: the values are the first ``value_dim`` numbers of each key.
 
-In ``fp8_e4m3`` each key and each value of a token and head has a scale of its own, one byte. The scales of a head
-follow its numbers, ``[token]`` after ``[token][head_dim]``: they are part of the page wherever it goes.
+In ``fp8_e4m3`` and ``int8`` each key and each value of a token and head has a scale of its own, one byte. The scales of
+a head follow its numbers, ``[token]`` after ``[token][head_dim]``: they are part of the page wherever it goes.
 """
 
 from dataclasses import dataclass, replace
 
 #: Bytes of a number in each format of KV pages.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
 #: Bytes of a scale in each format that has scales.
-SCALE_BYTES = {"fp8_e4m3": 1}
+SCALE_BYTES = {"fp8_e4m3": 1, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)

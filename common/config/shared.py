@@ -95,10 +95,11 @@ class EngineOptions:
         " inputs) reads half or a quarter of the bytes of bfloat16 in every step, and changes the answers slightly;"
         " auto is --dtype. All nodes of a model must agree. On CPUs only so far.",
     )
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = option(
         "auto",
-        "Number format of KV pages: auto takes that of the weights; fp8, the same as fp8_e4m3, takes half of the memory"
-        " of 16 bits, with a scale for each key and each value. Prefill and decode nodes must agree.",
+        "Number format of KV pages: auto takes that of the weights; fp8, the same as fp8_e4m3, and int8 take half of"
+        " the memory of 16 bits, with a scale for each key and each value. Kernels for GPUs read fp8, those for CPUs"
+        " int8. Prefill and decode nodes must agree.",
     )
     weight_version: str | None = option(
         None,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #: The number formats of weights and KV pages, by their names in configuration and messages.
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: The number formats of KV pages.
-PAGE_DTYPES = TORCH_DTYPES | {"fp8_e4m3": torch.float8_e4m3fn}
+PAGE_DTYPES = TORCH_DTYPES | {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python names it from 3.14 on
 _POPULATE_AT_ONCE = 32 << 20  # bytes; between two of these calls signals are handled and the time is checked
 _MAX_RUNS = 1024  # lists of runs kept on the device; a pair of nodes has a few

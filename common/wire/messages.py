@@ -19,7 +19,7 @@ from common.stage_spans import StageSpan
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -72,7 +72,7 @@ class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_kv_heads: Annotated[int, Meta(ge=1, le=65536)]
     head_dim: Annotated[int, Meta(ge=1, le=65536)]
     page_size: Annotated[int, Meta(ge=1, le=65536)]
-    dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
+    dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3", "int8"]
     value_dim: Annotated[int, Meta(ge=0, le=65536)] = 0  # 0: as ``head_dim``
     is_latent: bool = False
 

@@ -1,14 +1,14 @@
-"""Error and speed of int8 and int4 weights beside bfloat16.
+"""Error and speed of int8 and int4 weights, and of KV pages in int8, beside bfloat16.
 
 The error is that of the small model, which was trained, on verse that it has not seen: perplexity, and the distance of
 its distributions from those of float32 weights. The speed is that of Qwen3-0.6B's shape with random weights. Formats
-take turns, and the best round counts.
+take turns, and the best round counts. Attention of one row to a long context is a share of the memory's speed.
 """
 
 import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from common.config.shared import SMALL_MODEL, WeightDtype
 from common.engine.attention import make_attention
-from common.engine.batch import RowArrays, make_batch
+from common.engine.attention.protocol import write_kv
+from common.engine.batch import RowArrays, StepBatch, make_batch
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder
@@ -27,10 +28,13 @@ from common.engine.models.weights import load_weights
 from scripts.benchmarks import engine
 from scripts.benchmarks.verse import VERSE
 
-SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1")
+SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1", "--context=64")
 Options = argparse.Namespace  # the fields of `add_options`
 FORMATS: Sequence[WeightDtype] = get_args(WeightDtype)
 NAMES = ("bfloat16", *FORMATS[1:])
+INT8_PAGES = "bfloat16, int8 KV"
+PAGES = ("bfloat16", "int8")
+NUM_LAYERS_READ = 2  # of attention, so that no cache holds the context
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=32, help="decode steps (%(default)s)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
+    parser.add_argument("--context", type=int, default=32_768, help="tokens that attention reads (%(default)s)")
     parser.set_defaults(device="cpu", dtype="bfloat16", attention="auto", ours_only=True)
 
 
@@ -69,25 +74,29 @@ def run(options: Options) -> dict[str, float]:
         figures |= {f"{name}, perplexity": error.perplexity, f"{name}, likeliest token agrees": error.agreement}
         numbers = f"{error.perplexity:>12.3f}{error.divergence:>12.5f}{error.distance:>16.4f}{error.agreement:>16.1%}"
         print(f"{name:<24}{numbers}", flush=True)
-    return figures | measure_speeds(options)
+    return figures | measure_speeds(options) | measure_attention(options)
 
 
 def measure_errors(folder: Path) -> dict[str, Error]:
     """The error of every format on ``VERSE``; "bfloat16" is that of plain weights."""
     tokens = torch.tensor(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(VERSE).ids)
     exact = log_distributions(folder, "float32", "auto", tokens)
-    return {
+    found = {
         name: error_of(log_distributions(folder, "bfloat16", weights, tokens), exact, tokens)
         for name, weights in zip(NAMES, FORMATS, strict=True)
     }
+    pages = log_distributions(folder, "bfloat16", "auto", tokens, kv_cache_dtype="int8")
+    return found | {INT8_PAGES: error_of(pages, exact, tokens)}
 
 
-def log_distributions(folder: Path, dtype: str, weight_dtype: WeightDtype, tokens: Tensor) -> Tensor:
+def log_distributions(
+    folder: Path, dtype: str, weight_dtype: WeightDtype, tokens: Tensor, *, kv_cache_dtype: str = "auto"
+) -> Tensor:
     """Return the logarithms of the probabilities after each token, ``[N, vocab]`` float64."""
     config = ModelConfig.load(str(folder))
     weights = load_weights(config, dtype, torch.device("cpu"))
     weights.pack(weight_dtype)
-    pool = KVPool(config.layout(16, dtype), -(-len(tokens) // 16))
+    pool = KVPool(config.layout(16, dtype, kv_cache_dtype), -(-len(tokens) // 16))
     table = np.arange(pool.num_pages, dtype=np.int32)[None]
     batch = make_batch(RowArrays(np.array([0]), np.array([len(tokens)]), table, 16), pool.device)
     model = Decoder(config, weights)
@@ -130,3 +139,48 @@ def measure_speeds(options: Options) -> dict[str, float]:
     for each in executors:
         each.close()
     return figures
+
+
+def measure_attention(options: Options) -> dict[str, float]:
+    """Measure decode attention of one row to ``--context`` tokens in each format of pages, and print GB/s."""
+    limit = engine.measure_limits(options).read_bytes_per_s
+    pools = [context_pool(page_dtype, options.context) for page_dtype in PAGES]
+    times = engine.take_turns([attention_run(pool, options.context) for pool in pools], options)
+    print(f"\nattention to {options.context} tokens, memory {limit / 1e9:.1f} GB/s")
+    figures = {"memory GB/s": limit / 1e9}
+    for page_dtype, pool, seconds in zip(PAGES, pools, times, strict=True):
+        speed = options.context * pool.layout.bytes_per_token / seconds
+        print(
+            f"{f'{page_dtype} pages':<24}{1e3 * seconds:>9.2f} ms{speed / 1e9:>9.1f} GB/s{speed / limit:>8.0%}",
+            flush=True,
+        )
+        figures |= {f"{page_dtype} pages, GB/s": speed / 1e9, f"{page_dtype} pages, ms": 1e3 * seconds}
+        pool.close()
+    return figures
+
+
+def context_pool(page_dtype: str, num_tokens: int) -> KVPool:
+    """A pool whose pages hold random KV of ``num_tokens`` tokens and have room for one more."""
+    config = engine.model_shape(NUM_LAYERS_READ)
+    pool = KVPool(
+        replace(config.layout(engine.PAGE_SIZE, "bfloat16"), dtype=page_dtype), num_tokens // engine.PAGE_SIZE + 1
+    )
+    batch = context_batch(pool, 0, num_tokens)
+    for layer in range(NUM_LAYERS_READ):
+        k, v = torch.randn(2, num_tokens, config.num_kv_heads, config.head_dim)
+        write_kv(pool.layer(layer), k, v, batch)
+    return pool
+
+
+def context_batch(pool: KVPool, start: int, num_new: int) -> StepBatch:
+    table = np.arange(pool.num_pages, dtype=np.int32)[None]
+    return make_batch(RowArrays(np.array([start]), np.array([num_new]), table, engine.PAGE_SIZE), pool.device)
+
+
+def attention_run(pool: KVPool, context: int) -> Callable[[], object]:
+    """Return the attention of one decode row in all layers of the pool."""
+    config = engine.model_shape(NUM_LAYERS_READ)
+    step = make_attention("auto", pool, config.num_heads).prepare(context_batch(pool, context, 1))
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    q, k, v = (torch.randn(1, count, config.head_dim).bfloat16() for count in heads)
+    return lambda: [step.extend(layer, q, k, v) for layer in range(NUM_LAYERS_READ)]

@@ -1,4 +1,4 @@
-"""A prefill and a decode node with KV pages in FP8 give the tokens of one engine that computes each request alone."""
+"""Two nodes with KV pages in FP8 or int8 give the tokens of one engine that computes each request alone."""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,15 +16,20 @@ MAX_NEW = 40
 PROMPTS = [prompt_of(length, length) for length in (1, 33, 70, 100, 130, 150)]
 
 
+@pytest.fixture(scope="module", params=["fp8_e4m3", "int8"])
+def page_dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def expected() -> Iterator[list[list[int]]]:
+def expected(page_dtype: str) -> Iterator[list[list[int]]]:
     import torch
 
     num_threads = torch.get_num_threads()
     executor = load_executor(
         ModelConfig.load(str(SMALL_MODEL)),
         dtype="float32",
-        kv_cache_dtype="fp8",
+        kv_cache_dtype=page_dtype,
         num_slots=1,
         num_pages=200,
         page_size=16,
@@ -43,10 +48,10 @@ def expected() -> Iterator[list[list[int]]]:
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_tokens_are_the_same_after_transfers_chunks_and_retractions(
-    tmp_path: Path, expected: list[list[int]], num_ranks: int
+    tmp_path: Path, page_dtype: str, expected: list[list[int]], num_ranks: int
 ) -> None:
     """Pages have unequal sizes, so that slices with their scales travel; all requests do not fit the decode node."""
-    options = {"kv_cache_dtype": "fp8", "transport": "tcp", "chunked_prefill_size": 64, "kv_checksum": "all"}
+    options = {"kv_cache_dtype": page_dtype, "transport": "tcp", "chunked_prefill_size": 64, "kv_checksum": "all"}
     only = {
         "prefill-0": {"page_size": 16},
         "decode-0": {"page_size": 8, "max_total_tokens": 448, "num_reserved_decode_tokens": 1, "tp": num_ranks},
@@ -58,9 +63,9 @@ async def test_tokens_are_the_same_after_transfers_chunks_and_retractions(
             layout = (await client.workers())["decode-0"]["register"]["layout"]
         logs = "".join(path.read_text() for path in service.logs.glob("*decode-0.log"))
     assert [answer["output_ids"] for answer in answers] == expected
-    assert layout["dtype"] == "fp8_e4m3"
+    assert layout["dtype"] == page_dtype
     per_token = layout["num_layers"] * 2 * layout["num_kv_heads"] * (layout["head_dim"] + 1)
-    assert f"fp8_e4m3 with {per_token} bytes for each" in logs
+    assert f"{page_dtype} with {per_token} bytes for each" in logs
     assert totals["decode-0"]["retractions"] > 0
     assert totals["decode-0"]["pages_verified"] >= totals["decode-0"]["pages_received"] > 0
     assert totals["decode-0"]["checksum_mismatches"] == 0

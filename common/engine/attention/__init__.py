@@ -51,7 +51,7 @@ def resolve_attention(name: str, device: torch.device, layout: PageLayout, param
     if name == "auto":
         if device.type == "cpu":
             return "torch" if cpu_conflict(layout) else "cpu"
-        return "triton" if find_spec("triton") else "torch"
+        name = "triton" if find_spec("triton") else "torch"
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name}: unknown; give auto, {', '.join(BACKENDS)}")
     reason = _conflict(name, device, layout, params)
@@ -68,6 +68,8 @@ def _conflict(name: str, device: torch.device, layout: PageLayout, params: Layer
             return f"the KV pool is on {device}; give auto, triton, reference or torch"
         return cpu_conflict(layout)
     if name == "triton":
+        if layout.dtype == "int8":
+            return "cannot read KV pages in int8: give --kv-cache-dtype fp8, or torch, which is slow"
         if not find_spec("triton"):
             return "the package triton is missing; install it, or give auto or torch"
         if is_cpu and not has_interpreter():

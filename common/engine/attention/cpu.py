@@ -16,8 +16,8 @@ from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionBackend, LayerParams
 from common.engine.attention.torch_sdpa import ExtendRow, TorchAttention
 from common.engine.batch import StepBatch, cut_into_pieces
-from common.engine.cpu.kernels import LANES, MAX_DIM, MAX_QUERIES, Kernels, LayerCache, Paged, load_kernels
-from common.engine.kv_pool import KVPool
+from common.engine.cpu.kernels import DTYPES, LANES, MAX_DIM, MAX_QUERIES, Kernels, LayerCache, Paged, load_kernels
+from common.engine.kv_pool import PAGE_DTYPES, KVPool
 
 #: New tokens from which on matrix instructions or flash attention are faster for a row.
 LONG_EXTEND = 32
@@ -46,7 +46,8 @@ class CpuAttention:
         layout = pool.layout
         fits_tiles = layout.page_size % 16 == 0 and layout.head_dim % 32 == 0 and 32 % self.group == 0
         self.uses_amx = kernels.has_amx and layout.dtype == "bfloat16" and fits_tiles
-        has_dots = kernels.has_bf16_dot and layout.dtype == "bfloat16" and layout.head_dim % 32 == 0
+        pairs = {"bfloat16": kernels.has_bf16_dot, "int8": kernels.has_int8_dot}
+        has_dots = pairs.get(layout.dtype, False) and layout.head_dim % 32 == 0
         #: New tokens from which on a row is long.
         self.long_extend = NEVER if has_dots and not self.uses_amx else LONG_EXTEND
 
@@ -83,7 +84,7 @@ class CpuStep:
         return Paged(
             *(cache.keys, cache.values, table.data_ptr(), table.shape[1]),
             *(layout.page_size, backend.page_stride, backend.head_stride),
-            *(num_heads, layout.num_kv_heads, layout.head_dim),
+            *(num_heads, layout.num_kv_heads, layout.head_dim, DTYPES[PAGE_DTYPES[layout.dtype]]),
         )
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -102,8 +103,8 @@ class CpuStep:
 
 def cpu_conflict(layout: PageLayout) -> str:
     """Return why no kernel can read this layout, with the fix; empty if one can, or torch can in its place."""
-    if layout.has_scales:
-        return "cannot read KV pages in FP8: give auto or torch, or --kv-cache-dtype auto"
+    if layout.dtype == "fp8_e4m3":
+        return "cannot read KV pages in FP8: give auto or torch, or --kv-cache-dtype int8"
     if layout.is_latent or layout.value_dim != layout.head_dim:
         return "needs keys and values of one size, which this model has not: give auto or torch"
     return ""

@@ -29,7 +29,7 @@ def flash_attn_conflict(layout: PageLayout, params: LayerParams) -> str:
     if layout.page_size % PAGE_MULTIPLE:
         return f"needs pages of a multiple of {PAGE_MULTIPLE} tokens: give --page-size {PAGE_MULTIPLE}, or triton"
     if layout.has_scales:
-        return "cannot read KV pages in FP8: give --kv-cache-dtype auto, or triton"
+        return f"cannot read KV pages in {layout.dtype}: give --kv-cache-dtype auto, or triton"
     if layout.is_latent or layout.value_dim != layout.head_dim:
         return "needs keys and values of one size, which this model has not: give triton"
     if layout.dtype not in ("bfloat16", "float16"):

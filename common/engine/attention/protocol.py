@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from common.engine.attention.fp8 import dequantize, quantize
+from common.engine.attention.scaled_formats import dequantize, quantize
 from common.engine.batch import DecodeRows, StepBatch
 from common.engine.kv_pool import LayerKV
 
@@ -113,7 +113,7 @@ def write_kv(kv: LayerKV, k: Tensor, v: Tensor, batch: StepBatch | DecodeRows) -
         if target_scales is None:
             target[places] = new.to(target.dtype)
         else:
-            target[places], target_scales[places] = quantize(new)
+            target[places], target_scales[places] = quantize(new, target.dtype)
 
 
 def read_kv(kv: LayerKV, places: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

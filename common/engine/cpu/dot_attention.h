@@ -1,14 +1,25 @@
-/* The two products of attention on a tile of tokens, for bfloat16 on processors with a dot product of bfloat16 pairs. */
+/* The two products of attention on a tile of tokens, by dot products of pairs: of bfloat16, where the processor has them,
+ * or of 16-bit integers, for pages of int8. Queries and weights are then rounded to 16 bits relative to the largest. */
 #ifndef BATON_DOT_ATTENTION_H
 #define BATON_DOT_ATTENTION_H
 
 #include "paged.h"
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512VNNI__
 #include <immintrin.h>
 
-INLINE __m512bh pairs_at(const char *array, ptrdiff_t index) {
-    return (__m512bh)_mm512_loadu_si512(array + index * 2);
+INLINE __m512i pairs_at(const char *array, ptrdiff_t index, int dtype) {
+    if (dtype == I8) return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(array + index)));
+    return _mm512_loadu_si512(array + index * 2);
+}
+
+/* Sums are floats for bfloat16, else integers. */
+INLINE __m512i add_dots(__m512i sums, __m512i a, __m512i b, int dtype) {
+#ifdef __AVX512BF16__
+    if (dtype == BF16) return (__m512i)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#endif
+    (void)dtype;
+    return _mm512_dpwssd_epi32(sums, a, b);
 }
 
 /* The sum of each of sixteen vectors, as one vector. Destroys `rows`. */
@@ -33,57 +44,65 @@ INLINE vf sums_of(__m512 rows[16]) {
 /* Scores of two queries with eight keys, which begin at the elements `at`: first eight of one, then eight of the other.
  * `dim` is a multiple of 32. Memory at the distance `ahead` from the keys is fetched meanwhile, unless that is 0. */
 INLINE vf score_eight(const char *one, const char *other, const char *keys, const ptrdiff_t *at, long dim,
-                      ptrdiff_t ahead) {
+                      ptrdiff_t ahead, int dtype) {
+    __m512i sums[16];
     __m512 rows[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) rows[i] = _mm512_setzero_ps();
+    for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_si512();
     for (long i = 0; i < dim; i += 2 * LANES) {
-        const __m512bh part = pairs_at(one, i), other_part = pairs_at(other, i);
+        const __m512i part = pairs_at(one, i, BF16), other_part = pairs_at(other, i, BF16);
 #pragma GCC unroll 8
         for (int t = 0; t < 8; t++) {
-            const char *address = keys + (at[t] + i) * 2;
-            const __m512bh key = pairs_at(address, 0);
+            const char *address = keys + (at[t] + i) * (ptrdiff_t)item_bytes(dtype);
+            const __m512i key = pairs_at(address, 0, dtype);
             if (ahead) __builtin_prefetch(address + ahead, 0, 2);
-            rows[t] = _mm512_dpbf16_ps(rows[t], part, key);
-            rows[t + 8] = _mm512_dpbf16_ps(rows[t + 8], other_part, key);
+            sums[t] = add_dots(sums[t], part, key, dtype);
+            sums[t + 8] = add_dots(sums[t + 8], other_part, key, dtype);
         }
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) rows[i] = dtype == I8 ? _mm512_cvtepi32_ps(sums[i]) : (__m512)sums[i];
     return sums_of(rows);
 }
 
 /* Add the weighted values of `tokens` tokens (an even number) to the sums of `count` queries (at most 2) in `width`
  * dimensions (a multiple of 32, at most 128). As many numbers of `next` are fetched meanwhile, unless it is null. Two
- * tokens make a pair. The sums of 32 dimensions are two vectors, as unpacking leaves them: in_order() puts them right. */
-INLINE void add_pairs(float *sums, long stride, const int count, const uint32_t *weights, long weight_stride,
+ * tokens make a pair. The sums of 32 dimensions are two vectors, as unpacking leaves them: in_order() puts them right.
+ * `units`: by which integer sums are multiplied. The sums, weights and units of the queries are `stride` words apart. */
+INLINE void add_pairs(float *sums, const uint32_t *weights, const float *units, long stride, const int count,
                       const char *values, const ptrdiff_t *at, long tokens, const int width, const char *next,
-                      const ptrdiff_t *next_at) {
-    __m512 parts[2][8];
+                      const ptrdiff_t *next_at, int dtype) {
+    const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype);
+    __m512i parts[2][8];
     const int vectors = width / LANES;
     for (int m = 0; m < count; m++)
 #pragma GCC unroll 8
-        for (int i = 0; i < vectors; i++) parts[m][i] = _mm512_loadu_ps(sums + m * stride + i * LANES);
+        for (int i = 0; i < vectors; i++)
+            parts[m][i] = dtype == I8 ? _mm512_setzero_si512() : _mm512_loadu_si512(sums + m * stride + i * LANES);
     for (long t = 0; t < tokens; t += 2) {
-        __m512bh pairs[2];
-        for (int m = 0; m < count; m++)
-            pairs[m] = (__m512bh)_mm512_set1_epi32((int)weights[m * weight_stride + t / 2]);
+        __m512i pairs[2];
+        for (int m = 0; m < count; m++) pairs[m] = _mm512_set1_epi32((int)weights[m * stride + t / 2]);
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i += 2) {
             if (next) {
-                __builtin_prefetch(next + (next_at[t] + i * LANES) * 2, 0, 2);
-                __builtin_prefetch(next + (next_at[t + 1] + i * LANES) * 2, 0, 2);
+                __builtin_prefetch(next + (next_at[t] + i * LANES) * item, 0, 2);
+                __builtin_prefetch(next + (next_at[t + 1] + i * LANES) * item, 0, 2);
             }
-            const __m512i a = _mm512_loadu_si512(values + (at[t] + i * LANES) * 2);
-            const __m512i b = _mm512_loadu_si512(values + (at[t + 1] + i * LANES) * 2);
-            const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+            const __m512i a = pairs_at(values, at[t] + i * LANES, dtype), b = pairs_at(values, at[t + 1] + i * LANES, dtype);
+            const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
             for (int m = 0; m < count; m++) {
-                parts[m][i] = _mm512_dpbf16_ps(parts[m][i], pairs[m], low);
-                parts[m][i + 1] = _mm512_dpbf16_ps(parts[m][i + 1], pairs[m], high);
+                parts[m][i] = add_dots(parts[m][i], pairs[m], low, dtype);
+                parts[m][i + 1] = add_dots(parts[m][i + 1], pairs[m], high, dtype);
             }
         }
     }
     for (int m = 0; m < count; m++)
 #pragma GCC unroll 8
-        for (int i = 0; i < vectors; i++) _mm512_storeu_ps(sums + m * stride + i * LANES, parts[m][i]);
+        for (int i = 0; i < vectors; i++) {
+            float *to = sums + m * stride + i * LANES;
+            const __m512 part = _mm512_cvtepi32_ps(parts[m][i]), unit = _mm512_set1_ps(units[m * stride]);
+            _mm512_storeu_ps(to, dtype == I8 ? _mm512_fmadd_ps(part, unit, _mm512_loadu_ps(to)) : (__m512)parts[m][i]);
+        }
 }
 
 /* Put 32 sums of add_pairs() into the order of their dimensions. */
@@ -95,10 +114,26 @@ INLINE void in_order(float *sums) {
     _mm512_storeu_ps(sums + LANES, _mm512_permutex2var_ps(low, second, high));
 }
 
-/* Round 32 weights to bfloat16. */
-INLINE void round_weights(const float *weights, uint32_t *pairs) {
-    const __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(weights + LANES), _mm512_loadu_ps(weights));
-    _mm512_storeu_si512(pairs, (__m512i)rounded);
+/* Round `count` numbers (a multiple of 16) to bfloat16, or to 16-bit integers. `to` may be `from`. Returns the unit of
+ * the integers. */
+INLINE float round_to_pairs(const float *from, void *to, long count, int dtype) {
+    char *target = to;
+#ifdef __AVX512BF16__
+    for (long i = 0; dtype == BF16 && i < count; i += LANES)
+        _mm256_storeu_si256((__m256i *)(target + 2 * i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
+#endif
+    if (dtype == BF16) return 1.0f;
+    vf largest = {0};
+    for (long i = 0; i < count; i += LANES) {
+        const vf x = load((const char *)from, i, F32);
+        largest = larger(largest, larger(x, -x));
+    }
+    const float best = highest_of(largest), inverse = best > 0.0f ? 32767.0f / best : 0.0f;
+    for (long i = 0; i < count; i += LANES) {
+        const __m512i whole = _mm512_cvtps_epi32((__m512)(load((const char *)from, i, F32) * inverse));
+        _mm256_storeu_si256((__m256i *)(target + 2 * i), _mm512_cvtsepi32_epi16(whole));
+    }
+    return best / 32767.0f;
 }
 #endif
 #endif

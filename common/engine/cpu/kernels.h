@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { F32 = 0, BF16 = 1, F16 = 2 };
+enum { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 }; /* I8: of KV pages */
 enum { LANES = 16 };
 
 typedef float vf __attribute__((vector_size(64)));
@@ -18,6 +18,7 @@ typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 typedef _Float16 vh16 __attribute__((vector_size(32)));
+typedef int8_t vb __attribute__((vector_size(16)));
 
 /* How many bytes ahead weights are fetched where the products take about as long as memory does: the processor's own
  * prefetching falls behind then. */
@@ -26,7 +27,7 @@ enum { AHEAD = 8192 };
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
-INLINE size_t item_bytes(int dtype) { return dtype == F32 ? 4 : 2; }
+INLINE size_t item_bytes(int dtype) { return dtype == F32 ? 4 : dtype == I8 ? 1 : 2; }
 
 /* Numbers index .. index + 15 of an array. */
 INLINE vf load(const char *array, ptrdiff_t index, int dtype) {
@@ -40,6 +41,11 @@ INLINE vf load(const char *array, ptrdiff_t index, int dtype) {
         vh x;
         memcpy(&x, at, sizeof x);
         return (vf)(__builtin_convertvector(x, vu) << 16);
+    }
+    if (dtype == I8) {
+        vb x;
+        memcpy(&x, at, sizeof x);
+        return __builtin_convertvector(x, vf);
     }
     vh16 x;
     memcpy(&x, at, sizeof x);

@@ -23,7 +23,7 @@ from common.engine.models.quantization import QuantizedWeight
 
 log = logging.getLogger(__name__)
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 Pair = tuple[Tensor, Tensor]
 LANES = 16  # every width must be a multiple of this
 MAX_DIM = 256  # as in paged_attention.c
@@ -63,6 +63,7 @@ class Paged(Structure):
         ("heads", c_long),
         ("kv_heads", c_long),
         ("dim", c_long),
+        ("dtype", c_int),
     )
 
 
@@ -155,7 +156,8 @@ class Kernels:
         self.has_amx = bool(library.baton_has_amx())
         #: Whether the processor has a dot product of bfloat16 pairs.
         self.has_bf16_dot = bool(library.baton_has_bf16_dot())
-        self._has_int8_dot = bool(library.baton_has_int8_dot())
+        #: Whether the processor has dot products of bytes and of pairs of 16-bit integers.
+        self.has_int8_dot = bool(library.baton_has_int8_dot())
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         assert x.is_contiguous() and (delta is None or delta.is_contiguous())
@@ -211,7 +213,7 @@ class Kernels:
     def can_multiply_quantized(self, weight: QuantizedWeight) -> bool:
         """Whether ``linear_quantized`` computes the product with this weight here."""
         size = weight.group_size
-        return self._has_int8_dot and len(weight.values) % LANES == 0 and size % LANES == 0 and size <= MAX_GROUP
+        return self.has_int8_dot and len(weight.values) % LANES == 0 and size % LANES == 0 and size <= MAX_GROUP
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, memory: HugePages) -> PackedWeight:
         """Return the weight in the order that quantized_linear.c describes."""

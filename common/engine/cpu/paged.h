@@ -4,12 +4,15 @@
 
 #include "kernels.h"
 
-/* Location of one layer's keys and values. Strides in elements; the elements of a token's head are contiguous. */
+/* Location of one layer's keys and values. Strides in elements; the elements of a token's head are contiguous. In pages
+ * of int8 a byte for each token of a head follows its elements: the exponent, biased by 127, of a power of two, which is
+ * the scale of the token's elements. */
 typedef struct {
     char *keys, *values;
     const int32_t *page_table; /* [rows, table_width] */
     long table_width, page_size, page_stride, head_stride;
     long heads, kv_heads, dim;
+    int dtype; /* of the pages */
 } Paged;
 
 /* Queries first_query .. first_query + num_queries - 1 of one row; the first has `position` in its request. */
@@ -20,6 +23,16 @@ typedef struct {
 INLINE ptrdiff_t token_at(const Paged *kv, long row, long head, long token) {
     long page = kv->page_table[row * kv->table_width + token / kv->page_size];
     return (ptrdiff_t)page * kv->page_stride + head * kv->head_stride + token % kv->page_size * kv->dim;
+}
+
+/* Where the scale of a token is, relative to its elements. `offset`: of the token in its page. */
+INLINE ptrdiff_t scale_after(const Paged *kv, long offset) { return (kv->page_size - offset) * kv->dim + offset; }
+
+INLINE float power_of_two(uint32_t biased) {
+    const uint32_t bits = biased << 23;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
 }
 
 #endif

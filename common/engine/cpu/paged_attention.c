@@ -14,10 +14,10 @@ int omp_get_max_threads(void); /* of the runtime that torch has loaded */
 /* Memory delivers most when several streams of pages are read side by side: a tile is STREAM tokens of each. */
 enum { STREAM = 16, TILE = 8 * STREAM, MAX_QUERIES = 16, MAX_DIM = 256 };
 
-/* One query and its result so far. */
+/* One query and its result so far. with_dots() keeps query and weights in 16 bits, integers in these units. */
 typedef struct {
-    float query[MAX_DIM], sums[MAX_DIM]; /* with_dots() keeps the query in bfloat16 */
-    float scores[TILE], best, total;
+    float query[MAX_DIM], sums[MAX_DIM];
+    float scores[TILE], best, total, query_unit, weight_unit;
     uint32_t weights[TILE / 2];
 } __attribute__((aligned(64))) Query;
 
@@ -27,6 +27,7 @@ typedef struct {
     int count;
     ptrdiff_t at[TILE];   /* elements where they begin in the keys and in the values of KV head 0 */
     int32_t number[TILE]; /* in the tile */
+    ptrdiff_t scale_after[TILE];
 } Places;
 
 /* Keys and values of one KV head. */
@@ -35,14 +36,21 @@ typedef struct {
     const Places *places;
 } Tile;
 
+/* Scales of the keys and values of a tile. */
+typedef struct {
+    float keys[TILE], values[TILE];
+} Scales;
+
 /* Whether dot_attention.h computes this. */
 INLINE int with_dots(long dim, int dtype) {
 #ifdef __AVX512BF16__
-    return dtype == BF16 && dim % (2 * LANES) == 0;
-#else
+    if (dtype == BF16) return dim % (2 * LANES) == 0;
+#endif
+#ifdef __AVX512VNNI__
+    if (dtype == I8) return dim % (2 * LANES) == 0;
+#endif
     (void)dim, (void)dtype;
     return 0;
-#endif
 }
 
 /* Scores of `count` queries with one key. `count` is a constant, so that sums stay in registers. */
@@ -70,8 +78,8 @@ INLINE void add_values(Query *q, const int count, const char *values, const ptrd
 }
 
 /* Turn scores into weights relative to the best score so far; if the best rises, scale earlier sums down. Only the
- * first `visible` tokens of the tile count. */
-INLINE void reweigh(Query *q, const Places *places, long visible, long dim, float scale) {
+ * first `visible` tokens of the tile count. `scales` may be null. */
+INLINE void reweigh(Query *q, const Places *places, const Scales *scales, long visible, long dim, float scale) {
     if (visible <= 0) { /* the whole tile comes after the query */
         memset(q->scores, 0, sizeof q->scores);
         return;
@@ -81,7 +89,8 @@ INLINE void reweigh(Query *q, const Places *places, long visible, long dim, floa
     for (int t = 0; t < places->count; t += LANES) {
         vi number;
         memcpy(&number, places->number + t, sizeof number);
-        const vf scaled = choose(number < (int32_t)visible, load(scores, t, F32) * scale, splat(-INFINITY));
+        const vf factor = scales ? load((const char *)scales->keys, t, F32) * (scale * q->query_unit) : splat(scale);
+        const vf scaled = choose(number < (int32_t)visible, load(scores, t, F32) * factor, splat(-INFINITY));
         store(scores, t, scaled, F32);
         highest = larger(highest, scaled);
     }
@@ -96,7 +105,7 @@ INLINE void reweigh(Query *q, const Places *places, long visible, long dim, floa
     for (int t = 0; t < places->count; t += LANES) {
         const vf score = load(scores, t, F32);
         const vf weight = choose(score == splat(-INFINITY), (vf){0}, exponential(score - best));
-        store(scores, t, weight, F32);
+        store(scores, t, scales ? weight * load((const char *)scales->values, t, F32) : weight, F32);
         total += weight;
     }
     q->total += sum(total);
@@ -117,33 +126,34 @@ INLINE void each_four(Query *q, int num, const Tile *tile, long dim, int of_keys
 #undef PART
 }
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512VNNI__
 /* Memory is asked for what comes next little by little: requests beyond those that the processor can keep are dropped.
  * While keys are read, the values of the same tokens are fetched, and then the next keys. */
-INLINE void score_all(Query *q, int num, const Tile *tile, long dim) {
+INLINE void score_all(Query *q, int num, const Tile *tile, long dim, int dtype) {
     for (int m = 0; m < num; m += 2) {
         Query *other = q + (m + 1 < num ? m + 1 : m);
         for (int t = 0; t < tile->places->count; t += 8) {
             const vf scores = score_eight((const char *)q[m].query, (const char *)other->query, tile->keys,
-                                          tile->places->at + t, dim, m == 0 ? tile->values - tile->keys : 0);
+                                          tile->places->at + t, dim, m == 0 ? tile->values - tile->keys : 0, dtype);
             memcpy(other->scores + t, (const char *)&scores + 32, 32);
             memcpy(q[m].scores + t, &scores, 32);
         }
     }
 }
 
-INLINE void add_all(Query *q, int num, const Tile *tile, const Tile *next, long dim) {
+INLINE void add_all(Query *q, int num, const Tile *tile, const Tile *next, long dim, int dtype) {
     enum { STRIDE = sizeof(Query) / 4 };
     const ptrdiff_t *at = tile->places->at;
     const int width = dim % 128 == 0 ? 128 : 32, tokens = tile->places->count;
-    for (int m = 0; m < num; m++)
-        for (int t = 0; t < tokens; t += 2 * LANES) round_weights(q[m].scores + t, q[m].weights + t / 2);
+    const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype);
+    for (int m = 0; m < num; m++) q[m].weight_unit = round_to_pairs(q[m].scores, q[m].weights, tokens, dtype);
     for (int m = 0; m < num; m += 2)
         for (long i = 0; i < dim; i += width) {
-            const char *values = tile->values + i * 2, *ahead = m == 0 ? next->keys + i * 2 : 0;
+            const char *values = tile->values + i * item, *ahead = m == 0 ? next->keys + i * item : 0;
             float *sums = q[m].sums + i;
 #define ADD(count, width) \
-    add_pairs(sums, STRIDE, count, q[m].weights, STRIDE, values, at, tokens, width, ahead, next->places->at)
+    add_pairs(sums, q[m].weights, &q[m].weight_unit, STRIDE, count, values, at, tokens, width, ahead, next->places->at, \
+              dtype)
             if (width == 128 && num - m > 1)
                 ADD(2, 128);
             else if (width == 128)
@@ -155,6 +165,11 @@ INLINE void add_all(Query *q, int num, const Tile *tile, const Tile *next, long 
 #undef ADD
         }
 }
+#else
+#define score_all(...)
+#define add_all(...)
+#define round_to_pairs(...) 1.0f
+#define in_order(...)
 #endif
 
 INLINE void fetch(const Tile *tile, long dim, int dtype) {
@@ -166,22 +181,33 @@ INLINE void fetch(const Tile *tile, long dim, int dtype) {
         }
 }
 
+INLINE void find_scales(const Tile *tile, Scales *to) {
+    const Places *places = tile->places;
+    for (int t = 0; t < places->count; t++) {
+        const ptrdiff_t at = places->at[t] + places->scale_after[t];
+        to->keys[t] = power_of_two((uint8_t)tile->keys[at]);
+        to->values[t] = power_of_two((uint8_t)tile->values[at]);
+    }
+}
+
 /* Attention of `num` queries, which share a KV head, to one tile. The first of them sees `visible` of its tokens. */
 INLINE void attend_tile(Query *q, int num, const Tile *tile, const Tile *next, long visible, long group, long dim,
                         float scale, int dtype) {
     const int is_dotted = with_dots(dim, dtype);
-#ifdef __AVX512BF16__
-    if (is_dotted) score_all(q, num, tile, dim);
-#endif
-    if (!is_dotted) {
+    Scales scales;
+    if (dtype == I8) find_scales(tile, &scales);
+    if (is_dotted) {
+        score_all(q, num, tile, dim, dtype);
+    } else {
         fetch(next, dim, dtype);
         each_four(q, num, tile, dim, 1, dtype);
     }
-    for (int m = 0; m < num; m++) reweigh(q + m, tile->places, visible + m / group, dim, scale);
-#ifdef __AVX512BF16__
-    if (is_dotted) add_all(q, num, tile, next, dim);
-#endif
-    if (!is_dotted) each_four(q, num, tile, dim, 0, dtype);
+    for (int m = 0; m < num; m++)
+        reweigh(q + m, tile->places, dtype == I8 ? &scales : 0, visible + m / group, dim, scale);
+    if (is_dotted)
+        add_all(q, num, tile, next, dim, dtype);
+    else
+        each_four(q, num, tile, dim, 0, dtype);
 }
 
 /* Find the next tokens from `start` on, at most `most`. The last token of the row stands in for those beyond it. */
@@ -190,7 +216,9 @@ INLINE void locate(const Paged *kv, long row, long start, long length, long most
     for (long i = 0; i < most; i++) {
         const long number = i < streams * STREAM ? i % streams * STREAM + i / streams : left;
         to->number[i] = (int32_t)number;
-        to->at[i] = token_at(kv, row, 0, number < left ? start + number : length - 1);
+        const long token = number < left ? start + number : length - 1;
+        to->at[i] = token_at(kv, row, 0, token);
+        to->scale_after[i] = scale_after(kv, token % kv->page_size);
     }
     to->count = (int)streams * STREAM;
 }
@@ -207,13 +235,14 @@ INLINE Tile tile_of(const Paged *kv, long kv_head, const Places *places, int dty
 }
 
 /* One piece of a row at the KV heads first_head .. end_head - 1. q, out: [tokens, heads, dim], strides in elements.
- * A tile is computed for all heads before the next one, since the heads of a page are neighbours in memory. */
+ * A tile is computed for all heads before the next one, since the heads of a page are neighbours in memory. `pages`: the
+ * dtype of the pages, a constant. */
 INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long end_head, const char *q, long q_stride,
-                   char *out, float scale, int dtype) {
+                   char *out, float scale, int dtype, int pages) {
     Query queries[MAX_QUERIES];
     Places places[2]; /* of this tile and the next */
     const long group = kv->heads / kv->kv_heads, dim = kv->dim;
-    const int num = (int)(piece->num_queries * group), is_dotted = with_dots(dim, dtype);
+    const int num = (int)(piece->num_queries * group), is_dotted = with_dots(dim, pages);
     const int all = num * (int)(end_head - first_head);
     const long length = piece->position + piece->num_queries; /* the last query sees this many tokens */
     /* Many queries read a tile so often that it must stay in the nearest cache. */
@@ -223,7 +252,8 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
         ptrdiff_t from = (piece->first_query + m % num / group) * q_stride +
                          ((first_head + m / num) * group + m % num % group) * dim;
         for (long i = 0; i < dim; i += LANES)
-            store((char *)queries[m].query, i, load(q, from + i, dtype), is_dotted ? BF16 : F32);
+            store((char *)queries[m].query, i, load(q, from + i, dtype), F32);
+        queries[m].query_unit = is_dotted ? round_to_pairs(queries[m].query, queries[m].query, dim, pages) : 1.0f;
         memset(queries[m].sums, 0, (size_t)dim * sizeof(float));
         queries[m].best = -INFINITY;
         queries[m].total = 0.0f;
@@ -232,21 +262,19 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
     for (long start = 0; start < length; start += most, turn ^= 1) {
         if (start + most < length) locate(kv, piece->row, start + most, length, most, places + !turn);
         for (long head = first_head; head < end_head; head++) {
-            const Tile tile = tile_of(kv, head, places + turn, dtype);
+            const Tile tile = tile_of(kv, head, places + turn, pages);
             const Tile next = head + 1 < end_head      ? tile_of(kv, head + 1, places + turn, dtype)
-                              : start + most < length ? tile_of(kv, first_head, places + !turn, dtype)
+                              : start + most < length ? tile_of(kv, first_head, places + !turn, pages)
                                                        : tile;
             attend_tile(queries + (head - first_head) * num, num, &tile, &next, piece->position + 1 - start, group,
-                        dim, scale, dtype);
+                        dim, scale, pages);
         }
     }
     for (int m = 0; m < all; m++) {
         ptrdiff_t to = ((piece->first_query + m % num / group) * kv->heads + (first_head + m / num) * group +
                         m % num % group) * dim;
         const float share = 1.0f / queries[m].total;
-#ifdef __AVX512BF16__
         for (long i = 0; is_dotted && i < dim; i += 2 * LANES) in_order(queries[m].sums + i);
-#endif
         for (long i = 0; i < dim; i += LANES)
             store(out, to + i, load((const char *)queries[m].sums, i, F32) * share, dtype);
     }
@@ -260,33 +288,66 @@ INLINE long heads_at_once(const Paged *kv, const Piece *piece, long num_pieces) 
 }
 
 INLINE void attend_all(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride, char *out,
-                       float scale, int dtype) {
+                       float scale, int dtype, int pages) {
 #pragma omp parallel for schedule(dynamic) if (num_pieces * kv->kv_heads > 1)
     for (long unit = 0; unit < num_pieces * kv->kv_heads; unit++) {
         const Piece *piece = pieces + unit / kv->kv_heads;
         const long head = unit % kv->kv_heads, count = heads_at_once(kv, piece, num_pieces);
         if (head % count == 0)
             attend(kv, piece, head, head + count < kv->kv_heads ? head + count : kv->kv_heads, q, q_stride, out, scale,
-                   dtype);
+                   dtype, pages);
     }
 }
 
 EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
                                   char *out, float scale, int dtype) {
-    if (dtype == F32) attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, F32);
-    if (dtype == BF16) attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, BF16);
-    if (dtype == F16) attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, F16);
+    if (kv->dtype == I8)
+        attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, dtype, I8);
+    else if (dtype == F32)
+        attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, F32, F32);
+    else if (dtype == BF16)
+        attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, BF16, BF16);
+    else
+        attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, F16, F16);
+}
+
+/* Round a token's key or value to int8, with the least power of two as scale that lets no number exceed 127. */
+static void write_rounded(const char *from, char *to, char *scale, long dim, int dtype) {
+    vf largest = {0}, broken = {0};
+    for (long i = 0; i < dim; i += LANES) {
+        const vf x = load(from, i, dtype);
+        largest = larger(larger(x, -x), largest);
+        broken += x * 0.0f; /* NaN if a number is not finite; the scale is infinite then */
+    }
+    const float best = highest_of(largest);
+    uint32_t bits;
+    memcpy(&bits, &best, sizeof bits);
+    const int least = (int)(bits >> 23) - 6 + ((bits & 0x7fffff) > 0x7effff);
+    const int biased = sum(broken) != 0.0f ? 255 : least < 1 ? 1 : least;
+    *scale = (char)biased;
+    const vf magic = splat(12582912.0f); /* adding it rounds to an integer */
+    for (long i = 0; i < dim; i += LANES) {
+        const vf whole = (load(from, i, dtype) * power_of_two(254 - (uint32_t)biased) + magic) - magic;
+        const vb narrow = __builtin_convertvector(__builtin_convertvector(whole, vi), vb);
+        memcpy(to + i, &narrow, sizeof narrow);
+    }
 }
 
 /* Write new keys and values [tokens, kv_heads, dim] (strides in elements) into their pages. */
 EXPORT void baton_write_kv(const Paged *kv, const int64_t *pages, const int64_t *offsets, long num_tokens,
                            const char *k, const char *v, long stride, int dtype) {
     const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype), head_bytes = kv->dim * item;
+    const int is_rounded = kv->dtype == I8;
 #pragma omp parallel for schedule(static) if (num_tokens > 64)
     for (long n = 0; n < num_tokens; n++)
         for (long head = 0; head < kv->kv_heads; head++) {
             ptrdiff_t to = pages[n] * kv->page_stride + head * kv->head_stride + offsets[n] * kv->dim;
-            ptrdiff_t from = n * stride + head * kv->dim;
+            ptrdiff_t from = n * stride + head * kv->dim, scale = to + scale_after(kv, offsets[n]);
+            if (is_rounded) {
+                write_rounded(k + from * item, kv->keys + to, kv->keys + scale, kv->dim, dtype);
+                write_rounded(v + from * item, kv->values + to, kv->values + scale, kv->dim, dtype);
+                continue;
+            }
             memcpy(kv->keys + to * item, k + from * item, (size_t)head_bytes);
             memcpy(kv->values + to * item, v + from * item, (size_t)head_bytes);
         }

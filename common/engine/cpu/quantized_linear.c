@@ -9,7 +9,6 @@
  */
 #include "parts.h"
 
-typedef int8_t v16i8 __attribute__((vector_size(16)));
 typedef uint8_t v16u8 __attribute__((vector_size(16)));
 
 enum { ROWS = 8, BLOCKS = 3, WORTH_THREADS = 65536 };
@@ -23,15 +22,13 @@ INLINE void quantize(const char *x, ptrdiff_t from, long length, int8_t *values,
         largest = larger(largest, larger(part, -part));
         broken += part * 0.0f; /* NaN if a number is not finite, and the scale then */
     }
-    float best = largest[0];
-    for (int lane = 1; lane < LANES; lane++) best = largest[lane] > best ? largest[lane] : best;
-    const float inverse = best > 0.0f ? 127.0f / best : 0.0f;
+    const float best = highest_of(largest), inverse = best > 0.0f ? 127.0f / best : 0.0f;
     const vf magic = splat(12582912.0f); /* adding it rounds to an integer */
     vi sums = {0};
     for (long i = 0; i < length; i += LANES) {
         const vf rounded = (load(x, from + i, dtype) * inverse + magic) - magic;
         const vi whole = __builtin_convertvector(choose(rounded == rounded, rounded, (vf){0}), vi);
-        const v16i8 narrow = __builtin_convertvector(whole, v16i8);
+        const vb narrow = __builtin_convertvector(whole, vb);
         for (int four = 0; four < 4; four++)
             memcpy(values + (i / 4 + four) * stride, (const char *)&narrow + four * 4, 4);
         sums += whole;

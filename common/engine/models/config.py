@@ -168,7 +168,8 @@ class ModelConfig:
             dtype: of the weights, as for ``resolve_dtype``.
             kv_cache_dtype: a value of ``--kv-cache-dtype``.
         """
-        page_dtype = self.resolve_dtype(dtype) if kv_cache_dtype == "auto" else "fp8_e4m3"
+        named = {"auto": self.resolve_dtype(dtype), "fp8": "fp8_e4m3"}
+        page_dtype = named.get(kv_cache_dtype, kv_cache_dtype)
         return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, page_size, page_dtype)
 
     @property

@@ -1,4 +1,4 @@
-"""``common.engine.attention.fp8`` in Triton: the same bytes, by integer operations, on GPUs without FP8 too."""
+"""FP8 as in ``common.engine.attention.scaled_formats``: the same bytes by integer operations, also on older GPUs."""
 
 import triton
 import triton.language as tl

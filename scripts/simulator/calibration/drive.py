@@ -56,7 +56,7 @@ def service_size(server: ServerInfo, workers: Any) -> ServiceSize:
     first = nodes[0]
     try:
         layout = first["layout"]
-        item = {"float32": 4, "fp8_e4m3": 1}.get(layout["dtype"], 2)
+        item = {"float32": 4, "fp8_e4m3": 1, "int8": 1}.get(layout["dtype"], 2)
         values = 0 if layout.get("is_latent") else layout.get("value_dim") or layout["head_dim"]
         kv_bytes = layout["num_layers"] * layout["num_kv_heads"] * (layout["head_dim"] + values) * item
         return ServiceSize(

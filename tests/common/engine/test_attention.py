@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine.attention_steps import TOLERANCE, compare, make_params, named
+from support.engine.attention_steps import TOLERANCE, compare, make_params, make_step, named
 from support.engine.devices import DEVICES
 
 from common.cache.page_layout import PageLayout
@@ -186,6 +186,8 @@ FORMATS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "latent of many heads": ({"value_dim": 512, "is_latent": True}, (32, 1, 520)),
     "fp8": ({"dtype": "fp8_e4m3"}, (4, 2, 16)),
     "fp8 short values": ({"dtype": "fp8_e4m3", "value_dim": 20}, (2, 2, 24)),
+    "int8": ({"dtype": "int8"}, (4, 2, 16)),
+    "int8 short values": ({"dtype": "int8", "value_dim": 20}, (2, 2, 24)),
     "fp8 latent": ({"dtype": "fp8_e4m3", "value_dim": 16, "is_latent": True}, (6, 1, 24)),
 }
 
@@ -204,6 +206,8 @@ def test_a_backend_equals_the_reference_in_any_format_of_pages(
     if backend == "triton" and device == "cpu" and dtype == "bfloat16":
         pytest.skip("Triton's interpreter has no bfloat16 products")
     format, heads = FORMATS[name]
+    if backend == "triton" and format.get("dtype") == "int8":
+        pytest.skip("Triton refuses int8")
     if backend == "triton" and device == "cuda" and dtype == "float32" and "dtype" in format:
         pytest.skip("computes FP8 pages in 16 bits")
     everything = make_params(heads[0], device, has_sinks=True, window=9, soft_cap=5.0, scale=0.3)
@@ -217,7 +221,7 @@ def test_a_backend_equals_the_reference_in_any_format_of_pages(
 @pytest.mark.parametrize(
     ("format", "words"),
     [
-        ({"dtype": "fp8_e4m3"}, "cannot read KV pages in FP8"),
+        ({"dtype": "fp8_e4m3"}, "cannot read KV pages in (FP8|fp8_e4m3)"),
         ({"value_dim": 64}, "needs keys and values of one size"),
         ({"is_latent": True}, "needs keys and values of one size"),
     ],
@@ -231,6 +235,28 @@ def test_the_cpu_kernels_and_flash_attn_refuse_other_formats_by_name(
         with pytest.raises(ConfigError, match=rf"--attention-backend {backend}: {words}.*give .*(triton|torch)"):
             resolve_attention(backend, torch.device(device), layout)
     assert resolve_attention("auto", torch.device("cpu"), layout) == "torch"
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "cpu"])
+@pytest.mark.parametrize("head_dim", [16, 32])
+def test_a_number_that_is_not_finite_looks_like_no_answer_in_pages_of_int8(backend: str, head_dim: int) -> None:
+    for broken in (float("nan"), float("inf")):
+        pool = KVPool(PageLayout(1, 1, head_dim, 4, "int8"), 1)
+        batch = make_step([(0, 3)], 4, 1, "cpu", seed=0)
+        q, k, v = torch.randn(3, 3, 1, head_dim)
+        v[1] = broken
+        out = make_attention(backend, pool, 1).prepare(batch).extend(0, q, k, v)
+        pool.close()
+        assert not out[1:].isfinite().any()
+
+
+def test_a_backend_for_gpus_refuses_pages_of_int8_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.engine.attention.find_spec", lambda name: name)
+    layout = PageLayout(1, 2, 128, 256, "int8")
+    for name, backend in (("auto", "triton"), ("triton", "triton"), ("flash-attn", "flash-attn")):
+        with pytest.raises(ConfigError, match=f"--attention-backend {backend}: cannot read KV pages in int8: give"):
+            resolve_attention(name, torch.device("cuda"), layout)
+    assert resolve_attention("auto", torch.device("cpu"), layout) == "cpu"
 
 
 def skip_if_not_served(backend: str, device: str) -> None:

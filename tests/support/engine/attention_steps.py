@@ -46,6 +46,7 @@ def compare(
     params: AttentionParams = PLAIN,
     spare_pages: int = 3,
     format: Mapping[str, Any] | None = None,
+    tolerance: float | None = None,
 ) -> None:
     """Assert that a backend writes the same KV and returns the same attention as ``reference``, in the second layer.
 
@@ -54,7 +55,9 @@ def compare(
     Args:
         dtype: of the model, and of the pages without one in ``format``.
         format: fields of ``PageLayout``.
+        tolerance: absolute and relative; None takes that of ``dtype``.
     """
+    tolerance = tolerance or TOLERANCE[dtype]
     num_heads, num_kv_heads, head_dim = heads
     num_pages = sum(-(-(start + new) // page_size) for start, new in rows) + spare_pages
     layout = PageLayout(2, num_kv_heads, head_dim, page_size, **{"dtype": dtype, **(format or {})})
@@ -78,7 +81,7 @@ def compare(
     found, found_written = attend(build)
     pool.close()
     assert torch.equal(found_written, written), "different KV was written"
-    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 build_reference = named("reference")

@@ -152,6 +152,25 @@ def test_attention_equals_the_reference(
     )
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=4),
+    page_size=st.sampled_from([1, 3, 16]),
+    heads=st.sampled_from([(4, 2, 16), (16, 8, 128), (3, 3, 64), (16, 1, 256)]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+)
+def test_attention_to_pages_of_int8_equals_the_reference(
+    compiled: Kernels, rows: list[tuple[int, int]], page_size: int, heads: tuple[int, int, int], dtype: str
+) -> None:
+    """Dot products of integers round queries and weights to 16 bits."""
+    compare(
+        lambda pool, num_heads, params: CpuAttention(pool, num_heads, params, compiled),
+        *("cpu", dtype, rows, page_size, heads),
+        format={"dtype": "int8"},
+        tolerance=2e-4 if dtype == "float32" else None,
+    )
+
+
 def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
     """Run both on two threads in a new process: it maps one libgomp and has one team of threads."""
     code = """if True:

@@ -55,9 +55,11 @@ class ExactPool:
 
     def __init__(self, layout, num_pages):
         self.layout = layout
-        dtype = TORCH_DTYPES[layout.dtype]
-        numbers = torch.randn(num_pages, layout.page_bytes // dtype.itemsize)
-        self._pages = numbers.to(dtype).view(torch.uint8)
+        if layout.dtype == "int8":  # scales too, from 2 ** -17 on
+            self._pages = torch.randint(110, 128, (num_pages, layout.page_bytes), dtype=torch.uint8)
+        else:
+            dtype = TORCH_DTYPES[layout.dtype]
+            self._pages = torch.randn(num_pages, layout.page_bytes // dtype.itemsize).to(dtype).view(torch.uint8)
 
     def layer(self, index):
         return layer_views(self._pages, self.layout, index)
@@ -86,10 +88,12 @@ for dtype, rows in itertools.product(DTYPES, (1, 5, 19)):
             kernels.linear(torch.randn(rows, inputs).to(dtype), packed, bias, torch.float32)
 
 SHAPES = ((4, 2, 32), (8, 1, 128), (3, 3, 16), (16, 1, 256))
-for dtype, (heads, kv_heads, dim), page_size in itertools.product(("float32", "bfloat16", "float16"), SHAPES, (1, 16)):
+for (dtype, pages_dtype), (heads, kv_heads, dim), page_size in itertools.product(
+    [(dtype, pages) for dtype in ("float32", "bfloat16", "float16") for pages in (dtype, "int8")], SHAPES, (1, 16)
+):
     starts, num_new = np.array([0, 37, 5, 130]), np.array([20, 1, 31, 33])
     pages = -(-int((starts + num_new).max()) // page_size)
-    pool = ExactPool(PageLayout(1, kv_heads, dim, page_size, dtype), 4 * pages)
+    pool = ExactPool(PageLayout(1, kv_heads, dim, page_size, pages_dtype), 4 * pages)
     table = np.random.permutation(4 * pages).astype(np.int32).reshape(4, pages)
     batch = make_batch(RowArrays(starts, num_new, table, page_size), torch.device("cpu"))
     step = CpuAttention(pool, heads, (AttentionParams(),), kernels).prepare(batch)

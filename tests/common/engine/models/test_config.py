@@ -48,6 +48,7 @@ def test_a_configuration_has_the_values_that_were_saved(folder: Path) -> None:
     assert not config.has_qk_norm
     assert config.layout(16, "bfloat16") == PageLayout(1, 2, 32, 16, "bfloat16")
     assert config.layout(16, "auto", "fp8") == PageLayout(1, 2, 32, 16, "fp8_e4m3")
+    assert config.layout(16, "auto", "int8") == PageLayout(1, 2, 32, 16, "int8")
     assert config.layout(16, "auto").dtype == "float32"
 
 
