@@ -201,7 +201,7 @@ layouts = st.builds(
     num_kv_heads=st.just(4),
     head_dim=st.integers(2, 5),
     page_size=st.sampled_from([1, 2, 4]),
-    dtype=st.sampled_from(["float16", "fp8_e4m3"]),
+    dtype=st.sampled_from(["float16", "fp8_e4m3", "int8"]),
     value_dim=st.integers(1, 7),
     is_latent=st.booleans(),
 )
@@ -216,7 +216,7 @@ def token_of(layout: PageLayout, pages: list[np.ndarray], token: int) -> dict[Pl
     Args:
         pages: of the ranks, which share the heads of a page evenly.
     """
-    item = {"float16": 2, "fp8_e4m3": 1}[layout.dtype]
+    item = {"float16": 2, "fp8_e4m3": 1, "int8": 1}[layout.dtype]
     found: dict[Place, bytes] = {}
     num_heads = layout.num_kv_heads // len(pages)
     for rank, page in enumerate(pages):
@@ -227,7 +227,7 @@ def token_of(layout: PageLayout, pages: list[np.ndarray], token: int) -> dict[Pl
                     numbers = page[at + token * dim * item : at + (token + 1) * dim * item].tobytes()
                     at += layout.page_size * dim * item
                     scale = b""
-                    if layout.dtype == "fp8_e4m3":
+                    if layout.dtype != "float16":
                         scale = page[at + token : at + token + 1].tobytes()
                         at += layout.page_size
                     found[layer, side, head] = numbers + scale
