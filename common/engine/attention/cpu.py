@@ -3,7 +3,8 @@
 Memory bandwidth limits decode rows and short extends: one kernel reads every key and value once, without gathering.
 Arithmetic limits long extends. In bfloat16, on a processor with AMX a second kernel computes them with matrix
 instructions, and on one with a dot product of bfloat16 pairs the first kernel does; elsewhere torch's flash attention
-does, row by row.
+does, row by row. Pages of int8 are read by the first kernel, and by torch for long extends on processors without dot
+products of integers.
 """
 
 from ctypes import Array

@@ -97,7 +97,7 @@ class NativeLayers:
         )
         memory = self._place_arrays(step, x)
         self._kernels.run_layers(self._layers, attention.caches, len(self._layers), byref(step))
-        del memory
+        del memory  # the arrays were in it
         return kept + delta[: len(kept)]
 
     def _place_arrays(self, step: Step, x: Tensor) -> Tensor:
