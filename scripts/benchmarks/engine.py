@@ -29,6 +29,7 @@ from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import TORCH_DTYPES, KVPool
 from common.engine.models.config import ModelConfig, RopeConfig
 from common.engine.models.decoder import Decoder, DecoderWeights, allocate_weights
+from common.engine.models.feed_forward import FeedForward, Mlp
 from common.engine.models.linear import Linear
 from common.engine.sampling.grammar import GrammarCompiler
 from common.errors import ConfigError
@@ -226,9 +227,12 @@ def with_own_linears(weights: DecoderWeights) -> DecoderWeights:
         assert linear.weight is not None
         return Linear(linear.weight, linear.bias)
 
+    def other_mlp(mlp: FeedForward) -> Mlp:
+        assert isinstance(mlp, Mlp)
+        return Mlp(other(mlp.gate_up), other(mlp.down))
+
     layers = [
-        replace(layer, qkv=other(layer.qkv), o=other(layer.o), gate_up=other(layer.gate_up), down=other(layer.down))
-        for layer in weights.layers
+        replace(layer, qkv=other(layer.qkv), o=other(layer.o), mlp=other_mlp(layer.mlp)) for layer in weights.layers
     ]
     return replace(weights, layers=layers, head=None if weights.head is None else other(weights.head))
 

@@ -14,6 +14,13 @@ from typing import Any
 
 from common.cache.page_layout import PageLayout
 from common.engine.models.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
+from common.engine.models.expert_config import (
+    MIXTRAL_EXPERTS,
+    QWEN_EXPERTS,
+    ExpertConfig,
+    ExpertKeys,
+    parse_experts,
+)
 from common.errors import ConfigError, UnsupportedModelError
 
 
@@ -25,7 +32,9 @@ class Family:
         has_qk_norm: whether queries and keys are normalised per head.
         qkv_bias, o_bias: whether the attention matrices have biases; None: ``attention_bias`` in config.json decides.
         has_mlp_bias_key: whether ``mlp_bias`` in config.json has an effect.
-        default_window: sliding window of a config.json without the key ``sliding_window``; None: the key has no effect.
+        has_window_key: whether ``sliding_window`` in config.json has an effect.
+        default_window: sliding window of a config.json without that key.
+        experts: how its experts are described; None: its layers are dense.
     """
 
     name: str
@@ -33,7 +42,9 @@ class Family:
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     has_mlp_bias_key: bool = False
+    has_window_key: bool = False
     default_window: int | None = None
+    experts: ExpertKeys | None = None
 
 
 #: Supported architectures, by their names in config.json.
@@ -41,7 +52,9 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Family("qwen3", has_qk_norm=True),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False),
     "LlamaForCausalLM": Family("llama", has_mlp_bias_key=True),
-    "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, default_window=4096),
+    "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, has_window_key=True, default_window=4096),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", has_qk_norm=True, experts=QWEN_EXPERTS),
+    "MixtralForCausalLM": Family("mixtral", qkv_bias=False, o_bias=False, has_window_key=True, experts=MIXTRAL_EXPERTS),
 }
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 ROPE_TYPES = ("default", "llama3", "yarn")
@@ -106,7 +119,8 @@ class ModelConfig:
     """Configuration of a decoder-only model of a supported family.
 
     Attributes:
-        family: ``qwen3``, ``qwen2``, ``llama`` or ``mistral``.
+        family: the name of a ``Family``.
+        intermediate_size: of the dense layers.
         dtype: the type of most of the checkpoint's tensors; ``auto`` resolves to it.
         context_length: longest prompt and output together, in tokens, rope scaling included.
         eos_token_ids: token ids that end an output, from generation_config.json and config.json, without duplicates.
@@ -114,6 +128,7 @@ class ModelConfig:
         digest: sha256 of the configuration and of the names, types and shapes of all tensors, not of their contents.
         weight_version: identifies the contents of the tensors: ``--weight-version`` or a fingerprint of the files.
             ``load`` leaves it empty.
+        experts: None if all layers are dense.
     """
 
     folder: Path
@@ -138,6 +153,7 @@ class ModelConfig:
     generation: dict[str, float]
     digest: str
     weight_version: str = ""
+    experts: ExpertConfig | None = None
 
     @property
     def identity(self) -> str:
@@ -175,8 +191,13 @@ class ModelConfig:
     def crossover_tokens(self) -> float:
         """Context length at which attention takes as many multiplications per token as a layer's matrices."""
         heads = self.num_heads * self.head_dim
-        matrices = self.hidden_size * (2 * heads + 2 * self.num_kv_heads * self.head_dim + 3 * self.intermediate_size)
+        matrices = self.hidden_size * (2 * heads + 2 * self.num_kv_heads * self.head_dim + 3 * self.active_width)
         return matrices / (2 * heads)
+
+    @property
+    def active_width(self) -> int:
+        """The intermediate size of a layer for one token: that of all its experts together, if it has experts."""
+        return self.intermediate_size if self.experts is None else self.experts.num_per_token * self.experts.width
 
     def resolve_dtype(self, dtype: str) -> str:
         """Return ``float32``, ``bfloat16`` or ``float16``; ``auto`` is the checkpoint's own type.
@@ -234,6 +255,7 @@ def parse_config(
         eos_token_ids=_eos_token_ids(generation, config),
         generation=_generation_defaults(generation),
         digest=_digest(config, tensors),
+        experts=None if family.experts is None else parse_experts(config, family.experts, folder),
     )
 
 
@@ -262,7 +284,7 @@ def _refuse_windows(config: dict[str, Any], family: Family, folder: Path) -> Non
     Qwen models enable them with ``use_sliding_window`` or ``layer_types``, Mistral models with ``sliding_window`` or
     without that key.
     """
-    window = config.get("sliding_window", family.default_window) if family.default_window else None
+    window = config.get("sliding_window", family.default_window) if family.has_window_key else None
     layer_types = set(config.get("layer_types") or ())
     if config.get("use_sliding_window") or window is not None or layer_types - {"full_attention"}:
         missing = "" if window is None or "sliding_window" in config else f" (a missing sliding_window means {window})"

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.engine.kv_pool import TORCH_DTYPES
-from common.engine.models.checkpoint import StoredTensor, stored_tensors
+from common.engine.models.checkpoint import stored_tensors
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import DecoderWeights, allocate_weights
+from common.engine.models.tensor_sources import CheckpointFiles, TensorSource, plain_sources
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 from common.errors import ConfigError
 from common.reminder import Reminder
@@ -40,12 +40,16 @@ def load_weights(config: ModelConfig, dtype: str, device: torch.device, shard: S
     stored = stored_tensors(config.folder)
     if config.is_tied:
         stored.pop("lm_head.weight", None)  # a copy of the embedding that some exporters add
-    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(_IGNORED_ENDINGS)}
-    _check(whole, stored, config.folder)
-    progress = _Progress(len(parts))
-    for file in dict.fromkeys(stored[name].file for name in parts):
-        some = {name: part for name, part in parts.items() if stored[name].file == file}
-        _copy(file, some, shard, progress)
+    names = [name for name in stored if not name.endswith(_IGNORED_ENDINGS)]
+    sources = plain_sources(stored, names, config.experts)
+    _check(whole, sources, config.folder)
+    files, progress = CheckpointFiles(stored), _Progress(len(parts))
+    for name in sorted(parts, key=lambda name: (stored[sources[name].stored[0]].file, name)):
+        if shard.has(name):
+            _fill(parts[name], sources[name].read(files), shard)
+        else:
+            parts[name].zero_()
+        progress.add_one()
     return weights
 
 
@@ -64,15 +68,15 @@ class _Progress:
             log.info("loaded %d of %d tensors in %.0f s", self._num_loaded, self._num_all, now - self._began_at)
 
 
-def _check(parts: dict[str, Tensor], stored: dict[str, StoredTensor], folder: Path) -> None:
+def _check(parts: dict[str, Tensor], sources: dict[str, TensorSource], folder: Path) -> None:
     wrong = [
-        f"{name} is {list(tensor.shape)}, should be {list(parts[name].shape)}"
-        for name, tensor in stored.items()
-        if name in parts and tensor.shape != tuple(parts[name].shape)
+        f"{name} is {list(source.shape)}, should be {list(parts[name].shape)}"
+        for name, source in sources.items()
+        if name in parts and source.shape != tuple(parts[name].shape)
     ]
     complaints = {
-        "missing": [name for name in parts if name not in stored],
-        "unexpected": [name for name in stored if name not in parts],
+        "missing": [name for name in parts if name not in sources],
+        "unexpected": [name for name in sources if name not in parts],
         "of the wrong shape": wrong,
     }
     found = [f"{_some(names)} {what}" for what, names in complaints.items() if names]
@@ -85,27 +89,13 @@ def _some(names: list[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + rest
 
 
-def _take(part: Tensor, stored: Tensor) -> None:
+def _fill(part: Tensor, whole: Tensor, shard: Shard) -> None:
     """Fill a part. A whole weight, unlike rows of one, becomes the mapped file itself where formats agree."""
+    if part.shape != whole.shape:
+        part.copy_(whole[shard.part_of(tuple(whole.shape), tuple(part.shape))])
+        return
     is_whole = part.nbytes == part.untyped_storage().nbytes()
-    if is_whole and part.device == stored.device and part.dtype == stored.dtype:
-        part.data = stored
+    if is_whole and part.device == whole.device and part.dtype == whole.dtype:
+        part.data = whole
     else:
-        part.copy_(stored)
-
-
-def _copy(file: Path, parts: dict[str, Tensor], shard: Shard, progress: _Progress) -> None:
-    try:
-        with safe_open(file, framework="pt") as reader:
-            for name, part in sorted(parts.items()):
-                stored = reader.get_slice(name)
-                whole, own = tuple(stored.get_shape()), tuple(part.shape)
-                if not shard.has(name):
-                    part.zero_()
-                elif whole == own:
-                    _take(part, reader.get_tensor(name))  # a slice that is all of it would be slower
-                else:
-                    part.copy_(stored[shard.part_of(whole, own)])
-                progress.add_one()
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from error
+        part.copy_(whole)

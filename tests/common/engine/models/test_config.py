@@ -146,7 +146,7 @@ def test_the_digest_depends_on_configuration_and_shapes_not_on_the_folder(folder
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "Mixtral.*Qwen3For.*Qwen2For.*LlamaFor.*MistralFor"),
+        ({"architectures": ["MambaForCausalLM"]}, "Mamba.*Qwen3For.*Qwen2For.*LlamaFor.*MistralFor"),
         ({"architectures": None, "model_type": "mamba"}, "model_type 'mamba'.*Qwen3ForCausalLM"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized.*gptq.*bfloat16"),
         ({"use_sliding_window": True}, "sliding window.*full attention"),
