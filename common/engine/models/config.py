@@ -21,6 +21,7 @@ from common.engine.models.expert_config import (
     ExpertKeys,
     parse_experts,
 )
+from common.engine.models.quantized_checkpoints.config import CheckpointQuantization, parse_quantization
 from common.errors import ConfigError, UnsupportedModelError
 
 
@@ -58,8 +59,9 @@ ARCHITECTURES = {
 }
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 ROPE_TYPES = ("default", "llama3", "yarn")
-_STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-DTYPES = tuple(_STORED_DTYPES.values())
+#: Types of plain tensors, by their names in safetensors files.
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = tuple(STORED_DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ class ModelConfig:
         weight_version: identifies the contents of the tensors: ``--weight-version`` or a fingerprint of the files.
             ``load`` leaves it empty.
         experts: None if all layers are dense.
+        quantization: of the checkpoint, whose matrices are decoded when they are loaded; None: they are plain.
     """
 
     folder: Path
@@ -154,6 +157,7 @@ class ModelConfig:
     digest: str
     weight_version: str = ""
     experts: ExpertConfig | None = None
+    quantization: CheckpointQuantization | None = None
 
     @property
     def identity(self) -> str:
@@ -232,6 +236,7 @@ def parse_config(
         raise ConfigError(f"{folder}/config.json: head_dim {head_dim} is odd; rotary embedding needs an even number")
     max_positions = number.positive("max_position_embeddings")
     rope = parse_rope(config, max_positions, folder)
+    quantization = parse_quantization(config.get("quantization_config"), folder)
     attention_bias = bool(config.get("attention_bias", False))
     return ModelConfig(
         folder=folder,
@@ -251,11 +256,12 @@ def parse_config(
         has_o_bias=attention_bias if family.o_bias is None else family.o_bias,
         has_mlp_bias=family.has_mlp_bias_key and bool(config.get("mlp_bias", False)),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        dtype=_main_dtype(tensors, folder),
+        dtype=_main_dtype(tensors, quantization, folder),
         eos_token_ids=_eos_token_ids(generation, config),
         generation=_generation_defaults(generation),
         digest=_digest(config, tensors),
         experts=None if family.experts is None else parse_experts(config, family.experts, folder),
+        quantization=quantization,
     )
 
 
@@ -269,11 +275,6 @@ def _known_family(config: dict[str, Any], folder: Path) -> Family:
 
 
 def _refuse_what_is_not_served(config: dict[str, Any], folder: Path) -> None:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unnamed")
-        raise UnsupportedModelError(
-            f"{folder}: quantized checkpoint ({method}) is not supported; use one in {', '.join(DTYPES)}"
-        )
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"{folder}: hidden_act {config['hidden_act']} is not supported; only silu is")
 
@@ -293,17 +294,19 @@ def _refuse_windows(config: dict[str, Any], family: Family, folder: Path) -> Non
         )
 
 
-def _main_dtype(tensors: dict[str, StoredTensor], folder: Path) -> str:
-    """Return the type of most tensors; refuse a checkpoint with a tensor of an unsupported type."""
+def _main_dtype(tensors: dict[str, StoredTensor], quantization: CheckpointQuantization | None, folder: Path) -> str:
+    """Return the type of most tensors that are not quantized; refuse a checkpoint with one of an unsupported type."""
     counts: dict[str, int] = {}
-    if not tensors:
-        raise ConfigError(f"{folder}: the *.safetensors files hold no tensors")
     for name, tensor in tensors.items():
-        if tensor.dtype not in _STORED_DTYPES:
-            supported = ", ".join(_STORED_DTYPES)
+        if tensor.dtype in STORED_DTYPES:
+            is_scale = quantization is not None and quantization.is_scale(name)
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + (not is_scale)
+        elif quantization is None:
+            supported = ", ".join(STORED_DTYPES)
             raise UnsupportedModelError(f"{folder}: {name} has type {tensor.dtype}; supported are {supported}")
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + 1
-    return _STORED_DTYPES[max(counts, key=lambda dtype: counts[dtype])]
+    if not counts:
+        raise ConfigError(f"{folder}: the *.safetensors files hold no tensors of {', '.join(DTYPES)}")
+    return STORED_DTYPES[max(counts, key=lambda dtype: counts[dtype])]
 
 
 def _eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from common.engine.attention.protocol import RotatingAttention, StepAttention
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.config import ModelConfig
 from common.engine.models.expert_config import ExpertConfig
-from common.engine.models.feed_forward import Experts, FeedForward, Mlp
+from common.engine.models.feed_forward import Experts, FeedForward, Mlp, make_expert_product
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
 from common.engine.tensor_parallel.group import RankGroup
@@ -107,7 +107,7 @@ def allocate_weights(
             name = f"{base}experts.{index}."
             parts[name + "gate_proj.weight"], parts[name + "up_proj.weight"] = gate_up[index].chunk(2)
             parts[name + "down_proj.weight"] = down[index]
-        return Experts(experts, router, gate_up, down)
+        return Experts(experts, router, make_expert_product(gate_up, down))
 
     def layer(index: int) -> LayerWeights:
         base = f"model.layers.{index}."

@@ -1,6 +1,7 @@
 """Loads a model's weights from safetensors files, which are mapped: CPUs pack most weights straight from the file.
 
-A tensor that is missing, unexpected or of the wrong shape is an error, since the model would answer with noise.
+Matrices of quantized checkpoints are decoded. A tensor that is missing, unexpected or of the wrong shape is an error,
+since the model would answer with noise.
 """
 
 import logging
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from common.engine.kv_pool import TORCH_DTYPES
-from common.engine.models.checkpoint import stored_tensors
-from common.engine.models.config import ModelConfig
+from common.engine.models.checkpoint import StoredTensor, stored_tensors
+from common.engine.models.config import STORED_DTYPES, ModelConfig
 from common.engine.models.decoder import DecoderWeights, allocate_weights
+from common.engine.models.quantized_checkpoints.config import CheckpointQuantization
+from common.engine.models.quantized_checkpoints.sources import QuantizedMatrix, quantized_names
 from common.engine.models.tensor_sources import CheckpointFiles, TensorSource, plain_sources
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 from common.errors import ConfigError
@@ -40,17 +43,63 @@ def load_weights(config: ModelConfig, dtype: str, device: torch.device, shard: S
     stored = stored_tensors(config.folder)
     if config.is_tied:
         stored.pop("lm_head.weight", None)  # a copy of the embedding that some exporters add
-    names = [name for name in stored if not name.endswith(_IGNORED_ENDINGS)]
-    sources = plain_sources(stored, names, config.experts)
+    files = CheckpointFiles(stored)
+    sources = _find_sources(config, stored, {name: tuple(part.shape) for name, part in whole.items()}, files)
     _check(whole, sources, config.folder)
-    files, progress = CheckpointFiles(stored), _Progress(len(parts))
+    progress = _Progress(len(parts))
     for name in sorted(parts, key=lambda name: (stored[sources[name].stored[0]].file, name)):
         if shard.has(name):
             _fill(parts[name], sources[name].read(files), shard)
         else:
             parts[name].zero_()
         progress.add_one()
+    if config.quantization is not None:
+        _say_memory(config.quantization, sources, parts, stored)
     return weights
+
+
+def _find_sources(
+    config: ModelConfig, stored: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], files: CheckpointFiles
+) -> dict[str, TensorSource]:
+    """Return where each tensor of the model comes from, by its name in ``allocate_weights``.
+
+    Args:
+        shapes: of the model's tensors.
+    """
+    names = [name for name in stored if not name.endswith(_IGNORED_ENDINGS)]
+    if config.quantization is None:
+        return plain_sources(stored, names, config.experts)
+    matrices = quantized_names(names, config.quantization)
+    taken = {name for parts in matrices.values() for name in parts.values()}
+    plain = [name for name in names if name not in taken and not config.quantization.is_ignored(name)]
+    found = plain_sources(stored, plain, config.experts)
+    for name, source in list(found.items()):
+        dtype = stored[source.stored[0]].dtype
+        if dtype not in STORED_DTYPES:
+            raise ConfigError(f"{config.folder}: {source.stored[0]} has type {dtype}, and no scale")
+        if name not in shapes and name.endswith(".bias") and not files.tensor(source.stored[0]).any():
+            del found[name]  # AutoGPTQ gives every matrix a bias
+    for base, parts in matrices.items():
+        name = f"{base}.weight" if config.experts is None else config.experts.keys.name_of(f"{base}.weight")
+        found[name] = QuantizedMatrix(base, parts, shapes.get(name, ()), config.quantization)
+    return found
+
+
+def _say_memory(
+    quantization: CheckpointQuantization,
+    sources: dict[str, TensorSource],
+    parts: dict[str, Tensor],
+    stored: dict[str, StoredTensor],
+) -> None:
+    """Log what the matrices take in the checkpoint and here, before ``--weight-dtype`` rounds them."""
+    names = [name for name in parts if isinstance(sources[name], QuantizedMatrix)]
+    in_files = sum(stored[each].num_bytes for name in names for each in sources[name].stored)
+    here = sum(parts[name].nbytes for name in names)
+    dtype = str(parts[names[0]].dtype).removeprefix("torch.") if names else "nothing"
+    log.info(
+        "quantized checkpoint (%s): %d matrices of %.2f GB take %.2f GB as %s, before --weight-dtype rounds them",
+        *(quantization.description, len(names), in_files / 1e9, here / 1e9, dtype),
+    )
 
 
 class _Progress:

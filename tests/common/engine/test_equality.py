@@ -149,7 +149,7 @@ def test_triton_kernels_give_the_same_tokens(models: Any, monkeypatch: pytest.Mo
     from common.engine.triton_kernels.grouped_linear import GroupedExperts
 
     monkeypatch.setattr("common.engine.models.decoder.make_operations", lambda *_: TritonOperations())
-    monkeypatch.setattr("common.engine.models.feed_forward._make_product", GroupedExperts)
+    monkeypatch.setattr("common.engine.models.decoder.make_expert_product", GroupedExperts)
     folder, cases = models(name)
     driver = Driver(load(folder, "cpu", page_size=16, attention="triton"))
     cases = [case for case in cases if len(case[0]) in (1, 17, 100)]

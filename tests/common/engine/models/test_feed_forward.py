@@ -7,15 +7,19 @@ from torch import Tensor
 from common.config.shared import WeightDtype
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.expert_config import QWEN_EXPERTS, ExpertConfig
-from common.engine.models.feed_forward import ExpertLoop, Experts, Mlp, route
+from common.engine.models.feed_forward import ExpertLoop, Experts, Mlp, make_expert_product, route
 from common.engine.models.layers import TorchOperations
-from common.engine.models.linear import Linear
+from common.engine.models.linear import Linear, group_linears
 
 HIDDEN, WIDTH = 64, 32
 
 
 def expert_config(num_experts: int = 16, num_per_token: int = 3, *, is_normalised: bool = True) -> ExpertConfig:
     return ExpertConfig(num_experts, num_per_token, WIDTH, is_normalised, (0,), QWEN_EXPERTS)
+
+
+def experts_of(config: ExpertConfig, router: Tensor, gate_up: Tensor, down: Tensor) -> Experts:
+    return Experts(config, Linear(router), make_expert_product(gate_up, down))
 
 
 def make_experts(config: ExpertConfig, dtype: torch.dtype = torch.float32) -> tuple[Experts, Tensor, Tensor, Tensor]:
@@ -27,7 +31,7 @@ def make_experts(config: ExpertConfig, dtype: torch.dtype = torch.float32) -> tu
         torch.randn(config.num_experts, HIDDEN, WIDTH),
     )
     tensors = router.to(dtype), gate_up.to(dtype), down.to(dtype)
-    return Experts(config, Linear(tensors[0]), *tensors[1:]), *tensors
+    return experts_of(config, *tensors), *tensors
 
 
 def expected_row(x: Tensor, config: ExpertConfig, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -67,11 +71,11 @@ def test_experts_without_tokens_are_not_read() -> None:
     _, router, gate_up, down = make_experts(config)
     x = torch.randn(3, HIDDEN)
     taken = set(route(x @ router.T, config).experts.flatten().tolist())
-    expected = Experts(config, Linear(router), gate_up, down)(x, TorchOperations())
+    expected = experts_of(config, router, gate_up, down)(x, TorchOperations())
     for expert in set(range(8)) - taken:
         gate_up[expert] = down[expert] = float("nan")
     assert len(taken) < 8
-    assert torch.equal(Experts(config, Linear(router), gate_up, down)(x, TorchOperations()), expected)
+    assert torch.equal(experts_of(config, router, gate_up, down)(x, TorchOperations()), expected)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8", "int4"])
@@ -90,6 +94,21 @@ def test_packed_experts_give_nearly_the_same_and_no_row_depends_on_the_others(dt
         assert torch.equal(found, alone)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "int8", "int4"])
+def test_one_call_for_all_experts_has_the_bits_of_a_call_for_each(
+    dtype: WeightDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = expert_config()
+    x = torch.randn(37, HIDDEN).bfloat16()
+    found = []
+    for group in (group_linears, lambda _: None):
+        monkeypatch.setattr("common.engine.models.feed_forward.group_linears", group)
+        experts, *_ = make_experts(config, torch.bfloat16)
+        experts.pack(dtype, HugePages(0))
+        found.append(experts(x, TorchOperations()))
+    assert torch.equal(*found)
+
+
 def test_the_router_is_not_rounded() -> None:
     experts, router, *_ = make_experts(expert_config())
     experts.pack("int4", HugePages(0))
@@ -100,7 +119,7 @@ def test_the_router_is_not_rounded() -> None:
 def test_packed_experts_do_not_keep_their_plain_weights() -> None:
     experts, *_ = make_experts(expert_config(), torch.bfloat16)
     experts.pack("int8", HugePages(0))
-    assert isinstance(experts._product, ExpertLoop)
-    for expert in experts._product.experts:
+    assert isinstance(experts.product, ExpertLoop)
+    for expert in experts.product.experts:
         assert isinstance(expert, Mlp)
         assert (expert.gate_up.weight, expert.down.weight) == (None, None)

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from support.engine.devices import DEVICES
 from torch import Tensor
 
-from common.engine.models.feed_forward import ExpertLoop, Mlp, Routing
+from common.engine.models.feed_forward import ExpertLoop, Routing, make_expert_product
 from common.engine.models.layers import TorchOperations
-from common.engine.models.linear import Linear
 from scripts.benchmarks.launches import META, counting_kernels
 
 if not find_spec("triton"):
@@ -24,7 +23,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2}
 
 
 def loop(gate_up: Tensor, down: Tensor) -> ExpertLoop:
-    return ExpertLoop([Mlp(Linear(first), Linear(second)) for first, second in zip(gate_up, down, strict=True)])
+    product = make_expert_product(gate_up, down)
+    assert isinstance(product, ExpertLoop)
+    return product
 
 
 def routing_of(num_rows: int, num_experts: int, num_per_token: int, device: str = "cpu") -> Routing:
