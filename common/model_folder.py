@@ -34,7 +34,8 @@ def find_model(
     if path.is_dir():
         return path
     if path.exists():
-        raise ConfigError(f"{flag}{path_or_hub_id}: not a folder; give the folder that holds config.json")
+        what = "GGUF files are not read" if path.suffix == ".gguf" else "not a folder"
+        raise ConfigError(f"{flag}{path_or_hub_id}: {what}; give the folder that holds config.json")
     if path_or_hub_id.startswith((".", "/", "~")) or path_or_hub_id.count("/") > 1:
         raise ConfigError(f"{flag}{path_or_hub_id}: no such folder")
     return _fetch(path_or_hub_id, revision, patterns, flag)

@@ -1,10 +1,11 @@
 """Tokens per second of the engine, of ``transformers`` and of other engines, with the same shape, dtype and threads.
 
-The model has Qwen3-0.6B's shape and random weights. Decode starts from caches with random KV, so that no prompt has to
-be computed first. All engines take turns, and the best round counts, because other processes only make a round slower.
-The limits are measured in the same run: memory bandwidth, and the fastest matrix product. On CPUs the last row is a
-decode step with int8 weights, beside that with bfloat16. A second table shows how long the engine waits for the host
-between two decode steps, with and without overlap scheduling.
+The model has Qwen3-0.6B's shape, or one with experts (``--shape``), and random weights. Decode starts from caches with
+random KV, so that no prompt has to be computed first. All engines take turns, and the best round counts, because other
+processes only make a round slower. The limits are measured in the same run: memory bandwidth, and the fastest matrix
+product; a decode step reads only the experts that its rows chose, which are counted. On CPUs the last row is a decode
+step with int8 weights, beside that with bfloat16. A second table shows how long the engine waits for the host between
+two decode steps, with and without overlap scheduling.
 
 ``--peer vllm=PYTHON`` and ``--peer llama.cpp=FOLDER`` measure other engines too, which must be installed.
 """
@@ -16,6 +17,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,8 +29,11 @@ from common.engine.attention.protocol import GraphSafeAttention
 from common.engine.cuda_graphs import CudaGraphRunner, batch_sizes_to_capture
 from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import TORCH_DTYPES, KVPool
+from common.engine.models import feed_forward
 from common.engine.models.config import ModelConfig, RopeConfig
 from common.engine.models.decoder import Decoder, DecoderWeights, allocate_weights
+from common.engine.models.expert_config import QWEN_EXPERTS, ExpertConfig
+from common.engine.models.feed_forward import ExpertLoop, Experts, FeedForward, Mlp
 from common.engine.models.linear import Linear
 from common.engine.sampling.grammar import GrammarCompiler
 from common.errors import ConfigError
@@ -41,6 +46,8 @@ from scripts.benchmarks.peers.transformers_peer import TransformersPeer
 from scripts.benchmarks.peers.vllm_peer import VllmPeer
 
 SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1", "--threads=1")
+#: Qwen3-0.6B; and the same with experts in each layer, as those of Qwen3-30B-A3B: 0.3 GB for a layer in bfloat16.
+SHAPES = ("qwen3-0.6b", "qwen3-moe-small")
 PAGE_SIZE = 16
 CONTEXT = 256
 Options = argparse.Namespace  # the fields of `add_options`
@@ -92,6 +99,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 8, 32], help="decode batch sizes (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="decode steps (%(default)s)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default=SHAPES[0], help="shape of the model, without its layers (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
     parser.add_argument("--disable-cuda-graph", action="store_true", help="run every step of a GPU eagerly")
     parser.add_argument("--ours-only", action="store_true", help="do not measure transformers")
@@ -102,6 +112,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: Options) -> dict[str, float]:
     paths = parse_peers(options.peer)
+    if "vllm" in paths and options.shape != SHAPES[0]:
+        raise ConfigError(f"--peer vllm: it is measured with --shape {SHAPES[0]} only")
     figures: dict[str, float] = {}
     for num_threads in thread_counts(options.threads):
         torch.set_num_threads(num_threads)
@@ -132,7 +144,8 @@ def measure(options: Options, paths: dict[str, Path]) -> tuple[MachineLimits, li
     """Measure every row of both tables, and print each as soon as it is known."""
     torch.manual_seed(0)
     with ExitStack() as stack:
-        engines = build_all(model_shape(options.layers), options, paths, stack)
+        shape = model_shape if options.shape == SHAPES[0] else expert_shape
+        engines = build_all(shape(options.layers), options, paths, stack)
         limits = measure_limits(options)
         print(heading(options, limits, engines), flush=True)
         rows = []
@@ -174,6 +187,12 @@ def model_shape(num_layers: int) -> ModelConfig:
     )
 
 
+def expert_shape(num_layers: int) -> ModelConfig:
+    """In each layer 64 experts of 2.4 million weights, half of one of Qwen3-30B-A3B; a token takes 8 as there."""
+    experts = ExpertConfig(64, 8, 768, is_normalised=True, layers=tuple(range(num_layers)), keys=QWEN_EXPERTS)
+    return replace(model_shape(num_layers), family="qwen3_moe", experts=experts)
+
+
 def build(
     config: ModelConfig,
     options: Options,
@@ -195,6 +214,7 @@ def build_all(config: ModelConfig, options: Options, paths: dict[str, Path], sta
         num_steps=options.new_tokens,
         max_prompt=max([1, *options.prefill]),
         max_batch=max([1, *options.batch]),
+        shape=options.shape,
     )
     weights, tensors = random_weights(config, options)
     peers: list[Peer] = []
@@ -226,9 +246,16 @@ def with_own_linears(weights: DecoderWeights) -> DecoderWeights:
         assert linear.weight is not None
         return Linear(linear.weight, linear.bias)
 
+    def other_mlp(mlp: FeedForward) -> FeedForward:
+        if isinstance(mlp, Experts):
+            assert isinstance(mlp.product, ExpertLoop)
+            experts = [Mlp(other(each.gate_up), other(each.down)) for each in mlp.product.experts]
+            return Experts(mlp.config, other(mlp.router), ExpertLoop(experts))
+        assert isinstance(mlp, Mlp)
+        return Mlp(other(mlp.gate_up), other(mlp.down))
+
     layers = [
-        replace(layer, qkv=other(layer.qkv), o=other(layer.o), gate_up=other(layer.gate_up), down=other(layer.down))
-        for layer in weights.layers
+        replace(layer, qkv=other(layer.qkv), o=other(layer.o), mlp=other_mlp(layer.mlp)) for layer in weights.layers
     ]
     return replace(weights, layers=layers, head=None if weights.head is None else other(weights.head))
 
@@ -306,9 +333,11 @@ def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options:
     ours, steps = engines.ours, options.new_tokens
     theirs = {peer.name: partial(peer.decode_s, batch) for peer in engines.peers}
     ours_s, *theirs_s = best_times([in_seconds(decode_run(batch, ours, options), options), *theirs.values()], options)
-    parameters = linear_parameters(ours.model.config, with_head=True)
+    config = ours.model.config
+    parameters = linear_parameters(config, with_head=True)
+    read = linear_parameters(config, with_head=True, num_experts=experts_read(decode_run(batch, ours, options)))
     kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.layout.page_bytes / PAGE_SIZE
-    memory_s = (parameters * ITEM_BYTES[options.dtype] + kv_bytes) / limits.read_bytes_per_s
+    memory_s = (read * ITEM_BYTES[options.dtype] + kv_bytes) / limits.read_bytes_per_s
     step_s = max(memory_s, 2 * parameters * batch / limits.flops_per_s)
     others = {name: batch * steps / seconds for name, seconds in zip(theirs, theirs_s, strict=True)}
     return Measurement(f"decode batch {batch}", batch * steps / ours_s, batch / step_s, others)
@@ -348,16 +377,35 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def linear_parameters(config: ModelConfig, *, with_head: bool) -> int:
-    """Number of weights that every token is multiplied by."""
+def linear_parameters(config: ModelConfig, *, with_head: bool, num_experts: float | None = None) -> int:
+    """Number of weights that every token is multiplied by; with ``num_experts``, those of so many in each layer."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + config.num_heads * config.head_dim
-    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
-    return config.num_layers * layer + (config.vocab_size * config.hidden_size if with_head else 0)
+    layers = config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+    if (experts := config.experts) is not None:
+        chosen = experts.num_per_token if num_experts is None else num_experts
+        more = experts.num_experts + 3 * (chosen * experts.width - config.intermediate_size)
+        layers += round(len(experts.layers) * config.hidden_size * more)
+    return layers + (config.vocab_size * config.hidden_size if with_head else 0)
+
+
+def experts_read(run: Callable[[], object]) -> float | None:
+    """Run, and return how many experts a step reads in each layer that has them, on average; None without experts."""
+    counts: list[int] = []
+
+    def counting(scores: Tensor, config: ExpertConfig) -> feed_forward.Routing:
+        found = route(scores, config)
+        counts.append(len(found.experts.unique()))
+        return found
+
+    route = feed_forward.route
+    with patch.object(feed_forward, "route", counting):
+        run()
+    return sum(counts) / len(counts) if counts else None
 
 
 def heading(options: Options, limits: MachineLimits, engines: Engines) -> str:
     return (
-        f"\n{options.layers} layers of Qwen3-0.6B's shape, {options.dtype}, {options.device}, "
+        f"\n{options.layers} layers of the shape {options.shape}, {options.dtype}, {options.device}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
         f"limits: memory {limits.read_bytes_per_s / 1e9:.1f} GB/s, products {limits.flops_per_s / 1e9:.0f} GFLOP/s\n"
         f"{'tokens/s':<18}{'ours':>10}{'limit':>10}{'of limit':>10}"

@@ -1,12 +1,13 @@
 """``bench engine`` finds the engines that ``--peer`` names, or says what is missing."""
 
+import argparse
 import sys
 from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError
-from scripts.benchmarks.engine import thread_counts
+from scripts.benchmarks.engine import run, thread_counts
 from scripts.benchmarks.peers.llama_cpp import LlamaCppPeer, parse_output
 from scripts.benchmarks.peers.peer import Workload, parse_peers
 from scripts.benchmarks.peers.vllm_peer import VllmPeer, environment
@@ -47,6 +48,12 @@ def test_vllm_gets_the_threads_of_the_table_and_none_of_our_packages(tmp_path: P
 def test_a_folder_without_the_program_of_llama_cpp_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no .*llama-batched-bench; build llama-batched-bench there"):
         LlamaCppPeer(tmp_path, WORKLOAD)
+
+
+def test_vllm_is_measured_with_the_dense_shape_only(tmp_path: Path) -> None:
+    options = argparse.Namespace(peer=[f"vllm={tmp_path}"], shape="qwen3-moe-small", threads="1")
+    with pytest.raises(ConfigError, match=r"--peer vllm: it is measured with --shape qwen3-0\.6b only"):
+        run(options)
 
 
 def test_the_figures_of_llama_cpp_are_read_from_its_json() -> None:

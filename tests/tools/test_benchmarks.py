@@ -18,11 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 SLOW = {"colocation", "disagg", "handoff", "overload", "pictures", "quantization", "start", "transfer"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
-def test_the_shortest_form_prints_figures_greater_than_zero(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES]
+    + [pytest.param("engine --shape=qwen3-moe-small", marks=pytest.mark.slow)],
+)
+def test_the_shortest_form_prints_figures_greater_than_zero(command: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
+    name, *options = command.split()
     ended = subprocess.run(
-        [sys.executable, "-m", "scripts.cli", "bench", name, "--shortest", f"--json={path}"],
+        [sys.executable, "-m", "scripts.cli", "bench", name, "--shortest", *options, f"--json={path}"],
         cwd=ROOT, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-4000:] + ended.stdout[-4000:]

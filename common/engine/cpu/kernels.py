@@ -8,10 +8,12 @@ library, ``load_kernels`` logs a warning and returns None, and torch does the wo
 
 import ctypes
 import logging
-from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, addressof, c_float, c_int, c_long, c_void_p
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,6 +118,27 @@ class LayerCache(Structure):
     _fields_ = (("keys", c_void_p), ("values", c_void_p), ("scale", c_float))
 
 
+class Groups(NamedTuple):
+    """Groups of rows, each of which is multiplied by one weight.
+
+    Attributes:
+        weights: ``[groups]`` int64, the number of the weight of each group.
+        ends: ``[groups]`` int64, the row after the last of each group; the next group begins there.
+    """
+
+    weights: Tensor
+    ends: Tensor
+
+
+class WeightTable:
+    """Packed weights of one shape and format, of which a product takes some: see ``Kernels.linear_grouped``."""
+
+    def __init__(self, packed: Sequence[Tensor] | Sequence[PackedWeight]) -> None:
+        self.packed = packed
+        places = [addressof(one) if isinstance(one, PackedWeight) else one.data_ptr() for one in packed]
+        self.addresses = torch.tensor(places, dtype=torch.int64)
+
+
 class Kernels:
     """The library's functions, for contiguous CPU tensors, whose widths are multiples of ``LANES`` if nothing is said.
 
@@ -136,6 +159,12 @@ class Kernels:
         self._linear_quantized = library.baton_linear_quantized
         self._linear_quantized.argtypes = (
             *(POINTER(PackedWeight), POINTER(QuantizedRows), c_void_p, c_void_p, c_long, c_int, c_int),
+        )
+        self._linear_bf16_grouped = library.baton_linear_bf16_grouped
+        self._linear_bf16_grouped.argtypes = (*(c_void_p,) * 4, c_long, c_void_p, c_long, c_long, c_int)
+        self._linear_quantized_grouped = library.baton_linear_quantized_grouped
+        self._linear_quantized_grouped.argtypes = (
+            *(c_void_p, POINTER(QuantizedRows), *(c_void_p,) * 3, c_long, c_void_p, c_int, c_int),
         )
         self._paged_attention = library.baton_paged_attention
         self._paged_attention.argtypes = (
@@ -244,13 +273,30 @@ class Kernels:
         """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` in the bias's dtype, as ``dtype``."""
         assert x.is_contiguous() and x.shape[1] == weight.inputs
         out = x.new_empty(x.shape[0], weight.outputs, dtype=dtype)
-        num_groups = x.numel() // weight.group
-        scratch = torch.empty(x.numel() + 8 * num_groups, dtype=torch.uint8)
-        start = scratch.data_ptr()
-        rows = QuantizedRows(start, start + x.numel(), start + x.numel() + 4 * num_groups)
+        rows, _memory = _scratch(x, weight)
         self._linear_quantized(
             *(weight, rows, x.data_ptr(), out.data_ptr(), x.shape[0], DTYPES[x.dtype], DTYPES[dtype])
         )
+        return out
+
+    def linear_grouped(self, x: Tensor, weights: "WeightTable", groups: "Groups", dtype: torch.dtype) -> Tensor:
+        """Return the products of groups of rows of contiguous ``x`` with a weight each, without biases, as ``dtype``.
+
+        The rows have the bits that ``linear`` or ``linear_quantized`` returns.
+        """
+        first = weights.packed[0]
+        taken = (x.data_ptr(), weights.addresses.data_ptr(), groups.weights.data_ptr(), groups.ends.data_ptr())
+        if isinstance(first, PackedWeight):
+            out = x.new_empty(x.shape[0], first.outputs, dtype=dtype)
+            rows, _memory = _scratch(x, first)
+            self._linear_quantized_grouped(
+                *(taken[1], rows, taken[0], *taken[2:], len(groups.ends), out.data_ptr()),
+                *(DTYPES[x.dtype], DTYPES[dtype]),
+            )
+            return out
+        assert x.dtype == torch.bfloat16
+        out = x.new_empty(x.shape[0], first.shape[0] * LANES, dtype=dtype)
+        self._linear_bf16_grouped(*taken, len(groups.ends), out.data_ptr(), x.shape[1], out.shape[1], DTYPES[dtype])
         return out
 
     def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
@@ -276,6 +322,14 @@ class Kernels:
             *(kv, pages.data_ptr(), offsets.data_ptr(), k.shape[0]),
             *(k.data_ptr(), v.data_ptr(), k.stride(0), DTYPES[k.dtype]),
         )
+
+
+def _scratch(x: Tensor, weight: PackedWeight) -> tuple[QuantizedRows, Tensor]:
+    """Return places for the rounded rows of ``x``, and the memory that they are in."""
+    num_groups = x.numel() // weight.group
+    memory = torch.empty(x.numel() + 8 * num_groups, dtype=torch.uint8)
+    start = memory.data_ptr()
+    return QuantizedRows(start, start + x.numel(), start + x.numel() + 4 * num_groups), memory
 
 
 def library_for(target: Target) -> Library:

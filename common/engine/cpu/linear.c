@@ -87,3 +87,11 @@ EXPORT void baton_linear_bf16(const char *x, const char *weight, const char *bia
     (void)x, (void)weight, (void)bias, (void)out, (void)rows, (void)inputs, (void)width, (void)dtype;
 }
 #endif
+
+/* Several products: the rows of x up to ends[i], from ends[i - 1] on, times weights[chosen[i]], without biases. */
+EXPORT void baton_linear_bf16_grouped(const char *x, const char *const *weights, const long *chosen, const long *ends,
+                                      long groups, char *out, long inputs, long width, int dtype) {
+    for (long i = 0, first = 0; i < groups; first = ends[i++])
+        baton_linear_bf16(x + first * inputs * 2, weights[chosen[i]], 0,
+                          out + first * width * (ptrdiff_t)item_bytes(dtype), ends[i] - first, inputs, width, dtype);
+}

@@ -192,3 +192,15 @@ EXPORT void baton_linear_quantized(const QuantizedWeight *weight, const Quantize
     if (dtype == F16) quantize_rows(x, scratch, rows, weight->inputs, weight->group, F16);
     multiply(weight, scratch, out, rows, dtype, out_dtype);
 }
+
+/* As baton_linear_bf16_grouped. `scratch` is for the largest group. */
+EXPORT void baton_linear_quantized_grouped(const QuantizedWeight *const *weights, const QuantizedRows *scratch,
+                                           const char *x, const long *chosen, const long *ends, long groups, char *out,
+                                           int dtype, int out_dtype) {
+    for (long i = 0, first = 0; i < groups; first = ends[i++]) {
+        const QuantizedWeight *weight = weights[chosen[i]];
+        baton_linear_quantized(weight, scratch, x + first * weight->inputs * (ptrdiff_t)item_bytes(dtype),
+                               out + first * weight->outputs * (ptrdiff_t)item_bytes(out_dtype), ends[i] - first, dtype,
+                               out_dtype);
+    }
+}

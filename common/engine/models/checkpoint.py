@@ -19,6 +19,7 @@ class StoredTensor(NamedTuple):
     file: Path
     dtype: str  # as safetensors writes it: F32, BF16, F16, ...
     shape: tuple[int, ...]
+    num_bytes: int = 0
 
 
 def locate(path_or_hub_id: str, revision: str | None = None) -> Path:
@@ -60,7 +61,7 @@ def weight_files(folder: Path) -> list[Path]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UnsupportedModelError(f"{folder}: no *.safetensors files; other formats are not read")
+        raise UnsupportedModelError(f"{folder}: no *.safetensors files; other formats, such as GGUF, are not read")
     return files
 
 
@@ -89,7 +90,9 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(stream.read(length))
         return {
-            name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]))
+            name: StoredTensor(
+                file, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0]
+            )
             for name, entry in header.items()
             if name != "__metadata__"
         }

@@ -14,6 +14,14 @@ from typing import Any
 
 from common.cache.page_layout import PageLayout
 from common.engine.models.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
+from common.engine.models.expert_config import (
+    MIXTRAL_EXPERTS,
+    QWEN_EXPERTS,
+    ExpertConfig,
+    ExpertKeys,
+    parse_experts,
+)
+from common.engine.models.quantized_checkpoints.config import CheckpointQuantization, parse_quantization
 from common.errors import ConfigError, UnsupportedModelError
 
 
@@ -25,7 +33,9 @@ class Family:
         has_qk_norm: whether queries and keys are normalised per head.
         qkv_bias, o_bias: whether the attention matrices have biases; None: ``attention_bias`` in config.json decides.
         has_mlp_bias_key: whether ``mlp_bias`` in config.json has an effect.
-        default_window: sliding window of a config.json without the key ``sliding_window``; None: the key has no effect.
+        has_window_key: whether ``sliding_window`` in config.json has an effect.
+        default_window: sliding window of a config.json without that key.
+        experts: how its experts are described; None: its layers are dense.
     """
 
     name: str
@@ -33,7 +43,9 @@ class Family:
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     has_mlp_bias_key: bool = False
+    has_window_key: bool = False
     default_window: int | None = None
+    experts: ExpertKeys | None = None
 
 
 #: Supported architectures, by their names in config.json.
@@ -41,12 +53,15 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Family("qwen3", has_qk_norm=True),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False),
     "LlamaForCausalLM": Family("llama", has_mlp_bias_key=True),
-    "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, default_window=4096),
+    "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, has_window_key=True, default_window=4096),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", has_qk_norm=True, experts=QWEN_EXPERTS),
+    "MixtralForCausalLM": Family("mixtral", qkv_bias=False, o_bias=False, has_window_key=True, experts=MIXTRAL_EXPERTS),
 }
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 ROPE_TYPES = ("default", "llama3", "yarn")
-_STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-DTYPES = tuple(_STORED_DTYPES.values())
+#: Types of plain tensors, by their names in safetensors files.
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = tuple(STORED_DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +121,8 @@ class ModelConfig:
     """Configuration of a decoder-only model of a supported family.
 
     Attributes:
-        family: ``qwen3``, ``qwen2``, ``llama`` or ``mistral``.
+        family: the name of a ``Family``.
+        intermediate_size: of the dense layers.
         dtype: the type of most of the checkpoint's tensors; ``auto`` resolves to it.
         context_length: longest prompt and output together, in tokens, rope scaling included.
         eos_token_ids: token ids that end an output, from generation_config.json and config.json, without duplicates.
@@ -114,6 +130,8 @@ class ModelConfig:
         digest: sha256 of the configuration and of the names, types and shapes of all tensors, not of their contents.
         weight_version: identifies the contents of the tensors: ``--weight-version`` or a fingerprint of the files.
             ``load`` leaves it empty.
+        experts: None if all layers are dense.
+        quantization: of the checkpoint, whose matrices are decoded when they are loaded; None: they are plain.
     """
 
     folder: Path
@@ -138,6 +156,8 @@ class ModelConfig:
     generation: dict[str, float]
     digest: str
     weight_version: str = ""
+    experts: ExpertConfig | None = None
+    quantization: CheckpointQuantization | None = None
 
     @property
     def identity(self) -> str:
@@ -176,8 +196,13 @@ class ModelConfig:
     def crossover_tokens(self) -> float:
         """Context length at which attention takes as many multiplications per token as a layer's matrices."""
         heads = self.num_heads * self.head_dim
-        matrices = self.hidden_size * (2 * heads + 2 * self.num_kv_heads * self.head_dim + 3 * self.intermediate_size)
+        matrices = self.hidden_size * (2 * heads + 2 * self.num_kv_heads * self.head_dim + 3 * self.active_width)
         return matrices / (2 * heads)
+
+    @property
+    def active_width(self) -> int:
+        """The intermediate size of a layer for one token: that of all its experts together, if it has experts."""
+        return self.intermediate_size if self.experts is None else self.experts.num_per_token * self.experts.width
 
     def resolve_dtype(self, dtype: str) -> str:
         """Return ``float32``, ``bfloat16`` or ``float16``; ``auto`` is the checkpoint's own type.
@@ -212,6 +237,7 @@ def parse_config(
         raise ConfigError(f"{folder}/config.json: head_dim {head_dim} is odd; rotary embedding needs an even number")
     max_positions = number.positive("max_position_embeddings")
     rope = parse_rope(config, max_positions, folder)
+    quantization = parse_quantization(config.get("quantization_config"), folder)
     attention_bias = bool(config.get("attention_bias", False))
     return ModelConfig(
         folder=folder,
@@ -231,10 +257,12 @@ def parse_config(
         has_o_bias=attention_bias if family.o_bias is None else family.o_bias,
         has_mlp_bias=family.has_mlp_bias_key and bool(config.get("mlp_bias", False)),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        dtype=_main_dtype(tensors, folder),
+        dtype=_main_dtype(tensors, quantization, folder),
         eos_token_ids=_eos_token_ids(generation, config),
         generation=_generation_defaults(generation),
         digest=_digest(config, tensors),
+        experts=None if family.experts is None else parse_experts(config, family.experts, folder),
+        quantization=quantization,
     )
 
 
@@ -248,11 +276,6 @@ def _known_family(config: dict[str, Any], folder: Path) -> Family:
 
 
 def _refuse_what_is_not_served(config: dict[str, Any], folder: Path) -> None:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unnamed")
-        raise UnsupportedModelError(
-            f"{folder}: quantized checkpoint ({method}) is not supported; use one in {', '.join(DTYPES)}"
-        )
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"{folder}: hidden_act {config['hidden_act']} is not supported; only silu is")
 
@@ -263,7 +286,7 @@ def _refuse_windows(config: dict[str, Any], family: Family, folder: Path) -> Non
     Qwen models enable them with ``use_sliding_window`` or ``layer_types``, Mistral models with ``sliding_window`` or
     without that key.
     """
-    window = config.get("sliding_window", family.default_window) if family.default_window else None
+    window = config.get("sliding_window", family.default_window) if family.has_window_key else None
     layer_types = set(config.get("layer_types") or ())
     if config.get("use_sliding_window") or window is not None or layer_types - {"full_attention"}:
         missing = "" if window is None or "sliding_window" in config else f" (a missing sliding_window means {window})"
@@ -272,17 +295,19 @@ def _refuse_windows(config: dict[str, Any], family: Family, folder: Path) -> Non
         )
 
 
-def _main_dtype(tensors: dict[str, StoredTensor], folder: Path) -> str:
-    """Return the type of most tensors; refuse a checkpoint with a tensor of an unsupported type."""
+def _main_dtype(tensors: dict[str, StoredTensor], quantization: CheckpointQuantization | None, folder: Path) -> str:
+    """Return the type of most tensors that are not quantized; refuse a checkpoint with one of an unsupported type."""
     counts: dict[str, int] = {}
-    if not tensors:
-        raise ConfigError(f"{folder}: the *.safetensors files hold no tensors")
     for name, tensor in tensors.items():
-        if tensor.dtype not in _STORED_DTYPES:
-            supported = ", ".join(_STORED_DTYPES)
+        if tensor.dtype in STORED_DTYPES:
+            is_scale = quantization is not None and quantization.is_scale(name)
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + (not is_scale)
+        elif quantization is None:
+            supported = ", ".join(STORED_DTYPES)
             raise UnsupportedModelError(f"{folder}: {name} has type {tensor.dtype}; supported are {supported}")
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + 1
-    return _STORED_DTYPES[max(counts, key=lambda dtype: counts[dtype])]
+    if not counts:
+        raise ConfigError(f"{folder}: the *.safetensors files hold no tensors of {', '.join(DTYPES)}")
+    return STORED_DTYPES[max(counts, key=lambda dtype: counts[dtype])]
 
 
 def _eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:

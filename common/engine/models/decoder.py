@@ -1,7 +1,8 @@
 """The decoder: embedding, layers of attention and gated feed-forward, norm, projection to the vocabulary.
 
 One class serves every supported family; a part that a family lacks is None. ``allocate_weights`` allocates the weights,
-with q, k, v merged into one matrix and gate and up into another; ``common.engine.models.weights`` fills them.
+with q, k, v merged into one matrix and gate and up into another; ``common.engine.models.weights`` fills them. A tensor
+of an expert has Qwen's name here, whatever its name in the checkpoint.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from common.engine.attention.cpu import CpuStep
 from common.engine.attention.protocol import RotatingAttention, StepAttention
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.config import ModelConfig
+from common.engine.models.expert_config import ExpertConfig
+from common.engine.models.feed_forward import Experts, FeedForward, Mlp, make_expert_product
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
 from common.engine.models.native_layers import native_layers
@@ -23,7 +26,7 @@ from common.engine.tensor_parallel.group import RankGroup
 
 @dataclass(slots=True)
 class LayerWeights:
-    """Weights of one layer. The rows of ``qkv`` are queries, keys, values; the rows of ``gate_up`` are gate, up."""
+    """Weights of one layer. The rows of ``qkv`` are queries, keys, values."""
 
     input_norm: Tensor
     qkv: Linear
@@ -31,8 +34,7 @@ class LayerWeights:
     k_norm: Tensor | None
     o: Linear
     post_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: FeedForward
 
 
 @dataclass(slots=True)
@@ -56,8 +58,9 @@ class DecoderWeights:
         """
         memory = HugePages()
         for layer in self.layers:
-            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            for linear in (layer.qkv, layer.o):
                 linear.pack(dtype, memory=memory)
+            layer.mlp.pack(dtype, memory)
         if self.head is not None:
             at_least_int8: WeightDtype = "int8" if dtype == "int4" else dtype
             self.head.pack(at_least_int8, memory=memory, keep_weight=self.head.weight is self.embedding)
@@ -93,11 +96,26 @@ def allocate_weights(
         weight = plain(f"{name}.weight", num_outputs, num_inputs)
         return Linear(weight, plain(f"{name}.bias", num_outputs) if has_bias else None)
 
+    def dense(base: str) -> Mlp:
+        hidden, wide = config.hidden_size, config.intermediate_size
+        gate_up = merged(base, {"gate_proj": wide, "up_proj": wide}, hidden, config.has_mlp_bias)
+        return Mlp(gate_up, linear(base + "down_proj", hidden, wide, config.has_mlp_bias))
+
+    def sparse(base: str, experts: ExpertConfig) -> Experts:
+        number, hidden, wide = experts.num_experts, config.hidden_size, experts.width
+        router = linear(base + "gate", number, hidden, has_bias=False)
+        gate_up, down = empty(number, 2 * wide, hidden), empty(number, hidden, wide)
+        for index in range(number):
+            name = f"{base}experts.{index}."
+            parts[name + "gate_proj.weight"], parts[name + "up_proj.weight"] = gate_up[index].chunk(2)
+            parts[name + "down_proj.weight"] = down[index]
+        return Experts(experts, router, make_expert_product(gate_up, down))
+
     def layer(index: int) -> LayerWeights:
         base = f"model.layers.{index}."
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         attention, has_norm = base + "self_attn.", config.has_qk_norm
-        hidden, wide = config.hidden_size, config.intermediate_size
+        hidden, experts = config.hidden_size, config.experts
         return LayerWeights(
             input_norm=plain(base + "input_layernorm.weight", hidden),
             qkv=merged(attention, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, config.has_qkv_bias),
@@ -105,8 +123,7 @@ def allocate_weights(
             k_norm=plain(attention + "k_norm.weight", config.head_dim) if has_norm else None,
             o=linear(attention + "o_proj", hidden, queries, config.has_o_bias),
             post_norm=plain(base + "post_attention_layernorm.weight", hidden),
-            gate_up=merged(base + "mlp.", {"gate_proj": wide, "up_proj": wide}, hidden, config.has_mlp_bias),
-            down=linear(base + "mlp.down_proj", hidden, wide, config.has_mlp_bias),
+            mlp=sparse(base + "mlp.", experts) if experts and index in experts.layers else dense(base + "mlp."),
         )
 
     def projection() -> Linear | None:
@@ -173,7 +190,7 @@ class Decoder:
                         self._group.barrier()
                     return x
             normed = self._ops.add_rms_norm(x, self._sum(layer.o(attended)), layer.post_norm, self._eps)
-            delta = self._sum(layer.down(self._ops.silu_and_multiply(layer.gate_up(normed))))
+            delta = self._sum(layer.mlp(normed, self._ops))
         assert delta is not None
         return x + delta
 

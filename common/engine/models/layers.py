@@ -138,7 +138,9 @@ def make_operations(config: ModelConfig, device: torch.device) -> Operations:
         from common.engine.triton_kernels.elementwise import TritonOperations  # imports triton
 
         return TritonOperations()
-    widths = (config.hidden_size, config.intermediate_size, config.head_dim // 2)
+    widths = [config.hidden_size, config.intermediate_size, config.head_dim // 2]
+    if config.experts is not None:
+        widths.append(config.experts.width)
     if device.type != "cpu" or any(width % LANES for width in widths):
         return TorchOperations()
     return load_kernels() or TorchOperations()

@@ -1,5 +1,6 @@
 """Linear layers. Their weights are packed once, in the order in which this machine's matrix product reads them."""
 
+from collections.abc import Sequence
 from ctypes import pointer
 from typing import Protocol
 
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from common.config.shared import WeightDtype
 from common.engine.cpu.huge_pages import HugePages
-from common.engine.cpu.kernels import Kernels, NativeProduct, PackedWeight, load_kernels
+from common.engine.cpu.kernels import Groups, Kernels, NativeProduct, PackedWeight, WeightTable, load_kernels
 from common.engine.models.quantization import (
     QuantizedWeight,
     TorchQuantizedProduct,
@@ -76,6 +77,28 @@ class Linear:
     def native(self) -> NativeProduct | None:
         """The product for native calls; None if it is none of our kernels."""
         return self._product.native if isinstance(self._product, _Bf16Product | _QuantizedProduct) else None
+
+
+class GroupedLinear:
+    """The products of several linear layers of one shape, each with its own rows, in one call of our kernels."""
+
+    def __init__(self, kernels: Kernels, table: WeightTable) -> None:
+        self._kernels = kernels
+        self._table = table
+
+    def __call__(self, x: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+        """Map contiguous ``[rows, in]``, in groups, to ``[rows, out]`` of ``dtype``."""
+        return self._kernels.linear_grouped(x, self._table, groups, dtype)
+
+
+def group_linears(linears: Sequence[Linear]) -> GroupedLinear | None:
+    """Return the products of packed linear layers without biases; None if they are not computed by our kernels."""
+    products = [linear._product for linear in linears]
+    for kind in (_Bf16Product, _QuantizedProduct):
+        own = [product for product in products if isinstance(product, kind)]
+        if own and len(own) == len(products):
+            return GroupedLinear(own[0]._kernels, WeightTable([product._weight for product in own]))
+    return None
 
 
 def quantized_product(weight: QuantizedWeight, bias: Tensor | None, memory: HugePages) -> Product:

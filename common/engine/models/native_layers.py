@@ -14,6 +14,7 @@ from torch import Tensor
 from common.engine.attention.cpu import CpuStep
 from common.engine.cpu.kernels import DTYPES, Kernels, NativeProduct, Paged, Pair, QuantizedRows
 from common.engine.models.config import ModelConfig
+from common.engine.models.feed_forward import Mlp
 
 if TYPE_CHECKING:
     from common.engine.models.decoder import LayerWeights
@@ -125,7 +126,9 @@ def native_layers(operations: object, config: ModelConfig, weights: "Sequence[La
         return None
     products = []
     for layer in weights:
-        parts = [linear.native for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        if not isinstance(layer.mlp, Mlp):
+            return None
+        parts = [linear.native for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
         products.append([part for part in parts if part is not None])
     is_ours = all(len(parts) == 4 for parts in products)
     return NativeLayers(operations, config, weights, products) if products and is_ours else None

@@ -1,6 +1,7 @@
 """Loads a model's weights from safetensors files, which are mapped: CPUs pack most weights straight from the file.
 
-A tensor that is missing, unexpected or of the wrong shape is an error, since the model would answer with noise.
+Matrices of quantized checkpoints are decoded. A tensor that is missing, unexpected or of the wrong shape is an error,
+since the model would answer with noise.
 """
 
 import logging
@@ -8,13 +9,15 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.engine.kv_pool import TORCH_DTYPES
 from common.engine.models.checkpoint import StoredTensor, stored_tensors
-from common.engine.models.config import ModelConfig
+from common.engine.models.config import STORED_DTYPES, ModelConfig
 from common.engine.models.decoder import DecoderWeights, allocate_weights
+from common.engine.models.quantized_checkpoints.config import CheckpointQuantization
+from common.engine.models.quantized_checkpoints.sources import QuantizedMatrix, quantized_names
+from common.engine.models.tensor_sources import CheckpointFiles, TensorSource, plain_sources
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 from common.errors import ConfigError
 from common.reminder import Reminder
@@ -40,13 +43,63 @@ def load_weights(config: ModelConfig, dtype: str, device: torch.device, shard: S
     stored = stored_tensors(config.folder)
     if config.is_tied:
         stored.pop("lm_head.weight", None)  # a copy of the embedding that some exporters add
-    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(_IGNORED_ENDINGS)}
-    _check(whole, stored, config.folder)
+    files = CheckpointFiles(stored)
+    sources = _find_sources(config, stored, {name: tuple(part.shape) for name, part in whole.items()}, files)
+    _check(whole, sources, config.folder)
     progress = _Progress(len(parts))
-    for file in dict.fromkeys(stored[name].file for name in parts):
-        some = {name: part for name, part in parts.items() if stored[name].file == file}
-        _copy(file, some, shard, progress)
+    for name in sorted(parts, key=lambda name: (stored[sources[name].stored[0]].file, name)):
+        if shard.has(name):
+            _fill(parts[name], sources[name].read(files), shard)
+        else:
+            parts[name].zero_()
+        progress.add_one()
+    if config.quantization is not None:
+        _say_memory(config.quantization, sources, parts, stored)
     return weights
+
+
+def _find_sources(
+    config: ModelConfig, stored: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], files: CheckpointFiles
+) -> dict[str, TensorSource]:
+    """Return where each tensor of the model comes from, by its name in ``allocate_weights``.
+
+    Args:
+        shapes: of the model's tensors.
+    """
+    names = [name for name in stored if not name.endswith(_IGNORED_ENDINGS)]
+    if config.quantization is None:
+        return plain_sources(stored, names, config.experts)
+    matrices = quantized_names(names, config.quantization)
+    taken = {name for parts in matrices.values() for name in parts.values()}
+    plain = [name for name in names if name not in taken and not config.quantization.is_ignored(name)]
+    found = plain_sources(stored, plain, config.experts)
+    for name, source in list(found.items()):
+        dtype = stored[source.stored[0]].dtype
+        if dtype not in STORED_DTYPES:
+            raise ConfigError(f"{config.folder}: {source.stored[0]} has type {dtype}, and no scale")
+        if name not in shapes and name.endswith(".bias") and not files.tensor(source.stored[0]).any():
+            del found[name]  # AutoGPTQ gives every matrix a bias
+    for base, parts in matrices.items():
+        name = f"{base}.weight" if config.experts is None else config.experts.keys.name_of(f"{base}.weight")
+        found[name] = QuantizedMatrix(base, parts, shapes.get(name, ()), config.quantization)
+    return found
+
+
+def _say_memory(
+    quantization: CheckpointQuantization,
+    sources: dict[str, TensorSource],
+    parts: dict[str, Tensor],
+    stored: dict[str, StoredTensor],
+) -> None:
+    """Log what the matrices take in the checkpoint and here, before ``--weight-dtype`` rounds them."""
+    names = [name for name in parts if isinstance(sources[name], QuantizedMatrix)]
+    in_files = sum(stored[each].num_bytes for name in names for each in sources[name].stored)
+    here = sum(parts[name].nbytes for name in names)
+    dtype = str(parts[names[0]].dtype).removeprefix("torch.") if names else "nothing"
+    log.info(
+        "quantized checkpoint (%s): %d matrices of %.2f GB take %.2f GB as %s, before --weight-dtype rounds them",
+        *(quantization.description, len(names), in_files / 1e9, here / 1e9, dtype),
+    )
 
 
 class _Progress:
@@ -64,15 +117,15 @@ class _Progress:
             log.info("loaded %d of %d tensors in %.0f s", self._num_loaded, self._num_all, now - self._began_at)
 
 
-def _check(parts: dict[str, Tensor], stored: dict[str, StoredTensor], folder: Path) -> None:
+def _check(parts: dict[str, Tensor], sources: dict[str, TensorSource], folder: Path) -> None:
     wrong = [
-        f"{name} is {list(tensor.shape)}, should be {list(parts[name].shape)}"
-        for name, tensor in stored.items()
-        if name in parts and tensor.shape != tuple(parts[name].shape)
+        f"{name} is {list(source.shape)}, should be {list(parts[name].shape)}"
+        for name, source in sources.items()
+        if name in parts and source.shape != tuple(parts[name].shape)
     ]
     complaints = {
-        "missing": [name for name in parts if name not in stored],
-        "unexpected": [name for name in stored if name not in parts],
+        "missing": [name for name in parts if name not in sources],
+        "unexpected": [name for name in sources if name not in parts],
         "of the wrong shape": wrong,
     }
     found = [f"{_some(names)} {what}" for what, names in complaints.items() if names]
@@ -85,27 +138,13 @@ def _some(names: list[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + rest
 
 
-def _take(part: Tensor, stored: Tensor) -> None:
+def _fill(part: Tensor, whole: Tensor, shard: Shard) -> None:
     """Fill a part. A whole weight, unlike rows of one, becomes the mapped file itself where formats agree."""
+    if part.shape != whole.shape:
+        part.copy_(whole[shard.part_of(tuple(whole.shape), tuple(part.shape))])
+        return
     is_whole = part.nbytes == part.untyped_storage().nbytes()
-    if is_whole and part.device == stored.device and part.dtype == stored.dtype:
-        part.data = stored
+    if is_whole and part.device == whole.device and part.dtype == whole.dtype:
+        part.data = whole
     else:
-        part.copy_(stored)
-
-
-def _copy(file: Path, parts: dict[str, Tensor], shard: Shard, progress: _Progress) -> None:
-    try:
-        with safe_open(file, framework="pt") as reader:
-            for name, part in sorted(parts.items()):
-                stored = reader.get_slice(name)
-                whole, own = tuple(stored.get_shape()), tuple(part.shape)
-                if not shard.has(name):
-                    part.zero_()
-                elif whole == own:
-                    _take(part, reader.get_tensor(name))  # a slice that is all of it would be slower
-                else:
-                    part.copy_(stored[shard.part_of(whole, own)])
-                progress.add_one()
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from error
+        part.copy_(whole)

@@ -1,8 +1,9 @@
 """Which part of a model, of its tensors and of its KV heads one rank has. Arithmetic only.
 
 Queries, keys, values, gate and up are divided by their outputs, so that a rank computes whole heads; the matrices after
-them (o and down) by their inputs, so that the sum over all ranks is the result. Norms and the embedding are whole on
-every rank. Rank 0 alone has the projection to the vocabulary, since it alone samples.
+them (o and down) by their inputs, so that the sum over all ranks is the result. Every rank has a part of every expert.
+Norms, the embedding and the routers of experts are whole on every rank. Rank 0 alone has the projection to the
+vocabulary, since it alone samples.
 """
 
 from dataclasses import dataclass, replace
@@ -29,11 +30,13 @@ class Shard:
             ConfigError: the model cannot be divided among so many ranks.
         """
         check_divisible(config, self.size)
+        experts = config.experts and replace(config.experts, width=config.experts.width // self.size)
         return replace(
             config,
             num_heads=config.num_heads // self.size,
             num_kv_heads=max(1, config.num_kv_heads // self.size),
             intermediate_size=config.intermediate_size // self.size,
+            experts=experts,
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
@@ -67,7 +70,10 @@ def check_divisible(config: ModelConfig, num_ranks: int) -> None:
     Raises:
         ConfigError: names the number of heads, or the width, that is not divisible.
     """
-    for what, number in (("attention heads", config.num_heads), ("intermediate size", config.intermediate_size)):
+    divided = [("attention heads", config.num_heads), ("intermediate size", config.intermediate_size)]
+    if config.experts is not None:
+        divided.append(("the experts' intermediate size", config.experts.width))
+    for what, number in divided:
         if number % num_ranks:
             raise ConfigError(f"--tp {num_ranks}: {what} {number} of {config.folder.name} cannot be divided by it")
     if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:

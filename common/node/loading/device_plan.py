@@ -94,7 +94,9 @@ def activation_bytes(model: ModelConfig, item_bytes: int) -> int:
     """Return the most memory that one token takes between two layers: what one layer holds at once, or less."""
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attended = model.num_heads * model.head_dim
-    return item_bytes * (4 * model.hidden_size + 2 * qkv + attended + 3 * model.intermediate_size)
+    # Each expert of a token has an input of its own, and its output in float32, twice.
+    experts = 0 if model.experts is None else model.experts.num_per_token * model.hidden_size * (item_bytes + 8)
+    return item_bytes * (4 * model.hidden_size + 2 * qkv + attended + 3 * model.active_width) + experts
 
 
 def pages_on_device(

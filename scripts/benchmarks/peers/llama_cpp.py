@@ -31,7 +31,7 @@ class LlamaCppPeer:
         self._model = Path(self._place.name) / "model.gguf"
         try:
             _run(
-                [sys.executable, str(WRITER), str(self._model), str(workload.num_layers)],
+                [sys.executable, str(WRITER), str(self._model), str(workload.num_layers), workload.shape],
                 {**os.environ, "PYTHONPATH": str(package)},
             )
         except ConfigError:

@@ -16,9 +16,10 @@ class Workload:
     """What all engines compute with in one run.
 
     Attributes:
-        num_layers: of Qwen3-0.6B's shape.
+        num_layers: of the shape.
         context: cached tokens of a row before its first decode step.
         max_prompt: tokens of the longest prompt.
+        shape: one of ``bench engine --shape``.
     """
 
     num_layers: int
@@ -27,6 +28,7 @@ class Workload:
     num_steps: int
     max_prompt: int
     max_batch: int
+    shape: str = "qwen3-0.6b"
 
 
 class Peer(Protocol):

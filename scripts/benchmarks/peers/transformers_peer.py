@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from common.engine.models.config import ModelConfig
+from common.engine.models.expert_config import ExpertConfig
 from scripts.benchmarks.peers.peer import Workload
 
 
@@ -51,26 +52,50 @@ class TransformersPeer:
 
 
 def _build(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    theirs = Qwen3Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.context_length,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-        rms_norm_eps=config.rms_norm_eps,
-        tie_word_embeddings=True,
-    )
-    theirs._attn_implementation = "sdpa"
+    values = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_length,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": True,
+        "attn_implementation": "sdpa",
+    }
     embedding = tensors["model.embed_tokens.weight"]
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(theirs)
+        if config.experts is None:
+            model: Any = Qwen3ForCausalLM(Qwen3Config(**values))
+        else:
+            values |= {
+                "num_experts": config.experts.num_experts,
+                "num_experts_per_tok": config.experts.num_per_token,
+                "moe_intermediate_size": config.experts.width,
+                "norm_topk_prob": config.experts.is_normalised,
+            }
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**values))
+            tensors = _with_stacked_experts(tensors, config.experts)
     model.load_state_dict({**tensors, "lm_head.weight": embedding}, assign=True, strict=True)
     # Buffers are not in the state dict: make the rotary ones again, outside the meta device.
-    model.model.rotary_emb = type(model.model.rotary_emb)(theirs).to(embedding.device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(embedding.device)
     return model.eval()
+
+
+def _with_stacked_experts(tensors: Mapping[str, Tensor], experts: ExpertConfig) -> dict[str, Tensor]:
+    """Return the tensors with one for all experts of a layer, as transformers 5 keeps them; this copies them."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in experts.layers:
+        base = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            [tensors[f"{base}{index}.{matrix}.weight"] for index in range(experts.num_experts)]
+            for matrix in ("gate_proj", "up_proj", "down_proj")
+        )
+        found[base + "gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
+        found[base + "down_proj"] = torch.stack(down)
+    return found

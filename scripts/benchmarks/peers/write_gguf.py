@@ -1,4 +1,6 @@
-"""``write_gguf.py FILE LAYERS``: writes a GGUF file of Qwen3-0.6B's shape with random weights in bfloat16.
+"""``write_gguf.py FILE LAYERS SHAPE``: writes a GGUF file of this shape with random weights in bfloat16.
+
+SHAPE is that of ``bench engine``: qwen3-0.6b, or qwen3-moe-small with experts.
 
 Runs by path with llama.cpp's package ``gguf``, without this repository. The file has no tokenizer.
 """
@@ -10,11 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 HIDDEN, WIDE, HEADS, KV_HEADS, DIM, VOCAB = 1024, 3072, 16, 8, 128, 151_936
+NUM_EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDE = 64, 8, 768
 
 
 def main() -> None:
-    path, num_layers = sys.argv[1], int(sys.argv[2])
-    writer = gguf.GGUFWriter(path, "qwen3")
+    path, num_layers, has_experts = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "qwen3-moe-small"
+    writer = gguf.GGUFWriter(path, "qwen3moe" if has_experts else "qwen3")
+    if has_experts:
+        writer.add_expert_count(NUM_EXPERTS)
+        writer.add_expert_used_count(EXPERTS_PER_TOKEN)
+        writer.add_expert_feed_forward_length(EXPERT_WIDE)
     writer.add_block_count(num_layers)
     writer.add_context_length(40_960)
     writer.add_embedding_length(HIDDEN)
@@ -28,9 +35,11 @@ def main() -> None:
     writer.add_vocab_size(VOCAB)
     writer.add_tokenizer_model("none")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    for name, shape in shapes(num_layers).items():
+    for name, shape in shapes(num_layers, has_experts=has_experts).items():
         if len(shape) == 1:
             writer.add_tensor(name, np.ones(shape, np.float32))
+        elif "ffn_gate_inp" in name:  # llama.cpp keeps routers in float32
+            writer.add_tensor(name, np.random.default_rng(0).normal(0, 0.02, shape).astype(np.float32))
         else:
             writer.add_tensor(name, random_bfloat16(shape), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
@@ -39,13 +48,19 @@ def main() -> None:
     writer.close()
 
 
-def shapes(num_layers: int) -> dict[str, tuple[int, ...]]:
-    layer = {
+def shapes(num_layers: int, *, has_experts: bool) -> dict[str, tuple[int, ...]]:
+    layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (HIDDEN,), "attn_q": (HEADS * DIM, HIDDEN), "attn_k": (KV_HEADS * DIM, HIDDEN),
         "attn_v": (KV_HEADS * DIM, HIDDEN), "attn_output": (HIDDEN, HEADS * DIM), "attn_q_norm": (DIM,),
-        "attn_k_norm": (DIM,), "ffn_norm": (HIDDEN,), "ffn_gate": (WIDE, HIDDEN), "ffn_up": (WIDE, HIDDEN),
-        "ffn_down": (HIDDEN, WIDE),
+        "attn_k_norm": (DIM,), "ffn_norm": (HIDDEN,),
     }  # fmt: skip
+    if has_experts:
+        layer["ffn_gate_inp"] = (NUM_EXPERTS, HIDDEN)
+        layer["ffn_gate_exps"] = layer["ffn_up_exps"] = (NUM_EXPERTS, EXPERT_WIDE, HIDDEN)
+        layer["ffn_down_exps"] = (NUM_EXPERTS, HIDDEN, EXPERT_WIDE)
+    else:
+        layer["ffn_gate"] = layer["ffn_up"] = (WIDE, HIDDEN)
+        layer["ffn_down"] = (HIDDEN, WIDE)
     found: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
     return found | {
         f"blk.{number}.{name}.weight": shape for number in range(num_layers) for name, shape in layer.items()

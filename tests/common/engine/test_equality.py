@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.engine.devices import DEVICES
 from support.engine.engine_driver import Driver
-from support.engine.reference_models import LLAMA3_ROPE, YARN_ROPE, draw_prompts, make_model
+from support.engine.reference_models import EXPERTS, LLAMA3_ROPE, YARN_ROPE, draw_prompts, make_model
 
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
@@ -31,6 +31,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {"head_dim": None}),
     "mistral_with_yarn": ("mistral", {"rope_parameters": {**YARN_ROPE, "attention_factor": 0.8}}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "attention_bias": True}),
+    "qwen3_moe_with_a_dense_layer": (
+        "qwen3_moe",
+        {**EXPERTS, "norm_topk_prob": False, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
 }
 LENGTHS = [1, 2, 15, 16, 17, 64, 100, 333, 600]
 MAX_NEW = 10
@@ -136,12 +142,15 @@ def test_tokens_do_not_depend_on_the_attention_backend(models: Any, attention: s
 
 
 @pytest.mark.skipif(not (has_interpreter() and find_spec("triton")), reason="needs Triton's interpreter")
-def test_triton_kernels_give_the_same_tokens(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe_with_a_dense_layer"])
+def test_triton_kernels_give_the_same_tokens(models: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """All of Triton's kernels take part, as on a GPU; prompts are computed in chunks beside decode rows."""
     from common.engine.triton_kernels.elementwise import TritonOperations
+    from common.engine.triton_kernels.grouped_linear import GroupedExperts
 
     monkeypatch.setattr("common.engine.models.decoder.make_operations", lambda *_: TritonOperations())
-    folder, cases = models("qwen3")
+    monkeypatch.setattr("common.engine.models.decoder.make_expert_product", GroupedExperts)
+    folder, cases = models(name)
     driver = Driver(load(folder, "cpu", page_size=16, attention="triton"))
     cases = [case for case in cases if len(case[0]) in (1, 17, 100)]
     texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]

@@ -23,7 +23,9 @@ from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionParams
 from common.engine.attention.triton_backend import TritonAttention
 from common.engine.kv_pool import KVPool
+from common.engine.models.feed_forward import Routing
 from common.engine.triton_kernels.elementwise import TritonOperations
+from common.engine.triton_kernels.grouped_linear import GroupedExperts
 from common.engine.triton_kernels.pages import Runs, gather, scatter
 from common.engine.triton_kernels.sampling import draw_tokens
 
@@ -95,6 +97,16 @@ def compile_operations(num_heads: int, num_kv_heads: int, head_dim: int, hidden:
     operations.silu_and_multiply(torch.zeros(3, 6 * hidden, dtype=torch.bfloat16))
 
 
+def compile_experts(hidden: int, width: int, num_experts: int, num_per_token: int) -> None:
+    """A step of few tokens, and one of many."""
+    gate_up = torch.zeros(num_experts, 2 * width, hidden, dtype=torch.bfloat16)
+    experts = GroupedExperts(gate_up, torch.zeros(num_experts, hidden, width, dtype=torch.bfloat16))
+    for num_tokens in (3, 64 * num_experts // num_per_token):
+        chosen = torch.arange(num_tokens * num_per_token).view(num_tokens, -1) % num_experts
+        routing = Routing(chosen, torch.ones(chosen.shape))
+        experts(torch.zeros(num_tokens, hidden, dtype=torch.bfloat16), routing, TritonOperations())
+
+
 if __name__ == "__main__":
     driver.set_active(AbsentGpu())  # type: ignore[arg-type]
     JITFunction.run = run  # type: ignore[method-assign]
@@ -103,6 +115,7 @@ if __name__ == "__main__":
     compile_attention(16, PageLayout(2, 16, 192, 16, "bfloat16", value_dim=128))
     compile_attention(128, PageLayout(2, 1, 576, 16, "bfloat16", value_dim=512, is_latent=True))
     compile_operations(32, 8, 128, 4096)
+    compile_experts(256, 96, 8, 2)
     runs = Runs.make(((4096, 512), (8192, 512)), 1 << 16, torch.device("cpu"))
     for copy in (gather, scatter):
         copy(torch.zeros(4, 1 << 16, dtype=torch.uint8), torch.tensor([2]), runs, torch.zeros(1024, dtype=torch.uint8))

@@ -42,6 +42,7 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 #: Families and overrides of the models that whole services are tested with.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
@@ -49,6 +50,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral": ("mistral", {"head_dim": None}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
 }
 
 
@@ -59,7 +62,8 @@ def make_model(folder: str | Path, family: str = "qwen3", seed: int = 0, **overr
     """
     import transformers
 
-    name = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}[family]
+    names = {"qwen3_moe": "Qwen3Moe"}  # other classes are named as their families
+    name = names.get(family, family.capitalize())
     if family == "mistral":
         overrides = {"sliding_window": None, **overrides}
     torch.manual_seed(seed)

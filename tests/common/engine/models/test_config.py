@@ -147,9 +147,9 @@ def test_the_digest_depends_on_configuration_and_shapes_not_on_the_folder(folder
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "Mixtral.*Qwen3For.*Qwen2For.*LlamaFor.*MistralFor"),
+        ({"architectures": ["MambaForCausalLM"]}, "Mamba.*Qwen3For.*Qwen2For.*LlamaFor.*MistralFor"),
         ({"architectures": None, "model_type": "mamba"}, "model_type 'mamba'.*Qwen3ForCausalLM"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized.*gptq.*bfloat16"),
+        ({"quantization_config": {"quant_method": "gguf"}}, "quantized.*gguf.*fp8, compressed-tensors, awq, gptq"),
         ({"use_sliding_window": True}, "sliding window.*full attention"),
         ({"layer_types": ["sliding_attention"]}, "sliding window.*full attention"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic.*default, llama3, yarn"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.engine.engine_driver import Driver
 from support.engine.rank_threads import RankThreads
-from support.engine.reference_models import LLAMA3_ROPE, draw_prompts, make_model
+from support.engine.reference_models import EXPERTS, LLAMA3_ROPE, draw_prompts, make_model
 
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
@@ -45,6 +45,8 @@ def executor_of(folder: Path, num_ranks: int, attention: str = "auto", page_size
         ("qwen2", {"num_key_value_heads": 4}, 4, "torch", 16),
         ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}, 2, "reference", 64),
         ("mistral", {"head_dim": None, "num_key_value_heads": 1}, 4, "auto", 16),
+        ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [0]}, 2, "auto", 16),
+        ("mixtral", {"num_local_experts": 4}, 4, "auto", 16),
     ],
 )
 def test_tokens_equal_those_of_transformers(

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from support.engine.reference_models import make_model
 
 from common.engine.models.config import ModelConfig
+from common.engine.models.expert_config import QWEN_EXPERTS, ExpertConfig
+from common.engine.models.feed_forward import Mlp
 from common.engine.models.weights import load_weights
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard, check_divisible
 from common.errors import ConfigError
@@ -60,6 +62,9 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused(config: Mod
             check_divisible(config, num_ranks)
     with pytest.raises(ConfigError, match="intermediate size 81"):
         check_divisible(replace(config, intermediate_size=81), 2)
+    experts = ExpertConfig(4, 2, 30, True, (0,), QWEN_EXPERTS)
+    with pytest.raises(ConfigError, match="--tp 4: the experts' intermediate size 30"):
+        check_divisible(replace(config, experts=experts), 4)
     with pytest.raises(ConfigError, match="3 KV heads"):
         check_divisible(replace(config, num_heads=12, num_kv_heads=3), 4)
 
@@ -73,12 +78,14 @@ def test_the_parts_of_all_ranks_are_the_weights_of_the_model(config: ModelConfig
     assert all(rank.head is None for rank in ranks[1:])
     for index, layer in enumerate(whole.layers):
         parts = [rank.layers[index] for rank in ranks]
+        mlps = [part.mlp for part in parts if isinstance(part.mlp, Mlp)]
+        assert isinstance(layer.mlp, Mlp)
         x = torch.randn(5, config.hidden_size)
-        gate, up = zip(*(part.gate_up(x).chunk(2, dim=1) for part in parts), strict=True)
-        assert torch.allclose(torch.cat([*gate, *up], dim=1), layer.gate_up(x), atol=1e-5)
+        gate, up = zip(*(mlp.gate_up(x).chunk(2, dim=1) for mlp in mlps), strict=True)
+        assert torch.allclose(torch.cat([*gate, *up], dim=1), layer.mlp.gate_up(x), atol=1e-5)
         wide = torch.randn(5, config.intermediate_size)
-        down = sum(part.down(piece) for part, piece in zip(parts, wide.chunk(num_ranks, dim=1), strict=True))
-        assert torch.allclose(torch.as_tensor(down), layer.down(wide), atol=1e-5)
+        down = sum(mlp.down(piece) for mlp, piece in zip(mlps, wide.chunk(num_ranks, dim=1), strict=True))
+        assert torch.allclose(torch.as_tensor(down), layer.mlp.down(wide), atol=1e-5)
         for shard, part in zip(shards, parts, strict=True):
             heads = np.split(layer.qkv(x).numpy(), [128, 192], axis=1)  # queries, keys, values
             kv = shard.kv_heads(config.num_kv_heads)

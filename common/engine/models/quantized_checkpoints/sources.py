@@ -1,0 +1,68 @@
+"""The quantized matrices of a checkpoint as sources of plain ones."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from common.engine.models.quantized_checkpoints.awq import decode_awq
+from common.engine.models.quantized_checkpoints.compressed_tensors import decode_compressed
+from common.engine.models.quantized_checkpoints.config import MARKERS, CheckpointQuantization
+from common.engine.models.quantized_checkpoints.fp8 import decode_fp8
+from common.engine.models.quantized_checkpoints.gptq import decode_gptq
+from common.engine.models.quantized_checkpoints.packing import Parts
+from common.engine.models.tensor_sources import CheckpointFiles
+from common.errors import ConfigError
+
+DECODERS: dict[str, Callable[[Parts, tuple[int, ...], CheckpointQuantization], Tensor]] = {
+    "fp8": decode_fp8,
+    "compressed-tensors": decode_compressed,
+    "awq": decode_awq,
+    "gptq": decode_gptq,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix, decoded from several tensors.
+
+    Attributes:
+        base: the part of their names that they have in common.
+        parts: their names in the checkpoint, by what each of them is.
+        shape: of the matrix.
+    """
+
+    base: str
+    parts: Mapping[str, str]
+    shape: tuple[int, ...]
+    quantization: CheckpointQuantization
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        return tuple(self.parts.values())
+
+    def read(self, files: CheckpointFiles) -> Tensor:
+        """Return the matrix in float32.
+
+        Raises:
+            ConfigError: a tensor is missing, or has the wrong shape or type.
+        """
+        tensors = {part: files.tensor(name) for part, name in self.parts.items()}
+        try:
+            matrix = DECODERS[self.quantization.method](tensors, self.shape, self.quantization)
+        except (ConfigError, KeyError, RuntimeError, IndexError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"{self.base}: cannot be decoded ({self.quantization.description}): {what}") from error
+        if matrix.shape != self.shape:
+            raise ConfigError(f"{self.base} is {list(matrix.shape)} once decoded, should be {list(self.shape)}")
+        return matrix
+
+
+def quantized_names(names: Iterable[str], quantization: CheckpointQuantization) -> dict[str, dict[str, str]]:
+    """Return the names of the tensors of each quantized matrix, by what they are, by the matrix's name."""
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        if matrix := quantization.matrix_of(name):
+            base, part = matrix
+            found.setdefault(base, {})[part] = name
+    return {base: parts for base, parts in found.items() if any(marker in parts for marker in MARKERS)}
