@@ -5,6 +5,7 @@ with q, k, v merged into one matrix and gate and up into another; ``common.engin
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from common.engine.models.config import ModelConfig
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
 from common.engine.tensor_parallel.group import RankGroup
+
+if TYPE_CHECKING:
+    from common.engine.models.lora import StepAdapters
 
 
 @dataclass(slots=True)
@@ -141,7 +145,13 @@ class Decoder:
         self._ops: Operations = make_operations(config, device)
 
     def hidden_states(
-        self, tokens: Tensor, positions: Tensor, attention: StepAttention, keep: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        keep: Tensor | None = None,
+        *,
+        adapters: "StepAdapters | None" = None,
     ) -> Tensor:
         """Run all layers on ``tokens`` ``[N]`` at ``positions`` ``[N]`` and write their KV.
 
@@ -150,6 +160,7 @@ class Decoder:
             attention: writes new KV into the pool and reads cached KV from it.
             keep: ``[K]`` int64, indices of the tokens to return; the last feed-forward layer skips all others. None
                 returns all.
+            adapters: what LoRA adapters add for some of the tokens; None without any.
         Returns:
             ``[K, hidden]``, before the last norm.
         """
@@ -158,7 +169,8 @@ class Decoder:
         x = F.embedding(tokens, self.weights.embedding)
         rotary = rotations(positions, self._frequencies, self.config.rope.attention_factor)
         delta: Tensor | None = None
-        for index, layer in enumerate(self.weights.layers):
+        layers = self.weights.layers if adapters is None else adapters.layers(self.weights.layers)
+        for index, layer in enumerate(layers):
             qkv = layer.qkv(self._ops.add_rms_norm(x, delta, layer.input_norm, self._eps))
             attended = self._attend(index, qkv.view(len(x), -1, self.config.head_dim), rotary, attention).flatten(1)
             if keep is not None and index + 1 == len(self.weights.layers):
