@@ -23,9 +23,7 @@ from common.wire.address import check_reach, host_and_port, is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(
-    Batching, EngineOptions, LoraOptions, DrainOptions, NodeHttpOptions, SchedulingOptions, ModelOptions
-):
+class NodeConfig(Batching, EngineOptions, LoraOptions, DrainOptions, NodeHttpOptions, SchedulingOptions, ModelOptions):
     """Configuration of ``prefill`` and ``decode``, which is the same for both, since a node may change its role.
 
     ``role`` follows from the command; it has no flag.

@@ -301,7 +301,12 @@ class TorchExecutor:
         self._check(rows)
         adapters = [self._slot(row.slot).adapter for row in rows]
         has_adapters = any(adapters)
-        if self._graphs is not None and not has_adapters and self._graphs.fits(len(rows)) and all(map(_is_decode, rows)):
+        if (
+            self._graphs is not None
+            and not has_adapters
+            and self._graphs.fits(len(rows))
+            and all(map(_is_decode, rows))
+        ):
             slots, positions = [row.slot for row in rows], [row.start for row in rows]
             pages = self._page_table[slots, [start // self._page_size for start in positions]]
             logits = self._graphs.launch(slots, positions, pages.tolist())

@@ -285,7 +285,7 @@ class UnloadAdapter(Message, frozen=True, tag="unload_adapter"):
 
 
 class Adapters(Message, frozen=True, tag="adapters"):
-    """node -> gateway: all adapters of the node, after each change to all gateways, and to the one that asked for it."""
+    """node -> gateway, after each change: all adapters of the node; and the answer to the gateway that asked for it."""
 
     adapters: AdapterList
     error: Sentence = ""  # why nothing has changed

@@ -58,9 +58,7 @@ class LoraWeights:
     layers: Sequence[Mapping[str, Addition]]
 
 
-def make_lora(
-    adapter: AdapterCheckpoint, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> LoraWeights:
+def make_lora(adapter: AdapterCheckpoint, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoraWeights:
     """Merge the parts of an adapter as those of the model's matrices are, and pack them for this machine."""
 
     def layer(index: int) -> dict[str, Addition]:

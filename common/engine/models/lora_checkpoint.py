@@ -27,7 +27,9 @@ MODULES = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
-_TENSOR = re.compile(rf"base_model\.model\.model\.layers\.(\d+)\.({'|'.join(map(re.escape, MODULES))})\.lora_([AB])\.weight")
+_TENSOR = re.compile(
+    rf"base_model\.model\.model\.layers\.(\d+)\.({'|'.join(map(re.escape, MODULES))})\.lora_([AB])\.weight"
+)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: Keys that change no number of an adapter that is only applied, or that are read here.
 _KNOWN = frozenset(
@@ -198,7 +200,9 @@ def _pairs(
         sides[found[3]][int(found[1]), found[2]] = tensor
     if sides["A"].keys() != sides["B"].keys() or not stored:
         unpaired = sorted(sides["A"].keys() ^ sides["B"].keys())
-        what = f"layer {unpaired[0][0]} has {unpaired[0][1]} without its other half" if unpaired else "it has no tensors"
+        what = (
+            f"layer {unpaired[0][0]} has {unpaired[0][1]} without its other half" if unpaired else "it has no tensors"
+        )
         raise ConfigError(f"{file}: {what}; save the adapter again")
     return {place: LowRankPair(a, sides["B"][place].float() * scale) for place, a in sides["A"].items()}
 

@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
 #: The protocol version, and the digest of its messages.
-PINNED = (11, "fe899d3745337842")
+PINNED = (12, "af59bff0a640e8c6")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,

@@ -72,9 +72,7 @@ class Driver:
 class DrivenRequest:
     """A request with its tokens, its pages and the number of computed tokens."""
 
-    def __init__(
-        self, driver: Driver, slot: int, prompt: list[int], params: SamplingParams, adapter: str = ""
-    ) -> None:
+    def __init__(self, driver: Driver, slot: int, prompt: list[int], params: SamplingParams, adapter: str = "") -> None:
         self.slot = slot
         self.prompt = prompt
         self.output: list[int] = []

@@ -78,6 +78,6 @@ def merge(folder: Path, model: Path, adapter: Path) -> Path:
         if ".lora_A." in name:
             b = pairs[name.replace("lora_A", "lora_B")]
             target = name.removeprefix("base_model.model.").replace(".lora_A", "")
-            weights[target] = weights[target] + scale * (b.double() @ a.double()).float()
+            weights[target] = weights[target].float() + scale * (b.double() @ a.double()).float()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
