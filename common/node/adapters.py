@@ -6,6 +6,7 @@ is dropped when the last request on this node that has it has ended.
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,11 +46,16 @@ class Asked(NamedTuple):
 
 
 class Read(NamedTuple):
-    """An adapter that a thread has read, or why it could not."""
+    """An adapter that the thread has read, or why it could not.
+
+    Attributes:
+        was_loading: whether the thread had it; otherwise it was answered at once.
+    """
 
     asked: Asked
-    adapter: "LoraWeights | None"
+    adapter: "LoraWeights | None" = None
     error: str = ""
+    was_loading: bool = True
 
 
 class NodeAdapters:
@@ -65,7 +71,7 @@ class NodeAdapters:
         self._notify = notify
         self._serving: dict[str, Adapter] = {}  # by name
         self._retiring: dict[str, list[Asked]] = {}  # by id
-        self._loading: dict[str, Asked] = {}  # by name
+        self._loading: Counter[str] = Counter()  # by name
         self._read: SimpleQueue[Read] = SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -107,7 +113,7 @@ class NodeAdapters:
             else:
                 self._begin_to_load(asked, message)
         except ConfigError as error:
-            self._read.put(Read(asked, None, str(error)))
+            self._read.put(Read(asked, error=str(error), was_loading=False))
 
     def _begin_to_load(self, asked: Asked, message: LoadAdapter) -> None:
         config, name = self._config, message.name
@@ -117,8 +123,6 @@ class NodeAdapters:
             raise ConfigError(f"lora_name: a name has {NAME_RULE}")
         if name == config.served_name:
             raise ConfigError(f"lora_name: the model itself is served as {name}; give the adapter another name")
-        if name in self._loading:
-            raise ConfigError(f"the adapter {name} is being loaded already")
         num_held = len({*self._serving, name, *self._loading}) + len(self._retiring)
         if num_held > config.max_loaded_loras:
             raise ConfigError(
@@ -128,18 +132,18 @@ class NodeAdapters:
         folder = _below(root, message.path)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        self._loading[name] = asked
+        self._loading[name] += 1
         self._threads.submit(self._load, asked, folder, root)
 
     def _load(self, asked: Asked, folder: Path, root: Path) -> None:
-        """On the thread: read an adapter."""
+        """On the thread: read an adapter, also one that is known, since several gateways may ask for the same."""
         try:
             read = Read(asked, self._engine.read_adapter(folder, max_rank=self._config.max_lora_rank, root=root))
         except ConfigError as error:
-            read = Read(asked, None, str(error))
+            read = Read(asked, error=str(error))
         except Exception as error:
             log.exception("the adapter %s cannot be loaded", asked.message.name)
-            read = Read(asked, None, f"{folder}: cannot be loaded ({type(error).__name__})")
+            read = Read(asked, error=f"{folder}: cannot be loaded ({type(error).__name__})")
         self._read.put(read)
         self._notify()
 
@@ -154,7 +158,7 @@ class NodeAdapters:
             if adapter.startswith(f"{name}@"):
                 waiting.append(asked)
                 return
-        self._read.put(Read(asked, None))  # a node that does not have it is as it should be
+        self._read.put(Read(asked, was_loading=False))  # a node that does not have it is as it should be
 
     @property
     def has_news(self) -> bool:
@@ -180,9 +184,9 @@ class NodeAdapters:
 
     def _finish_load(self, read: Read) -> str:
         """Serve an adapter that has been read. Returns why it is not, or an empty text."""
-        asked, name = read.asked, read.asked.message.name
-        if self._loading.get(name) is asked:
-            del self._loading[name]
+        name = read.asked.message.name
+        if read.was_loading:
+            self._loading -= Counter([name])
         if read.adapter is None:
             return read.error
         served = self._serving.get(name)

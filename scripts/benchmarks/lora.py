@@ -95,7 +95,9 @@ def prefill_run(
 def decode_run(batch: int, executor: TorchExecutor, options: Options, adapters: Sequence[str]) -> Callable[[], object]:
     """Return a run of ``new_tokens`` steps of ``batch`` rows, whose adapters take turns."""
     width = executor.pool.layout.num_pages(engine.CONTEXT + options.new_tokens)
-    admits = tuple(Admit(slot, GREEDY, engine.CONTEXT, 1, adapter=adapters[slot % len(adapters)]) for slot in range(batch))
+    admits = tuple(
+        Admit(slot, GREEDY, engine.CONTEXT, 1, adapter=adapters[slot % len(adapters)]) for slot in range(batch)
+    )
     deltas = tuple(PageDelta(slot, 0, tuple(range(slot * width, (slot + 1) * width))) for slot in range(batch))
 
     def run_all() -> None:

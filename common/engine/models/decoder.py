@@ -168,8 +168,8 @@ class Decoder:
             tokens = self._group.broadcast(tokens)
         x = F.embedding(tokens, self.weights.embedding)
         rotary = rotations(positions, self._frequencies, self.config.rope.attention_factor)
-        delta: Tensor | None = None
         layers = self.weights.layers if adapters is None else adapters.layers(self.weights.layers)
+        delta: Tensor | None = None
         for index, layer in enumerate(layers):
             qkv = layer.qkv(self._ops.add_rms_norm(x, delta, layer.input_norm, self._eps))
             attended = self._attend(index, qkv.view(len(x), -1, self.config.head_dim), rotary, attention).flatten(1)

@@ -235,6 +235,27 @@ def test_a_request_keeps_an_adapter_that_is_dropped_meanwhile(served: tuple[Path
     driver.executor.close()
 
 
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}, {"weight_dtype": "int4"}])
+def test_in_any_format_the_next_token_is_mostly_that_of_the_merged_model(
+    served: tuple[Path, list[Case]], options: dict[str, str]
+) -> None:
+    """The weights are random, so that the highest logits are close; another adapter agrees by chance only."""
+    root, cases = served
+    if root.name.startswith("lora-mistral") and options.get("weight_dtype") == "int4":
+        pytest.skip("the inputs of its matrices are not divided by a group of int4")
+    executor = load(root, **options)
+    num_equal = num_asked = 0
+    for case in cases:
+        for count, token in enumerate(case.expected):
+            text = Driver(executor).start(0, case.prompt + case.expected[:count], adapter=case.adapter)
+            text_driver = text._driver
+            text_driver.finish([text], 1)
+            num_equal += text.output == [token]
+            num_asked += 1
+    executor.close()
+    assert num_equal > 0.7 * num_asked
+
+
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}])
 def test_tokens_do_not_depend_on_the_adapters_of_other_rows(
     served: tuple[Path, list[Case]], options: dict[str, str]
