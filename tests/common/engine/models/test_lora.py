@@ -12,6 +12,7 @@ from support.engine.engine_driver import Driver
 from support.engine.lora_adapters import make_adapter, merge
 from support.engine.reference_models import FAMILIES, draw_prompts, make_model
 
+from common.engine.cpu.kernels import load_kernels
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.models.lora import make_lora
@@ -191,6 +192,12 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return root, cases
 
 
+def is_row_by_row() -> bool:
+    """Whether bfloat16 is multiplied by our own kernel here."""
+    kernels = load_kernels()
+    return kernels is not None and kernels.can_multiply(torch.empty(16, 16, dtype=torch.bfloat16))
+
+
 def load(root: Path, **options: Any) -> TorchExecutor:
     settings = {"dtype": "float32", "num_slots": 32, "num_pages": 400, "page_size": 16, **options}
     executor = load_executor(ModelConfig.load(str(root / "model")), device="cpu", **settings)
@@ -235,25 +242,23 @@ def test_a_request_keeps_an_adapter_that_is_dropped_meanwhile(served: tuple[Path
     driver.executor.close()
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}, {"weight_dtype": "int4"}])
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}])
 def test_in_any_format_the_next_token_is_mostly_that_of_the_merged_model(
     served: tuple[Path, list[Case]], options: dict[str, str]
 ) -> None:
     """The weights are random, so that the highest logits are close; another adapter agrees by chance only."""
     root, cases = served
-    if root.name.startswith("lora-mistral") and options.get("weight_dtype") == "int4":
-        pytest.skip("the inputs of its matrices are not divided by a group of int4")
     executor = load(root, **options)
     num_equal = num_asked = 0
     for case in cases:
         for count, token in enumerate(case.expected):
-            text = Driver(executor).start(0, case.prompt + case.expected[:count], adapter=case.adapter)
-            text_driver = text._driver
-            text_driver.finish([text], 1)
+            driver = Driver(executor)
+            text = driver.start(0, case.prompt + case.expected[:count], adapter=case.adapter)
+            driver.finish([text], 1)
             num_equal += text.output == [token]
             num_asked += 1
     executor.close()
-    assert num_equal > 0.7 * num_asked
+    assert num_equal > 0.8 * num_asked, f"{num_equal} of {num_asked}"
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}])
@@ -263,9 +268,7 @@ def test_tokens_do_not_depend_on_the_adapters_of_other_rows(
     """Also where rounding keeps them from equalling the merged model: each request runs alone, and then beside all."""
     root, cases = served
     executor = load(root, **options)
-    if executor.model.weights.layers[0].qkv.weight is not None or "_OneDnn" in repr(
-        executor.model.weights.layers[0].qkv._product
-    ):
+    if options == {"dtype": "bfloat16"} and not is_row_by_row():
         pytest.skip("oneDNN's product depends on the number of rows")
     alone = []
     for case in cases:
