@@ -105,8 +105,7 @@ class TorchExecutor:
         ranks: compute their parts of ``model`` in every step; None: it is the whole model.
 
     Attributes:
-        adapters: the LoRA adapters that requests may have, by id. Other threads add and remove them; a request in a
-            slot keeps the one that it has.
+        adapters: the LoRA adapters that requests may have, by id; other threads add them.
     """
 
     def __init__(
@@ -165,6 +164,13 @@ class TorchExecutor:
         checkpoint = read_adapter(folder, self.model.config, max_rank=max_rank, root=root)
         embedding = self.model.weights.embedding
         return make_lora(checkpoint, self.model.config, embedding.dtype, embedding.device)
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Forget an adapter that no request has any more, by its id; safe on any thread."""
+        dropped = self.adapters.pop(adapter)
+        for slot in self._slots:
+            if slot is not None and slot.adapter is dropped:
+                slot.adapter = None  # its request has ended, and a row of it in a step that runs is ignored
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step to its end."""

@@ -33,6 +33,8 @@ class AdapterEngine(Protocol):
 
     def read_adapter(self, folder: Path, *, max_rank: int, root: Path | None = None) -> "LoraWeights": ...
 
+    def drop_adapter(self, adapter: str) -> None: ...
+
 
 class Asked(NamedTuple):
     """A change that a gateway has asked for.
@@ -177,7 +179,7 @@ class NodeAdapters:
             error = self._finish_load(read)
             answers.append((read.asked.link, self._answer(read.asked, error)))
         for adapter in [one for one in self._retiring if one not in in_use]:
-            del self._engine.adapters[adapter]
+            self._engine.drop_adapter(adapter)
             log.info("dropped the adapter %s", adapter)
             answers += [(asked.link, self._answer(asked)) for asked in self._retiring.pop(adapter)]
         return answers

@@ -6,10 +6,10 @@ have ended, so that none of them fails.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from common.errors import ErrorCode, RequestError
-from common.wire.messages import Adapters, LoadAdapter, Message, UnloadAdapter
+from common.wire.messages import Adapter, Adapters, LoadAdapter, Message, UnloadAdapter
 from gateway.requests.dispatcher import Dispatcher
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
@@ -80,6 +80,17 @@ class AdapterChanges:
             answer = answers.get(node.incarnation)
             found.append((node, late if answer is None else answer.error))
         return found
+
+    def changed(self, pool: WorkerPool, node: Worker, adapters: Sequence[Adapter]) -> None:
+        """A node says which adapters it has now; another gateway may have asked it to load or unload one."""
+        names = {adapter.name for adapter in adapters}
+        for name in node.adapters.keys() - names:
+            if (pool.model, name) in self._wanted:
+                self._wanted[pool.model, name] = None
+        for name in names - node.adapters.keys():
+            if self._wanted.get((pool.model, name), "") is None:
+                del self._wanted[pool.model, name]
+        pool.registry.set_adapters(node.incarnation, tuple(adapters))
 
     def registered(self, pool: WorkerPool, node: Worker) -> None:
         """A node has come: have it load and unload what the others have."""

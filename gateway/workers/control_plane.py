@@ -292,9 +292,10 @@ class ControlPlane:
         pool = self.pools.of(sender)
         if pool is None:
             return
+        node = pool.registry.workers[sender]
         if message.error:
-            log.warning("node %s: %s", pool.registry.workers[sender].name, message.error)
-        pool.registry.set_adapters(sender, message.adapters)
+            log.warning("node %s: %s", node.name, message.error)
+        self.adapter_changes.changed(pool, node, message.adapters)
         self._dispatcher.on_workers_added(pool)
         self._rpc.on_answer(sender, message)
 

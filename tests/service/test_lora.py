@@ -205,3 +205,22 @@ async def test_a_node_without_an_adapter_that_the_other_has_serves_the_model_alo
             assert tuple((await ask(client, "m", prompt))["output_ids"]) == expected
             status, answer = await client.post("/v1/completions", {"model": "one", "prompt": [1]})
             assert (status, answer["error"]["code"]) == (503, "no_route")
+
+
+async def test_every_gateway_of_a_node_serves_what_one_of_them_has_loaded(
+    tmp_path: Path, small: tuple[Path, dict[str, list[Any]]]
+) -> None:
+    folder, known = small
+    prompt, expected = known["two"][0]
+    body = {"model": "two", "prompt": [1], "max_tokens": 1}
+    with running(tmp_path, gateways=2, node_options={"lora_dir": folder}) as service:
+        async with service.client() as first, service.client("gateway-1") as second:
+            load = {"lora_name": "two", "lora_path": str(folder / "two")}
+            assert (await first.post("/v1/load_lora_adapter", load))[0] == 200
+            while (await second.post("/v1/completions", body))[0] != 200:
+                await asyncio.sleep(0.02)
+            for client in (first, second):
+                assert tuple((await ask(client, "two", prompt))["output_ids"]) == expected
+            assert (await second.post("/v1/unload_lora_adapter", {"lora_name": "two"}))[0] == 200
+            while (await first.post("/v1/completions", body))[0] != 404:
+                await asyncio.sleep(0.02)

@@ -45,7 +45,7 @@ class Addition:
         return self.up(self.down(x))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class LoraWeights:
     """An adapter on a device.
 

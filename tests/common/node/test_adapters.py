@@ -33,6 +33,9 @@ class Engine:
             raise RuntimeError("a bug")
         return LoraWeights(DIGEST[len(folder.name) % 16 :][:16] * 2, [])
 
+    def drop_adapter(self, adapter: str) -> None:
+        del self.adapters[adapter]
+
 
 class Node:
     """The adapters of a node with a folder, and the answers to what a gateway asks."""

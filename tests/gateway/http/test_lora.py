@@ -2,10 +2,11 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from support.gateway.fake_nodes import adapter, echo, error_of, folder, running, silent, start_request
 
-from common.wire.messages import LoadAdapter, UnloadAdapter
+from common.wire.messages import Adapters, LoadAdapter, UnloadAdapter
 from gateway.http.routes import adapters
 
 __all__ = ["folder"]
@@ -154,6 +155,18 @@ async def test_a_node_that_comes_back_with_an_unloaded_adapter_drops_it(stack):
     await late.round_trip()
     assert late.register.adapters == ()
     assert await names(stack) == ["tiny"]
+
+
+async def test_a_gateway_wants_no_adapter_any_more_that_another_one_has_unloaded(stack):
+    await stack.post(LOAD, SQL)
+    for node in stack.nodes:
+        node.register = msgspec.structs.replace(node.register, adapters=())
+        node.send(Adapters(()))
+    while await names(stack) != ["tiny"]:
+        await asyncio.sleep(0.01)
+    late = await stack.node("decode", "decode-1")
+    await late.round_trip()
+    assert not any(isinstance(message, LoadAdapter) for message in late.received)
 
 
 # ---- unloading -------------------------------------------------------------------------------------------------------

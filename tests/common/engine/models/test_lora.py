@@ -2,6 +2,7 @@
 
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,9 +147,7 @@ def test_an_adapter_without_tensors_and_one_that_is_too_large_are_refused(small:
 def test_the_digest_depends_on_the_tensors_and_the_scale_alone(small: Path, tmp_path: Path) -> None:
     digests = [
         read(make_adapter(tmp_path / str(number), small, **settings), small).digest
-        for number, settings in enumerate(
-            ({}, {"lora_dropout": 0.5}, {"alpha": 32}, {"seed": 1}, {"use_rslora": True})
-        )
+        for number, settings in enumerate(({}, {"lora_dropout": 0.5}, {"alpha": 32}, {"seed": 1}, {"use_rslora": True}))
     ]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 4
@@ -230,15 +229,17 @@ def test_a_request_alone_equals_the_merged_model(served: tuple[Path, list[Case]]
     executor.close()
 
 
-def test_a_request_keeps_an_adapter_that_is_dropped_meanwhile(served: tuple[Path, list[Case]]) -> None:
+def test_an_adapter_that_is_dropped_takes_no_memory_any_more(served: tuple[Path, list[Case]]) -> None:
     root, cases = served
-    case = next(case for case in cases if case.adapter == "all")
     driver = Driver(load(root))
-    text = driver.start(0, case.prompt, adapter="all")
-    driver.finish([text], 2)
-    del driver.executor.adapters["all"]
-    driver.finish([text], MAX_NEW)
-    assert tuple(text.output) == case.expected
+    texts = [driver.start(slot, case.prompt, adapter=case.adapter) for slot, case in enumerate(cases)]
+    driver.finish(texts, 1)
+    dropped = weakref.ref(driver.executor.adapters["all"])
+    driver.executor.drop_adapter("all")
+    assert dropped() is None
+    left = [(text, case) for text, case in zip(texts, cases, strict=True) if case.adapter != "all"]
+    driver.finish([text for text, _ in left], MAX_NEW)
+    assert [tuple(text.output) for text, _ in left] == [case.expected for _, case in left]
     driver.executor.close()
 
 
