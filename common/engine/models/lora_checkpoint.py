@@ -171,9 +171,9 @@ def _read_config(file: Path, max_rank: int) -> tuple[int, float, object]:
 
 def _check_targets(targets: object, pairs: dict[tuple[int, str], LowRankPair], file: Path) -> None:
     """Refuse an adapter that lacks the tensors of a matrix that its configuration names."""
-    changed = {module for _, module in pairs}
+    changed = [f".model.layers.{layer}.{module}" for layer, module in pairs]
     for name in targets if isinstance(targets, list) else ():
-        if not any(f"model.layers.0.{module}".endswith(f".{name}") or module == name for module in changed):
+        if not any(module.endswith(f".{name}") for module in changed):
             raise ConfigError(f"{file}: target_modules has {name!r}, of which {TENSORS} has no tensors")
 
 

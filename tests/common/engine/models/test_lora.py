@@ -285,7 +285,8 @@ def test_tokens_do_not_depend_on_the_adapters_of_other_rows(
 
 
 def test_a_stored_configuration_may_name_the_matrices_in_any_way(small: Path, tmp_path: Path) -> None:
-    for number, targets in enumerate(("all-linear", r".*\.q_proj", ["self_attn.q_proj"], ["q_proj"])):
+    whole = [f"model.layers.{layer}.self_attn.q_proj" for layer in (1, 0)]  # as PEFT writes it for all-linear
+    for number, targets in enumerate(("all-linear", r".*\.q_proj", ["self_attn.q_proj"], ["q_proj"], whole)):
         folder = make_adapter(tmp_path / str(number), small, targets=("q_proj",))
         config = json.loads((folder / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": targets}))
