@@ -80,13 +80,13 @@ def random_adapter(config: ModelConfig, rank: int) -> AdapterCheckpoint:
 def prefill_run(
     num_tokens: int, executor: TorchExecutor, options: Options, adapters: Sequence[str]
 ) -> Callable[[], object]:
-    """Return a run of prompts with ``num_tokens`` tokens together, one for each adapter, in one step."""
-    lengths = [num_tokens // len(adapters) for _ in adapters]
-    width = executor.pool.layout.num_pages(max(lengths))
+    """Return a run of as many prompts as there are adapters, with ``num_tokens`` tokens together, in one step."""
+    length = num_tokens // options.adapters
+    width = executor.pool.layout.num_pages(length)
     vocab_size = executor.model.config.vocab_size
     admits, deltas, rows = [], [], []
-    for slot, (adapter, length) in enumerate(zip(adapters, lengths, strict=True)):
-        admits.append(Admit(slot, GREEDY, length, None, adapter=adapter))
+    for slot in range(options.adapters):
+        admits.append(Admit(slot, GREEDY, length, None, adapter=adapters[slot % len(adapters)]))
         deltas.append(PageDelta(slot, 0, tuple(range(slot * width, (slot + 1) * width))))
         rows.append(Row(slot, 0, tuple(torch.randint(0, vocab_size, (length,)).tolist()), True))
     return lambda: executor.run(StepPlan(0, tuple(admits), tuple(deltas), tuple(rows)))
