@@ -42,7 +42,7 @@ _KNOWN = frozenset(
 )
 #: Ways to draw the first weights that leave those of the model as they are.
 _PLAIN_STARTS = (True, False, "gaussian", "eva")
-_HEADER_BYTES = 1 << 20  # of a safetensors file, at most
+_HEADER_BYTES = 1 << 20  # of a safetensors file, and of a configuration, at most
 
 
 class LowRankPair(NamedTuple):
@@ -144,6 +144,8 @@ def _read_bytes(file: Path, max_bytes: int) -> bytes:
 
 def _read_config(file: Path, max_rank: int) -> tuple[int, float, object]:
     """Return the rank, the factor of the product, and ``target_modules``."""
+    if file.stat().st_size > _HEADER_BYTES:
+        raise ConfigError(f"{file}: has more than {_HEADER_BYTES} bytes, which no configuration of an adapter has")
     config = read_json(file)
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA is supported")
@@ -158,7 +160,8 @@ def _read_config(file: Path, max_rank: int) -> tuple[int, float, object]:
             f"{file}: init_lora_weights {start!r} has changed the model's own weights; convert the adapter with PEFT's"
             " path_initial_model_for_weight_conversion"
         )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise ConfigError(f"{file}: r should be a positive integer, not {rank!r}")
     if rank > max_rank:

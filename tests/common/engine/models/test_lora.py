@@ -139,6 +139,10 @@ def test_an_adapter_without_tensors_and_one_that_is_too_large_are_refused(small:
         file.truncate(8 << 20)
     with pytest.raises(ConfigError, match="has more than the"):
         read(folder, small)
+    with (folder / "adapter_config.json").open("ab") as file:
+        file.truncate(2 << 20)
+    with pytest.raises(ConfigError, match="which no configuration of an adapter has"):
+        read(folder, small)
 
 
 # ---- what is computed ------------------------------------------------------------------------------------------------
