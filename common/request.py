@@ -23,6 +23,7 @@ class Request:
 
     Attributes:
         salt: requests with different salts never share cached pages.
+        adapter: id of the LoRA adapter, which the salt stands for too; empty: the model itself.
         priority: higher is more urgent.
         priority_class, tenant: the class and tenant that are charged; empty: none.
         expected_output: predicted number of output tokens, those of earlier attempts included; 0: unknown.
@@ -58,6 +59,7 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     salt: str = ""
+    adapter: str = ""
     priority: int = 0
     priority_class: str = ""
     tenant: str = ""

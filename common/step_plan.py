@@ -19,6 +19,7 @@ class Admit(NamedTuple):
     prompt_len: int  # tokens of the original prompt: output token i has position prompt_len + i
     last_token: int | None  # sampled on another node, its KV not computed yet; None: the prompt is not computed yet
     history: tuple[int, ...] = ()  # all tokens so far, prompt and output; only if ``sampling.needs_history``
+    adapter: str = ""  # id of the LoRA adapter; empty: the model itself
 
 
 class PageDelta(NamedTuple):

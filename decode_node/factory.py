@@ -69,5 +69,6 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
         OutgoingMoves(open_sender, context.cache.page_size),
         cache=context.cache,
         vocab_size=context.vocab_size,
+        adapters=context.adapters,
         stream_interval=config.stream_interval,
     )

@@ -5,7 +5,7 @@ pages of a broken transfer are safe again. Tokens and errors go straight to the 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from common.cache.page_allocator import Owner
@@ -80,6 +80,7 @@ class DecodeRole:
     Args:
         moves: requests that leave for other decode nodes.
         vocab_size: token ids outside of it are refused.
+        adapters: ids of the LoRA adapters that requests may have.
         stream_interval: output tokens per message to the gateway, after the first.
     """
 
@@ -91,6 +92,7 @@ class DecodeRole:
         *,
         cache: RadixCache,
         vocab_size: int,
+        adapters: Container[str] = (),
         stream_interval: int = 1,
     ) -> None:
         self.outbox = Outbox()
@@ -101,6 +103,7 @@ class DecodeRole:
         self._cache = cache
         self._allocator = cache.allocator
         self._vocab_size = vocab_size
+        self._adapters = adapters
         self._peers = PrefillPeers()
         self._transfers: dict[RequestKey, RequestKey] = {}  # request -> transfer, where pages are sent again
         self._owners: dict[RequestKey, RequestKey] = {}  # transfer -> request
@@ -278,7 +281,7 @@ class DecodeRole:
             return  # a repetition
         self._totals["requests"] += 1
         try:
-            check_generate(message, self._vocab_size)
+            check_generate(message, self._vocab_size, self._adapters)
             source = None if message.prefill is None else message.prefill.incarnation
             self._scheduler.submit(request, source=source)
         except RequestError as error:
@@ -374,6 +377,7 @@ class DecodeRole:
             *transfer,
             prompt=request.tokens(0, request.num_decodable),
             cache_salt=request.salt,
+            adapter=request.adapter,
             priority=request.priority,
             priority_class=request.priority_class,
             tenant=request.tenant,

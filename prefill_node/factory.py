@@ -45,5 +45,10 @@ def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:
         is_granted=sender.is_granted,
     )
     return PrefillRole(
-        scheduler, sender, cache=context.cache, allocator=context.allocator, vocab_size=context.vocab_size
+        scheduler,
+        sender,
+        cache=context.cache,
+        allocator=context.allocator,
+        vocab_size=context.vocab_size,
+        adapters=context.adapters,
     )

@@ -5,7 +5,7 @@ error go straight to the gateway.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from common.cache.page_allocator import Owner, PageAllocator
@@ -17,6 +17,7 @@ from common.node.planned_chunks import PlannedChunks
 from common.node.role import (
     DEADLINE_GRACE_S,
     Load,
+    check_adapter,
     check_generate,
     check_pages,
     check_tokens,
@@ -72,6 +73,7 @@ class PrefillRole:
 
     Args:
         vocab_size: token ids outside of it are refused.
+        adapters: ids of the LoRA adapters that requests may have.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class PrefillRole:
         cache: RadixCache,
         allocator: PageAllocator,
         vocab_size: int,
+        adapters: Container[str] = (),
     ) -> None:
         self.outbox = Outbox()
         self.stats = RequestStats()
@@ -90,6 +93,7 @@ class PrefillRole:
         self._cache = cache
         self._allocator = allocator
         self._vocab_size = vocab_size
+        self._adapters = adapters
         self._resumed: dict[RequestKey, None] = {}  # a decode node has asked, and not the gateway, which hears nothing
         self._alone: dict[RequestKey, None] = {}  # without a decode node: they end with their first token
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -201,7 +205,7 @@ class PrefillRole:
             return  # a repetition
         self._totals["resumes" if message.output else "requests"] += 1
         try:
-            check_generate(message, self._vocab_size)
+            check_generate(message, self._vocab_size, self._adapters)
             self._scheduler.submit(request)
         except RequestError as error:
             if message.decode is not None:
@@ -220,6 +224,7 @@ class PrefillRole:
             return
         try:
             check_tokens(message.prompt, self._vocab_size)
+            check_adapter(message.adapter, self._adapters)
             self._scheduler.submit(request)
         except RequestError as error:
             self._sender.reject(request.key, peer, error.message, error.code)

@@ -42,7 +42,7 @@ _MORE_NODES = "Baton has no data parallelism in a node; start more nodes, with -
 _NODES_DIAL = "nodes connect to the gateway; start each with --gateway HOST:PORT"
 _AS_STORED = "weights are served as they are stored; leave it out"
 _NO_DRAFTS = "every token is computed by the model itself; leave it out"
-_NO_ADAPTERS = "only plain checkpoints are served; leave it out"
+_ADAPTERS = "give --lora NAME=DIR, once for each adapter"
 _NOT_COMPILED = "the engine does not compile the model; leave it out"
 _GRAPH_SIZES = "batch sizes follow from --cuda-graph-max-bs; give that"
 _TOKENIZER = "the tokenizer is that of --model; leave it out"
@@ -75,7 +75,9 @@ NO_EQUAL: dict[str, str] = {
     **dict.fromkeys(("--tokenizer", "--tokenizer-path", "--tokenizer-mode"), _TOKENIZER),
     "--trust-remote-code": "code of a checkpoint is never run; leave it out",
     **dict.fromkeys(("--speculative-algorithm", "--speculative-config", "--speculative-draft-model-path"), _NO_DRAFTS),
-    **dict.fromkeys(("--enable-lora", "--lora-paths", "--lora-modules", "--max-loras"), _NO_ADAPTERS),
+    **dict.fromkeys(("--lora-paths", "--lora-modules"), _ADAPTERS),
+    "--enable-lora": "give --lora NAME=DIR for adapters at start, and --lora-dir DIR for those that come later",
+    **dict.fromkeys(("--max-loras", "--max-loras-per-batch"), "a batch may have every adapter; leave it out"),
     **dict.fromkeys(("--limit-mm-per-prompt", "--enable-multimodal", "--mm-attention-backend"), _TEXT_ONLY),
     # memory and steps
     "--mem-fraction-static": _MEMORY,

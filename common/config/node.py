@@ -5,6 +5,7 @@ import platform
 from dataclasses import dataclass
 
 from common.config.batching import Batching
+from common.config.lora import LoraOptions, check_lora
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions
 from common.config.shared import (
@@ -22,7 +23,7 @@ from common.wire.address import check_reach, host_and_port, is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(Batching, EngineOptions, DrainOptions, NodeHttpOptions, SchedulingOptions, ModelOptions):
+class NodeConfig(Batching, EngineOptions, LoraOptions, DrainOptions, NodeHttpOptions, SchedulingOptions, ModelOptions):
     """Configuration of ``prefill`` and ``decode``, which is the same for both, since a node may change its role.
 
     ``role`` follows from the command; it has no flag.
@@ -69,6 +70,7 @@ class NodeConfig(Batching, EngineOptions, DrainOptions, NodeHttpOptions, Schedul
 
     def __post_init__(self) -> None:
         check_engine(self)
+        check_lora(self)
         check_node_http(self)
         has_keys = self.insecure or bool(self.keys)
         for address in self.gateways:

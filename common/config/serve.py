@@ -5,6 +5,7 @@ from typing import Any
 
 from common.config.batching import Batching
 from common.config.gateway import HttpOptions, Routing, TracingOptions, check_http
+from common.config.lora import LoraOptions, check_lora
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions
 from common.config.shared import EngineOptions, ModelOptions, NodeHttpOptions, check_engine, check_node_http
@@ -16,6 +17,7 @@ from common.errors import ConfigError
 class ServeConfig(
     Batching,
     EngineOptions,
+    LoraOptions,
     NodeHttpOptions,
     Routing,
     HttpOptions,
@@ -42,6 +44,7 @@ class ServeConfig(
 
     def __post_init__(self) -> None:
         check_engine(self)
+        check_lora(self)
         check_node_http(self)
         check_node_ports(self)
         check_http(self)

@@ -12,6 +12,7 @@ is queued by then, and sampling.
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ from common.engine.device_copies import HostCopies, current_device, to_device
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder
+from common.engine.models.lora import LoraWeights, StepAdapters, make_lora
+from common.engine.models.lora_checkpoint import read_adapter
 from common.engine.models.weights import load_weights
 from common.engine.pending_step import PendingStep, SampledTensors
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, StepMasks, TokenMasks
@@ -54,6 +57,7 @@ class Slot:
         history: its tokens so far; None without penalties.
         mask: its allowed tokens and bad words; None if it has neither.
         constraint: what its output may be; None without a grammar and a reasoning budget.
+        adapter: None for the model itself.
         num_pages: entries of its page table that are set.
     """
 
@@ -63,6 +67,7 @@ class Slot:
     history: TokenHistory | None
     mask: TokenMask | None
     constraint: OutputConstraint | None
+    adapter: LoraWeights | None = None
     num_pages: int = 0
 
     @property
@@ -98,6 +103,9 @@ class TorchExecutor:
     Args:
         grammars: compiles the grammars of requests.
         ranks: compute their parts of ``model`` in every step; None: it is the whole model.
+
+    Attributes:
+        adapters: the LoRA adapters that requests may have, by id; other threads add them.
     """
 
     def __init__(
@@ -121,6 +129,7 @@ class TorchExecutor:
         self.model = model
         self.pool = pool
         self.num_slots = num_slots
+        self.adapters: dict[str, LoraWeights] = {}
         self._attention = attention
         self._ranks = ranks
         self._page_size = pool.layout.page_size
@@ -145,6 +154,23 @@ class TorchExecutor:
     def drop_grammar(self, grammar: str) -> None:
         """Note that no request has a grammar any more; safe on any thread."""
         self._grammars.drop(grammar)
+
+    def read_adapter(self, folder: Path, *, max_rank: int, root: Path | None = None) -> LoraWeights:
+        """Read a LoRA adapter for this model onto its device; safe on any thread.
+
+        Raises:
+            ConfigError: as ``lora_checkpoint.read_adapter``.
+        """
+        checkpoint = read_adapter(folder, self.model.config, max_rank=max_rank, root=root)
+        embedding = self.model.weights.embedding
+        return make_lora(checkpoint, self.model.config, embedding.dtype, embedding.device)
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Forget an adapter that no request has any more, by its id; safe on any thread."""
+        dropped = self.adapters.pop(adapter)
+        for slot in self._slots:
+            if slot is not None and slot.adapter is dropped:
+                slot.adapter = None  # its request has ended, and a row of it in a step that runs is ignored
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step to its end."""
@@ -221,7 +247,8 @@ class TorchExecutor:
         mask = (
             TokenMask(params, admit.history, prompt_len=admit.prompt_len, vocab_size=vocab_size) if has_mask else None
         )
-        self._slots[admit.slot] = Slot(params, admit.prompt_len, known, history, mask, self._constraint(admit))
+        adapter = self.adapters[admit.adapter] if admit.adapter else None
+        self._slots[admit.slot] = Slot(params, admit.prompt_len, known, history, mask, self._constraint(admit), adapter)
         if admit.last_token is not None:
             assert 0 <= admit.last_token < vocab_size
             self._last_tokens[admit.slot].fill_(admit.last_token)  # on CUDA, an assignment waits for the device
@@ -278,17 +305,28 @@ class TorchExecutor:
     def _compute(self, rows: tuple[Row, ...], num_sampled: int) -> tuple[Tensor, Tensor]:
         """Launch the model; return the logits of each row that samples, and hidden states before the rows' targets."""
         self._check(rows)
-        if self._graphs is not None and self._graphs.fits(len(rows)) and all(map(_is_decode, rows)):
+        adapters = [self._slot(row.slot).adapter for row in rows]
+        has_adapters = any(adapters)
+        if (
+            self._graphs is not None
+            and not has_adapters
+            and self._graphs.fits(len(rows))
+            and all(map(_is_decode, rows))
+        ):
             slots, positions = [row.slot for row in rows], [row.start for row in rows]
             pages = self._page_table[slots, [start // self._page_size for start in positions]]
             logits = self._graphs.launch(slots, positions, pages.tolist())
             return logits, logits[:0]
-        hidden = self._hidden_states(rows)
+        hidden = self._hidden_states(rows, adapters if has_adapters else None)
         logits = self.model.logits(hidden[:num_sampled]) if num_sampled else hidden[:0]
         return logits, hidden[num_sampled:]
 
-    def _hidden_states(self, rows: tuple[Row, ...]) -> Tensor:
-        """Return the hidden states of each row that samples, then those of the positions before the rows' targets."""
+    def _hidden_states(self, rows: tuple[Row, ...], of_row: Sequence[LoraWeights | None] | None) -> Tensor:
+        """Return the hidden states of each row that samples, then those of the positions before the rows' targets.
+
+        Args:
+            of_row: the adapter of each row; None if none has one.
+        """
         arrays = self._arrays(rows)
         batch = make_batch(arrays, self.pool.device)
         tokens = self._tokens(rows, batch.first_new)
@@ -296,7 +334,9 @@ class TorchExecutor:
         if self._ranks is not None:
             self._ranks.begin(arrays, kept)
         keep = to_device(kept, self.pool.device)
-        return self.model.hidden_states(tokens, batch.positions, self._attention.prepare(batch), keep)
+        adapters = None if of_row is None else StepAdapters(of_row, arrays.num_new, kept, self.pool.device)
+        attention = self._attention.prepare(batch)
+        return self.model.hidden_states(tokens, batch.positions, attention, keep, adapters=adapters)
 
     def _arrays(self, rows: tuple[Row, ...]) -> RowArrays:
         slots = np.array([row.slot for row in rows])

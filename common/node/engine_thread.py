@@ -119,7 +119,7 @@ class EngineThread:
         def note(work: Future[Any]) -> None:
             if not work.cancelled():
                 self._grammars.put(CompiledGrammar(grammar, _reason(work.exception())))
-                self._notify()
+                self.notify()
 
         self._executor.compile_grammar(grammar).add_done_callback(note)
 
@@ -156,7 +156,7 @@ class EngineThread:
 
     def _answer(self, answer: ProfileAnswer) -> None:
         self._answers.put(answer)
-        self._notify()
+        self.notify()
 
     def take(self) -> StepResult | None:
         """The result of the oldest step, if it is finished. Raises what the executor raised."""
@@ -176,7 +176,7 @@ class EngineThread:
     def fail(self, error: Exception) -> None:
         """Have ``take`` raise this error, which ends the node; safe on any thread."""
         self._results.put(error)
-        self._notify()
+        self.notify()
 
     def close(self) -> None:
         """Stop after the submitted steps, but wait for each thread two seconds at most; it ends with the process."""
@@ -226,7 +226,7 @@ class EngineThread:
         plan, seconds = step.plan, self._ended_at - began_at
         self.steps.add(seconds, len(plan.rows), plan.num_tokens, num_prompt_tokens=plan.num_prompt_tokens)
         self._results.put(result)
-        self._notify()
+        self.notify()
 
     def _next(self) -> StepPlan | StartProfile | StopProfile | None:
         """Wait for work, and end a profile whose time is over."""
@@ -237,7 +237,8 @@ class EngineThread:
                 assert self._profiler is not None
                 self._profiler.end()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Make ``fileno`` readable; safe on any thread."""
         with self._wake_lock:
             if not self._is_closed:
                 os.eventfd_write(self._wake, 1)

@@ -15,6 +15,7 @@ import zmq
 from common.clock import Clock
 from common.config.shared import Role as RoleName
 from common.errors import ErrorCode, InvariantError
+from common.node.adapters import NodeAdapters
 from common.node.departure import Departure, DepartureStep, Remainder
 from common.node.endpoint import ControlEndpoint
 from common.node.engine_thread import EngineThread
@@ -28,6 +29,7 @@ from common.scheduling.grammar_queue import CompileGrammar
 from common.wire.mailbox import PROBE_EVERY_S, Mailbox
 from common.wire.messages import (
     Abort,
+    Adapters,
     ChangeRole,
     Deregister,
     Done,
@@ -42,6 +44,7 @@ from common.wire.messages import (
     Heartbeat,
     HeartbeatAck,
     KeptOutput,
+    LoadAdapter,
     Message,
     PairState,
     Ping,
@@ -53,6 +56,7 @@ from common.wire.messages import (
     StartProfile,
     StopProfile,
     Unknown,
+    UnloadAdapter,
 )
 
 log = logging.getLogger(__name__)
@@ -88,6 +92,7 @@ class EventLoop:
         gateways: ``host:port`` of each gateway's control socket.
         orphan_timeout_s: how long requests with a key outlive their gateway.
         room: requests that run at once, which several gateways share.
+        adapters: those that gateways have this node load and unload.
 
     Attributes:
         gateway_address: as given.
@@ -109,6 +114,7 @@ class EventLoop:
         clock: Clock,
         orphan_timeout_s: float,
         room: int,
+        adapters: NodeAdapters,
     ) -> None:
         self._role = role
         self._engine = engine
@@ -121,6 +127,7 @@ class EventLoop:
             for address in gateways
         ]
         self._register = register
+        self._adapters = adapters
         self._credit = Credit(room) if len(gateways) > 1 else None
         self._profiling = self._links[0]  # the gateway that has asked for the last profile
         self._owners = RequestOwners(orphan_timeout_s)
@@ -178,6 +185,8 @@ class EventLoop:
             for answer in self._engine.take_answers():
                 self._profiling.send(answer)
             self._compile_grammars(now)
+            if self._adapters.has_news:
+                self._change_adapters()
             self._start_step(now)
             self._send(now)  # first tokens leave, and the engine computes, before pages are moved
             more = self._role.tick(now)
@@ -205,6 +214,16 @@ class EventLoop:
                 self._role.grammar_failed(grammar, error, now)
             else:
                 self._role.grammar_compiled(grammar, now)
+
+    def _change_adapters(self) -> None:
+        """Tell every gateway of the adapters that have come or gone, and the one that asked, how that went."""
+        in_use = {request.adapter for request in self._role.requests().values()}
+        for asker, answer in self._adapters.take(in_use):
+            for link in self._links:
+                if link is asker:
+                    link.send(answer)
+                elif not answer.error:
+                    link.send(Adapters(answer.adapters))
 
     def _start_step(self, now: float) -> None:
         """Give the engine its next steps, as far as it has room and there are any."""
@@ -367,6 +386,8 @@ class EventLoop:
         elif isinstance(message, StartProfile | StopProfile):
             self._profiling = link
             self._engine.profile(message)
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            self._adapters.begin(link, message)
         elif isinstance(message, PrefillNodes):
             link.on_prefill_nodes(message)
             nodes = {peer.incarnation: peer for one in self._links for peer in one.prefill_nodes}

@@ -5,7 +5,7 @@ Roles are pure except for the transfer endpoint that is handed to them.
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,14 +42,21 @@ DEADLINE_GRACE_S = 5.0
 MISSED_S = 0.1
 
 
-def check_generate(message: Generate, vocab_size: int) -> None:
+def check_adapter(adapter: str, loaded: Container[str]) -> None:
+    """Refuse a request for a LoRA adapter that the node does not have, with a ``RequestError``."""
+    if adapter and adapter not in loaded:
+        raise RequestError(ErrorCode.MODEL_NOT_FOUND, f"the node does not have the adapter {adapter} any more")
+
+
+def check_generate(message: Generate, vocab_size: int, adapters: Container[str]) -> None:
     """Refuse values that would break a step. The gateway never sends them, but a node does not rely on that.
 
     Raises:
-        RequestError: no prompt, a token id outside of the vocabulary, a number out of range, or an output that cannot
-            be continued.
+        RequestError: no prompt, a token id outside of the vocabulary, a number out of range, an adapter that is not
+            among ``adapters``, or an output that cannot be continued.
     """
     sampling = message.sampling
+    check_adapter(message.adapter, adapters)
     if sampling.max_new_tokens < 1:
         raise RequestError(ErrorCode.INVALID_REQUEST, "max_new_tokens must be at least 1")
     if message.output and message.decode is None:
@@ -125,6 +132,7 @@ def _request(message: Generate | Resume, prompt: tuple[int, ...], sampling: Samp
         prompt=prompt,
         sampling=sampling,
         salt=message.cache_salt,
+        adapter=message.adapter,
         priority=message.priority,
         priority_class=message.priority_class,
         tenant=message.tenant,

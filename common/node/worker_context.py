@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class WorkerContext:
         layout: of whole pages, with the KV heads of all ranks.
         digest: identifies the model and its weights; nodes that differ in it cannot share KV.
         incarnation: drawn at each start of a process, and again for each other role that it takes.
+        adapters: ids of the LoRA adapters that the node has.
         other_ranks: connect to the transfer endpoint of each.
         environ: variables that are read beside the configuration.
     """
@@ -47,6 +48,7 @@ class WorkerContext:
     incarnation: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    adapters: Container[str] = ()
     other_ranks: Sequence[Callable[[], socket.socket]] = ()
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 

@@ -21,6 +21,7 @@ from common.config.node import NodeConfig
 from common.config.shared import Role as RoleName
 from common.errors import BatonError, ConfigError
 from common.logs import configure_logging
+from common.node.adapters import NodeAdapters
 from common.node.endpoint import ControlEndpoint, open_endpoint
 from common.node.engine_thread import EngineThread
 from common.node.loading.loaded_node import LoadedNode, RoleFactory
@@ -107,19 +108,22 @@ def _serve_model(
 ) -> int:
     profiler = Profiler(Path(config.profile_dir), config.node_name) if config.profile_dir else None
     model, executor, capacity = load_model(config, ranks)
-    worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
-    worker = replace(worker, other_ranks=ranks.transfer_ends())
     has_overlap = executor.is_asynchronous and not config.disable_overlap_schedule
     engine = EngineThread(executor, profiler, max_outstanding=2 if has_overlap else 1)
-    ranks.watch(engine.fail)
-    node = LoadedNode(model, engine, factories, http, drain_timeout_s=config.drain_timeout)
-    signal.signal(signal.SIGTERM, lambda *_: node.drain())
-    signal.signal(signal.SIGINT, lambda *_: node.stop())
-    gc.collect()
-    gc.freeze()  # weights and modules stay; the collector need not visit them again
+    adapters = NodeAdapters(executor, config, engine.notify)
     try:
+        adapters.load_given()
+        worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
+        worker = replace(worker, other_ranks=ranks.transfer_ends(), adapters=adapters)
+        ranks.watch(engine.fail)
+        node = LoadedNode(model, engine, factories, http, adapters=adapters, drain_timeout_s=config.drain_timeout)
+        signal.signal(signal.SIGTERM, lambda *_: node.drain())
+        signal.signal(signal.SIGINT, lambda *_: node.stop())
+        gc.collect()
+        gc.freeze()  # weights and modules stay; the collector need not visit them again
         return node.serve(worker, endpoint)
     finally:
+        adapters.close()
         engine.close()
 
 

@@ -131,7 +131,7 @@ def admit_row(request: Request, *, last_token: int | None = None) -> Admit:
         last_token: the token sampled last, if the request decodes next; None if it extends its prompt.
     """
     history = request.tokens() if request.sampling.needs_history else ()
-    return Admit(request.slot, request.sampling, len(request.prompt), last_token, history)
+    return Admit(request.slot, request.sampling, len(request.prompt), last_token, history, request.adapter)
 
 
 class PrefillAdder:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from common.cache.page_layout import PageLayout
+from common.config.lora import ADAPTER_NAME, adapter_id
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.stage_spans import StageSpan
@@ -32,6 +33,8 @@ Role = Literal["prefill", "decode"]
 Coverage = Literal["off", "sampled", "all"]  # which pages travel with a checksum
 EndReason = Literal["aborted", "stopped", "finished", "continued"]  # why an attempt ends
 NumRanks = Annotated[int, Meta(ge=1, le=1_024)]
+AdapterName = Annotated[str, Meta(pattern=f"^{ADAPTER_NAME}$")]
+AdapterList = Annotated[tuple["Adapter", ...], Meta(max_length=1_024)]
 PublicKey = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]  # of CURVE; empty without keys
 
 MAX_SECONDS = 1e10
@@ -84,6 +87,18 @@ class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return PageLayout(**msgspec.structs.asdict(self))
 
 
+class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A LoRA adapter of a node."""
+
+    name: AdapterName
+    digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]  # of its content
+
+    @property
+    def id(self) -> str:
+        """What requests and caches know it by."""
+        return adapter_id(self.name, self.digest)
+
+
 class Register(Message, frozen=True, tag="register"):
     """node -> gateway: registers the node. Sent again after every reconnect."""
 
@@ -112,6 +127,7 @@ class Register(Message, frozen=True, tag="register"):
     fixed_role: Sentence = ""  # why the node cannot change its role; empty: it can
     share: Count | None = None  # as in ``Heartbeat``
     num_ranks: NumRanks = 1  # processes among which the node divides its model
+    adapters: AdapterList = ()
 
 
 class Registered(Message, frozen=True, tag="registered"):
@@ -253,6 +269,29 @@ class ProfileAnswer(Message, frozen=True, tag="profile_answer"):
     number: Count = 0
 
 
+class LoadAdapter(Message, frozen=True, tag="load_adapter"):
+    """gateway -> node: load a LoRA adapter from a folder below ``--lora-dir`` of the node, and serve it."""
+
+    name: AdapterName
+    path: Text
+    number: Count = 0
+
+
+class UnloadAdapter(Message, frozen=True, tag="unload_adapter"):
+    """gateway -> node: take no more requests for an adapter, and drop it once those that have it have ended."""
+
+    name: AdapterName
+    number: Count = 0
+
+
+class Adapters(Message, frozen=True, tag="adapters"):
+    """node -> gateway, after each change: all adapters of the node; and the answer to the gateway that asked for it."""
+
+    adapters: AdapterList
+    error: Sentence = ""  # why nothing has changed
+    number: Count = 0  # of the question, to the gateway that asked
+
+
 class Deregister(Message, frozen=True, tag="deregister"):
     """node -> gateway: the node drains. It takes no more requests, finishes or moves those it has, and then stops."""
 
@@ -327,7 +366,8 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
     prefill: Peer | None  # None: the decode node computes the prompt
     decode: Peer | None  # None: the prefill node makes the only token
     timeout_s: Annotated[float, Meta(gt=0)]  # seconds until the request's deadline
-    cache_salt: Text = ""
+    cache_salt: Text = ""  # stands for the adapter too: requests share cached pages only if it is equal
+    adapter: ShortText = ""  # ``Adapter.id``; empty: the model itself
     priority: int = 0  # higher is more urgent
     priority_class: ShortText = ""
     tenant: ShortText = ""
@@ -542,6 +582,7 @@ class Resume(RequestMessage, frozen=True, tag="resume"):
     prompt: tuple[Count, ...]
     timeout_s: Annotated[float, Meta(gt=0)]
     cache_salt: Text = ""
+    adapter: ShortText = ""
     priority: int = 0
     priority_class: ShortText = ""
     tenant: ShortText = ""
@@ -569,6 +610,7 @@ FromNode = (
     | Flushed
     | Decisions
     | ProfileAnswer
+    | Adapters
     | Done
     | Tokens
     | Spans
@@ -595,6 +637,8 @@ FromGateway = (
     | GetDecisions
     | StartProfile
     | StopProfile
+    | LoadAdapter
+    | UnloadAdapter
     | Ping
 )
 FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Ping

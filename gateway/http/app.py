@@ -26,6 +26,7 @@ from gateway.http.http_connection import REQUEST_ID
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.document import complete
 from gateway.http.routes import (
+    adapters,
     health,
     live,
     messages,
@@ -91,7 +92,8 @@ def make_app(
         default_response_class=JsonResponse,
     )
     routers = (
-        models, tokenize, responses, messages, requests, traces, workers, profile, health, live, page, unsupported,
+        models, adapters, tokenize, responses, messages, requests, traces, workers, profile, health, live, page,
+        unsupported,
     )  # fmt: skip
     for module in routers:
         app.include_router(module.make_router(services, checks))

@@ -123,7 +123,8 @@ class Dispatcher:
     def dispatch(self, streams: Sequence[OutputStream]) -> None:
         """Takes the outputs of one HTTP request, all or none; the samples of a prompt go to one pair.
 
-        Raises RequestError: an id is in use, too many requests are in flight, or no nodes are registered.
+        Raises RequestError: an id is in use, an adapter has been unloaded, too many requests are in flight, or no nodes
+            are registered.
         """
         if self._is_shut:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
@@ -132,6 +133,7 @@ class Dispatcher:
                 message = f"rid: a request with the id {stream.request.rid!r} is in flight; choose another id"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
         pool = self._pools[streams[0].request.model]
+        pool.registry.check_adapter(streams[0].request.adapter)
         now = self._clock.now()
         is_idle = pool.queue.is_idle
         if not is_idle and (refusal := refusal_by_deadline(pool, streams[0], self._streams(pool), now)):
@@ -320,7 +322,7 @@ class Dispatcher:
         pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None, now: float
     ) -> WorkerPair | None:
         """The pair of another sample of the same prompt if there is one, or the best pair."""
-        prefills, decodes = pool.registry.prefills, pool.registry.decodes
+        prefills, decodes = pool.registry.able(request.adapter)
         num_new, num_expected = request.sampling.max_new_tokens, request.expected_output
         if siblings is not None:
             pair = pool.router.choose_again(siblings, prefills, decodes, num_new=num_new, num_expected=num_expected)

@@ -105,6 +105,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
             decode=None if pair.decode is None else workers[pair.decode].peer,
             timeout_s=max(request.timeout_s - waited_s, 0.001),
             cache_salt=request.salt,
+            adapter=request.adapter,
             priority=request.priority,
             priority_class=request.priority_class,
             tenant=request.tenant,

@@ -61,6 +61,11 @@ def _flushed(bodies: Sequence[bytes], limit: int) -> bytes:
     return _encode(first)
 
 
+def _own(bodies: Sequence[bytes], limit: int) -> bytes:
+    """The answer of the gateway that was asked, where the others do the same and would say the same."""
+    return bodies[0]
+
+
 # ---- the live page ---------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +145,8 @@ def _labelled(sample: str, index: int) -> str:
 COMBINED: Mapping[tuple[str, str], Combine] = {
     ("POST", "/abort_request"): partial(_sum, "aborted"),
     ("POST", "/flush_cache"): _flushed,
+    ("POST", "/v1/load_lora_adapter"): _own,
+    ("POST", "/v1/unload_lora_adapter"): _own,
     ("GET", "/server_info"): partial(_sum, "num_in_flight"),
     ("GET", "/v1/live"): _live,
     ("GET", "/v1/requests"): _requests,

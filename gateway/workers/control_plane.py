@@ -14,6 +14,7 @@ import zmq
 from common.clock import Clock
 from common.wire.mailbox import PROBE_EVERY_S, Envelope, Mailbox
 from common.wire.messages import (  # fmt: skip
+    Adapters,
     Decision,
     Decisions,
     Deregister,
@@ -47,6 +48,7 @@ from gateway.requests.admission.priority_review import PriorityReview
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.output_processor import StageReport
 from gateway.tracing.timelines import Timelines
+from gateway.workers.adapter_changes import AdapterChanges
 from gateway.workers.pool import WorkerPool, WorkerPools
 from gateway.workers.registry import Worker
 from gateway.workers.role_changes import RoleChanges
@@ -155,6 +157,7 @@ class ControlPlane:
 
     Attributes:
         role_changes: changes roles of nodes.
+        adapter_changes: loads and unloads LoRA adapters.
     """
 
     def __init__(
@@ -177,6 +180,7 @@ class ControlPlane:
         self._loop = asyncio.get_running_loop()
         self._rpc = NodeRpc(channel.send)
         self.role_changes = RoleChanges(pools, self._rpc)
+        self.adapter_changes = AdapterChanges(self._rpc, channel.send, dispatcher)
         self._is_probe_due = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[str, Any], None]] = {
@@ -192,6 +196,7 @@ class ControlPlane:
             Flushed: self._rpc.on_answer,
             Decisions: self._rpc.on_answer,
             ProfileAnswer: self._rpc.on_answer,
+            Adapters: self._on_adapters,
             Done: self._rpc.on_answer,
             Found: self._rpc.on_answer,
             Ping: lambda sender, message: None,
@@ -283,6 +288,17 @@ class ControlPlane:
         if pool.registry.set_pairs(sender, message.pairs):
             self._dispatcher.on_workers_added(pool)
 
+    def _on_adapters(self, sender: str, message: Adapters) -> None:
+        pool = self.pools.of(sender)
+        if pool is None:
+            return
+        node = pool.registry.workers[sender]
+        if message.error:
+            log.warning("node %s: %s", node.name, message.error)
+        self.adapter_changes.changed(pool, node, message.adapters)
+        self._dispatcher.on_workers_added(pool)
+        self._rpc.on_answer(sender, message)
+
     def _on_register(self, sender: str, message: Register) -> None:
         namesake = self.pools.namesake(message)
         if namesake is None or namesake.incarnation == sender:
@@ -310,6 +326,9 @@ class ControlPlane:
                 self._dispatcher.on_workers_added(self.pools[message.model])
             self._announce_prefill_nodes(self.pools[message.model], sender)
             self.role_changes.registered(self.pools[message.model].registry.workers[sender])
+            self.adapter_changes.registered(
+                self.pools[message.model], self.pools[message.model].registry.workers[sender]
+            )
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_pool is not None:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from common.cache.page_layout import layout_conflict
-from common.wire.messages import Heartbeat, PairState, Peer, Refused, Register, Registered, Role
+from common.errors import ErrorCode, RequestError
+from common.wire.messages import Adapter, Heartbeat, PairState, Peer, Refused, Register, Registered, Role
 from gateway.workers.clock_offset import ClockOffset
 from gateway.workers.pair_health import PairHealth, PairKey
 from gateway.workers.router import can_pair
@@ -46,6 +47,7 @@ class Worker:
         is_reserved: it serves a request that may have killed other nodes, and gets no new ones meanwhile.
         revision: configuration digest and weight version.
         is_empty: it drains, and is done with all requests.
+        adapters: ids of its LoRA adapters, by name.
     """
 
     incarnation: str
@@ -68,6 +70,7 @@ class Worker:
     capacity_tokens: int = field(init=False)
     max_running: int = field(init=False)
     revision: str = field(init=False)
+    adapters: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.capacity_tokens = self.register.num_pages * self.register.layout.page_size
@@ -76,6 +79,11 @@ class Worker:
         register = self.register
         self.peer = Peer(self.name, self.incarnation, register.address, register.public_key, register.num_ranks)
         self.revision = sys.intern(f"{self.register.digest}/{self.register.weight_version}")
+        self.set_adapters(register.adapters)
+
+    def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        self.register = msgspec.structs.replace(self.register, adapters=adapters)
+        self.adapters = {adapter.name: adapter.id for adapter in adapters}
 
     def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         self.heartbeat, self.seen_at = heartbeat, now
@@ -137,6 +145,9 @@ class Registry:
         accepted: the limits of new requests: those of the workers, or the last ones while a request may still wait for
             workers to come back; None if new requests are refused.
         health: of the pairs; only this class changes it.
+        adapters: ids of the LoRA adapters that new requests may have, by name: nodes that can serve a request together
+            have equal ones.
+        withdrawn: names of those that are being unloaded.
     """
 
     def __init__(
@@ -163,6 +174,8 @@ class Registry:
         self._recovery_timeout_s = recovery_timeout_s
         self._served_at = 0.0  # when the workers could last serve a request
         self.health = PairHealth()
+        self.adapters: dict[str, str] = {}
+        self.withdrawn: set[str] = set()
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
         """Adds a worker, or replaces its description. A refused worker is removed."""
@@ -237,6 +250,56 @@ class Registry:
             node.reported_peers = failed
             self._changed()
         return bool(before - failed)
+
+    # ---- LoRA adapters ----------------------------------------------------------------------------------------------
+
+    def set_adapters(self, incarnation: str, adapters: tuple[Adapter, ...]) -> None:
+        """Records the adapters of a worker."""
+        self.workers[incarnation].set_adapters(adapters)
+        self._changed()
+
+    def set_withdrawn(self, name: str, *, is_withdrawn: bool) -> None:
+        """Lets no new requests have an adapter, whatever nodes have it, or takes that back."""
+        (self.withdrawn.add if is_withdrawn else self.withdrawn.discard)(name)
+        self._changed()
+
+    def able(self, adapter: str) -> tuple[list[Worker], list[Worker]]:
+        """Those of ``prefills`` and ``decodes`` that have an adapter, by its id; all of them for the model itself."""
+        if not adapter:
+            return self.prefills, self.decodes
+        name = adapter.rpartition("@")[0]
+        return (
+            [node for node in self.prefills if node.adapters.get(name) == adapter],
+            [node for node in self.decodes if node.adapters.get(name) == adapter],
+        )
+
+    def check_adapter(self, adapter: str) -> None:
+        """Raises RequestError: this adapter has been unloaded since a request for it came."""
+        if not adapter:
+            return
+        name = adapter.rpartition("@")[0]
+        is_held = any(node.adapters.get(name) == adapter for node in self.workers.values())
+        if name in self.withdrawn or (self.workers and not is_held):
+            message = f"the adapter {name!r} has been unloaded"
+            raise RequestError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
+
+    def refuse_adapter(self, name: str) -> RequestError | None:
+        """The error of a request for an adapter that some node has, and no nodes that can serve it together; None if no
+        node has an adapter of this name."""
+        holders = [node.name for node in self.workers.values() if name in node.adapters]
+        if not holders or name in self.withdrawn:
+            return None
+        message = f"no {self.lacking} has the same adapter {name!r} at present; it is on {', '.join(holders)}"
+        return RequestError(ErrorCode.NO_ROUTE, message)
+
+    def _adapters(self, prefills: list[Worker], decodes: list[Worker]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for decode in decodes:
+            for name, adapter in decode.adapters.items():
+                others = (node for node in prefills if node.adapters.get(name) == adapter)
+                if not self._needs_prefill or any(can_pair(node, decode) for node in others):
+                    found.setdefault(name, adapter)
+        return {name: adapter for name, adapter in sorted(found.items()) if name not in self.withdrawn}
 
     # ---- pairs and nodes that get no requests for a while -----------------------------------------------------------
 
@@ -369,7 +432,9 @@ class Registry:
             resting.setdefault(pair.decode, []).append(pair.prefill)
         for node in self.workers.values():
             node.failed_peers = node.reported_peers
-        self.limits = self._limits(*self._able())
+        prefills, decodes = self._able()
+        self.limits = self._limits(prefills, decodes)
+        self.adapters = self._adapters(prefills, decodes)
         self.accepted = self.limits or self.accepted
         for node in self.workers.values():
             node.failed_peers = node.reported_peers.union(resting.get(node.incarnation, ()))

@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from common.wire.messages import (
+    Adapters,
     ChangeRole,
     Decisions,
     Done,
@@ -16,14 +17,16 @@ from common.wire.messages import (
     Flushed,
     Found,
     GetDecisions,
+    LoadAdapter,
     Message,
     ProfileAnswer,
     StartProfile,
     StopProfile,
+    UnloadAdapter,
 )
 
-Question = Find | Flush | GetDecisions | StartProfile | StopProfile | ChangeRole | Drain
-Answer = TypeVar("Answer", Found, Flushed, Decisions, ProfileAnswer, Done)
+Question = Find | Flush | GetDecisions | StartProfile | StopProfile | LoadAdapter | UnloadAdapter | ChangeRole | Drain
+Answer = TypeVar("Answer", Found, Flushed, Decisions, ProfileAnswer, Adapters, Done)
 
 
 class NodeRpc:
@@ -58,7 +61,9 @@ class NodeRpc:
         answers = {incarnation: wait.result() for incarnation, wait in waits.items() if wait.done()}
         return {incarnation: answer for incarnation, answer in answers.items() if isinstance(answer, kind)}
 
-    def on_answer(self, incarnation: str, answer: Found | Flushed | Decisions | ProfileAnswer | Done) -> None:
+    def on_answer(
+        self, incarnation: str, answer: Found | Flushed | Decisions | ProfileAnswer | Adapters | Done
+    ) -> None:
         """Passes on an answer; one that is too late is dropped."""
         self._end(incarnation, answer.number, answer)
 

@@ -26,6 +26,7 @@ class ServedModel:
     Attributes:
         chat_template: None if the checkpoint has no chat template.
         formats: how it writes tool calls and reasoning.
+        adapter: id of the LoRA adapter with which a request asked for it; empty: the model itself.
     """
 
     name: str
@@ -34,6 +35,12 @@ class ServedModel:
     predictor: OutputLengthPredictor
     pool: WorkerPool
     formats: ModelFormats = TEXT_ONLY
+    adapter: str = ""
+
+    @property
+    def asked_name(self) -> str:
+        """The name by which a request asked for it, which answers repeat."""
+        return self.adapter.rpartition("@")[0] or self.name
 
 
 def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str, ServedModel]:

@@ -29,6 +29,7 @@ DURATIONS = {
     "handoff": ("> 4 min", "20 s"),
     "launches": ("30 s", "10 s"),
     "loadtest": ("65 s", "5 s"),
+    "lora": ("60 s", "10 s"),
     "overload": ("3 min", "20 s"),
     "pictures": ("4 min", "20 s"),
     "placement": ("5 min", "15 s"),

@@ -6,6 +6,7 @@ of an expert has Qwen's name here, whatever its name in the checkpoint.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from common.engine.models.layers import Operations, inverse_frequencies, make_op
 from common.engine.models.linear import Linear
 from common.engine.models.native_layers import native_layers
 from common.engine.tensor_parallel.group import RankGroup
+
+if TYPE_CHECKING:
+    from common.engine.models.lora import StepAdapters
 
 
 @dataclass(slots=True)
@@ -161,7 +165,13 @@ class Decoder:
         self._native = native_layers(self._ops, config, weights.layers) if group is None else None
 
     def hidden_states(
-        self, tokens: Tensor, positions: Tensor, attention: StepAttention, keep: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        keep: Tensor | None = None,
+        *,
+        adapters: "StepAdapters | None" = None,
     ) -> Tensor:
         """Run all layers on ``tokens`` ``[N]`` at ``positions`` ``[N]`` and write their KV.
 
@@ -170,6 +180,7 @@ class Decoder:
             attention: writes new KV into the pool and reads cached KV from it.
             keep: ``[K]`` int64, indices of the tokens to return; the last feed-forward layer skips all others. None
                 returns all.
+            adapters: what LoRA adapters add for some of the tokens; None without any.
         Returns:
             ``[K, hidden]``, before the last norm.
         """
@@ -177,10 +188,11 @@ class Decoder:
             tokens = self._group.broadcast(tokens)
         x = F.embedding(tokens, self.weights.embedding)
         rotary = rotations(positions, self._frequencies, self.config.rope.attention_factor)
-        if self._native is not None and isinstance(attention, CpuStep) and attention.is_native:
+        if self._native is not None and adapters is None and isinstance(attention, CpuStep) and attention.is_native:
             return self._native.run(x, rotary, attention, keep)
+        layers = self.weights.layers if adapters is None else adapters.layers(self.weights.layers)
         delta: Tensor | None = None
-        for index, layer in enumerate(self.weights.layers):
+        for index, layer in enumerate(layers):
             qkv = layer.qkv(self._ops.add_rms_norm(x, delta, layer.input_norm, self._eps))
             attended = self._attend(index, qkv.view(len(x), -1, self.config.head_dim), rotary, attention).flatten(1)
             if keep is not None and index + 1 == len(self.weights.layers):

@@ -12,6 +12,7 @@ from common.config.node import NodeConfig
 from common.config.shared import Role as RoleName
 from common.errors import BatonError, ConfigError
 from common.model_folder import tokenizer_digest
+from common.node.adapters import NodeAdapters
 from common.node.endpoint import ControlEndpoint, open_endpoint
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import EventLoop
@@ -65,11 +66,13 @@ class LoadedNode:
         factories: Mapping[RoleName, RoleFactory],
         http: socket.socket | None,
         *,
+        adapters: NodeAdapters,
         drain_timeout_s: float,
     ) -> None:
         self._model = model
         self._drain_timeout_s = drain_timeout_s
         self._engine = engine
+        self._adapters = adapters
         self._factories = factories
         self._http = http
         self._loop: EventLoop | None = None
@@ -149,6 +152,7 @@ class LoadedNode:
             gateways=config.gateways,
             orphan_timeout_s=config.orphan_timeout,
             room=worker.capacity.num_slots,
+            adapters=self._adapters,
             endpoint=endpoint,
             clock=worker.clock,
         )
@@ -215,6 +219,7 @@ class LoadedNode:
             previous=self._previous,
             fixed_role=self._fixed_role(config),
             num_ranks=config.tp,
+            adapters=self._adapters.listed,
         )
 
     def _fixed_role(self, config: NodeConfig) -> str:

@@ -135,7 +135,7 @@ class AnthropicFormatter(ResponseFormatter):
     """Answers and stream events of ``/v1/messages``."""
 
     def __init__(self, model: ServedModel, body: MessagesRequest, request_id: str) -> None:
-        self._model = model.name
+        self._model = model.asked_name
         self._max_tokens = body.max_tokens
         self._message_id = request_id
         hides_thinking = body.thinking is not None and body.thinking.display == "omitted"

@@ -63,7 +63,7 @@ class _OpenAIFormatter(ResponseFormatter):
 
     def __init__(self, model: ServedModel, body: CompletionRequest | ChatCompletionRequest, request_id: str) -> None:
         self._tokenizer = model.tokenizer
-        self._head = {"id": request_id, "object": "", "created": int(time.time()), "model": model.name}
+        self._head = {"id": request_id, "object": "", "created": int(time.time()), "model": model.asked_name}
         options = body.stream_options or NO_OPTIONS
         self._with_usage = bool(options.include_usage)  # at the end of a stream ...
         self._with_usage_each = bool(options.continuous_usage_stats)  # ... and also in each chunk

@@ -160,7 +160,7 @@ class ResponsesFormatter(ResponseFormatter):
         keep: Callable[[OutputStream, dict[str, Any]], None] | None = None,
     ) -> None:
         self._keep = keep
-        self._head = _head(model.name, body, request_id, is_stored=keep is not None)
+        self._head = _head(model.asked_name, body, request_id, is_stored=keep is not None)
         self._builder = ItemBuilder(request_id.removeprefix("resp_"))
         self._tokenizer = model.tokenizer
         self._num_events = 0

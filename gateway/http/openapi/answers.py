@@ -35,13 +35,15 @@ class AnthropicError(Answer):
 
 
 class Model(Answer):
-    """``max_model_len`` is null until nodes can serve the model."""
+    """``max_model_len`` is null until nodes can serve the model. A LoRA adapter's ``parent`` is its model."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int | None
+    root: str
+    parent: str | None
 
 
 class ModelList(Answer):
@@ -104,6 +106,19 @@ class ProfiledNode(Answer):
 
 class Profile(Answer):
     nodes: list[ProfiledNode]
+
+
+class AdapterNode(msgspec.Struct):
+    """A node that was asked to load or unload a LoRA adapter; ``error`` says why it has not."""
+
+    name: str
+    role: str
+    error: str
+
+
+class AdapterChanged(Answer):
+    lora_name: str
+    nodes: list[AdapterNode]
 
 
 class FailedPair(msgspec.Struct):

@@ -22,6 +22,8 @@ EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
     native.ProfileRequest: {"num_steps": 10},
     native.DrainRequest: {"timeout_s": 30},
     native.RoleChange: {"role": "prefill"},
+    native.LoadLoraRequest: {"lora_name": "my-adapter", "lora_path": "my-adapter"},
+    native.UnloadLoraRequest: {"lora_name": "my-adapter"},
 }
 
 

@@ -21,6 +21,8 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     native.ProfileRequest,
     native.DrainRequest,
     native.RoleChange,
+    native.LoadLoraRequest,
+    native.UnloadLoraRequest,
     anthropic.CountTokensRequest,
     responses.ResponsesRequest,
     generated.Response,

@@ -91,6 +91,7 @@ INSTEAD = {
     "prompt_logprobs": "use echo and logprobs of /v1/completions",
     "thread": "send the whole conversation",
     "extra_key": "use cache_salt",
+    "lora_path": "name the adapter as model",
     "chat_template": "start the gateway with --chat-template",
     "max_new_tokens": "use max_tokens",
     "enable_thinking": "put it into chat_template_kwargs, or use reasoning_effort",

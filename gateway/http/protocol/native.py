@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from common.config.lora import ADAPTER_NAME
 from gateway.http.protocol.fields import (
     MAX_INT,
     Count,
@@ -112,6 +113,20 @@ class RoleChange(Strict, kw_only=True):
     role: Literal["prefill", "decode"]
     timeout_s: Annotated[float, Meta(ge=0, le=3_600)] = 30.0  # for the requests that the node has
     force: bool = False  # the last node of its role may change, too
+
+
+class LoadLoraRequest(Strict, kw_only=True):
+    """``POST /v1/load_lora_adapter``, in vLLM's names."""
+
+    lora_name: Annotated[str, Meta(pattern=f"^{ADAPTER_NAME}$")]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]  # below --lora-dir of each node
+    base_model_name: str | None = None  # by default the first served model
+
+
+class UnloadLoraRequest(Strict, kw_only=True):
+    """``POST /v1/unload_lora_adapter``, in vLLM's names."""
+
+    lora_name: Annotated[str, Meta(pattern=f"^{ADAPTER_NAME}$")]
 
 
 class PriorityChange(Strict, kw_only=True):

@@ -20,16 +20,20 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
 
     def entry(model: ServedModel) -> dict[str, Any]:
         return {
-            "id": model.name,
+            "id": model.asked_name,
             "object": "model",
             "created": created,
             "owned_by": "baton",
             "max_model_len": context_length(model),
+            "root": model.name,
+            "parent": model.name if model.adapter else None,
         }
 
     @router.get("/v1/models", **described(ModelList, summary="List the served models"))
     async def list_models() -> Response:
-        return JsonResponse({"object": "list", "data": [entry(model) for model in services.models]})
+        adapters = (name for model in services.models for name in model.pool.registry.adapters)
+        models = [*services.models, *map(services.inputs.model, adapters)]
+        return JsonResponse({"object": "list", "data": [entry(model) for model in models]})
 
     @router.get("/v1/models/{name:path}", **described(Model, summary="Describe a model"))
     async def get_model(name: str) -> Response:

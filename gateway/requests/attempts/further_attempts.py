@@ -162,7 +162,7 @@ def choose_next_pair(
     """
     request, output = stream.request, stream.ids
     recovery = recovery or Recovery(TAKEN_OVER, 0.0, len(output))
-    prefills, decodes = pool.registry.prefills, pool.registry.decodes
+    prefills, decodes = pool.registry.able(request.adapter)
     if recovery.revision:
         prefills = [node for node in prefills if node.revision == recovery.revision]
         decodes = [node for node in decodes if node.revision == recovery.revision]

@@ -89,7 +89,7 @@ class Moves:
         num_left = max(request.sampling.max_new_tokens - len(stream.ids), 1)
         return pool.router.choose_target(
             node,
-            pool.registry.decodes,
+            pool.registry.able(request.adapter)[1],
             num_tokens=len(request.prompt) + len(stream.ids),
             num_new=num_left,
             num_expected=max(request.expected_output - len(stream.ids), 0),

@@ -25,7 +25,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         output_format: how the output is divided into reasoning, text and tool calls; None if the client wants it whole.
         grammar_param: field of the body that asks for the grammar; empty without one.
         keep_stop: the stop string or token is shown.
-        salt: separates prefix caches; requests share cached pages only under the same salt.
+        salt: separates prefix caches; requests share cached pages only under the same salt (``cache_root``).
+        adapter: id of the LoRA adapter; empty: the model itself.
         priority: higher is more urgent.
         priority_class, tenant: empty for none.
         expected_output: predicted number of output tokens; 0 without a prediction.
@@ -50,6 +51,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     keep_stop: bool = False
     skip_special: bool = True
     salt: str = ""
+    adapter: str = ""
     priority: int = 0
     priority_class: str = ""
     tenant: str = ""
@@ -58,6 +60,14 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     slo_ttft_s: float = 0.0
     slo_itl_s: float = 0.0
     key: str = ""
+
+
+def cache_root(adapter: str, salt: str) -> str:
+    """What separates the cached pages of an adapter, by its id, and a client's salt from those of all others.
+
+    No id contains the zero character, so that different adapters and salts never give the same.
+    """
+    return f"\0{adapter}\0{salt}" if adapter or salt.startswith("\0") else salt
 
 
 def in_pieces(request: GenerateRequest, grammar_param: str) -> GenerateRequest:

@@ -4,6 +4,7 @@ A failed check of a value raises a ``RequestError`` that names the field.
 """
 
 import asyncio
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from gateway.http.protocol.fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFie
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams, TokenizeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, OpenAIRequest, ToolChoiceField
 from gateway.requests.input.chat_output import PLAIN_TEXT, ChatOutput, chat_output, narrow_tools
-from gateway.requests.input.generate_request import GenerateRequest, prompt_only, with_prompt_logprobs
+from gateway.requests.input.generate_request import GenerateRequest, cache_root, prompt_only, with_prompt_logprobs
 from gateway.requests.input.prompts import (
     LONGEST_TOKEN,
     Prompt,
@@ -95,15 +96,33 @@ class InputProcessor:
         self._grammars.close()
 
     def model(self, name: str | None) -> ServedModel:
-        """The model with this name, or the default. Raises RequestError if the gateway does not serve it."""
+        """The model with this name, which may be that of a LoRA adapter, or the default.
+
+        Raises RequestError: the gateway does not serve it.
+        """
         if name is None:
             return next(iter(self._models.values()))
-        model = self._models.get(name)
+        model = self._models.get(name) or self._with_adapter(name)
         if model is None:
-            served = ", ".join(repr(known) for known in self._models)
+            adapters = [adapter for known in self._models.values() for adapter in known.pool.registry.adapters]
+            served = ", ".join(repr(known) for known in (*self._models, *adapters))
             message = f"the model {name[:200]!r} does not exist here; the served models are {served}"
             raise refuse(message, "model", ErrorCode.MODEL_NOT_FOUND)
         return model
+
+    def _with_adapter(self, name: str) -> ServedModel | None:
+        """The model with the LoRA adapter of this name; None if no node has one.
+
+        Raises RequestError: no nodes that can serve a request together have the same one.
+        """
+        registries = [(model, model.pool.registry) for model in self._models.values()]
+        for model, registry in registries:
+            if name in registry.adapters:
+                return dataclasses.replace(model, adapter=registry.adapters[name])
+        error = next(filter(None, (registry.refuse_adapter(name) for _, registry in registries)), None)
+        if error is not None:
+            raise error
+        return None
 
     # ---- one method for each kind of body ---------------------------------------------------------------------------
 
@@ -204,7 +223,9 @@ class InputProcessor:
         if limits is None:
             raise model.pool.no_route()
         timeout_s = self._request_timeout_s if body.deadline_ms is None else body.deadline_ms / 1000
-        context = _Context(model, limits, tenant, request_id, body.cache_salt or "", timeout_s)
+        context = _Context(
+            model, limits, tenant, request_id, cache_root(model.adapter, body.cache_salt or ""), timeout_s
+        )
         if body.slo_ttft_ms is None and body.slo_itl_ms is None:
             return context
         return context._replace(slo_ttft_s=(body.slo_ttft_ms or 0.0) / 1000, slo_itl_s=(body.slo_itl_ms or 0.0) / 1000)
@@ -385,6 +406,7 @@ class InputProcessor:
             grammar_param=context.output.param,
             skip_special=options.skip_special_tokens is not False,
             salt=context.salt,
+            adapter=context.model.adapter,
             tenant=context.tenant,
             expected_output=_expected_output(context, prompt, sampling),
             timeout_s=context.timeout_s,

@@ -116,6 +116,7 @@ class LocalCluster:
         grammar_ticks: ticks that it takes to compile a grammar. A grammar whose text begins with "bad" fails then.
         num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is
             committed, the latest possible moment.
+        adapters: folders of LoRA adapters by the ids that requests name.
     """
 
     def __init__(
@@ -146,7 +147,9 @@ class LocalCluster:
         wire: Wire | None = None,
         grammar_ticks: int = 0,
         num_outstanding: int = 1,
+        adapters: Mapping[str, Path] | None = None,
     ) -> None:
+        self._adapters = adapters or {}
         self.clock = ManualClock()
         self.grammar_ticks = grammar_ticks
         self.num_outstanding = num_outstanding
@@ -179,6 +182,8 @@ class LocalCluster:
 
         config = ModelConfig.load(str(self._folder))
         executor = load_executor(config, dtype="float32", num_pages=num_pages, page_size=page_size, **self._engine)
+        for adapter, place in self._adapters.items():
+            executor.adapters[adapter] = executor.read_adapter(place, max_rank=64)
         return executor, config.eos_token_ids
 
     def _with_limits(self, limits: Any) -> Any:
@@ -208,7 +213,14 @@ class LocalCluster:
         )
         return Member(
             name,
-            PrefillRole(scheduler, sender, cache=cache, allocator=allocator, vocab_size=VOCAB_SIZE),
+            PrefillRole(
+                scheduler,
+                sender,
+                cache=cache,
+                allocator=allocator,
+                vocab_size=VOCAB_SIZE,
+                adapters=self._adapters,
+            ),
             executor,
             allocator,
             transport,
@@ -251,6 +263,7 @@ class LocalCluster:
             OutgoingMoves(lambda: sender, page_size),
             cache=cache,
             vocab_size=VOCAB_SIZE,
+            adapters=self._adapters,
             stream_interval=self._stream_interval,
         )
         return Member(name, role, executor, allocator, transport, writer)

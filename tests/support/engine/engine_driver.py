@@ -26,7 +26,12 @@ class Driver:
         self.errors: list[str] = []
 
     def start(
-        self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY, shared: int = 0
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        params: SamplingParams = GREEDY,
+        shared: int = 0,
+        adapter: str = "",
     ) -> "DrivenRequest":
         """Return a request; its first ``shared`` tokens are not computed, and the test sets their pages.
 
@@ -34,7 +39,7 @@ class Driver:
         """
         if params.grammar:
             self.executor.compile_grammar(params.grammar).result()
-        text = DrivenRequest(self, slot, list(prompt), params)
+        text = DrivenRequest(self, slot, list(prompt), params, adapter)
         text.num_computed = shared
         return text
 
@@ -67,7 +72,7 @@ class Driver:
 class DrivenRequest:
     """A request with its tokens, its pages and the number of computed tokens."""
 
-    def __init__(self, driver: Driver, slot: int, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, driver: Driver, slot: int, prompt: list[int], params: SamplingParams, adapter: str = "") -> None:
         self.slot = slot
         self.prompt = prompt
         self.output: list[int] = []
@@ -76,6 +81,7 @@ class DrivenRequest:
         self.num_computed = 0
         self._driver = driver
         self.params = params
+        self.adapter = adapter
         self._is_admitted = False
         self._num_reported_pages = 0
 
@@ -84,7 +90,7 @@ class DrivenRequest:
             return []
         self._is_admitted = True
         history = tuple(self.prompt + self.output) if self.params.needs_history else ()
-        return [Admit(self.slot, self.params, len(self.prompt), None, history)]
+        return [Admit(self.slot, self.params, len(self.prompt), None, history, self.adapter)]
 
     def next_row(self, count: int) -> Row:
         known = self.prompt + self.output

@@ -8,6 +8,7 @@ a local prefill. A test sets ``on_generate`` to change that.
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
@@ -29,6 +30,8 @@ from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
     Abort,
+    Adapter,
+    Adapters,
     Decision,
     Decisions,
     Deregister,
@@ -43,6 +46,7 @@ from common.wire.messages import (
     Heartbeat,
     KeptOutput,
     LayoutMessage,
+    LoadAdapter,
     Message,
     ProfileAnswer,
     Refused,
@@ -53,6 +57,7 @@ from common.wire.messages import (
     StopProfile,
     Tokens,
     Unknown,
+    UnloadAdapter,
 )
 from common.wire.process_id import new_incarnation
 from gateway.server import Gateway
@@ -146,6 +151,8 @@ class FakeNode:
         decisions: the reply to ``GetDecisions``; None for no reply.
         kept: the outputs from which it replies to ``Find``; None for no reply.
         profile: the reply to ``StartProfile`` and ``StopProfile``; None for no reply.
+        adapter_error: why it loads and unloads no adapters; None for no reply. The digest of an adapter follows from
+            its path.
     """
 
     def __init__(
@@ -166,6 +173,7 @@ class FakeNode:
         self.decisions: tuple[Decision, ...] | None = ()
         self.kept: tuple[KeptOutput, ...] | None = ()
         self.profile: ProfileAnswer | None = ProfileAnswer(file=f"/traces/{self.register.name}.trace.json.gz")
+        self.adapter_error: str | None = ""
         self._context = zmq.Context()
         self.mailbox = Mailbox(
             self._context,
@@ -266,9 +274,19 @@ class FakeNode:
                 self.send(Decisions(self.decisions[-letter.message.limit :], letter.message.number))
             elif isinstance(letter.message, StartProfile | StopProfile) and self.profile is not None:
                 self.send(msgspec.structs.replace(self.profile, number=letter.message.number))
+            elif isinstance(letter.message, LoadAdapter | UnloadAdapter) and self.adapter_error is not None:
+                self._change_adapter(letter.message)
         if letters:
             self._changed.set()
         return letters
+
+    def _change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+        if not self.adapter_error:
+            adapters = [one for one in self.register.adapters if one.name != message.name]
+            if isinstance(message, LoadAdapter):
+                adapters.append(adapter(message.name, message.path))
+            self.register = msgspec.structs.replace(self.register, adapters=tuple(adapters))
+        self.send(Adapters(self.register.adapters, self.adapter_error or "", message.number))
 
     async def kill(self, last_words: Callable[[], None] = lambda: None) -> None:
         """Disconnects; ``last_words`` may send messages before."""
@@ -280,6 +298,11 @@ class FakeNode:
         last_words()
         self.mailbox.close()
         self._context.term()
+
+
+def adapter(name: str, content: str) -> Adapter:
+    """Returns an adapter whose digest follows from ``content``."""
+    return Adapter(name, hashlib.md5(content.encode()).hexdigest())
 
 
 def echo(node: FakeNode, generate: Generate) -> None:

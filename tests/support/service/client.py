@@ -171,7 +171,7 @@ class Client:
 
 def body_of(prompt: Sequence[int] | str, max_new: int, **options: Any) -> dict[str, Any]:
     """Returns a body for ``/generate``; options that are not fields of the request become sampling parameters."""
-    outer = {"rid", "return_logprob", "top_logprobs_num", "deadline_ms", "cache_salt", "priority"}
+    outer = {"rid", "return_logprob", "top_logprobs_num", "deadline_ms", "cache_salt", "priority", "model"}
     sampling = {"temperature": 0, "max_new_tokens": max_new, "ignore_eos": True}
     sampling |= {name: value for name, value in options.items() if name not in outer}
     field_name = "text" if isinstance(prompt, str) else "input_ids"

@@ -1,0 +1,210 @@
+"""A node's LoRA adapters: where they may be loaded from, how many, and when they go."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from common.config.node import NodeConfig
+from common.engine.models.lora import LoraWeights
+from common.errors import ConfigError
+from common.node.adapters import NodeAdapters
+from common.wire.messages import LoadAdapter, UnloadAdapter
+
+DIGEST = "0123456789abcdef" * 2
+LINK = object()
+
+
+class Engine:
+    """Reads adapters whose digest follows from the name of their folder; ``may_read`` lets it go on."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, LoraWeights] = {}
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self.read: list[Path] = []
+
+    def read_adapter(self, folder: Path, *, max_rank: int, root: Path | None = None) -> LoraWeights:
+        assert self.may_read.wait(60)
+        self.read.append(folder)
+        if folder.name == "broken":
+            raise ConfigError(f"{folder}: is broken")
+        if folder.name == "surprising":
+            raise RuntimeError("a bug")
+        return LoraWeights(DIGEST[len(folder.name) % 16 :][:16] * 2, [])
+
+    def drop_adapter(self, adapter: str) -> None:
+        del self.adapters[adapter]
+
+
+class Node:
+    """The adapters of a node with a folder, and the answers to what a gateway asks."""
+
+    def __init__(self, folder: Path | None, **options: object) -> None:
+        self.engine = Engine()
+        self.woken = threading.Event()
+        config = NodeConfig(lora_dir=None if folder is None else str(folder), served_model_name="m", **options)  # type: ignore[arg-type]
+        self.adapters = NodeAdapters(self.engine, config, self.woken.set)
+        self.number = 0
+
+    def ask(self, message: LoadAdapter | UnloadAdapter, in_use: tuple[str, ...] = ()) -> str:
+        """Returns the error of the answer; empty if it was done."""
+        self.woken.clear()
+        self.adapters.begin(LINK, message)
+        while not (answers := self.adapters.take(in_use)):
+            assert self.woken.wait(60)
+        ((link, answer),) = answers
+        assert link is LINK
+        assert answer.number == message.number
+        assert answer.adapters == self.adapters.listed
+        return answer.error
+
+    def load(self, name: str, path: str) -> str:
+        self.number += 1
+        return self.ask(LoadAdapter(name, path, self.number))
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for one in self.adapters.listed]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder for adapters, beside one that holds others."""
+    for name in ("loras/a", "loras/bb", "loras/ccc", "loras/deep/a", "elsewhere/a"):
+        (tmp_path / name).mkdir(parents=True)
+    return tmp_path / "loras"
+
+
+def test_without_a_folder_nothing_is_loaded_while_the_node_serves(folder: Path) -> None:
+    node = Node(None)
+    assert "--lora-dir" in node.load("a", str(folder / "a"))
+    assert node.engine.read == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", ".", "..", "../elsewhere/a", "a/../../elsewhere/a", "/etc", "{folder}", "{folder}/../elsewhere/a", "\0"],
+)
+def test_a_path_that_is_not_below_the_folder_is_refused_and_not_read(folder: Path, path: str) -> None:
+    node = Node(folder)
+    assert node.load("a", path.format(folder=folder)).startswith("lora_path")
+    assert node.engine.read == []
+
+
+def test_a_link_that_leaves_the_folder_is_refused(folder: Path) -> None:
+    (folder / "link").symlink_to(folder.parent / "elsewhere" / "a")
+    node = Node(folder)
+    assert "is not below --lora-dir" in node.load("a", "link")
+    assert node.engine.read == []
+
+
+@pytest.mark.parametrize("path", ["a", "deep/a", "./a", "deep/../a", "{folder}/a"])
+def test_a_path_below_the_folder_is_loaded(folder: Path, path: str) -> None:
+    node = Node(folder)
+    assert node.load("a", path.format(folder=folder)) == ""
+    assert node.names == ["a"]
+    assert node.engine.adapters.keys() == {node.adapters.listed[0].id}
+    assert node.adapters.listed[0].id in node.adapters
+    assert "a@other" not in node.adapters
+
+
+def test_the_name_of_the_model_is_refused(folder: Path) -> None:
+    assert "the model itself" in Node(folder).load("m", "a")
+
+
+@pytest.mark.parametrize(("path", "said"), [("broken", "is broken"), ("surprising", "RuntimeError")])
+def test_what_cannot_be_read_is_answered_and_leaves_nothing(folder: Path, path: str, said: str) -> None:
+    node = Node(folder)
+    assert said in node.load("a", path)
+    assert node.names == []
+    assert node.engine.adapters == {}
+    assert node.load("a", "a") == ""
+
+
+def test_more_adapters_than_the_limit_are_refused_until_one_is_unloaded(folder: Path) -> None:
+    node = Node(folder, max_loaded_loras=2)
+    assert node.load("a", "a") == node.load("b", "bb") == ""
+    assert "--max-loaded-loras" in node.load("c", "ccc")
+    assert node.load("a", "a") == "", "the same again takes no more room"
+    assert node.ask(UnloadAdapter("a")) == ""
+    assert node.load("c", "ccc") == ""
+    assert node.names == ["b", "c"]
+
+
+def test_a_name_keeps_its_content_until_it_is_unloaded(folder: Path) -> None:
+    node = Node(folder)
+    node.load("a", "a")
+    assert "another adapter a" in node.load("a", "bb")
+    before = node.adapters.listed
+    node.ask(UnloadAdapter("a"))
+    assert node.load("a", "bb") == ""
+    assert node.adapters.listed != before
+
+
+def test_an_unloaded_adapter_takes_no_requests_and_goes_with_the_last_one_that_has_it(folder: Path) -> None:
+    node = Node(folder)
+    node.load("a", "a")
+    adapter = node.adapters.listed[0].id
+    node.adapters.begin(LINK, UnloadAdapter("a", 7))
+    assert adapter not in node.adapters
+    assert node.adapters.take([adapter]) == []
+    assert adapter in node.engine.adapters, "a request still has it"
+    assert node.adapters.has_news
+    node.adapters.begin(LINK, UnloadAdapter("a", 8))
+    assert [answer.number for _, answer in node.adapters.take([])] == [7, 8]
+    assert node.engine.adapters == {}
+    assert not node.adapters.has_news
+
+
+def test_unloading_what_the_node_does_not_have_is_done(folder: Path) -> None:
+    assert Node(folder).ask(UnloadAdapter("a")) == ""
+
+
+def test_an_adapter_is_not_unloaded_while_it_is_loaded_and_several_gateways_may_load_it(folder: Path) -> None:
+    node = Node(folder, max_loaded_loras=1)
+    node.engine.may_read.clear()
+    for number in (1, 2):
+        node.adapters.begin(LINK, LoadAdapter("a", "a", number))
+    assert "is being loaded" in node.ask(UnloadAdapter("a", 3))
+    node.engine.may_read.set()
+    answers = []
+    while len(answers) < 2:
+        assert node.woken.wait(60)
+        node.woken.clear()
+        answers += [(answer.number, answer.error) for _, answer in node.adapters.take([])]
+    assert answers == [(1, ""), (2, "")]
+    assert node.ask(UnloadAdapter("a", 4)) == ""
+    node.adapters.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora": ("a",)}, "NAME=DIR"),
+        ({"lora": ("a=",)}, "NAME=DIR"),
+        ({"lora": ("a b=x",)}, "a name has"),
+        ({"lora": ("a=x", "a=y")}, "given twice"),
+        ({"lora": ("m=x",)}, "the model itself"),
+        ({"lora": ("a=x", "b=y"), "max_loaded_loras": 1}, "--max-loaded-loras"),
+        ({"lora": ("a=x",), "tp": 2}, "--tp 2"),
+        ({"lora_dir": "x", "tp": 2}, "--lora-dir and --tp 2"),
+        ({"lora": ("a=x",), "record": "file"}, "--record"),
+    ],
+)
+def test_wrong_options_are_refused_by_their_flag(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match="--lora") as error:
+        NodeConfig(served_model_name="m", **options)  # type: ignore[arg-type]
+    assert said in str(error.value)
+
+
+def test_an_adapter_of_the_command_line_that_cannot_be_read_ends_the_start(folder: Path) -> None:
+    node = Node(folder, lora=("a=broken",))
+    with pytest.raises(ConfigError, match="--lora a: broken: is broken"):
+        node.adapters.load_given()
+
+
+def test_adapters_of_the_command_line_may_be_anywhere(folder: Path) -> None:
+    node = Node(None, lora=(f"a={folder.parent}/elsewhere/a", f"org/b-1={folder}/bb"))
+    node.adapters.load_given()
+    assert node.names == ["a", "org/b-1"]
