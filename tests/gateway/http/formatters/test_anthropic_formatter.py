@@ -14,7 +14,7 @@ from gateway.http.formatters.anthropic import AnthropicFormatter, anthropic_erro
 from gateway.http.protocol.anthropic import MessagesRequest, ThinkingConfig
 from gateway.text.output_parser import ReasoningPiece, TextPiece, ToolCallArguments, ToolCallBegin
 
-MODEL = SimpleNamespace(name="m")
+MODEL = SimpleNamespace(asked_name="m")
 EVENT = TypeAdapter(RawMessageStreamEvent)
 
 

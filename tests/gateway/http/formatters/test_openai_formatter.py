@@ -13,7 +13,7 @@ from gateway.http.protocol.openai import ChatCompletionRequest, CompletionReques
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import Delta, OutputStream
 
-MODEL = SimpleNamespace(name="m", tokenizer=None)
+MODEL = SimpleNamespace(asked_name="m", tokenizer=None)
 NAMES = st.sampled_from(["m", MARK, 'a"b', f'"{MARK}"', "größe"])
 
 
@@ -35,8 +35,8 @@ def streamed(formatter, number, text):
 def test_each_chunk_shows_its_own_text(name, chunks, has_usage):
     options = {"include_usage": True} if has_usage else None
     common = {"stream": True, "stream_options": options}
-    completions = CompletionFormatter(SimpleNamespace(name=name, tokenizer=None), completion(**common), "cmpl-1")
-    chats = ChatFormatter(SimpleNamespace(name=name, tokenizer=None), chat(**common), "chatcmpl-1")
+    completions = CompletionFormatter(SimpleNamespace(asked_name=name, tokenizer=None), completion(**common), "cmpl-1")
+    chats = ChatFormatter(SimpleNamespace(asked_name=name, tokenizer=None), chat(**common), "chatcmpl-1")
     for number, text in chunks:
         usage = {"usage": None} if has_usage else {}
         choice = {"index": number, "logprobs": None, "finish_reason": None}

@@ -13,7 +13,7 @@ from gateway.http.formatters.responses import ResponsesFormatter
 from gateway.http.protocol.responses import ResponsesRequest, ResponseTool
 from gateway.text.output_parser import ReasoningPiece, TextPiece, ToolCallArguments, ToolCallBegin
 
-MODEL = SimpleNamespace(name="m", tokenizer=None)
+MODEL = SimpleNamespace(asked_name="m", tokenizer=None)
 EVENT = TypeAdapter(ResponseStreamEvent)
 TIMES = ("created_at", "completed_at")
 
