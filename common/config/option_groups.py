@@ -89,7 +89,7 @@ LOADTEST: Groups = {
 
 SIMULATE: Groups = {
     "Nodes and costs": (
-        "prefill", "decode", "hardware", "model", "prefill_tp", "decode_tp", "step_cost", "prompt_token_cost",
+        "prefill", "decode", "hardware", "model", "prefill_tp", "decode_tp", "cores", "step_cost", "prompt_token_cost",
         "row_cost", "context_token_cost", "message_cost", "wire_latency", "wire_bandwidth", "kv_bytes_per_token",
         "max_new_tokens", "context_length",
     ),
