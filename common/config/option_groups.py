@@ -70,8 +70,8 @@ LOAD: Groups = {
         "prompt", "tokenizer", "vocab_size", "ignore_eos", "return_token_ids",
     ),
     "Traces": (
-        "trace", "trace_unit", "trace_window", "trace_jitter", "time_scale", "length_scale", "max_input_len",
-        "max_output_len",
+        "trace", "trace_unit", "trace_window", "trace_jitter", "time_scale", "length_scale", "output_scale",
+        "max_input_len", "max_output_len",
     ),
     "Objectives": ("slo_ttft", "slo_itl", "slo_tpot", "slo_e2e", "slo_attainment"),
 }  # fmt: skip
@@ -89,7 +89,7 @@ LOADTEST: Groups = {
 
 SIMULATE: Groups = {
     "Nodes and costs": (
-        "prefill", "decode", "hardware", "model", "prefill_tp", "decode_tp", "step_cost", "prompt_token_cost",
+        "prefill", "decode", "hardware", "model", "prefill_tp", "decode_tp", "cores", "step_cost", "prompt_token_cost",
         "row_cost", "context_token_cost", "message_cost", "wire_latency", "wire_bandwidth", "kv_bytes_per_token",
         "max_new_tokens", "context_length",
     ),

@@ -31,6 +31,7 @@ DURATIONS = {
     "loadtest": ("65 s", "5 s"),
     "lora": ("60 s", "10 s"),
     "overload": ("3 min", "20 s"),
+    "planner": ("8 min", "30 s"),
     "pictures": ("4 min", "20 s"),
     "placement": ("5 min", "15 s"),
     "quantization": ("4 min", "15 s"),

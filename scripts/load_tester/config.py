@@ -90,6 +90,7 @@ class LoadOptions:
         1.0, "Seconds of replay per second of the trace: 0.1 replays it ten times as fast.", minimum=1e-9
     )
     length_scale: float = option(1.0, "Factor for prompts, outputs and shared prefixes of a trace.", minimum=1e-6)
+    output_scale: float | None = option(None, "Factor for outputs of a trace, instead of --length-scale.", minimum=1e-6)
     max_input_len: int | None = option(
         None, "Longer prompts of a trace are cut to this.", minimum=1, maximum=MAX_LENGTH
     )
@@ -370,7 +371,7 @@ def _check_together(config: LoadOptions) -> None:
             "(A limit on an open loop would hide the server's delays.)"
         )
     if config.trace is None:
-        for name in ("trace_window", "max_input_len", "max_output_len"):
+        for name in ("trace_window", "output_scale", "max_input_len", "max_output_len"):
             if getattr(config, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --trace")
         if config.trace_jitter or config.time_scale != 1 or config.length_scale != 1:

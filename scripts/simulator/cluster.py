@@ -7,6 +7,7 @@ from common.config.shared import Role
 from common.wire.messages import Message
 from gateway.workers.auto_roles import AutoRoles, load_of
 from gateway.workers.pool import WorkerPool
+from scripts.simulator.cores import Cores
 from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.gateway import TICK_S, Answer, Gateway
 from scripts.simulator.network import Network
@@ -36,11 +37,13 @@ class Cluster:
     ) -> None:
         self.events = EventQueue()
         self._settings = settings
+        self._cores = None if settings.num_cores is None else Cores(self.events, settings.num_cores)
         self.network = Network(self.events, settings.costs, self._passes)
         self.gateway = Gateway(pool, self.events, self._from_gateway, on_end=on_end)
         self.nodes: dict[str, Node] = {}  # by incarnation, including killed nodes
         self.role_changes: list[tuple[float, Role]] = []
         self._message_s = settings.costs.message_s
+        self._arrivals: dict[tuple[str, str], float] = {}  # of the last message between two, on shared cores
         self._cuts: dict[frozenset[str], list[Arrival]] = {}  # of a node or a pair, and what waits for the end
         for _ in range(num_prefill):
             self.start("prefill")
@@ -55,8 +58,9 @@ class Cluster:
         """Add a node; ``previous`` is the same node in its last role."""
         incarnation = f"{role}-{len(self.nodes)}".ljust(16, ".")
         node = Node(
-            role, incarnation, self._settings, events=self.events, network=self.network, bus=self, previous=previous
-        )
+            role, incarnation, self._settings, events=self.events, network=self.network, bus=self,
+            cores=self._cores, previous=previous,
+        )  # fmt: skip
         self.nodes[incarnation] = node
         self.gateway.register(incarnation, node.register())
         return node
@@ -201,12 +205,23 @@ class Cluster:
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
+    def _arrival_at(self, sender: str, receiver: str) -> float:
+        """When a message arrives that is sent now. Nodes without cores of their own may have to wait for one."""
+        at = self.events.now() + self._message_s
+        if self._cores is not None:
+            if len(self.nodes) > self._cores.count:
+                at += self._cores.wait_s
+            at = max(at, self._arrivals.get((sender, receiver), 0.0))  # messages keep their order
+            self._arrivals[sender, receiver] = at
+        return at
+
     def _from_gateway(self, incarnation: str, message: Message) -> None:
         receive = self.nodes[incarnation].on_gateway_messages
-        self.events.after(self._message_s, self._passes, GATEWAY, incarnation, receive, (message,))
+        self.events.at(self._arrival_at(GATEWAY, incarnation), self._passes, GATEWAY, incarnation, receive, (message,))
 
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None:
-        self.events.after(self._message_s, self._passes, sender, GATEWAY, self.gateway.on_messages, sender, messages)
+        arrival = (sender, GATEWAY, self.gateway.on_messages, sender, messages)
+        self.events.at(self._arrival_at(sender, GATEWAY), self._passes, *arrival)
 
     def defer_tokens(self, sender: str, steps: RepeatedSteps) -> bool:
         """Let the streams of a repeated step take their tokens from it; False if these have to come as messages."""
@@ -220,7 +235,8 @@ class Cluster:
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None:
         node = self.nodes.get(peer)
         if node is not None:
-            self.events.after(self._message_s, self._passes, sender, peer, node.on_peer_messages, sender, messages)
+            arrival = (sender, peer, node.on_peer_messages, sender, messages)
+            self.events.at(self._arrival_at(sender, peer), self._passes, *arrival)
 
     def hang_up(self, sender: str, peer: str) -> None:
         node = self.nodes.get(peer)

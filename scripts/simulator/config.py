@@ -77,6 +77,13 @@ class _Service:
         1, "Devices that share the model in a prefill node (tensor parallelism).", minimum=1, maximum=64
     )
     decode_tp: int = option(1, "The same for a decode node.", minimum=1, maximum=64)
+    cores: int | None = option(
+        None,
+        "Processor cores that all nodes share, if they compute on the processor of one machine with a thread each: "
+        "steps take longer while more nodes compute than there are cores, and, with a calibrated profile, while "
+        "another node computes at all.",
+        minimum=1,
+    )
     max_new_tokens: int | None = option(
         None,
         "The max_tokens of every request; each ends at its planned length, which the nodes do not know. By default "
@@ -273,6 +280,11 @@ class SimulateConfig(
             parse_seconds(getattr(self, name), "--" + name.replace("_", "-")) or 0.0 for name in COST_OPTIONS
         )
         return Costs(step, prompt_token, row, context_token, message, wire, self.wire_bandwidth)
+
+    @property
+    def costs_beside(self) -> Costs | None:
+        """Costs of steps on shared cores while another node computes; None if they are the same."""
+        return self.node_models["decode"].costs_beside if self.node_models else None
 
     @property
     def fault_options(self) -> FaultOptions:

@@ -23,6 +23,7 @@ from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Abort, Heartbeat, LayoutMessage, Message, Peer, Register
 from decode_node.factory import build as build_decode
 from prefill_node.factory import build as build_prefill
+from scripts.simulator.cores import Cores
 from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.engine import ScriptedEngine
 from scripts.simulator.event_queue import EventQueue, NodeClock
@@ -54,6 +55,8 @@ class NodeSettings:
         costs: of steps, messages and transfers.
         costs_of_role: of nodes of a role whose steps cost something else.
         takes_steps_together: decode steps that are alike (``repeated_steps``); they need a ``ScriptedEngine``.
+        num_cores: processor cores that all nodes share; None if each has a device of its own.
+        costs_beside: of steps beside those of another node, on shared cores; None if they cost the same.
     """
 
     config: NodeConfig
@@ -65,6 +68,8 @@ class NodeSettings:
     context_length: int = 131_072
     eos_token_ids: tuple[int, ...] = ()
     takes_steps_together: bool = False
+    num_cores: int | None = None
+    costs_beside: Costs | None = None
 
 
 class MessageBus(Protocol):
@@ -87,6 +92,7 @@ class Node:
 
     Args:
         incarnation: also its name.
+        cores: on which its steps run, beside those of other nodes; None for a device of its own.
         previous: the node in its last role, which it has left; it goes on with that one's engine, pages and cache.
     """
 
@@ -99,6 +105,7 @@ class Node:
         events: EventQueue,
         network: Network,
         bus: MessageBus,
+        cores: Cores | None = None,
         previous: "Node | None" = None,
     ) -> None:  # fmt: skip
         self.kind: Role = role
@@ -116,8 +123,10 @@ class Node:
         self.used_page_s = 0.0  # integral of the pages in use over time
         self._settings = settings
         self._costs = settings.costs_of_role.get(role, settings.costs)
+        self._costs_beside = settings.costs_beside or self._costs
         self._events = events
         self._bus = bus
+        self._cores = cores
         self._has_timer = False
         self._missed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # events while the node hangs
         self._used = (0, 0.0)  # pages in use, since when
@@ -312,7 +321,11 @@ class Node:
         self._outstanding, self._step_end = plan, self._events.now() + seconds
         self._patience.step_begun()
         self._repeated = self._repeatable()
-        self._events.at(self._step_end, self._step_over)
+        if self._cores is None:
+            self._events.at(self._step_end, self._step_over)
+        else:
+            beside_s = self._costs_beside.seconds(work) * self._slowness
+            self._cores.run(seconds, beside_s, self._step_over)
 
     # ---- steps that are alike ---------------------------------------------------------------------------------------
 

@@ -42,7 +42,11 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             context_length=config.context_length or CONTEXT_LENGTH,
             eos_token_ids=(END_TOKEN,),
-            takes_steps_together=not (is_stepwise or config.check or config.faults or config.auto_roles),
+            takes_steps_together=not (
+                is_stepwise or config.check or config.faults or config.auto_roles or config.cores
+            ),
+            num_cores=config.cores,
+            costs_beside=config.costs_beside,
         )
         self.cluster = Cluster(
             settings, config.pool(MODEL), num_prefill=config.prefill, num_decode=config.decode, on_end=self._on_end

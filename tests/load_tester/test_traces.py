@@ -70,6 +70,15 @@ def test_scaled_lengths_keep_what_is_shared(tmp_path: Path) -> None:
     assert [planned.num_output for planned in plan] == [1, 1, 1]
 
 
+def test_outputs_have_a_scale_of_their_own(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t", *MOONCAKE))
+    both = replay_trace(trace, ReplayOptions(length_scale=0.1), np.random.default_rng(0))
+    plan = replay_trace(trace, ReplayOptions(length_scale=0.1, output_scale=1.0), np.random.default_rng(0))
+    assert [planned.num_output for planned in plan] == [row.num_output for row in trace.rows]
+    assert [planned.num_input for planned in plan] == [planned.num_input for planned in both]
+    assert plan[0].num_output > both[0].num_output
+
+
 def test_time_is_scaled_by_factor_or_to_a_mean_rate(tmp_path: Path) -> None:
     path = write(tmp_path / "t", *MOONCAKE)
     slow = replay_trace(read_trace(path), ReplayOptions(time_scale=2.0), np.random.default_rng(0))
@@ -223,6 +232,7 @@ def test_fields_of_a_wrong_type_only_go_to_the_server(tmp_path: Path) -> None:
     ("replay", "words"),
     [
         (ReplayOptions(length_scale=1e6), "--length-scale makes"),
+        (ReplayOptions(output_scale=1e9), "--output-scale makes"),
         (ReplayOptions(time_scale=1e300), "--time-scale or --rate"),
         (ReplayOptions(window=(7.0, 8.0)), "contains no request"),
     ],

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Benchmarks that start whole services or all transports, write a checkpoint, load a model twice, or round a large
 #: vocabulary three times.
-SLOW = {"colocation", "disagg", "handoff", "overload", "pictures", "quantization", "start", "transfer"}
+SLOW = {"colocation", "disagg", "handoff", "overload", "pictures", "planner", "quantization", "start", "transfer"}
 
 
 @pytest.mark.parametrize(

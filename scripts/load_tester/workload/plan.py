@@ -97,6 +97,7 @@ def _trace_plan(config: LoadOptions, classes: dict[str, RequestClass]) -> Plan:
         mean_rate=float(config.rate or 1),
         has_jitter=config.trace_jitter,
         length_scale=config.length_scale,
+        output_scale=config.output_scale,
         max_input=config.max_input_len,
         max_output=config.max_output_len,
         max_requests=config.num_requests,

@@ -244,6 +244,7 @@ class ReplayOptions:
         window: first and last second of the trace to replay.
         time_scale: seconds of replay per second of the trace; None to reach ``mean_rate``.
         has_jitter: whether to spread requests of one tick over the tick.
+        output_scale: of outputs; None for ``length_scale``.
         duration_s: length of the replay, after which no request is planned.
     """
 
@@ -252,6 +253,7 @@ class ReplayOptions:
     mean_rate: float = 1.0
     has_jitter: bool = False
     length_scale: float = 1.0
+    output_scale: float | None = None
     max_input: int | None = None
     max_output: int | None = None
     max_requests: int | None = None
@@ -325,7 +327,8 @@ def _scale(at: Any, replay: ReplayOptions, notes: list[str]) -> float:
 
 def _planned(number: int, row: TraceRow, at: float, trace: Trace, replay: ReplayOptions) -> PlannedRequest:
     num_input = _scaled(row.num_input, replay.length_scale, replay.max_input) if row.num_input else 0
-    num_output = _scaled(row.num_output, replay.length_scale, replay.max_output)
+    output_scale = replay.length_scale if replay.output_scale is None else replay.output_scale
+    num_output = _scaled(row.num_output, output_scale, replay.max_output, "--output-scale")
     size = max(1, round(trace.segment_tokens * replay.length_scale))
     extra = row.extra or None
     segments = _segments(number, num_input, row.hash_ids, size)
@@ -345,10 +348,10 @@ def _priority_fields(extra: dict[str, Any]) -> dict[str, Any]:
     return {"priority": priority, "deadline_ms": deadline_ms, "priority_class": _text(extra.get("priority_class"))}
 
 
-def _scaled(length: int, scale: float, most: int | None) -> int:
+def _scaled(length: int, scale: float, most: int | None, flag: str = "--length-scale") -> int:
     scaled = max(1.0, length * scale)
     if scaled > MAX_LENGTH and most is None:
-        raise ConfigError(f"--length-scale makes a length of {scaled:.3g} tokens, more than {MAX_LENGTH:,}: lower it")
+        raise ConfigError(f"{flag} makes a length of {scaled:.3g} tokens, more than {MAX_LENGTH:,}: lower it")
     return round(scaled if most is None else min(scaled, most))
 
 

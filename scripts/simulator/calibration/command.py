@@ -27,6 +27,8 @@ MEANINGS = {
     "message_s": "a message",
     "wire_s": "a transfer, beside its bytes",
 }
+#: Those that are others while both nodes compute, if they share a processor.
+BESIDE = ("step_s", "row_s", "context_token_s", "prompt_step_s", "prompt_token_s", "prompt_pair_s")
 #: A median error above this means that the profile is not to be relied on.
 DOUBTFUL = 0.1
 SCALES = {"context_token_s": 1e3, "prompt_token_s": 1e3, "prompt_pair_s": 1e6}
@@ -65,6 +67,7 @@ def calibrate_command(config: SimulateConfig) -> int:
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         errors=fit.errors,
         samples=fit.samples,
+        beside={name: getattr(fit.beside, name) for name in BESIDE} if fit.beside else {},
     )
     try:
         Path(config.json).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
@@ -84,7 +87,10 @@ def profile_lines(profile: Profile) -> list[str]:
     """What was found, for people."""
     lines = [f"{'model':40}{profile.model}"]
     for name, meaning in MEANINGS.items():
-        lines.append(f"{meaning:40}{milliseconds(profile.costs[name] * SCALES.get(name, 1.0)):>8} ms")
+        line = f"{meaning:40}{milliseconds(profile.costs[name] * SCALES.get(name, 1.0)):>8} ms"
+        if name in profile.beside:
+            line += f"{milliseconds(profile.beside[name] * SCALES.get(name, 1.0)):>8} ms while both nodes compute"
+        lines.append(line)
     wire = profile.costs["wire_bytes_per_s"] / 1e9
     lines.append(f"{'bandwidth of transfers':40}{wire:>8.3g} GB/s")
     for name, error in profile.errors.items():

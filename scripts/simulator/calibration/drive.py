@@ -1,13 +1,16 @@
 """Drives a live service with a designed load: prompts of many lengths alone, then batches of several sizes."""
 
+import itertools
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from common.errors import ConfigError
 from scripts.load_tester.analysis.records import RequestRecord
@@ -17,12 +20,17 @@ from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load
 from scripts.simulator.calibration.samples import Samples, StreamedRequest
 
-#: Share of the time for single requests; the rest is for batches.
-ALONE_SHARE = 0.4
+#: Shares of the time for single requests and for prompts beside outputs; the rest is for batches.
+ALONE_SHARE, BESIDE_SHARE = 0.4, 0.25
+MOST_ROUNDS, LEAST_ROUND_S = 3, 30.0
 MAX_PROMPT = 8_192
 NUM_LENGTHS = 8
 ALONE_OUTPUT, BATCH_OUTPUT = 8, 48
 BATCHES = (2, 4, 8, 16, 32)
+#: Outputs at once beside prompts; of the prompts two are in flight, of which one waits, so that none is computed alone.
+BATCHES_BESIDE, PROMPTS_BESIDE = (1, 4, 12), 2
+#: Lengths of prompts beside outputs: long enough to keep a node busy, short enough for one chunk.
+LENGTHS_BESIDE = (64, 512)
 NUM_ROWS = 5_000  # of a designed trace, more than any service answers in time
 
 
@@ -112,51 +120,99 @@ def designed_rows(lengths: Sequence[int], num_output: int) -> Iterator[dict[str,
 def measure(
     base: LoadtestConfig, server: ServerInfo, size: ServiceSize, *, seconds: float, say: Callable[[str], None]
 ) -> Samples:
-    """Send the designed load for about ``seconds`` and return what the clients saw."""
-    samples = Samples()
-    lengths = prompt_lengths(size)
-    batches = [one for one in BATCHES if not size.max_running or one <= size.max_running]
-    say(f"prompts of {lengths[0]} to {lengths[-1]} tokens, one at a time")
-    alone_s = ALONE_SHARE * seconds
-    samples.add_alone(_run(base, server, lengths, ALONE_OUTPUT, concurrency=1, seconds=alone_s, salt=0))
-    if len(samples.prompts) < 2 * len(lengths):  # a slow service takes longer than it was given
-        samples.add_alone(_run(base, server, lengths, ALONE_OUTPUT, concurrency=1, seconds=None, salt=len(BATCHES) + 1))
-    for number, batch in enumerate(batches, 1):
-        say(f"{batch} outputs at once")
+    """Send the designed load for about ``seconds`` and return what the clients saw.
+
+    Everything is measured several times over, so that work that something else does meanwhile falls on a few samples of
+    each kind.
+    """
+    num_rounds = max(1, min(MOST_ROUNDS, int(seconds // LEAST_ROUND_S)))
+    driver = Driver(base, server, size, say)
+    for number in range(num_rounds):
+        say(f"round {number + 1} of {num_rounds}")
+        driver.measure_round(seconds / num_rounds)
+    return driver.samples
+
+
+class Driver:
+    """Sends the phases of the designed load."""
+
+    def __init__(self, base: LoadtestConfig, server: ServerInfo, size: ServiceSize, say: Callable[[str], None]) -> None:
+        self.samples = Samples()
+        self._base = base
+        self._server = server
+        self._size = size
+        self._say = say
+        self._lengths = prompt_lengths(size)
+        self._batches = [one for one in BATCHES if not size.max_running or one <= size.max_running]
+        self._num_runs = 0
+
+    def measure_round(self, seconds: float) -> None:
+        samples = self.samples
+        self._say(f"prompts of {self._lengths[0]} to {self._lengths[-1]} tokens, one at a time")
+        samples.add_alone(self._send_alone(ALONE_SHARE * seconds))
+        if len(samples.prompts) < 2 * len(self._lengths):  # a slow service takes longer than it was given
+            samples.add_alone(self._send_alone(None))
+        batches = [one for one in BATCHES_BESIDE if one <= self._batches[-1]]
+        if samples.prompts[0].prefill_s is None:  # how long a prompt took beside others is not known
+            batches = []
+        beside_s = BESIDE_SHARE * seconds if batches else 0.0
+        for batch in self._batches:
+            self._say(f"{batch} outputs at once")
+            share_s = ((1 - ALONE_SHARE) * seconds - beside_s) / len(self._batches)
+            samples.add_together(self._send_batch(batch, share_s))
+        for batch in batches:
+            self._say(f"prompts beside {batch} outputs")
+            samples.add_beside(*self._send_beside(batch, beside_s / len(batches)))
+
+    def _send_alone(self, seconds: float | None) -> list[StreamedRequest]:
+        """Send one request after another for ``seconds``; None sends each length twice."""
+        count = 2 * len(self._lengths) if seconds is None else None
+        return self._send(designed_rows(self._lengths, ALONE_OUTPUT), concurrency=1, seconds=seconds, count=count)
+
+    def _send_batch(self, batch: int, seconds: float) -> list[StreamedRequest]:
+        """Keep so many requests with short prompts in flight."""
+        lengths, size = self._lengths, self._size
         room = size.pool_tokens // batch - BATCH_OUTPUT if size.pool_tokens else lengths[-1]
         short = [length for length in lengths[: len(lengths) // 2 + 1] if length <= max(16, room // 2)] or lengths[:1]
-        share_s = (1 - ALONE_SHARE) * seconds / len(batches)
-        found = _run(base, server, short, BATCH_OUTPUT, concurrency=batch, seconds=share_s, salt=number)
-        samples.add_together(found)
-    return samples
+        return self._send(designed_rows(short, BATCH_OUTPUT), concurrency=batch, seconds=seconds)
 
+    def _send_beside(self, batch: int, seconds: float) -> tuple[list[StreamedRequest], list[StreamedRequest]]:
+        """Send outputs that last about ``seconds``, and prompts meanwhile; returns both."""
+        low, high = LENGTHS_BESIDE
+        size, first = self._size, self._lengths[0]
+        prompts = [length for length in self._lengths if low <= length <= high] or self._lengths[-1:]
+        step_s = float(np.median([one.seconds for one in self.samples.steps if one.num_rows <= batch]))
+        room = (size.pool_tokens // 2 or MAX_PROMPT) // batch
+        num_output = max(BATCH_OUTPUT, min(int(seconds / step_s), room - first, size.context_length // 2))
+        outputs = ({"input_length": first, "output_length": num_output} for _ in range(batch))
+        rows = itertools.chain(outputs, designed_rows(prompts, 2))
+        found = self._send(rows, concurrency=batch + PROMPTS_BESIDE, seconds=seconds)
+        return [one for one in found if len(one.stamps_s) > 2], [one for one in found if len(one.stamps_s) <= 2]
 
-def _run(
-    base: LoadtestConfig,
-    server: ServerInfo,
-    lengths: Sequence[int],
-    num_output: int,
-    *,
-    concurrency: int,
-    seconds: float | None,
-    salt: int,
-) -> list[StreamedRequest]:
-    """Keep ``concurrency`` requests in flight for ``seconds``; None sends each length twice."""
-    with tempfile.TemporaryDirectory(prefix="baton-calibrate-") as folder:
-        trace = Path(folder) / "designed.jsonl"
-        trace.write_text("\n".join(json.dumps(row) for row in designed_rows(lengths, num_output)))
-        duration = None if seconds is None else f"{seconds:.3f}"
-        count = 2 * len(lengths) if seconds is None else None
-        config = replace(base, trace=str(trace), concurrency=concurrency, duration=duration, num_requests=count)
-        report = run_load(config, server=server, salt=salt)
-    if report.was_stopped:
-        raise KeyboardInterrupt
-    if report.all_failed:
-        first = next((one for one in report.records if one.error), None)
-        raise ConfigError(
-            f"--calibrate {base.url}: every request failed: {first.message if first else 'none was sent'}"
-        )
-    return [_streamed(one) for one in report.records if one.is_ok and one.stamps_s]
+    def _send(
+        self, rows: Iterable[dict[str, int]], *, concurrency: int, seconds: float | None, count: int | None = None
+    ) -> list[StreamedRequest]:
+        """Keep ``concurrency`` requests of a designed trace in flight, for ``seconds`` or until ``count`` were sent."""
+        self._num_runs += 1
+        with tempfile.TemporaryDirectory(prefix="baton-calibrate-") as folder:
+            trace = Path(folder) / "designed.jsonl"
+            trace.write_text("\n".join(json.dumps(row) for row in rows))
+            duration = None if seconds is None else f"{seconds:.3f}"
+            load: dict[str, Any] = {
+                "trace": str(trace),
+                "concurrency": concurrency,
+                "duration": duration,
+                "num_requests": count,
+            }
+            report = run_load(replace(self._base, **load), server=self._server, salt=self._num_runs)
+        if report.was_stopped:
+            raise KeyboardInterrupt
+        if report.all_failed:
+            first = next((one for one in report.records if one.error), None)
+            raise ConfigError(
+                f"--calibrate {self._base.url}: every request failed: {first.message if first else 'none was sent'}"
+            )
+        return [_streamed(one) for one in report.records if one.is_ok and one.stamps_s]
 
 
 def _streamed(record: RequestRecord) -> StreamedRequest:

@@ -27,11 +27,16 @@ class TooFewSamples(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Costs, the median relative error of each part, and how many samples each had."""
+    """Costs, the median relative error of each part, and how many samples each had.
+
+    Attributes:
+        beside: costs while both nodes compute; None if that was not measured.
+    """
 
     costs: Costs
     errors: dict[str, float]
     samples: dict[str, int]
+    beside: Costs | None = None
 
 
 def fit_costs(samples: Samples, kv_bytes_per_token: int) -> Fit:
@@ -42,7 +47,15 @@ def fit_costs(samples: Samples, kv_bytes_per_token: int) -> Fit:
     costs, handoff_error = _fit_handoffs(samples.handoffs, costs, kv_bytes_per_token)
     errors = {"prompts": prompt_error, "steps": step_error, "handoffs": handoff_error}
     counts = {"prompts": len(samples.prompts), "steps": len(samples.steps), "handoffs": len(samples.handoffs)}
-    return Fit(costs, errors, counts)
+    beside = None
+    lengths = len({one.num_input for one in samples.prompts_beside})
+    if len(samples.steps_beside) >= MIN_STEPS and len(samples.prompts_beside) >= MIN_PROMPTS and lengths >= MIN_LENGTHS:
+        found, errors["steps beside prompts"] = _fit_steps(samples.steps_beside)
+        found, errors["prompts beside outputs"] = _fit_prompts(samples.prompts_beside, found)
+        counts |= {"steps beside prompts": len(samples.steps_beside)}
+        counts |= {"prompts beside outputs": len(samples.prompts_beside)}
+        beside = replace(found, message_s=costs.message_s)
+    return Fit(costs, errors, counts, beside)
 
 
 def _check(samples: Samples) -> None:

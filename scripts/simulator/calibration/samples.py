@@ -1,6 +1,7 @@
 """Measurements of a live service, from what its clients saw."""
 
 import bisect
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,9 +48,13 @@ class StreamedRequest:
 
 @dataclass(slots=True)
 class Samples:
+    """All measurements; ``steps_beside`` and ``prompts_beside`` are from times in which both nodes computed."""
+
     prompts: list[PromptSample] = field(default_factory=list)
     steps: list[StepSample] = field(default_factory=list)
     handoffs: list[HandoffSample] = field(default_factory=list)
+    steps_beside: list[StepSample] = field(default_factory=list)
+    prompts_beside: list[PromptSample] = field(default_factory=list)
 
     def add_alone(self, requests: Iterable[StreamedRequest]) -> None:
         """Add requests that were sent one after another."""
@@ -64,6 +69,23 @@ class Samples:
 
     def add_together(self, requests: Sequence[StreamedRequest]) -> None:
         """Add requests that were in flight together. Rows and context are those in the middle of a span."""
+        self.steps += self._steps_together(requests)
+
+    def add_beside(self, outputs: Sequence[StreamedRequest], prompts: Sequence[StreamedRequest]) -> None:
+        """Add outputs that were in flight together, and prompts that were computed one after another meanwhile."""
+        if not outputs or not prompts:
+            return
+        began_s, ended_s = max(one.stamps_s[0] for one in outputs), min(one.stamps_s[-1] for one in outputs)
+        for one in prompts:
+            if "prefill_s" in one.timings and began_s <= one.sent_s and one.stamps_s[0] <= ended_s:
+                ttft_s = one.stamps_s[0] - one.sent_s - one.timings.get("prefill_queue_s", 0.0)
+                self.prompts_beside.append(PromptSample(one.num_input, ttft_s, one.timings["prefill_s"]))
+        last_s = max(one.stamps_s[0] for one in prompts)
+        self.steps_beside += self._steps_together(outputs, began_s, min(ended_s, last_s))
+
+    def _steps_together(
+        self, requests: Sequence[StreamedRequest], began_s: float = -math.inf, ended_s: float = math.inf
+    ) -> Iterator[StepSample]:
         several = [one for one in requests if len(one.stamps_s) > 2]
         starts = np.array([_joined_s(one.stamps_s) for one in several])
         ends = np.array([one.stamps_s[-1] for one in several])
@@ -71,9 +93,11 @@ class Samples:
             for first, last in _spans(one.stamps_s):
                 before, after = one.stamps_s[first], one.stamps_s[last]
                 middle = (before + after) / 2
+                if not began_s <= middle <= ended_s:
+                    continue
                 present = [several[place] for place in np.flatnonzero((starts <= middle) & (middle < ends))]
                 context = sum(other.num_input + bisect.bisect_right(other.stamps_s, middle) for other in present)
-                self.steps.append(StepSample(len(present), context, (after - before) / (last - first)))
+                yield StepSample(len(present), context, (after - before) / (last - first))
 
 
 def _spans(stamps_s: Sequence[float]) -> Iterator[tuple[int, int]]:

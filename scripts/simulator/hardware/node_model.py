@@ -4,7 +4,7 @@ The roofline: the matrix products of a step take as long as their multiplication
 is longer. Attention, all-reduce and a fixed overhead come on top of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -30,6 +30,7 @@ class NodeModel:
     Attributes:
         num_devices: accelerators of the node.
         price_per_hour: of the whole node, in US dollars; 0 if unknown.
+        costs_beside: costs while another node computes on the same processor (``--cores``); None if unknown.
     """
 
     costs: Costs
@@ -37,6 +38,7 @@ class NodeModel:
     pool_tokens: int
     num_devices: int
     price_per_hour: float
+    costs_beside: Costs | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="profile", tag_field="kind"):
@@ -44,6 +46,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
 
     Attributes:
         costs: parameters of ``Costs`` by name, in seconds and bytes per second.
+        beside: those that are others while another node computes on the same processor.
         num_devices: accelerators of the node.
         price_per_hour: of the whole node, in US dollars.
         errors: median relative error of the fit, by what was fitted.
@@ -59,14 +62,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
     measured_at: str = ""
     errors: dict[str, float] = {}
     samples: dict[str, int] = {}
+    beside: dict[str, float] = {}
 
     def __post_init__(self) -> None:
         names = set(Costs.__dataclass_fields__)
-        for name, value in self.costs.items():
-            if name not in names:
-                raise ValueError(f"costs.{name} is not a cost; known are {', '.join(sorted(names))}")
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"costs.{name} must be at least 0")
+        for field, costs in (("costs", self.costs), ("beside", self.beside)):
+            for name, value in costs.items():
+                if name not in names:
+                    raise ValueError(f"{field}.{name} is not a cost; known are {', '.join(sorted(names))}")
+                if not 0 <= value < float("inf"):
+                    raise ValueError(f"{field}.{name} must be at least 0")
         if self.kv_bytes_per_token < 1 or self.pool_tokens < 1 or self.num_devices < 1:
             raise ValueError("kv_bytes_per_token, pool_tokens and num_devices must be more than 0")
 
@@ -103,7 +108,9 @@ class Hardware:
 
 def _of_profile(profile: Profile) -> NodeModel:
     kv_bytes = _rounded(profile.kv_bytes_per_token)
-    return NodeModel(Costs(**profile.costs), kv_bytes, profile.pool_tokens, profile.num_devices, profile.price_per_hour)
+    costs = Costs(**profile.costs)
+    beside = replace(costs, **profile.beside) if profile.beside else None
+    return NodeModel(costs, kv_bytes, profile.pool_tokens, profile.num_devices, profile.price_per_hour, beside)
 
 
 def _of_roofline(device: Accelerator, shape: ModelShape, tp: int, flag: str) -> NodeModel:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,10 +29,15 @@ KV_BYTES = 131_072
 
 def simulated(words: Sequence[str], lengths: Sequence[int], num_output: int) -> list[StreamedRequest]:
     """Run requests of these lengths through a simulated service, in a closed loop."""
-    config = parse(SimulateConfig, [*words, f"--num-requests={len(lengths)}"], command="simulate")
+    return simulated_sizes(words, [(length, num_output) for length in lengths])
+
+
+def simulated_sizes(words: Sequence[str], sizes: Sequence[tuple[int, int]]) -> list[StreamedRequest]:
+    """Run requests with these numbers of prompt and output tokens through a simulated service, in a closed loop."""
+    config = parse(SimulateConfig, [*words, f"--num-requests={len(sizes)}"], command="simulate")
     requests = [
-        PlannedRequest(index, 0.0, ((segment_key(UNIQUE, index), length),), num_output)
-        for index, length in enumerate(lengths)
+        PlannedRequest(index, 0.0, ((segment_key(UNIQUE, index), num_input),), num_output)
+        for index, (num_input, num_output) in enumerate(sizes)
     ]
     simulation = Simulation(config, Plan([[one] for one in requests], len(requests), False, None, [], {}))
     simulation.run()
@@ -59,6 +65,41 @@ def test_the_fit_finds_the_costs_of_a_simulated_service() -> None:
     assert costs.wire_s == pytest.approx(3e-3, abs=3e-3)
     assert fit.errors["steps"] < 0.02 and fit.errors["prompts"] < 0.02
     assert fit.samples["prompts"] == 15
+
+
+def test_the_fit_finds_the_costs_beside_another_node(tmp_path: Path) -> None:
+    costs = {"step_s": 6e-3, "row_s": 400e-6, "prompt_token_s": 350e-6, "message_s": 1e-3, "wire_s": 2e-3}
+    beside = {"step_s": 7e-3, "row_s": 600e-6, "prompt_token_s": 400e-6}
+    profile = Profile("m", costs, KV_BYTES, 100_000, beside=beside)
+    file = tmp_path / "profile.json"
+    file.write_bytes(msgspec.json.encode(profile))
+    words = [f"--hardware={file}", "--cores=2", "--chunked-prefill-size=512"]
+    samples = Samples()
+    samples.add_alone(simulated([*words, "--concurrency=1"], [16, 64, 256, 1_024] * 3, 8))
+    samples.add_together(simulated([*words, "--concurrency=4"], [16] * 12, 40))
+    for batch in (1, 4, 8):
+        found = simulated_sizes(
+            [*words, f"--concurrency={batch + 2}"], [(16, 400)] * batch + [(64, 2), (256, 2), (512, 2)] * 8
+        )
+        samples.add_beside(found[:batch], found[batch:])
+    fit = fit_costs(samples, KV_BYTES)
+    assert fit.beside is not None
+    assert fit.beside.step_s == pytest.approx(7e-3, rel=0.05)
+    assert fit.beside.row_s == pytest.approx(600e-6, rel=0.1)
+    assert fit.beside.prompt_token_s == pytest.approx(400e-6, rel=0.05)
+    assert fit.costs.prompt_token_s == pytest.approx(350e-6, rel=0.05)
+
+
+def test_only_what_both_nodes_computed_at_once_counts_as_beside() -> None:
+    output = StreamedRequest(10, 0.0, [1.0, 2.0, 3.0, 4.0])
+    early = StreamedRequest(20, 0.5, [1.5, 1.6], {"prefill_s": 0.4})  # sent before the output began
+    during = StreamedRequest(30, 1.2, [2.6, 2.7], {"prefill_s": 0.9, "prefill_queue_s": 0.3})
+    samples = Samples()
+    samples.add_beside([output], [early, during])
+    assert samples.prompts_beside == [PromptSample(30, pytest.approx(1.1), 0.9)]
+    assert samples.steps_beside == []  # the middle of its gaps, at 3.0, is past the last prompt
+    samples.add_beside([output], [during, StreamedRequest(20, 2.7, [3.5], {"prefill_s": 0.4})])
+    assert samples.steps_beside == [StepSample(1, 13, 1.0)]
 
 
 def test_rows_and_context_are_those_in_the_middle_of_a_span() -> None:

@@ -1,0 +1,102 @@
+"""Cores that nodes share: who is done when, worked out by hand."""
+
+from functools import partial
+
+import pytest
+
+from common.config.cli import parse
+from scripts.load_tester.workload.plan import make_plan
+from scripts.simulator.config import SimulateConfig
+from scripts.simulator.cores import STAY_S, WAKE_S, Cores
+from scripts.simulator.event_queue import EventQueue
+from scripts.simulator.simulation import Simulation
+
+
+def ends_of(count: int, steps: dict[str, tuple[float, float]], *, slower_beside: float = 1.0) -> dict[str, float]:
+    """When each step ends, of (begin, seconds alone)."""
+    events = EventQueue()
+    cores = Cores(events, count)
+    ends: dict[str, float] = {}
+    for name, (begin_s, seconds) in steps.items():
+        end = partial(lambda name: ends.setdefault(name, events.now()), name)
+        events.at(begin_s, cores.run, seconds, slower_beside * seconds, end)
+    while len(ends) < len(steps):
+        events.step()
+    return ends
+
+
+def test_steps_on_cores_of_their_own_do_not_delay_each_other() -> None:
+    assert ends_of(4, {"a": (0.0, 1.0), "b": (0.5, 1.0)}) == pytest.approx({"a": 1.0, "b": 1.5})
+
+
+def test_steps_beside_others_take_longer_even_on_a_core_of_their_own() -> None:
+    found = ends_of(2, {"a": (0.0, 1.0), "b": (0.0, 2.0)}, slower_beside=1.5)
+    assert found == pytest.approx({"a": 1.5, "b": 2.5})  # b does two thirds of a second's work in the first 1.5 s
+
+
+def test_a_step_that_comes_later_slows_the_one_on_its_core() -> None:
+    found = ends_of(1, {"long": (0.0, 2.0), "short": (1.0, 0.5)})
+    assert found == pytest.approx({"long": 2.5, "short": 2.0})
+
+
+def test_of_three_short_steps_on_two_cores_one_has_a_core_of_its_own() -> None:
+    quick = 0.3 * STAY_S
+    found = ends_of(2, {"a": (0.0, quick), "b": (0.0, quick), "c": (0.0, quick)})
+    assert found == pytest.approx({"a": 1.5 * quick, "b": quick, "c": 1.5 * quick})
+
+
+def test_of_three_long_steps_on_two_cores_each_gets_two_thirds_of_a_core() -> None:
+    long = 20 * STAY_S
+    found = ends_of(2, {"a": (0.0, long), "b": (0.0, long), "c": (0.0, long)})
+    assert list(found.values()) == pytest.approx([1.5 * long] * 3, abs=1.5 * STAY_S)
+
+
+def test_a_step_without_work_ends_at_once() -> None:
+    assert ends_of(1, {"none": (1.0, 0.0), "long": (0.0, 3.0)}) == pytest.approx({"none": 1.0, "long": 3.0})
+
+
+def test_a_waking_thread_waits_while_all_cores_compute() -> None:
+    events = EventQueue()
+    cores = Cores(events, 2)
+    assert cores.wait_s == 0.0
+    ended: list[str] = []
+    cores.run(1.0, 1.0, lambda: ended.append("a"))
+    assert cores.wait_s == 0.0
+    cores.run(2.0, 2.0, lambda: ended.append("b"))
+    assert cores.wait_s == WAKE_S
+    while not ended:
+        events.step()
+    assert cores.wait_s == 0.0
+
+
+def simulated(*words: str) -> Simulation:
+    load = ["--rate=4", "--num-requests=30", "--input-len=400", "--output-len=20", "--prompt-token-cost=300us"]
+    config = parse(SimulateConfig, [*load, *words], command="simulate")
+    simulation = Simulation(config, make_plan(config))
+    simulation.run()
+    return simulation
+
+
+def stamps_of(simulation: Simulation) -> list[list[float]]:
+    return [one.stamps_s for one in simulation.client.outcomes]
+
+
+def test_nodes_with_a_core_each_do_what_nodes_with_devices_do() -> None:
+    alone, shared = simulated("--decode=2"), simulated("--decode=2", "--cores=3")
+    for one, other in zip(stamps_of(alone), stamps_of(shared), strict=True):
+        assert one == pytest.approx(other)
+
+
+def test_nodes_without_cores_of_their_own_answer_every_request() -> None:
+    shared = simulated("--prefill=2", "--decode=2", "--cores=2")
+    assert all(one.is_ok and one.num_output == 20 for one in shared.client.outcomes)
+
+
+def test_nodes_that_share_a_core_answer_later() -> None:
+    alone, shared = simulated(), simulated("--cores=1")
+    ends = [[stamps[-1] for stamps in stamps_of(one)] for one in (alone, shared)]
+    assert all(early <= late + 1e-9 for early, late in zip(*ends, strict=True))
+    assert sum(ends[1]) > sum(ends[0]) + 0.1
+    # The steps took as much processor time.
+    busy = [sum(node.busy_s for node in one.cluster.nodes.values()) for one in (alone, shared)]
+    assert busy[0] == pytest.approx(busy[1], rel=0.2)
