@@ -23,6 +23,8 @@ from starlette.types import ASGIApp
 from common.clock import MonotonicClock
 from common.config.gateway import GatewayConfig
 from common.config.tenancy import parse_quotas
+from common.discovery.announcement import Announcement
+from common.discovery.etcd import EtcdStore
 from common.errors import ConfigError
 from common.plugins import load_app_plugin, load_priority_function
 from common.wire.address import in_url
@@ -125,6 +127,8 @@ class Gateway:
         self._listener = None if config.listen_fd is None else inherited_listener(config.listen_fd)
         self._private: HttpServer | None = None  # for siblings
         self._accepting: asyncio.Task[None] | None = None
+        self._store = None if config.etcd is None else EtcdStore(config)
+        self._announcement: Announcement | None = None
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
@@ -204,6 +208,9 @@ class Gateway:
         except OSError as error:
             await self.stop()
             raise _cannot_bind("port", config.port, config.host, error) from error
+        if self._store is not None:
+            port = self._control.address.rpartition(":")[2]
+            self._announcement = Announcement(self._store, f"{in_url(config.announced_host)}:{port}")
 
     async def _start_in_group(self, app: ASGIApp, listener: socket.socket, private: socket.socket | None) -> None:
         """Listens for siblings at once, and accepts clients from the shared socket once a request could be served.
@@ -266,6 +273,9 @@ class Gateway:
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Refuses new requests, gives those in flight ``grace_s``, and ends the rest with an error."""
         self._checks.begin_stop()
+        if self._announcement is not None:
+            announcement, self._announcement = self._announcement, None
+            await asyncio.to_thread(announcement.close)
         if self._accepting is not None:
             self._accepting.cancel()
         servers = [self._http] if self._private is None else [self._private, self._http]

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config.access import AccessOptions, check_access
+from common.config.discovery import DiscoveryOptions, check_discovery
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions, check_scheduling, is_user_defined
 from common.config.shared import NEEDS_KEYS, DrainOptions, LocalPrefill, ModelOptions, check_keys, check_revision
 from common.config.tenancy import TenantOptions, check_tenancy
 from common.errors import ConfigError
-from common.wire.address import check_reach
+from common.wire.address import check_reach, is_unspecified
 
 #: Name, index and count of ``--group``.
 GROUP = re.compile(r"([0-9a-f]{8,64}):([0-9]{1,3})/([0-9]{1,3})")
@@ -161,9 +162,23 @@ class TracingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(DrainOptions, Routing, HttpOptions, TracingOptions, TenantOptions, SchedulingOptions, ModelOptions):
+class GatewayConfig(
+    DrainOptions,
+    Routing,
+    HttpOptions,
+    TracingOptions,
+    TenantOptions,
+    DiscoveryOptions,
+    SchedulingOptions,
+    ModelOptions,
+):
     control_port: int = option(
         8001, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
+    )
+    advertise_control_host: str | None = option(
+        None,
+        "Address that is announced in etcd, at which nodes reach --control-port. Without it: --control-host.",
+        metavar="ADDRESS",
     )
     group: str | None = option(
         None,
@@ -182,6 +197,25 @@ class GatewayConfig(DrainOptions, Routing, HttpOptions, TracingOptions, TenantOp
     def __post_init__(self) -> None:
         check_http(self)
         check_group(self)
+        check_discovery(self)
+        check_announced(self)
+
+    @property
+    def announced_host(self) -> str:
+        """Address at which nodes reach the control port."""
+        return self.advertise_control_host or self.control_host
+
+
+def check_announced(config: GatewayConfig) -> None:
+    """Raises ConfigError: nodes would find an address in etcd that leads nowhere, or an announcement is not wanted."""
+    if config.etcd is None:
+        if config.advertise_control_host is not None:
+            raise ConfigError("--advertise-control-host is announced in etcd, and needs --etcd")
+    elif is_unspecified(config.announced_host):
+        raise ConfigError(
+            f"--control-host {config.control_host} means every address of this machine: give the one to announce in "
+            "etcd with --advertise-control-host"
+        )
 
 
 def check_group(config: Any) -> None:

@@ -5,6 +5,7 @@ import platform
 from dataclasses import dataclass
 
 from common.config.batching import Batching
+from common.config.discovery import DiscoveryOptions, check_discovery
 from common.config.lora import LoraOptions, check_lora
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions
@@ -21,9 +22,20 @@ from common.config.shared import (
 from common.errors import ConfigError
 from common.wire.address import check_reach, host_and_port, is_loopback
 
+DEFAULT_GATEWAY = "127.0.0.1:8001"
+
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(Batching, EngineOptions, LoraOptions, DrainOptions, NodeHttpOptions, SchedulingOptions, ModelOptions):
+class NodeConfig(
+    Batching,
+    EngineOptions,
+    LoraOptions,
+    DrainOptions,
+    NodeHttpOptions,
+    DiscoveryOptions,
+    SchedulingOptions,
+    ModelOptions,
+):
     """Configuration of ``prefill`` and ``decode``, which is the same for both, since a node may change its role.
 
     ``role`` follows from the command; it has no flag.
@@ -31,8 +43,9 @@ class NodeConfig(Batching, EngineOptions, LoraOptions, DrainOptions, NodeHttpOpt
 
     role: Role = "prefill"
     gateway: str = option(
-        "127.0.0.1:8001",
-        "Address of the gateway's control port; with several gateways, all of them, separated by commas.",
+        DEFAULT_GATEWAY,
+        "Address of the gateway's control port; with several gateways, all of them, separated by commas. With --etcd, "
+        "gateways are found there instead.",
         metavar="HOST:PORT[,...]",
     )
     orphan_timeout: float = option(
@@ -72,14 +85,12 @@ class NodeConfig(Batching, EngineOptions, LoraOptions, DrainOptions, NodeHttpOpt
         check_engine(self)
         check_lora(self)
         check_node_http(self)
-        has_keys = self.insecure or bool(self.keys)
+        check_discovery(self)
+        if self.etcd is not None and self.gateway != DEFAULT_GATEWAY:
+            raise ConfigError("--gateway and --etcd both say where gateways are; give one of them")
         for address in self.gateways:
-            gateway_host, _ = host_and_port(address, "--gateway")
-            if not is_loopback(gateway_host) and not has_keys:
-                raise ConfigError(
-                    f"--gateway {address} is on another machine: {NEEDS_KEYS}connect without authentication with "
-                    "--insecure"
-                )
+            self.check_gateway(address)
+        has_keys = self.insecure or bool(self.keys)
         if len(set(self.gateways)) < len(self.gateways):
             raise ConfigError(f"--gateway {self.gateway} names a gateway twice; leave one of them out")
         check_reach("--advertise-host", self.advertise_host, has_keys, NEEDS_KEYS)
@@ -89,6 +100,14 @@ class NodeConfig(Batching, EngineOptions, LoraOptions, DrainOptions, NodeHttpOpt
     @property
     def gateways(self) -> tuple[str, ...]:
         return tuple(self.gateway.split(","))
+
+    def check_gateway(self, address: str) -> None:
+        """Raises ConfigError: this is not the address of a gateway to which this node may connect."""
+        gateway_host, _ = host_and_port(address, "--gateway")
+        if not (is_loopback(gateway_host) or self.insecure or self.keys):
+            raise ConfigError(
+                f"--gateway {address} is on another machine: {NEEDS_KEYS}connect without authentication with --insecure"
+            )
 
     @property
     def node_name(self) -> str:

@@ -45,7 +45,8 @@ SERVING: Groups = {
         "priority_function", "priority_classes", "default_priority_class", "tenant_shares", "tenant_quotas",
     ),
     "Network": (
-        "host", "port", "group", "listen_fd", "control_host", "control_port", "gateway", "orphan_timeout",
+        "host", "port", "group", "listen_fd", "control_host", "control_port", "advertise_control_host", "gateway",
+        "orphan_timeout", "etcd", "etcd_prefix", "etcd_ca", "etcd_cert", "etcd_cert_key",
         "advertise_host", "data_port", "data_interface",
         "http_host", "http_port", "health_timeout",
         "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "node_timeout",

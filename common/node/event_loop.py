@@ -1,6 +1,6 @@
 """The event loop of a node: receive, commit, plan, run, send. One thread, no locks; the role decides everything.
 
-The node registers with every gateway that it is given. Each request belongs to the gateway that sent it. When the
+The node registers with every gateway of its directory. Each request belongs to the gateway that sent it. When the
 connection to a gateway goes down, its requests end here, or go on for a time if a client may ask for them again.
 """
 
@@ -14,6 +14,7 @@ import zmq
 
 from common.clock import Clock
 from common.config.shared import Role as RoleName
+from common.discovery.gateway_directory import GatewayDirectory
 from common.errors import ErrorCode, InvariantError
 from common.node.adapters import NodeAdapters
 from common.node.departure import Departure, DepartureStep, Remainder
@@ -89,13 +90,12 @@ class EventLoop:
         role: decides.
         engine: computes.
         register: makes the message that registers this node.
-        gateways: ``host:port`` of each gateway's control socket.
+        gateways: names the gateways to register with.
         orphan_timeout_s: how long requests with a key outlive their gateway.
         room: requests that run at once, which several gateways share.
         adapters: those that gateways have this node load and unload.
 
     Attributes:
-        gateway_address: as given.
         refused: the reason for which the last of all gateways has refused this node; None if one has not.
         next_role: the role in which this node is to go on, once ``run`` has returned; None if it stops.
         turned_at: the instant at which the loop last began a turn, which it does once a second at least.
@@ -109,7 +109,7 @@ class EventLoop:
         engine: EngineThread,
         *,
         register: Callable[[], Register],
-        gateways: Sequence[str],
+        gateways: GatewayDirectory,
         endpoint: ControlEndpoint,
         clock: Clock,
         orphan_timeout_s: float,
@@ -121,17 +121,15 @@ class EventLoop:
         self._endpoint = endpoint
         self._listen = endpoint.listen
         self._clock = clock
-        key = b"" if endpoint.keys is None else endpoint.keys.gateway
-        self._links = [
-            GatewayLink(endpoint.dial(FromGateway, address, key), address, register, clock, is_alone=len(gateways) == 1)
-            for address in gateways
-        ]
+        self._gateways = gateways
+        self._has_one_gateway = gateways.is_fixed and len(gateways.addresses()) == 1
+        self._links: list[GatewayLink] = []
+        self._refusals: dict[str, str] = {}  # reasons, by the addresses of gateways that refuse this node
         self._register = register
         self._adapters = adapters
-        self._credit = Credit(room) if len(gateways) > 1 else None
-        self._profiling = self._links[0]  # the gateway that has asked for the last profile
+        self._credit = None if self._has_one_gateway else Credit(room)
+        self._profiling: GatewayLink | None = None  # the gateway that has asked for the last profile
         self._owners = RequestOwners(orphan_timeout_s)
-        self.gateway_address = ",".join(gateways)
         self._next_heartbeat_at = self._next_load_at = 0.0
         self._is_stopping = False
         self._is_checked = True
@@ -145,13 +143,17 @@ class EventLoop:
         self._drain_s: float | None = None  # a drain that was asked for and has not begun
         self._poller = zmq.Poller()
         self._sources = PrefillConnections(endpoint, self._poller)
-        for link in self._links:
-            self._watch(link.mailbox)
         self._watch(self._listen)
         self._poller.register(engine.fileno(), zmq.POLLIN)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._files: list[int] = []
+        self._follow_directory()
+
+    @property
+    def gateway_address(self) -> str:
+        """Addresses of the gateways that this node dials, separated by commas. Other threads may ask."""
+        return ",".join(link.address for link in self._links)
 
     @property
     def is_registered(self) -> bool:
@@ -179,11 +181,14 @@ class EventLoop:
         while not self._is_stopping and self.refused is None and self.next_role is None:
             self._wait(0.0 if more else LONGEST_WAIT_S)
             now = self.turned_at = self._clock.now()
+            if not self._gateways.is_fixed:
+                self._follow_directory()
             self._receive(now)
             while (result := self._engine.take()) is not None:
                 self._role.commit(result, now)
             for answer in self._engine.take_answers():
-                self._profiling.send(answer)
+                if self._profiling is not None:
+                    self._profiling.send(answer)
             self._compile_grammars(now)
             if self._adapters.has_news:
                 self._change_adapters()
@@ -417,9 +422,38 @@ class EventLoop:
             self.refused = reason
             return
         log.error("the gateway at %s refuses this node: %s", link.address, reason)
+        self._refusals[link.address] = reason
+        self._leave(link)
+
+    def _follow_directory(self) -> None:
+        """Dial gateways that are new in the directory, and leave those that are neither in it nor connected.
+
+        A connected gateway stays, since the directory may be wrong for a time: etcd drops what it has not heard from.
+        """
+        addresses = self._gateways.addresses()
+        for address in [address for address in self._refusals if address not in addresses]:
+            del self._refusals[address]  # another gateway may come there
+        for link in [link for link in self._links if link.address not in addresses and link.is_dialling]:
+            log.info("the gateway at %s is not announced any more", link.address)
+            self._leave(link)
+        dialled = {link.address for link in self._links}
+        for address in addresses:
+            if address not in dialled and address not in self._refusals:
+                self._dial(address)
+
+    def _dial(self, address: str) -> None:
+        key = b"" if self._endpoint.keys is None else self._endpoint.keys.gateway
+        mailbox = self._endpoint.dial(FromGateway, address, key)
+        link = GatewayLink(mailbox, address, self._register, self._clock, is_alone=self._has_one_gateway)
+        self._links.append(link)
+        self._watch(mailbox)
+
+    def _leave(self, link: GatewayLink) -> None:
         self._links.remove(link)
         self._unwatch(link.mailbox)
         link.mailbox.close()
+        if self._profiling is link:
+            self._profiling = None
 
     # ---- requests and the gateways that they belong to --------------------------------------------------------------
 
@@ -507,7 +541,7 @@ class EventLoop:
             self._report_load(now)
         if now < self._next_heartbeat_at:
             return
-        self._next_heartbeat_at = now + min(link.heartbeat_s for link in self._links)
+        self._next_heartbeat_at = now + min((link.heartbeat_s for link in self._links), default=LONGEST_WAIT_S)
         snapshot = Snapshot(now, self._heartbeat(), tuple(self._role.pairs())[:MAX_PAIRS])
         self.snapshots = (*self.snapshots[-1:], snapshot)
         self._end_requests(self._owners.sweep(self._role.requests(), now), now)

@@ -19,6 +19,8 @@ from common.cache.page_allocator import PageAllocator
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.config.shared import Role as RoleName
+from common.discovery.etcd import EtcdStore
+from common.discovery.gateway_directory import EtcdGateways, FixedGateways
 from common.errors import BatonError, ConfigError
 from common.logs import configure_logging
 from common.node.adapters import NodeAdapters
@@ -116,15 +118,28 @@ def _serve_model(
         worker = _worker_context(config, model, executor, capacity, endpoint.incarnation)
         worker = replace(worker, other_ranks=ranks.transfer_ends(), adapters=adapters)
         ranks.watch(engine.fail)
-        node = LoadedNode(model, engine, factories, http, adapters=adapters, drain_timeout_s=config.drain_timeout)
-        signal.signal(signal.SIGTERM, lambda *_: node.drain())
-        signal.signal(signal.SIGINT, lambda *_: node.stop())
-        gc.collect()
-        gc.freeze()  # weights and modules stay; the collector need not visit them again
-        return node.serve(worker, endpoint)
+        with open_directory(config) as gateways:
+            node = LoadedNode(
+                *(model, engine, factories, gateways),
+                adapters=adapters,
+                http=http,
+                drain_timeout_s=config.drain_timeout,
+            )
+            signal.signal(signal.SIGTERM, lambda *_: node.drain())
+            signal.signal(signal.SIGINT, lambda *_: node.stop())
+            gc.collect()
+            gc.freeze()  # weights and modules stay; the collector need not visit them again
+            return node.serve(worker, endpoint)
     finally:
         adapters.close()
         engine.close()
+
+
+def open_directory(config: NodeConfig) -> FixedGateways | EtcdGateways:
+    """Return where the node learns of its gateways. Raises ConfigError: the extra etcd is not installed."""
+    if config.etcd is None:
+        return FixedGateways(config.gateways)
+    return EtcdGateways(EtcdStore(config), config.check_gateway)
 
 
 def _worker_context(

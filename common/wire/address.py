@@ -13,6 +13,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_unspecified(host: str) -> bool:
+    """Whether an address to listen on means every address of this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
 def host_and_port(text: str, flag: str) -> tuple[str, int]:
     """Split ``host:port`` or ``[v6]:port``. Raises ConfigError: ``text`` is neither; the message names ``flag``."""
     host, _, port = text.rpartition(":")

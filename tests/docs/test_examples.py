@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -263,3 +264,22 @@ def test_two_hosts_serve_a_request_over_tcp_and_stop(tmp_path: Path) -> None:
         ("prefill", "['tcp']"),
     ]
     assert "Traceback" not in said
+
+
+# ---- discovery ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
+def test_two_gateways_serve_through_nodes_that_found_them_in_etcd(tmp_path: Path) -> None:
+    names = ("PORT", "OTHER_PORT", "ETCD_PORT", "ETCD_PEER_PORT")
+    found = subprocess.run(
+        [EXAMPLES / "etcd.sh", *SMALL_NODES],
+        env=variables(**{name: str(free_port()) for name in names}),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("tokens in, 20 out]") == 2
+    assert "Traceback" not in found.stderr

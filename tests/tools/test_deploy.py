@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -263,6 +264,62 @@ def test_kubectl_can_build_it() -> None:
     assert sorted(each["kind"] for each in built) == [
         "ConfigMap", "Deployment", "Deployment", "NetworkPolicy", "NetworkPolicy", "Service", "Service",
     ]  # fmt: skip
+
+
+# ---- Kubernetes, a Deployment for each role -------------------------------------------------------------------------
+
+
+def built(folder: str) -> list[Document]:
+    """What ``kubectl apply -k`` would apply."""
+    ended = subprocess.run(["kubectl", "kustomize", DEPLOY / folder], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return list(yaml.safe_load_all(ended.stdout))
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+@pytest.mark.parametrize("folder", ["kubernetes", "kubernetes-roles"])
+def test_manifests_follow_the_schemas_of_kubernetes(folder: str) -> None:
+    """Those of KEDA are not among them."""
+    for document in built(folder):
+        if not document["apiVersion"].startswith("keda.sh/"):
+            kubernetes_validate.validate(document, "1.33", strict=True)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nodes_of_one_role_run_existing_commands_and_are_scaled_by_advice(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (DEPLOY / "kubernetes-roles" / f"{role}.yaml").read_text()
+    deployment, budget, scaled = yaml.safe_load_all(text)
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    config = checked(with_downward(container["args"], container), variables_of(container), monkeypatch)
+    assert container["args"][0] == container["name"] == role
+    assert template["spec"]["terminationGracePeriodSeconds"] > config.drain_timeout
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"peers": config.data_port, f"{role}-http": config.http_port}
+    assert (
+        container["startupProbe"]["httpGet"]["port"] == container["livenessProbe"]["httpGet"]["port"] == f"{role}-http"
+    )
+    labels_there = template["metadata"]["labels"]
+    assert labels("nodes").items() <= labels_there.items(), "the network policies would not be for these Pods"
+    for selector in (deployment["spec"]["selector"], budget["spec"]["selector"]):
+        assert selector["matchLabels"].items() <= labels_there.items()
+    assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    (trigger,) = scaled["spec"]["triggers"]
+    assert trigger["metadata"]["query"] == f'max(baton_advised_nodes{{role="{role}"}})'
+    metrics = (ROOT / "docs" / "metrics.md").read_text()
+    assert "| `baton_advised_nodes{" in metrics
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+def test_nodes_of_one_role_take_the_place_of_those_that_share_a_pod() -> None:
+    names = {each["metadata"]["name"]: each for each in built("kubernetes-roles") if each["kind"] == "Deployment"}
+    assert sorted(names) == ["baton-decode", "baton-gateway", "baton-prefill"]
+    for role in ("prefill", "decode"):
+        (container,) = names[f"baton-{role}"]["spec"]["template"]["spec"]["containers"]
+        assert "--transport=nixl" in container["args"]
+        assert container["resources"]["limits"]["rdma/hca"] == "1"
 
 
 # ---- the image ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.node import NodeConfig
 from common.config.shared import Role as RoleName
+from common.discovery.gateway_directory import GatewayDirectory
 from common.errors import BatonError, ConfigError
 from common.model_folder import tokenizer_digest
 from common.node.adapters import NodeAdapters
@@ -55,6 +56,7 @@ class LoadedNode:
     next one, and other processes see a node that has gone and one that has come.
 
     Args:
+        gateways: names the gateways to register with.
         http: listening socket of the node's own HTTP server; None without one.
         drain_timeout_s: how long requests may go on after SIGTERM.
     """
@@ -64,9 +66,10 @@ class LoadedNode:
         model: "ModelConfig",
         engine: EngineThread,
         factories: Mapping[RoleName, RoleFactory],
-        http: socket.socket | None,
+        gateways: GatewayDirectory,
         *,
         adapters: NodeAdapters,
+        http: socket.socket | None,
         drain_timeout_s: float,
     ) -> None:
         self._model = model
@@ -74,6 +77,7 @@ class LoadedNode:
         self._engine = engine
         self._adapters = adapters
         self._factories = factories
+        self._gateways = gateways
         self._http = http
         self._loop: EventLoop | None = None
         self._is_stopping = self._is_draining = False
@@ -149,7 +153,7 @@ class LoadedNode:
             role,
             self._engine,
             register=lambda: self._register(worker, role, endpoint),
-            gateways=config.gateways,
+            gateways=self._gateways,
             orphan_timeout_s=config.orphan_timeout,
             room=worker.capacity.num_slots,
             adapters=self._adapters,
@@ -162,13 +166,13 @@ class LoadedNode:
         if self._is_stopping:
             loop.stop()
         log.info(
-            "%s node ready: %d pages of %d tokens, %s with %d bytes for each; dialling the gateway at %s",
+            "%s node ready: %d pages of %d tokens, %s with %d bytes for each; dialling %s",
             config.role,
             worker.capacity.num_pages,
             config.page_size,
             worker.layout.dtype,
             worker.layout.bytes_per_token,
-            config.gateway,
+            self._gateways.description,
         )
         server = None if self._http is None else self._http_server(self._http, worker, role=role, loop=loop)
         try:

@@ -20,6 +20,7 @@ from common.cache.page_allocator import PageAllocator
 from common.cache.page_layout import PageLayout
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
+from common.discovery.gateway_directory import FixedGateways
 from common.errors import ConfigError
 from common.finish_reason import finish_reason
 from common.node import worker_main as process
@@ -237,7 +238,7 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
     node = EventLoop(
-        role, thread, register=lambda: None, gateways=["127.0.0.1:1"], orphan_timeout_s=1.0, room=1,
+        role, thread, register=lambda: None, gateways=FixedGateways(("127.0.0.1:1",)), orphan_timeout_s=1.0, room=1,
         endpoint=endpoint, clock=MonotonicClock(), adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
     )  # type: ignore[arg-type]  # fmt: skip
     role.node = node
@@ -279,7 +280,7 @@ def test_with_overlap_the_loop_plans_a_step_while_another_one_runs() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
     node = EventLoop(
-        role, thread, register=lambda: None, gateways=["127.0.0.1:1"], orphan_timeout_s=1.0, room=1,
+        role, thread, register=lambda: None, gateways=FixedGateways(("127.0.0.1:1",)), orphan_timeout_s=1.0, room=1,
         endpoint=endpoint, clock=MonotonicClock(), adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
     )  # type: ignore[arg-type]  # fmt: skip
     role.node = node
@@ -307,8 +308,9 @@ def test_prefill_nodes_are_those_of_all_gateways() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
     node = EventLoop(
-        role, thread, register=lambda: None, gateways=["127.0.0.1:1", "127.0.0.1:2"], orphan_timeout_s=1.0, room=1,
-        endpoint=endpoint, clock=MonotonicClock(), adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
+        role, thread, register=lambda: None, gateways=FixedGateways(("127.0.0.1:1", "127.0.0.1:2")),
+        orphan_timeout_s=1.0, room=1, endpoint=endpoint, clock=MonotonicClock(),
+        adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
     )  # type: ignore[arg-type]  # fmt: skip
     first, second = (Peer(f"prefill-{i}", str(i) * 32, f"host:{i}") for i in range(2))
     expected = [(0, (first,), {0}), (1, (first, second), {0, 1}), (0, (), {0, 1}), (1, (second,), {1}), (1, (), set())]

@@ -92,6 +92,8 @@ class Service:
             return flags({**shared, "port": port, "control_port": control_port, **self._gateway_options})
         gateways = ",".join(f"127.0.0.1:{port}" for _, port in self._ports.values())
         options = {**shared, "gateway": gateways, "name": name, **self._node_options}
+        if "etcd" in options:
+            del options["gateway"]
         return flags({**options, **self._only.get(name, {})})
 
     def start(self, *names: str) -> None:

@@ -10,6 +10,7 @@ from support.engine.synchronous_executor import SynchronousExecutor
 
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
+from common.discovery.gateway_directory import FixedGateways
 from common.node.adapters import NodeAdapters
 from common.node.endpoint import ControlEndpoint, listen_mailbox
 from common.node.engine_thread import EngineThread
@@ -89,7 +90,7 @@ def node():
     engine = EngineThread(executor)
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
     loop = EventLoop(
-        role, engine, register=lambda: None, gateways=["127.0.0.1:1"], orphan_timeout_s=1.0, room=1,
+        role, engine, register=lambda: None, gateways=FixedGateways(("127.0.0.1:1",)), orphan_timeout_s=1.0, room=1,
         endpoint=endpoint, clock=clock, adapters=NodeAdapters(executor, NodeConfig(), engine.notify),
     )  # fmt: skip
     thread = threading.Thread(target=loop.run)

@@ -1,0 +1,54 @@
+"""Options of discovery through etcd, for gateways and nodes."""
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from common.config.options import option
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscoveryOptions:
+    etcd: str | None = option(
+        None,
+        "URLs of the members of an etcd cluster, separated by commas (needs the extra etcd). Gateways announce "
+        "themselves there, and nodes register with all that they find.",
+        metavar="URL[,...]",
+    )
+    etcd_prefix: str = option(
+        "/baton", "Where keys begin in etcd. Gateways and nodes with the same prefix belong together.", metavar="KEY"
+    )
+    etcd_ca: str | None = option(
+        None, "Certificate authority of etcd's certificate, for https; by default those of the system.", metavar="FILE"
+    )
+    etcd_cert: str | None = option(None, "Certificate that identifies this process to etcd.", metavar="FILE")
+    etcd_cert_key: str | None = option(None, "Key of --etcd-cert.", metavar="FILE")
+
+    @property
+    def etcd_urls(self) -> tuple[str, ...]:
+        return tuple(self.etcd.split(",")) if self.etcd else ()
+
+
+def check_discovery(config: Any) -> None:
+    """Raises ConfigError: the options of etcd do not fit together."""
+    if config.etcd is None:
+        for name in ("etcd_ca", "etcd_cert", "etcd_cert_key"):
+            if getattr(config, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --etcd")
+        return
+    for url in config.etcd_urls:
+        if not _is_server(url):
+            raise ConfigError(f"--etcd must be URLs such as http://10.0.0.5:2379, not {url!r}")
+    if (config.etcd_cert is None) != (config.etcd_cert_key is None):
+        raise ConfigError("--etcd-cert and --etcd-cert-key go together; give both or neither")
+    if not config.etcd_prefix.startswith("/") or config.etcd_prefix.endswith("/"):
+        raise ConfigError(f"--etcd-prefix must begin with a slash and not end with one, unlike {config.etcd_prefix!r}")
+
+
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path in ("", "/")
+    except ValueError:  # of the port
+        return False

@@ -1,0 +1,1 @@
+"""Gateways announce themselves in etcd, and nodes find them there."""

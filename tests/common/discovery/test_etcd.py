@@ -1,0 +1,125 @@
+"""Announcements in a real etcd, and what nodes read there."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.service.etcd import IS_INSTALLED, EtcdServer
+from support.service.processes import free_port
+
+from common.config.discovery import DiscoveryOptions
+from common.config.node import NodeConfig
+from common.discovery.announcement import GATEWAYS, Announcement
+from common.discovery.etcd import EtcdError, EtcdStore
+from common.discovery.gateway_directory import EtcdGateways
+from common.errors import ConfigError
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_INSTALLED, reason="needs etcd (Debian: etcd-server)")]
+
+FIRST, SECOND = "127.0.0.1:8001", "127.0.0.1:8002"
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    server = EtcdServer(tmp_path / "etcd")
+    server.start()
+    yield server
+    server.kill()
+
+
+def store(*urls: str, prefix: str = "/test") -> EtcdStore:
+    return EtcdStore(DiscoveryOptions(etcd=",".join(urls), etcd_prefix=prefix))
+
+
+def until(condition: Callable[[], object]) -> None:
+    ends = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def test_a_directory_has_what_is_announced_and_not_what_is_taken_back(etcd: EtcdServer) -> None:
+    with EtcdGateways(store(etcd.url), NodeConfig().check_gateway) as directory:
+        first, second = (Announcement(store(etcd.url), address) for address in (FIRST, SECOND))
+        until(lambda: directory.addresses() == (FIRST, SECOND))
+        first.close()
+        until(lambda: directory.addresses() == (SECOND,))
+        second.close()
+        until(lambda: directory.addresses() == ())
+
+
+def test_prefixes_separate_services(etcd: EtcdServer) -> None:
+    announcement = Announcement(store(etcd.url, prefix="/test"), FIRST)
+    until(lambda: store(etcd.url, prefix="/test").values(GATEWAYS) == (FIRST.encode(),))
+    assert store(etcd.url, prefix="/test/more").values(GATEWAYS) == ()
+    assert store(etcd.url, prefix="/tes").values(GATEWAYS) == ()
+    announcement.close()
+
+
+def test_a_key_vanishes_with_its_lease(etcd: EtcdServer) -> None:
+    keys = store(etcd.url)
+    lease = keys.put(GATEWAYS, FIRST, FIRST, ttl_s=1)
+    assert keys.values(GATEWAYS) == (FIRST.encode(),)
+    until(lambda: keys.values(GATEWAYS) == ())
+    until(lambda: not keys.renew(lease))
+
+
+def test_an_announcement_comes_back_after_etcd_has_lost_everything(etcd: EtcdServer, tmp_path: Path) -> None:
+    announcement = Announcement(store(etcd.url), FIRST)
+    until(lambda: store(etcd.url).values(GATEWAYS))
+    etcd.kill()
+    (tmp_path / "etcd" / "data").rename(tmp_path / "etcd" / "lost")
+    etcd.start()
+    until(lambda: store(etcd.url).values(GATEWAYS) == (FIRST.encode(),))
+    announcement.close()
+
+
+def test_addresses_stand_while_etcd_is_away(etcd: EtcdServer, caplog: pytest.LogCaptureFixture) -> None:
+    store(etcd.url).put(GATEWAYS, FIRST, FIRST, ttl_s=600)
+    with EtcdGateways(store(etcd.url), NodeConfig().check_gateway) as directory:
+        until(lambda: directory.addresses() == (FIRST,))
+        etcd.kill()
+        until(lambda: "etcd does not answer" in caplog.text)
+        assert directory.addresses() == (FIRST,)
+
+
+def test_another_member_answers_for_one_that_is_away(etcd: EtcdServer) -> None:
+    keys = store(f"http://127.0.0.1:{free_port()}", etcd.url)
+    keys.put(GATEWAYS, FIRST, FIRST, ttl_s=60)
+    assert keys.values(GATEWAYS) == (FIRST.encode(),)
+
+
+def test_addresses_to_which_a_node_must_not_connect_are_ignored(
+    etcd: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that can write to etcd cannot make a node without keys speak to another machine."""
+    keys = store(etcd.url)
+    for address in ("10.1.2.3:8001", "nonsense", "x" * 10_000, FIRST):
+        keys.put(GATEWAYS, address[:20], address, ttl_s=60)
+    with EtcdGateways(keys, NodeConfig().check_gateway) as directory:
+        until(lambda: directory.addresses() == (FIRST,))
+    assert "10.1.2.3:8001 is on another machine" in caplog.text
+    assert "must be HOST:PORT" in caplog.text
+
+
+def test_what_does_not_answer_like_etcd_is_an_error() -> None:
+    with pytest.raises(EtcdError, match=r"127\.0\.0\.1"):
+        store(f"http://127.0.0.1:{free_port()}").values(GATEWAYS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"etcd": "10.0.0.5:2379"}, "--etcd must be URLs"),
+        ({"etcd": "http://host"}, "--etcd must be URLs"),
+        ({"etcd": "http://host:99999"}, "--etcd must be URLs"),
+        ({"etcd": "http://host:1", "etcd_prefix": "baton"}, "--etcd-prefix must begin"),
+        ({"etcd": "http://host:1", "etcd_cert": "file"}, "go together"),
+        ({"etcd_ca": "file"}, "--etcd-ca needs --etcd"),
+        ({"etcd": "http://host:1", "gateway": "127.0.0.1:9"}, "--gateway and --etcd"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        NodeConfig(**options)  # type: ignore[arg-type]
