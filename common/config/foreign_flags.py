@@ -22,6 +22,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "tls_cert": ("--ssl-certfile",),
     "tls_key": ("--ssl-keyfile",),
     "workers": ("--api-server-count",),
+    "hf_overrides": ("--json-model-override-args",),
 }
 
 #: Switches that are accepted without effect, and what Baton does always.
@@ -73,7 +74,6 @@ NO_EQUAL: dict[str, str] = {
     "--quantization": _AS_STORED,
     "--load-format": _AS_STORED,
     **dict.fromkeys(("--tokenizer", "--tokenizer-path", "--tokenizer-mode"), _TOKENIZER),
-    "--trust-remote-code": "code of a checkpoint is never run; leave it out",
     **dict.fromkeys(("--speculative-algorithm", "--speculative-config", "--speculative-draft-model-path"), _NO_DRAFTS),
     **dict.fromkeys(("--lora-paths", "--lora-modules"), _ADAPTERS),
     "--enable-lora": "give --lora NAME=DIR for adapters at start, and --lora-dir DIR for those that come later",

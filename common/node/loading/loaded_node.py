@@ -30,7 +30,7 @@ from common.wire.curve import CurveKeys
 from common.wire.messages import LayoutMessage, Register
 
 if TYPE_CHECKING:
-    from common.engine.models.config import ModelConfig
+    from common.engine.models.base_config import BaseModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class LoadedNode:
 
     def __init__(
         self,
-        model: "ModelConfig",
+        model: "BaseModelConfig",
         engine: EngineThread,
         factories: Mapping[RoleName, RoleFactory],
         gateways: GatewayDirectory,
