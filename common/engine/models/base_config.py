@@ -32,7 +32,6 @@ class BaseModelConfig(ABC):
 
     Attributes:
         head_dim: numbers of a query and of a key of one head.
-        intermediate_size: of a layer's feed-forward part; of all experts of a token together.
         dtype: the type of most of the checkpoint's tensors; ``auto`` resolves to it.
         context_length: longest prompt and output together, in tokens, rope scaling included.
         eos_token_ids: token ids that end an output, from generation_config.json and config.json, without duplicates.
@@ -94,8 +93,13 @@ class BaseModelConfig(ABC):
     def crossover_tokens(self) -> float:
         """Context length at which attention takes as many multiplications per token as a layer's matrices."""
         heads = self.num_heads * self.head_dim
-        matrices = self.hidden_size * (2 * heads + 2 * self.num_kv_heads * self.head_dim + 3 * self.intermediate_size)
+        matrices = self.hidden_size * (2 * heads + 2 * self.num_kv_heads * self.head_dim + 3 * self.active_width)
         return matrices / (2 * heads)
+
+    @property
+    def active_width(self) -> int:
+        """The intermediate size of a layer for one token: that of all its experts together, if it has experts."""
+        return self.intermediate_size
 
     def resolve_dtype(self, dtype: str) -> str:
         """Return ``float32``, ``bfloat16`` or ``float16``; ``auto`` is the checkpoint's own type.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -70,6 +71,7 @@ def _difference(config: TransformersConfig) -> float:
     model.set_attn_implementation(hook.name)
     freeze_rope(model)
     shape = observe_attention(model, config.folder, hook)
+    assert all((layer.window or 0) < min(_LENGTHS) for layer in shape.layers), "its windows cannot be shortened"
     own = replace(config, num_layers=len(shape.layers), layer_attention=shape.layers, vocab_size=_VOCAB_SIZE)
     found = _over_pages(TransformersModel(own, model, hook, torch.float32), own, requests)
     differences = [(one - other).abs().max() / other.std() for one, other in zip(found, expected, strict=True)]
@@ -97,7 +99,7 @@ def _over_pages(model: CausalModel, config: TransformersConfig, requests: list[T
 def _run(
     model: CausalModel,
     attention: AttentionBackend,
-    table: np.ndarray,
+    table: NDArray[np.int32],
     requests: list[Tensor],
     step: tuple[tuple[int, int, int], ...],
 ) -> tuple[Tensor, ...]:

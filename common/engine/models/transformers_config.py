@@ -160,10 +160,14 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
     """
     try:
         from transformers import AutoConfig
+        from transformers.utils import logging as library_logging
     except ImportError as error:
         raise ConfigError(
             "--model-impl transformers: the package transformers is missing; install baton[transformers]"
         ) from error
+    library_logging.disable_default_handler()  # Baton's log takes its messages
+    library_logging.enable_propagation()
+    library_logging.disable_progress_bar()
     try:
         config, unused = AutoConfig.from_pretrained(
             folder,
@@ -204,7 +208,9 @@ def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path
     elif "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         reason = "its layers attend within chunks, and no attention backend does"
     elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        reason = _class_conflict(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        is_other = stored.get("architectures") and kind.__name__ not in stored["architectures"]
+        reason = f"its weights are not those of a {kind.__name__}" if is_other else _class_conflict(kind)
     if reason:
         raise UnsupportedModelError(f"{folder}: {named} cannot be served: {reason}")
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging as library_logging
 
 from common.config.shared import WeightDtype
 from common.engine.attention.protocol import AttentionParams, LayerParams, StepAttention
@@ -208,7 +207,6 @@ def load_transformers_model(
         ConfigError: a tensor is missing or of the wrong shape; the message names it.
     """
     library_config = load_library_config(config.folder, config.overrides, trust_remote_code=config.trust_remote_code)
-    library_logging.disable_progress_bar()  # it is no log line
     hook = AttentionHook()
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -277,10 +275,10 @@ def pack(model: Any, dtype: WeightDtype = "auto") -> None:
 
 def _linear_of(layer: nn.Module) -> Linear | None:
     """Return the weights of a linear layer; None if the module is something else, or more than that."""
-    bias = getattr(layer, "bias", None)
-    bias = None if bias is None else bias.data
-    if type(layer) is nn.Linear:
-        return Linear(layer.weight.data, bias)
-    if type(layer) is Conv1D:  # GPT-2's linear layers, whose weight is [in, out]
-        return Linear(layer.weight.data.T.contiguous(), bias)
-    return None
+    if type(layer) not in (nn.Linear, Conv1D):
+        return None
+    found: Any = layer
+    weight = found.weight.data
+    if type(layer) is Conv1D:  # of GPT-2: the weight is [in, out]
+        weight = weight.T.contiguous()
+    return Linear(weight, None if found.bias is None else found.bias.data)

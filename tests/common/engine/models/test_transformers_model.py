@@ -229,6 +229,12 @@ def test_a_model_that_pages_cannot_serve_is_refused_with_the_reason(
         TransformersConfig.load(str(tmp_path))
 
 
+def test_weights_of_another_kind_of_model_are_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, "olmo", architecture="OlmoForSequenceClassification")
+    with pytest.raises(UnsupportedModelError, match="OlmoForSequenceClassification cannot be served: its weights are"):
+        TransformersConfig.load(str(tmp_path))
+
+
 def test_code_of_a_checkpoint_does_not_run_unless_it_is_trusted(tmp_path: Path) -> None:
     write_config(tmp_path, "olmo")
     config = json.loads((tmp_path / "config.json").read_text())
@@ -240,14 +246,13 @@ def test_code_of_a_checkpoint_does_not_run_unless_it_is_trusted(tmp_path: Path) 
     assert not (tmp_path / "has-run").exists()
 
 
-def write_config(folder: Path, model_type: str) -> None:
+def write_config(folder: Path, model_type: str, architecture: str = "") -> None:
     """Write a small config.json of a model, and a file with one tensor, which is never read."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = CONFIG_MAPPING[model_type]()
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "Other")
-    config.architectures = [names]
+    config.architectures = [architecture or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "Other")]
     config.save_pretrained(folder)
     save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
 
