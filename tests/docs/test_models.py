@@ -11,7 +11,7 @@ from common.engine.models.config import ARCHITECTURES
 from common.engine.models.transformers_config import TransformersConfig
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
-ROWS = dict(re.findall(r"^\| `(\w+)` \| (.* \| .*) \|$", PAGE, flags=re.M))
+ROWS = dict(re.findall(r"^\| `(\w+(?:ForCausalLM|LMHeadModel))` \| (.* \| .*) \|$", PAGE, flags=re.M))
 
 
 def test_the_table_has_every_tested_architecture_in_order() -> None:

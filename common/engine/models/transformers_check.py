@@ -55,7 +55,7 @@ def check_reduced_copy(config: TransformersConfig) -> None:
         difference = _difference(config)
         if not difference < _TOLERANCE:
             failure = f"its logits over pages differ from the library's by {difference:.1e} of their standard deviation"
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError, AssertionError) as error:
+    except Exception as error:  # the library's code, and that of checkpoints, may raise anything
         failure = f"its reduced copy cannot be computed ({type(error).__name__}: {error})"
     if failure:
         raise UnsupportedModelError(f"{config.folder}: {config.architecture} cannot be served: {failure}")

@@ -176,8 +176,8 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
             return_unused_kwargs=True,
             **overrides,
         )
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # the library's code, and that of checkpoints, may raise anything
+        reason = _first_line(error)
         hint = (
             "" if trust_remote_code else "; a model with code of its own needs --trust-remote-code, and runs that code"
         )
@@ -238,7 +238,7 @@ def make_on_meta(config: Any, folder: Path, hook: "AttentionHook", *, trust_remo
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=hook.name, trust_remote_code=trust_remote_code
             )
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
+    except Exception as error:  # as above
         raise UnsupportedModelError(f"{folder}: transformers cannot make the model ({_first_line(error)})") from error
     if reason := _class_conflict(type(model)):  # of code of the checkpoint, which no mapping knows
         raise UnsupportedModelError(f"{folder}: {type(model).__name__} cannot be served: {reason}")
@@ -323,7 +323,7 @@ def observe_attention(model: Any, folder: Path, hook: "AttentionHook") -> Attent
         tokens = torch.zeros(2, dtype=torch.int64, device=model.device)
         with torch.no_grad():
             hook.run(model.base_model, tokens, tokens, observer)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError, NotImplementedError) as error:
+    except Exception as error:  # as above
         raise UnsupportedModelError(
             f"{folder}: {name} cannot be served: its forward pass over pages fails ({_first_line(error)})"
         ) from error

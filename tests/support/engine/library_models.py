@@ -16,7 +16,7 @@ _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LIBRARY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ApertusForCausalLM": ("apertus", {}),
     "ArceeForCausalLM": ("arcee", {}),
-    "CohereForCausalLM": ("cohere", {"logit_scale": 1.5}),
+    "CohereForCausalLM": ("cohere", {"logit_scale": 1.5, "tie_word_embeddings": True}),
     "Cohere2ForCausalLM": ("cohere2", {**_ALTERNATING, "logit_scale": 1.5}),
     "DeepseekV3ForCausalLM": (
         "deepseek_v3",
@@ -51,7 +51,13 @@ LIBRARY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GptOssForCausalLM": ("gpt_oss", {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "GraniteForCausalLM": (
         "granite",
-        {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5},
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.5,
+            "tie_word_embeddings": True,
+        },
     ),
     "GraniteMoeForCausalLM": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense", {}),
@@ -74,7 +80,10 @@ LIBRARY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3ForCausalLM": ("qwen3", {}),
     "Qwen3MoeForCausalLM": ("qwen3_moe", {**_EXPERTS, "num_experts": 4}),
     "SeedOssForCausalLM": ("seed_oss", {}),
-    "SmolLM3ForCausalLM": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
+    "SmolLM3ForCausalLM": (
+        "smollm3",
+        {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "tie_word_embeddings": True},
+    ),
     "StableLmForCausalLM": ("stablelm", {"hidden_size": 64}),
     "Starcoder2ForCausalLM": ("starcoder2", {"sliding_window": _WINDOW}),
 }
