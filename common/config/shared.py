@@ -59,6 +59,12 @@ class ModelOptions:
     served_model_name: str | None = option(
         None, "Name of the model in the API. Without it: the hub id, or the name of the folder."
     )
+    tokenizer: str | None = option(
+        None,
+        "Folder, or hub id, with the tokenizer and the chat template. Without it: those of the model. Gateway and all"
+        " nodes must agree.",
+        metavar="DIR_OR_ID",
+    )
     keys: str | None = option(
         None,
         "Folder with the keys of the control plane, made by baton keygen; needed between machines. Without it: serve "

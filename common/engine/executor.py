@@ -490,7 +490,9 @@ def load_executor(
         ) from error
     model = make_model(None if ranks is None else ranks.join(pool))
     backend = make_attention(attention, pool, model.config.num_heads, model.attention_params)
-    grammars = load_compiler(config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
+    grammars = load_compiler(
+        config.tokenizer_folder or config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+    )
     return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)
 
 

@@ -40,6 +40,7 @@ class BaseModelConfig(ABC):
         weight_version: identifies the contents of the tensors: ``--weight-version`` or a fingerprint of the files.
             Empty where the configuration alone is read.
         experts: of the native implementation; None if all layers are dense there.
+        tokenizer_folder: where the tokenizer is, if not in ``folder``.
     """
 
     folder: Path
@@ -57,6 +58,7 @@ class BaseModelConfig(ABC):
     digest: str
     weight_version: str = ""
     experts: ExpertConfig | None = None
+    tokenizer_folder: Path | None = None
 
     @property
     @abstractmethod
@@ -99,7 +101,7 @@ class BaseModelConfig(ABC):
     @property
     def active_width(self) -> int:
         """The intermediate size of a layer for one token: that of all its experts together, if it has experts."""
-        return self.intermediate_size
+        return self.intermediate_size if self.experts is None else self.experts.num_per_token * self.experts.width
 
     def resolve_dtype(self, dtype: str) -> str:
         """Return ``float32``, ``bfloat16`` or ``float16``; ``auto`` is the checkpoint's own type.

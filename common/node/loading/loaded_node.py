@@ -217,7 +217,7 @@ class LoadedNode:
             pid=os.getpid(),
             device=pick_device(config.device),
             http_address="" if self._http is None else address_of(self._http, config.advertise_host),
-            tokenizer_digest=tokenizer_digest(model.folder),
+            tokenizer_digest=tokenizer_digest(model.tokenizer_folder or model.folder),
             public_key="" if keys is None else keys.public.hex(),
             num_role_changes=self._num_changes,
             previous=self._previous,

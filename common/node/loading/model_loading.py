@@ -11,7 +11,7 @@ from common.cache.page_layout import PageLayout
 from common.config.node import NodeConfig
 from common.config.shared import ONLY_ON_CPUS
 from common.errors import ConfigError
-from common.model_folder import find_checkpoint
+from common.model_folder import find_checkpoint, find_tokenizer
 from common.node.loading.device_plan import (
     DeviceReserve,
     check_left,
@@ -62,6 +62,8 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
     log.info("loading %s", config.model)
     model = load_config(_source(config))
     model = replace(model, weight_version=config.weight_version or fingerprint(weight_files(model.folder)))
+    if config.tokenizer:
+        model = replace(model, tokenizer_folder=find_tokenizer(config.tokenizer))
     device = rank_device(config)
     if config.tp > 1:
         check_ranks(model, config.tp, device)

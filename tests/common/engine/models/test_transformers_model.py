@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from safetensors.torch import save_file
 from support.engine.engine_driver import Driver
 from support.engine.library_models import LIBRARY_MODELS, make_library_model
 from support.engine.reference_models import VOCAB_SIZE, draw_prompts, load_reference, prompt_logprobs
+from tokenizers import Tokenizer
 
+from common.config.shared import SMALL_MODEL
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models import transformers_check
 from common.engine.models.implementation import ModelSource, load_config
@@ -128,6 +131,19 @@ def test_other_formats_of_numbers_give_nearly_the_same_logits(
     assert plain is not None and rounded is not None
     assert plain != rounded
     assert plain.token == pytest.approx(rounded.token, abs=0.7)
+
+
+def test_grammars_are_compiled_for_the_tokenizer_of_another_folder(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "OlmoForCausalLM", vocab_size=1100)
+    config = load_config(ModelSource(str(folder)))
+    executor = load_executor(
+        replace(config, tokenizer_folder=Path(SMALL_MODEL)), num_slots=1, num_pages=4, page_size=PAGE_SIZE
+    )
+    text = Driver(executor).start(0, [5, 6, 7], SamplingParams(temperature=0.0, grammar='start: "a"+'))
+    text._driver.finish([text], 3)
+    tokenizer = Tokenizer.from_file(f"{SMALL_MODEL}/tokenizer.json")
+    assert set(tokenizer.decode(text.output)) == {"a"}
+    executor.close()
 
 
 # ---- which implementation --------------------------------------------------------------------------------------------
