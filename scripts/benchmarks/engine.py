@@ -336,7 +336,7 @@ def decode_run(batch: int, executor: TorchExecutor, options: Options) -> Callabl
 
 def measure_prefill(num_tokens: int, engines: Engines, limits: MachineLimits, options: Options) -> Measurement:
     config = engines.ours.model.config
-    theirs = {peer.name: partial(peer.prefill_s, num_tokens) for peer in engines.peers}
+    theirs: dict[str, Callable[[], float]] = {peer.name: partial(peer.prefill_s, num_tokens) for peer in engines.peers}
     if engines.library is not None:
         theirs[LIBRARY] = in_seconds(prefill_run(num_tokens, engines.library, options), options)
     ours_s, *theirs_s = best_times(
@@ -350,7 +350,7 @@ def measure_prefill(num_tokens: int, engines: Engines, limits: MachineLimits, op
 
 def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options: Options) -> Measurement:
     ours, steps = engines.ours, options.new_tokens
-    theirs = {peer.name: partial(peer.decode_s, batch) for peer in engines.peers}
+    theirs: dict[str, Callable[[], float]] = {peer.name: partial(peer.decode_s, batch) for peer in engines.peers}
     if engines.library is not None:
         theirs[LIBRARY] = in_seconds(decode_run(batch, engines.library, options), options)
     ours_s, *theirs_s = best_times([in_seconds(decode_run(batch, ours, options), options), *theirs.values()], options)

@@ -108,7 +108,8 @@ def _run(
     batch = make_batch(RowArrays(starts, num_new, table[numbers], _PAGE_SIZE), torch.device("cpu"))
     tokens = torch.cat([requests[number][start : start + count] for number, start, count in step])
     hidden = model.hidden_states(tokens, batch.positions, attention.prepare(batch))
-    return hidden.split(num_new.tolist())
+    rows: tuple[Tensor, ...] = hidden.split(num_new.tolist())
+    return rows
 
 
 # ---- the copy --------------------------------------------------------------------------------------------------------

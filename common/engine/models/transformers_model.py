@@ -147,6 +147,7 @@ class TransformersModel:
         return params
 
     def _layer_weight(self, layer: int, name: str) -> Tensor:
+        found: Tensor
         (found,) = (
             module.get_parameter(name).data
             for module in self._layers.modules()

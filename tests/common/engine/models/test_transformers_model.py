@@ -134,12 +134,12 @@ def test_other_formats_of_numbers_give_nearly_the_same_logits(
 
 
 def test_grammars_are_compiled_for_the_tokenizer_of_another_folder(tmp_path: Path) -> None:
-    folder = make_library_model(tmp_path, "OlmoForCausalLM", vocab_size=1100)
+    folder = make_library_model(tmp_path, "OlmoForCausalLM", vocab_size=1100, eos_token_id=1)
     config = load_config(ModelSource(str(folder)))
     executor = load_executor(
         replace(config, tokenizer_folder=Path(SMALL_MODEL)), num_slots=1, num_pages=4, page_size=PAGE_SIZE
     )
-    text = Driver(executor).start(0, [5, 6, 7], SamplingParams(temperature=0.0, grammar='start: "a"+'))
+    text = Driver(executor).start(0, [5, 6, 7], SamplingParams(temperature=0.0, grammar='start: "aaaaaaaaaaaa"'))
     text._driver.finish([text], 3)
     tokenizer = Tokenizer.from_file(f"{SMALL_MODEL}/tokenizer.json")
     assert set(tokenizer.decode(text.output)) == {"a"}
