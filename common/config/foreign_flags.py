@@ -39,7 +39,7 @@ ALWAYS_ON: dict[str, str] = {
 RENAMED: dict[str, str] = {"--heartbeat-timeout": "--node-timeout", "--gateway-lookahead": "--max-dispatch-ahead"}
 
 _NO_STAGES = "a node has every layer; give --tp, which divides each layer among several processes, or leave it out"
-_ALL_EXPERTS = "only dense models are served; leave it out"
+_ALL_EXPERTS = "every node has all experts; leave it out"
 _MORE_NODES = "Baton has no data parallelism in a node; start more nodes, with --prefill N and --decode N of serve"
 _NODES_DIAL = "nodes connect to the gateway; start each with --gateway HOST:PORT"
 _AS_STORED = "weights are served as they are stored; leave it out"

@@ -18,7 +18,6 @@ from common.engine.models.checkpoint import Numbers, StoredTensor, locate, read_
 from common.engine.models.expert_config import (
     MIXTRAL_EXPERTS,
     QWEN_EXPERTS,
-    ExpertConfig,
     ExpertKeys,
     parse_experts,
 )
