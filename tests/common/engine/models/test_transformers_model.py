@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,9 +174,18 @@ def test_both_implementations_are_different_models_to_other_nodes(tmp_path: Path
     assert (native.context_length, native.vocab_size) == (library.context_length, library.vocab_size)
 
 
+def test_a_node_with_a_native_model_does_not_import_the_library(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "Qwen3ForCausalLM")
+    code = (
+        "import sys; from common.engine.models.implementation import ModelSource, load_config;"
+        f"load_config(ModelSource({str(folder)!r})); sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_library_model(tmp_path, "OlmoForCausalLM")
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"OlmoForCausalLM is not supported.*install baton\[transformers\]"):
         load_config(ModelSource(str(folder)))
 
