@@ -135,6 +135,13 @@ def test_other_formats_of_numbers_give_nearly_the_same_logits(
     assert plain.token == pytest.approx(rounded.token, abs=0.7)
 
 
+def test_lora_adapters_are_refused(tmp_path: Path) -> None:
+    executor = load(make_library_model(tmp_path, "OlmoForCausalLM"))
+    with pytest.raises(ConfigError, match="a model that transformers computes has no LoRA adapters"):
+        executor.read_adapter(tmp_path, max_rank=8)
+    executor.close()
+
+
 def test_grammars_are_compiled_for_the_tokenizer_of_another_folder(tmp_path: Path) -> None:
     folder = make_library_model(tmp_path, "OlmoForCausalLM", vocab_size=1100, eos_token_id=1)
     config = load_config(ModelSource(str(folder)))
