@@ -131,7 +131,8 @@ class ReceiveSession:
         self._whole.update(whole)
         if whole and self.is_landed:
             self.apply(ReceiveEvent.LAND)
-        return [self.pages[index - self.first] for index in whole]
+        pages, first = self.pages, self.first
+        return [pages[index - first] for index in whole]
 
     def _is_last(self, index: int, part: int) -> bool:
         """Record that this part of a page has arrived; returns whether the page is whole now."""

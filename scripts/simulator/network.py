@@ -6,7 +6,7 @@ from typing import Any
 from kv_transfer.transports.base import PageStore
 from scripts.simulator.costs import Costs
 from scripts.simulator.event_queue import EventQueue
-from scripts.simulator.inprocess_transport import InProcessWriter, Wire
+from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter, Wire
 
 
 class Network(Wire):
@@ -72,3 +72,19 @@ class NetworkWriter(InProcessWriter):
 
         self._network.carry(self, peer, ticket, len(pages), land)
         return ticket
+
+
+class NetworkReader(InProcessReader):
+    """A reader that lets its node know of news.
+
+    Args:
+        on_news: called when there is some.
+    """
+
+    def __init__(self, network: Network, store: PageStore, incarnation: str, on_news: Callable[[], None]) -> None:
+        super().__init__(network, store, incarnation)
+        self._on_news = on_news
+
+    def gone(self, writer: InProcessWriter, reason: str, *, is_dead: bool = False) -> None:
+        super().gone(writer, reason, is_dead=is_dead)
+        self._on_news()
