@@ -124,8 +124,8 @@ class ReceiveSession:
         return all(self._num_corrupt.get((i, part), 0) == num_resends for i in indices)
 
     def deliver(self, indices: Sequence[int], part: int) -> list[int]:
-        """Record what has been written; returns the destination pages that are whole now."""
-        assert self.is_expected(indices, part)
+        """Record what has been written, which ``is_expected``; returns the destination pages that are whole now."""
+        assert self._whole.isdisjoint(indices), "a page arrives again"
         self.apply(ReceiveEvent.DELIVER)
         whole = indices if self._most_parts == 1 else [index for index in indices if self._is_last(index, part)]
         self._whole.update(whole)

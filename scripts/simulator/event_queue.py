@@ -1,8 +1,8 @@
 """Virtual time: a queue of events and a clock that jumps from one event to the next.
 
 Events of one instant run in the order of the instants at which they were scheduled. Of those scheduled at one instant,
-events without a source come first, in the order of the calls, and then those of each source. So the order of an event
-of a source among all others is known before it is scheduled, and a run is reproducible.
+those of each source come first, and then those without a source, in the order of the calls. So the order of an event of
+a source among all others is known before it is scheduled, and a run is reproducible.
 """
 
 import heapq
@@ -25,13 +25,16 @@ class Timer:
             self._do(*self._arguments)
 
 
+NO_SOURCE = 1 << 30
+
+
 class Place(NamedTuple):
     """The place of an event among all events.
 
     Attributes:
         when: the instant at which it happens.
         scheduled_at: the instant at which it was, or would have been, scheduled.
-        source: number of what schedules it; 0 for events whose order nothing needs to know in advance.
+        source: number of what schedules it; ``NO_SOURCE`` for events whose order nothing needs to know in advance.
         number: orders the events of one source that are scheduled at one instant for one instant.
     """
 
@@ -65,7 +68,7 @@ class EventQueue:
         """Call ``do(*arguments)`` at ``when``, in seconds, or now if that is past."""
         now = self._now
         self.num_events += 1
-        heapq.heappush(self._heap, (when if when > now else now, now, 0, self.num_events, do, arguments))
+        heapq.heappush(self._heap, (when if when > now else now, now, NO_SOURCE, self.num_events, do, arguments))
 
     def after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> None:
         self.at(self._now + seconds, do, *arguments)

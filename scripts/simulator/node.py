@@ -329,7 +329,7 @@ class Node:
         self._patience.step_begun()
         self._repeated = self._repeatable()
         if self._cores is None:
-            self._events.num_events += 1
+            self._events.num_events += 1  # one for each step, however often its end is scheduled
             self._await_step_end()
         else:
             beside_s = self._costs_beside.seconds(work) * self._slowness
@@ -339,9 +339,13 @@ class Node:
     def _await_step_end(self) -> None:
         """Schedule the end of the outstanding step, or of the last one if deferred repetitions come before."""
         steps = self._repeated
-        place = Place(self._step_end, self._step_begun_at, self.source)
         if steps is not None and steps.is_deferred:
-            place = steps.schedule.place(steps.schedule.most)
+            self._end_step_at(steps.schedule.place(steps.schedule.most))
+        else:
+            self._end_step_at(Place(self._step_end, self._step_begun_at, self.source))
+
+    def _end_step_at(self, place: Place) -> None:
+        """Let a step end in an event of this place, and no longer in one that was scheduled before."""
         self._num_awaited += 1
         # Every number is another, and before those of messages that were sent at the same instant.
         self._events.at_place(place._replace(number=-self._num_awaited), self._step_over, self._num_awaited)
@@ -395,9 +399,7 @@ class Node:
             return
         steps.num_done += 1
         self._events.num_events += 1
-        self._num_awaited += 1
-        place = steps.schedule.place(steps.num_done)
-        self._events.at_place(place._replace(number=-self._num_awaited), self._step_over, self._num_awaited)
+        self._end_step_at(steps.schedule.place(steps.num_done))
         self._bus.to_gateway(self.incarnation, steps.messages())
 
     def catch_up(self) -> None:
@@ -423,14 +425,7 @@ class Node:
         for seconds in durations:
             self.busy_s += seconds
         self.step_times.add_decode_steps(durations)
-        used, since = self._used
-        num_grown = 0
-        for number, now in enumerate(instants, 1):
-            self.used_page_s += used * (now - since)
-            while num_grown < len(grown) and grown[num_grown] == number:
-                num_grown += 1
-            used, since = steps.num_used_pages + num_grown, now
-        self._used = (used, since)
+        self._note_growth(steps.num_used_pages, instants, grown)
         self._outstanding = plan
         self._step_end, self._step_begun_at, _, _ = schedule.place(count)
         self._patience.ended(count, len(steps.rows))
@@ -448,6 +443,22 @@ class Node:
         used, since = self._used
         self.used_page_s += used * (now - since)
         self._used = (self._num_used_pages, now)
+
+    def _note_growth(self, num_used: int, instants: Sequence[float], grown: Sequence[int]) -> None:
+        """Note the pages in use during repetitions.
+
+        Args:
+            num_used: before the first.
+            instants: of all.
+            grown: number, from 1, of the repetition that took a page, for each page in order.
+        """
+        (used, since), total, num_grown = self._used, self.used_page_s, 0
+        for number, now in enumerate(instants, 1):
+            total += used * (now - since)
+            while num_grown < len(grown) and grown[num_grown] == number:
+                num_grown += 1
+            used, since = num_used + num_grown, now
+        self._used, self.used_page_s = (used, since), total
 
     @property
     def _num_used_pages(self) -> int:
