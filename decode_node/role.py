@@ -281,7 +281,7 @@ class DecodeRole:
             return  # a repetition
         self._totals["requests"] += 1
         try:
-            check_generate(message, self._vocab_size, self._adapters)
+            request.packed = check_generate(message, self._vocab_size, self._adapters)
             source = None if message.prefill is None else message.prefill.incarnation
             self._scheduler.submit(request, source=source)
         except RequestError as error:

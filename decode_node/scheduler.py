@@ -647,13 +647,13 @@ class DecodeScheduler:
         grown: list[tuple[int, int]] = []
         for place, request in enumerate(rows):
             grown += [(number, place) for number in growth_instants(request, count, self._cache.page_size)]
+        grown.sort()
         deltas: list[PageDelta] = []
-        for _, place in sorted(grown):
-            request, pages = rows[place], self._allocate_page(0)
-            assert pages, "fewer pages than were counted"
-            deltas.append(PageDelta(request.slot, len(request.pages), tuple(pages)))
-            request.pages += pages
-            request.own += pages
+        for (_, place), page in zip(grown, self._allocate_pages(len(grown)), strict=True):
+            request = rows[place]
+            deltas.append(PageDelta(request.slot, len(request.pages), (page,)))
+            request.pages.append(page)
+            request.own.append(page)
         for request in rows:
             request.num_computed += count
             request.num_scheduled += count
@@ -666,7 +666,13 @@ class DecodeScheduler:
             pages=tuple(deltas),
             rows=tuple([Row(request.slot, request.num_scheduled - 1, None, True) for request in rows]),
         )
-        return Repeated(plan, [number for number, _ in sorted(grown)])
+        return Repeated(plan, [number for number, _ in grown])
+
+    def _allocate_pages(self, count: int) -> list[int]:
+        """The pages that ``count`` calls of ``_allocate_page`` return, and at once if none has to be evicted."""
+        if count <= self._allocator.num_free:
+            return self._allocator.alloc(count, Owner.REQUEST) or []
+        return [page for _ in range(count) for page in self._allocate_page(0) or ()]
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 

@@ -205,7 +205,7 @@ class PrefillRole:
             return  # a repetition
         self._totals["resumes" if message.output else "requests"] += 1
         try:
-            check_generate(message, self._vocab_size, self._adapters)
+            request.packed = check_generate(message, self._vocab_size, self._adapters)
             self._scheduler.submit(request)
         except RequestError as error:
             if message.decode is not None:
@@ -223,7 +223,7 @@ class PrefillRole:
         if request.key in self._scheduler.requests:
             return
         try:
-            check_tokens(message.prompt, self._vocab_size)
+            request.packed = check_tokens(message.prompt, self._vocab_size)
             check_adapter(message.adapter, self._adapters)
             self._scheduler.submit(request)
         except RequestError as error:

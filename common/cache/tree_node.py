@@ -1,22 +1,22 @@
 """The types of the radix tree: nodes, pending transfers, watches, and the results of calls."""
 
-import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 TOKEN_BYTES = 4
 
-#: Tokens in packed form: int32, little endian.
+#: Tokens in packed form: uint32 in the machine's byte order.
 TokenKey = bytes
 #: Watches by the page that follows their cached tokens; empty bytes if less than a page follows.
 Watchers = dict[bytes, "dict[PrefixWatch, None]"]
 
 
 def pack(tokens: Sequence[int] | TokenKey) -> TokenKey:
-    """Pack token ids; packed tokens are returned unchanged. Raises ``struct.error`` for ids outside int32."""
+    """Pack token ids; packed tokens are returned unchanged. Raises ``OverflowError`` for ids outside uint32."""
     if isinstance(tokens, bytes):
         return tokens
-    return struct.pack(f"<{len(tokens)}i", *tokens)
+    return array("I", tokens).tobytes()  # twice as fast as ``struct`` and numpy
 
 
 @dataclass(slots=True, eq=False)

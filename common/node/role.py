@@ -4,7 +4,6 @@ Roles are pure except for the transfer endpoint that is handed to them.
 """
 
 import math
-from array import array
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import RadixCache
+from common.cache.radix_cache import RadixCache, TokenKey, pack
 from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish
@@ -48,8 +47,11 @@ def check_adapter(adapter: str, loaded: Container[str]) -> None:
         raise RequestError(ErrorCode.MODEL_NOT_FOUND, f"the node does not have the adapter {adapter} any more")
 
 
-def check_generate(message: Generate, vocab_size: int, adapters: Container[str]) -> None:
+def check_generate(message: Generate, vocab_size: int, adapters: Container[str]) -> TokenKey:
     """Refuse values that would break a step. The gateway never sends them, but a node does not rely on that.
+
+    Returns:
+        The prompt in packed form.
 
     Raises:
         RequestError: no prompt, a token id outside of the vocabulary, a number out of range, an adapter that is not
@@ -73,21 +75,27 @@ def check_generate(message: Generate, vocab_size: int, adapters: Container[str])
             ErrorCode.INVALID_REQUEST, "prompt_logprobs_from must be at least 1: no token precedes the first"
         )
     others = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
-    check_tokens(message.prompt, vocab_size)
+    packed = check_tokens(message.prompt, vocab_size)
     if message.output or others:
         check_tokens((*message.output, *others), vocab_size)
+    return packed
 
 
-def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Refuse an empty prompt and token ids outside of the vocabulary with a ``RequestError``."""
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> TokenKey:
+    """Refuse an empty prompt and token ids outside of the vocabulary with a ``RequestError``.
+
+    Returns:
+        The tokens in packed form, which is by far the most of the work.
+    """
     if not tokens:
         raise RequestError(ErrorCode.INVALID_REQUEST, "a request needs a prompt")
     try:
-        highest = int(np.frombuffer(array("I", tokens), np.uint32).max())  # four times as fast as ``min`` and ``max``
+        packed = pack(tokens)
     except OverflowError:  # a token id is negative, or has more than 32 bits
-        highest = vocab_size
-    if highest >= vocab_size:
+        packed = b""
+    if not packed or int(np.frombuffer(packed, np.uint32).max()) >= vocab_size:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"a token id is outside of the vocabulary of {vocab_size}")
+    return packed
 
 
 #: For tokens that are only computed again: what is sampled after them is discarded, and must not end them.

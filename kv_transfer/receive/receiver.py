@@ -297,7 +297,8 @@ class Receiver:
         if damaged and not self._ask_again(session, damaged, message.part, message.num_resends + 1):
             return True
         self._connections.by_peer[session.peer].page_came()
-        whole = session.deliver([index for index in message.indices if index not in damaged], message.part)
+        arrived = [index for index in message.indices if index not in damaged] if damaged else message.indices
+        whole = session.deliver(arrived, message.part)
         self._transport.landed(session.peer, whole)
         self._totals["pages_received"] += len(whole)
         return True

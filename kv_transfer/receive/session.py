@@ -124,14 +124,15 @@ class ReceiveSession:
         return all(self._num_corrupt.get((i, part), 0) == num_resends for i in indices)
 
     def deliver(self, indices: Sequence[int], part: int) -> list[int]:
-        """Record what has been written; returns the destination pages that are whole now."""
-        assert self.is_expected(indices, part)
+        """Record what has been written, which ``is_expected``; returns the destination pages that are whole now."""
+        assert self._whole.isdisjoint(indices), "a page arrives again"
         self.apply(ReceiveEvent.DELIVER)
         whole = indices if self._most_parts == 1 else [index for index in indices if self._is_last(index, part)]
         self._whole.update(whole)
         if whole and self.is_landed:
             self.apply(ReceiveEvent.LAND)
-        return [self.pages[index - self.first] for index in whole]
+        pages, first = self.pages, self.first
+        return [pages[index - first] for index in whole]
 
     def _is_last(self, index: int, part: int) -> bool:
         """Record that this part of a page has arrived; returns whether the page is whole now."""

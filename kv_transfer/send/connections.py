@@ -54,11 +54,11 @@ class DecodeConnection:
     def _contradiction(self, session: SendSession, grant: Grant, end: int, most: int) -> str:
         if grant.first < 0 or end > most:
             return f"pages {grant.first} to {end} are granted, the prompt has at most {most}"
-        if any(not 0 <= page < self.num_pages for page in grant.pages):
+        if grant.pages and not 0 <= min(grant.pages) <= max(grant.pages) < self.num_pages:
             return f"a page is granted that a pool of {self.num_pages} pages does not have"
         if len(set(grant.pages)) < len(grant.pages) or not self.granted.isdisjoint(grant.pages):
             return "a page is granted twice"
-        if any(index in session.targets for index in range(grant.first, end)):
+        if not session.targets.keys().isdisjoint(range(grant.first, end)):
             return "two pages are granted for one page of the prompt"
         return ""
 

@@ -7,7 +7,8 @@ it lacks. The prefill node sends each unit (a page or, where page sizes differ, 
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 
 from common.errors import invariant
 from common.request import RequestKey
@@ -47,10 +48,10 @@ class SendSession:
         self.num_tokens: int | None = None
         self.is_suspended = self.has_delivered = False
         self._is_short = False  # pages granted before the connection broke may not have been written
-        self._in_flight: dict[int, None] = {}
+        self._in_flight: set[int] = set()
         self._num_resends: dict[int, int] = {}
-        self._due: deque[int] = deque()
-        self._early: dict[int, None] = {}  # granted, not computed yet
+        self._due: deque[Sequence[int]] = deque()  # runs of units
+        self._early: list[range] = []  # granted, not computed yet
 
     @property
     def is_granted(self) -> bool:
@@ -62,7 +63,7 @@ class SendSession:
 
     @property
     def num_due(self) -> int:
-        return len(self._due)
+        return sum(map(len, self._due))
 
     @property
     def is_all_written(self) -> bool:
@@ -103,7 +104,8 @@ class SendSession:
         indices = range(first, first + len(pages))
         assert self.targets.keys().isdisjoint(indices)
         self.targets.update(zip(indices, pages, strict=True))
-        self._early.update(dict.fromkeys(range(first * units.per_target, indices.stop * units.per_target)))
+        if pages:
+            self._early.append(range(first * units.per_target, indices.stop * units.per_target))
         self._release()
 
     def compute(self, pages: Sequence[int]) -> None:
@@ -128,14 +130,15 @@ class SendSession:
         if not self._early:
             return
         num_computed = self._num_computed()
+        ends_at = num_computed  # of what is due or dropped
         if self.num_tokens is not None:
-            behind = range(num_computed, self.units.num_target_pages(num_computed) * self.units.per_target)
-            for unit in [unit for unit in self._early if unit in behind]:
-                del self._early[unit]
-        ready = [unit for unit in self._early if unit < num_computed]
-        for unit in ready:
-            del self._early[unit]
-        self._due.extend(ready)
+            ends_at = self.units.num_target_pages(num_computed) * self.units.per_target
+        early, self._early = self._early, []
+        for run in early:
+            if run.start < num_computed:
+                self._due.append(range(run.start, min(run.stop, num_computed)))
+            if run.stop > ends_at:
+                self._early.append(range(max(run.start, ends_at), run.stop))
 
     def _num_computed(self) -> int:
         if self.num_tokens is not None:
@@ -174,24 +177,32 @@ class SendSession:
     def start(self, limit: int) -> list[int]:
         """Take at most ``limit`` due units, whose writes begin now."""
         self.apply(SendEvent.START)
-        units = [self._due.popleft() for _ in range(min(limit, len(self._due)))]
-        self._in_flight.update(dict.fromkeys(units))
+        units: list[int] = []
+        while self._due and len(units) < limit:
+            run, num_left = self._due.popleft(), limit - len(units)
+            units += run[:num_left]
+            if len(run) > num_left:
+                self._due.appendleft(run[num_left:])
+        self._in_flight.update(units)
         return units
 
     def pages_of(self, units: Sequence[int]) -> list[tuple[int, int]]:
         """Our page and the peer's page between which each unit moves."""
         per_source, per_target = self.units.per_source, self.units.per_target
         sources, targets = self.sources, self.targets
+        if per_source == per_target == 1:
+            return [(sources[unit], targets[unit]) for unit in units]
         return [(sources[unit // per_source], targets[unit // per_target]) for unit in units]
 
-    def written(self, units: Iterable[int]) -> None:
+    def written(self, units: Sequence[int]) -> None:
         self.apply(SendEvent.WRITTEN)
-        for unit in units:
-            del self._in_flight[unit]
+        num_left = len(self._in_flight) - len(units)
+        self._in_flight.difference_update(units)
+        assert len(self._in_flight) == num_left, "a unit was written that was not under way"
 
     def is_written(self, units: Sequence[int]) -> bool:
         """Whether each of these units was written, so that the peer may find it damaged."""
-        pending = {*self._due, *self._early, *self._in_flight}
+        pending = {*chain(*self._due, *self._early), *self._in_flight}
         num_computed = self._num_computed()
         return len(set(units)) == len(units) and all(
             unit // self.units.per_target in self.targets and unit < num_computed and unit not in pending
@@ -211,7 +222,7 @@ class SendSession:
         self.apply(SendEvent.RESEND)
         for unit in units:
             self._num_resends[unit] = self._num_resends.get(unit, 0) + 1
-        self._due.extend(units)
+        self._due.append(units)
         return all(self._num_resends[unit] <= MAX_RESENDS for unit in units)
 
     def end(self) -> list[int]:
@@ -239,21 +250,22 @@ class SendSession:
         self.apply(SendEvent.FENCE)
 
     def check(self) -> None:
-        due = set(self._due)
+        due, early = set(chain(*self._due)), set(chain(*self._early))
         num_computed = len(self.sources) * self.units.per_source
-        invariant(len(due) == len(self._due), "a unit is due twice")
+        invariant(len(due) == self.num_due, "a unit is due twice")
+        invariant(len(early) == sum(map(len, self._early)), "a unit waits twice to be computed")
         invariant(
             all(unit // self.units.per_target in self.targets for unit in due), "a unit is due and was not granted"
         )
         invariant(all(unit < num_computed for unit in due), "a unit is due before it is computed")
-        invariant(not due & self._early.keys() and not due & self._in_flight.keys(), "a unit is in two queues")
+        invariant(not due & early and not due & self._in_flight, "a unit is in two queues")
         invariant(
-            self.num_tokens is not None or all(unit >= num_computed for unit in self._early),
+            self.num_tokens is not None or all(unit >= num_computed for unit in early),
             "a unit waits to be computed and is computed",
         )
         num_granted = len(self.targets) * self.units.per_target
         num_in_flight = 0 if self.is_suspended else self.num_in_flight
-        invariant(len(due) + len(self._early) + num_in_flight <= num_granted, "more is on its way than granted")
+        invariant(len(due) + len(early) + num_in_flight <= num_granted, "more is on its way than granted")
         invariant(
             self.state not in (SendState.CLOSING, SendState.CLOSED) or not due, "an ended transfer would still write"
         )

@@ -51,6 +51,7 @@ class WriteQueue:
     def __init__(self, transport: WriterTransport, clock: Clock, connections: DecodeConnections) -> None:
         self.clock = clock
         self._transport = transport
+        self._page_bytes = transport.store.layout.page_bytes
         self._connections = connections
         self._due: dict[RequestKey, SendSession] = {}  # with pages to write, in the order in which they came due
         self._tickets: dict[int, Write] = {}
@@ -107,7 +108,7 @@ class WriteQueue:
             covered = [(u, page) for u, (page, _) in sources if is_covered(connection.checksums, session.key[1], u)]
         found = self._transport.checksums([page for _, page in covered], slices) if covered else []
         sums = dict(zip([unit for unit, _ in covered], found, strict=True))
-        unit_bytes = self._transport.store.layout.page_bytes if slices is None else slices.num_bytes
+        unit_bytes = self._page_bytes if slices is None else slices.num_bytes
         self._tickets[ticket] = Write(session, units, sums, connection.transport, unit_bytes)
         self._write_time.begin(connection.transport, begun_at)
 

@@ -24,6 +24,8 @@ from scripts.simulator.node import MODEL
 
 #: Token ids below this are never part of a prompt or an answer.
 FIRST_TOKEN = END_TOKEN + 1
+#: Different token ids; the objects of so few stay in a processor's cache.
+MAX_IDS = 4_096
 
 
 class PlannedTokens:
@@ -35,10 +37,10 @@ class PlannedTokens:
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed
-        self._vocab_size = vocab_size
-        self._interned = np.array(range(vocab_size), dtype=object)  # one object for each id
+        self._interned = np.array(range(min(vocab_size, MAX_IDS)), dtype=object)  # one object for each id
         self._places = np.arange(1, 4096, dtype=np.uint64)
         self._lengths: dict[int, int] = {}
+        self._answers: dict[int, list[int]] = {}  # both nodes of a request ask for its answer
 
     def prompt(self, planned: PlannedRequest) -> tuple[int, ...]:
         return tuple(self._tokens(planned.segments))
@@ -53,10 +55,15 @@ class PlannedTokens:
         A prefill node that computes a retracted request again has no seed for it, so its engine asks for answer 0 and
         throws the token away.
         """
-        return self._tokens([(segment_key(ANSWER, index), self._lengths.get(index, 0))])
+        if index not in self._lengths:
+            return []
+        if index not in self._answers:
+            self._answers[index] = self._tokens([(segment_key(ANSWER, index), self._lengths[index])])
+        return self._answers[index]
 
     def forget(self, index: int) -> None:
         self._lengths.pop(index, None)
+        self._answers.pop(index, None)
 
     def _tokens(self, segments: Sequence[Segment]) -> list[int]:
         lengths = [length for _, length in segments]
@@ -70,7 +77,8 @@ class PlannedTokens:
         values ^= values >> np.uint64(33)
         values *= np.uint64(0xFF51AFD7ED558CCD)
         values ^= values >> np.uint64(33)
-        ids = FIRST_TOKEN + values % np.uint64(self._vocab_size - FIRST_TOKEN)
+        num_ids = np.uint64(len(self._interned) - FIRST_TOKEN)
+        ids = FIRST_TOKEN + ((values >> np.uint64(33)) * num_ids >> np.uint64(31))  # a product, where `%` takes longer
         tokens: list[int] = self._interned[ids.astype(np.intp)].tolist()
         return tokens
 

@@ -220,8 +220,9 @@ class Cluster:
         self.events.at(self._arrival_at(GATEWAY, incarnation), self._passes, GATEWAY, incarnation, receive, (message,))
 
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None:
+        source, arrives_at = self.nodes[sender].source, self._arrival_at(sender, GATEWAY)
         arrival = (sender, GATEWAY, self.gateway.on_messages, sender, messages)
-        self.events.at(self._arrival_at(sender, GATEWAY), self._passes, *arrival)
+        self.events.of_source(source, arrives_at, self._passes, *arrival)
 
     def defer_tokens(self, sender: str, steps: RepeatedSteps) -> bool:
         """Let the streams of a repeated step take their tokens from it; False if these have to come as messages."""

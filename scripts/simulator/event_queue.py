@@ -1,11 +1,13 @@
 """Virtual time: a queue of events and a clock that jumps from one event to the next.
 
-Events of one instant run in the order in which they were scheduled, so that a run is reproducible.
+Events of one instant run in the order of the instants at which they were scheduled. Of those scheduled at one instant,
+those of each source come first, and then those without a source, in the order of the calls. So the order of an event of
+a source among all others is known before it is scheduled, and a run is reproducible.
 """
 
 import heapq
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Timer:
@@ -23,48 +25,66 @@ class Timer:
             self._do(*self._arguments)
 
 
+NO_SOURCE = 1 << 30
+
+
+class Place(NamedTuple):
+    """The place of an event among all events.
+
+    Attributes:
+        when: the instant at which it happens.
+        scheduled_at: the instant at which it was, or would have been, scheduled.
+        source: number of what schedules it; ``NO_SOURCE`` for events whose order nothing needs to know in advance.
+        number: orders the events of one source that are scheduled at one instant for one instant.
+    """
+
+    when: float
+    scheduled_at: float
+    source: int
+    number: float = 0
+
+
 class EventQueue:
     """Scheduled calls, and the clock (``common.clock.Clock``) that they advance."""
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._heap: list[tuple[float, float, Callable[..., None], tuple[Any, ...]]] = []
-        self._number = 0.0  # of the event that is being handled
+        # The fields of `Place`, the call and its arguments.
+        self._heap: list[tuple[float, float, int, float, Callable[..., None], tuple[Any, ...]]] = []
+        self._place: tuple[float, float, int, float] | tuple[Any, ...] = Place(0.0, 0.0, 0)  # of the present event
+        self._num_sources = 0
         self.num_events = 0
         self.num_background = 0  # pending calls made with `background_after`
 
     def now(self) -> float:
         return self._now
 
+    def new_source(self) -> int:
+        """A number for a source of events."""
+        self._num_sources += 1
+        return self._num_sources
+
     def at(self, when: float, do: Callable[..., None], *arguments: Any) -> None:
         """Call ``do(*arguments)`` at ``when``, in seconds, or now if that is past."""
+        now = self._now
         self.num_events += 1
-        heapq.heappush(self._heap, (when if when > self._now else self._now, self.num_events, do, arguments))
+        heapq.heappush(self._heap, (when if when > now else now, now, NO_SOURCE, self.num_events, do, arguments))
 
     def after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> None:
         self.at(self._now + seconds, do, *arguments)
 
-    def at_with_reserved(self, when: float, do: Callable[..., None], *arguments: Any) -> int:
-        """Like ``at``, and count one more event, which happens without a call.
+    def of_source(self, source: int, when: float, do: Callable[..., None], *arguments: Any) -> None:
+        """Like ``at``, for an event of a source."""
+        self.num_events += 1
+        self.at_place(Place(when, self._now, source, self.num_events), do, *arguments)
 
-        Returns:
-            The number of that event, which orders it among those of its instant.
-        """
-        self.num_events += 2
-        heapq.heappush(self._heap, (when, self.num_events - 1, do, arguments))
-        return self.num_events
+    def at_place(self, place: Place, do: Callable[..., None], *arguments: Any) -> None:
+        """Like ``at``, for an event that takes the place of one that was not scheduled; it is not counted."""
+        heapq.heappush(self._heap, (*place, do, arguments))
 
-    def at_reserved(self, when: float, number: float, do: Callable[..., None], *arguments: Any) -> None:
-        """Make a reserved event, which lies ahead, or a part of it, happen by a call after all.
-
-        Args:
-            number: plus a fraction below 1 that orders the parts.
-        """
-        heapq.heappush(self._heap, (when, number, do, arguments))
-
-    def is_past(self, when: float, number: int) -> bool:
-        """Whether a reserved event has happened by now."""
-        return (when, number) < (self._now, self._number)
+    def is_past(self, place: Place) -> bool:
+        """Whether an event of this place, had it been scheduled, would have happened by now."""
+        return place < self._place
 
     def background_after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> Timer:
         """Like ``after``, for periodic work: the call can be cancelled and does not count against ``is_idle``."""
@@ -83,8 +103,9 @@ class EventQueue:
         return len(self._heap) == self.num_background
 
     def step(self) -> None:
-        self._now, self._number, do, arguments = heapq.heappop(self._heap)
-        do(*arguments)
+        self._place = event = heapq.heappop(self._heap)
+        self._now = event[0]
+        event[4](*event[5])
 
 
 class NodeClock:

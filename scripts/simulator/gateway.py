@@ -147,8 +147,8 @@ class Gateway:
     def _on_feed_end(self, feed: TokenFeed) -> None:
         """A stream has ended before its tokens: those under way come as messages, which the dispatcher answers."""
         feed.steps.catch_up()
-        for arrival, number, message in feed.untaken():
-            self._events.at_reserved(arrival, number, self.on_messages, feed.steps.sender, (message,))
+        for place, message in feed.untaken():
+            self._events.at_place(place, self.on_messages, feed.steps.sender, (message,))
 
     def abort(self, rid: str) -> None:
         self.dispatcher.abort(rid)

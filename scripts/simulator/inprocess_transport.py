@@ -318,10 +318,6 @@ class InProcessReader(ReaderTransport):
         if endpoint is not None:
             self._wire.offers.pop(endpoint, None)
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self._news)
-
     def gone(self, writer: InProcessWriter, reason: str, *, is_dead: bool = False) -> None:
         self._news.append(Fenced(*self.writers.pop(writer), reason, is_dead))
 

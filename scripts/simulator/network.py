@@ -6,7 +6,7 @@ from typing import Any
 from kv_transfer.transports.base import PageStore
 from scripts.simulator.costs import Costs
 from scripts.simulator.event_queue import EventQueue
-from scripts.simulator.inprocess_transport import InProcessWriter, Wire
+from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter, Wire
 
 
 class Network(Wire):
@@ -28,7 +28,7 @@ class Network(Wire):
     def carry(self, writer: "NetworkWriter", peer: str, ticket: int, num_pages: int, land: Callable[[], None]) -> None:
         """Call ``land`` when these pages have arrived, unless ``drop`` comes first."""
         links = (("out", writer.incarnation), ("in", peer))
-        takes_s = num_pages * writer.store.layout.page_bytes / self._costs.wire_bytes_per_s
+        takes_s = num_pages * writer.page_bytes / self._costs.wire_bytes_per_s
         over_at = max(self._events.now(), *(self._free_at.get(link, 0.0) for link in links)) + takes_s
         self._free_at.update(dict.fromkeys(links, over_at))
         self.busy_s += takes_s
@@ -55,6 +55,7 @@ class Network(Wire):
 class NetworkWriter(InProcessWriter):
     def __init__(self, network: Network, store: PageStore, incarnation: str, wake: Callable[[], None]) -> None:
         super().__init__(network, store, incarnation)
+        self.page_bytes = store.layout.page_bytes
         self._network = network
         self._wake = wake
         self._num_writes = 0
@@ -72,3 +73,19 @@ class NetworkWriter(InProcessWriter):
 
         self._network.carry(self, peer, ticket, len(pages), land)
         return ticket
+
+
+class NetworkReader(InProcessReader):
+    """A reader that lets its node know of news.
+
+    Args:
+        on_news: called when there is some.
+    """
+
+    def __init__(self, network: Network, store: PageStore, incarnation: str, on_news: Callable[[], None]) -> None:
+        super().__init__(network, store, incarnation)
+        self._on_news = on_news
+
+    def gone(self, writer: InProcessWriter, reason: str, *, is_dead: bool = False) -> None:
+        super().gone(writer, reason, is_dead=is_dead)
+        self._on_news()

@@ -7,6 +7,7 @@ long as ``Costs`` says.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from common.cache.page_allocator import PageAllocator
@@ -26,9 +27,8 @@ from prefill_node.factory import build as build_prefill
 from scripts.simulator.cores import Cores
 from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.engine import ScriptedEngine
-from scripts.simulator.event_queue import EventQueue, NodeClock
-from scripts.simulator.inprocess_transport import InProcessReader
-from scripts.simulator.network import Network, NetworkWriter
+from scripts.simulator.event_queue import EventQueue, NodeClock, Place
+from scripts.simulator.network import Network, NetworkReader, NetworkWriter
 from scripts.simulator.repeated_steps import MAX_REPETITIONS, MAX_TOKENS, Patience, RepeatedSteps, Schedule
 
 MODEL, DIGEST = "simulated", "simulated"
@@ -83,7 +83,7 @@ class MessageBus(Protocol):
 class NodeEnds:
     """Both ends of a node's transport."""
 
-    reader: InProcessReader
+    reader: NetworkReader
     writer: NetworkWriter
 
 
@@ -94,6 +94,9 @@ class Node:
         incarnation: also its name.
         cores: on which its steps run, beside those of other nodes; None for a device of its own.
         previous: the node in its last role, which it has left; it goes on with that one's engine, pages and cache.
+
+    Attributes:
+        source: the node, as a source of events.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Node:
     ) -> None:  # fmt: skip
         self.kind: Role = role
         self.incarnation = incarnation
+        self.source = events.new_source()
         self.capacity = settings.capacities[role]
         self.clock: NodeClock = NodeClock(events) if previous is None else previous.clock
         self._slowness = 1.0  # factor of the duration of steps
@@ -137,12 +141,13 @@ class Node:
         self._may_repeat = settings.takes_steps_together and role == "decode"
         self._repeated: RepeatedSteps | None = None
         self._patience = Patience()
-        self._outstanding: StepPlan = NO_STEP  # the last step, and when it ends
-        self._step_end = 0.0
+        self._outstanding: StepPlan = NO_STEP  # the last step, and when it begins and ends
+        self._step_begun_at = self._step_end = 0.0
+        self._num_awaited = 0  # events so far that end a step; the last of them counts
         self._quiet_until = 0.0  # before this instant, a tick does nothing while a step is repeated
         self._on_empty: Callable[[], None] | None = None
         self.transports = NodeEnds(
-            InProcessReader(network, self.engine.pool, incarnation),
+            NetworkReader(network, self.engine.pool, incarnation, self.catch_up),
             NetworkWriter(network, self.engine.pool, incarnation, self.turn),
         )
         parts = self._parts(replace(settings.config, role=role, name=incarnation))
@@ -194,7 +199,7 @@ class Node:
 
     def _happens(self, what: Callable[..., None], *arguments: Any) -> None:
         """Let something happen to the node, at its present instant: now, after it has hung, or never if it is dead."""
-        self.catch_up()
+        is_interrupted = self._apply_repetitions()
         if self.is_hanging:
             self._missed.append((what, arguments))
         elif self.is_alive:
@@ -203,6 +208,8 @@ class Node:
             self.turn()
             if self.is_busy and self._outstanding is before:
                 self._repeated = self._repeatable()
+                if is_interrupted or self._repeated is not None:
+                    self._await_step_end()
 
     def on_gateway_messages(self, messages: Sequence[Message]) -> None:
         self._happens(self._take_gateway_messages, messages)
@@ -282,16 +289,15 @@ class Node:
         if not self.is_alive or self.is_hanging:
             return
         now = self.clock.now()
-        more = self.role.tick(now)
+        while self.role.tick(now):
+            pass  # more pages can be written at once
         if not self.is_busy:
             plan = self.role.plan(now)
             if plan is not None:
                 self._begin(plan)
         self._send_messages()
         self._leave_if_empty()
-        if more:
-            self._events.after(0.0, self.turn)
-        elif not self._has_timer and self._has_work():
+        if not self._has_timer and self._has_work():
             self._has_timer = True
             self._events.background_after(LONGEST_WAIT_S, self._on_timer)
 
@@ -318,14 +324,31 @@ class Node:
         self.busy_s += seconds
         self.step_times.add(seconds, work.num_prompt)
         self._note_pages()
-        self._outstanding, self._step_end = plan, self._events.now() + seconds
+        self._outstanding, self._step_begun_at = plan, self._events.now()
+        self._step_end = self._step_begun_at + seconds
         self._patience.step_begun()
         self._repeated = self._repeatable()
         if self._cores is None:
-            self._events.at(self._step_end, self._step_over)
+            self._events.num_events += 1  # one for each step, however often its end is scheduled
+            self._await_step_end()
         else:
             beside_s = self._costs_beside.seconds(work) * self._slowness
-            self._cores.run(seconds, beside_s, self._step_over)
+            self._num_awaited += 1
+            self._cores.run(seconds, beside_s, partial(self._step_over, self._num_awaited))
+
+    def _await_step_end(self) -> None:
+        """Schedule the end of the outstanding step, or of the last one if deferred repetitions come before."""
+        steps = self._repeated
+        if steps is not None and steps.is_deferred:
+            self._end_step_at(steps.schedule.place(steps.schedule.most))
+        else:
+            self._end_step_at(Place(self._step_end, self._step_begun_at, self.source))
+
+    def _end_step_at(self, place: Place) -> None:
+        """Let a step end in an event of this place, and no longer in one that was scheduled before."""
+        self._num_awaited += 1
+        # Every number is another, and before those of messages that were sent at the same instant.
+        self._events.at_place(place._replace(number=-self._num_awaited), self._step_over, self._num_awaited)
 
     # ---- steps that are alike ---------------------------------------------------------------------------------------
 
@@ -344,7 +367,12 @@ class Node:
             return None
         self._quiet_until = self.role.due_at
         until = self._quiet_until - (self.clock.now() - self._events.now())
-        schedule = Schedule.of(plan, self._step_end, found.most, self._costs, slowness=self._slowness, until=until)
+        schedule = Schedule.of(
+            plan, self._step_end, found.most, self._costs,
+            begun_at=self._step_begun_at, source=self.source, slowness=self._slowness, until=until,
+        )  # fmt: skip
+        if not schedule.most:
+            return None
         steps = RepeatedSteps(
             found.rows,
             [tokens[request.slot] for request in found.rows],
@@ -356,28 +384,37 @@ class Node:
         steps.is_deferred = self._bus.defer_tokens(self.incarnation, steps)
         return steps
 
-    def _step_over(self) -> None:
-        """End a step: plan the same once more, or whatever follows."""
+    def _step_over(self, number: int) -> None:
+        """End a step: plan the same once more, or whatever follows.
+
+        Args:
+            number: of the event.
+        """
+        if number != self._num_awaited:
+            return  # the node has heard something since, and the step ends in another event
         steps = self._repeated
-        if steps is None or steps.num_done >= steps.schedule.most or self.transports.reader.has_news:
-            self.catch_up()
+        if steps is None or steps.is_deferred or steps.num_done == steps.schedule.most:
+            self._apply_repetitions()
             self._happens(self._commit, self._outstanding)
             return
-        steps.num_done = (number := steps.num_done) + 1
-        end = steps.schedule.ends[number + 1]
-        if steps.is_deferred:
-            steps.numbers.append(self._events.at_with_reserved(end, self._step_over))
-        else:
-            self._events.at(end, self._step_over)
-            self._bus.to_gateway(self.incarnation, steps.messages())
+        steps.num_done += 1
+        self._events.num_events += 1
+        self._end_step_at(steps.schedule.place(steps.num_done))
+        self._bus.to_gateway(self.incarnation, steps.messages())
 
     def catch_up(self) -> None:
         """Apply the repetitions of a step so far. It is outstanding afterwards, and ends as any other."""
+        if self._apply_repetitions():
+            self._await_step_end()
+
+    def _apply_repetitions(self) -> bool:
+        """Apply the repetitions of a step so far; returns whether there may have been more."""
         steps, self._repeated = self._repeated, None
         if steps is None:
-            return
-        count, plan, grown = steps.num_done, self._outstanding, list[int]()
-        instants = steps.schedule.ends[:count]
+            return False
+        count, plan, grown = steps.end(self._events), self._outstanding, list[int]()
+        schedule = steps.schedule
+        instants, durations = schedule.ends[:count], schedule.durations[:count]
         if count:
             ahead_s = self.clock.now() - self._events.now()
             plan, grown = self.role.repeat(
@@ -385,20 +422,14 @@ class Node:
             )
         self.work["steps"] += count
         self.work["rows"] += count * len(steps.rows)
-        for seconds in steps.schedule.durations[:count]:
+        for seconds in durations:
             self.busy_s += seconds
-            self.step_times.add(seconds, 0)
-        used, since = self._used
-        num_grown = 0
-        for number, now in enumerate(instants, 1):
-            self.used_page_s += used * (now - since)
-            while num_grown < len(grown) and grown[num_grown] == number:
-                num_grown += 1
-            used, since = steps.num_used_pages + num_grown, now
-        self._used = (used, since)
-        self._outstanding, self._step_end = plan, steps.schedule.ends[count]
-        steps.is_over = True
+        self.step_times.add_decode_steps(durations)
+        self._note_growth(steps.num_used_pages, instants, grown)
+        self._outstanding = plan
+        self._step_end, self._step_begun_at, _, _ = schedule.place(count)
         self._patience.ended(count, len(steps.rows))
+        return True
 
     def _commit(self, plan: StepPlan, now: float) -> None:
         self.is_busy = False
@@ -412,6 +443,22 @@ class Node:
         used, since = self._used
         self.used_page_s += used * (now - since)
         self._used = (self._num_used_pages, now)
+
+    def _note_growth(self, num_used: int, instants: Sequence[float], grown: Sequence[int]) -> None:
+        """Note the pages in use during repetitions.
+
+        Args:
+            num_used: before the first.
+            instants: of all.
+            grown: number, from 1, of the repetition that took a page, for each page in order.
+        """
+        (used, since), total, num_grown = self._used, self.used_page_s, 0
+        for number, now in enumerate(instants, 1):
+            total += used * (now - since)
+            while num_grown < len(grown) and grown[num_grown] == number:
+                num_grown += 1
+            used, since = num_used + num_grown, now
+        self._used, self.used_page_s = (used, since), total
 
     @property
     def _num_used_pages(self) -> int:

@@ -1,7 +1,7 @@
 """Decode steps that are alike, which the simulator takes together (``DecodeScheduler.repeat``).
 
-Each repetition still is an event of its own instant, so that events stay in the order that they have step by step. It
-only notes the instant; schedulers, caches and streams are brought up to date when something looks at them.
+Instants and places of all repetitions are known in advance (``event_queue.Place``), so that everything happens in the
+order that it has step by step. Schedulers, caches and streams are brought up to date when something looks at them.
 """
 
 from bisect import bisect_left
@@ -14,7 +14,7 @@ from common.request import Request
 from common.step_plan import StepPlan
 from common.wire.messages import Tokens
 from scripts.simulator.costs import Costs, StepWork
-from scripts.simulator.event_queue import EventQueue
+from scripts.simulator.event_queue import EventQueue, Place
 
 #: The most tokens of one row that are looked up in advance, and of all rows of a large batch together.
 MAX_REPETITIONS, MAX_TOKENS = 512, 16_384
@@ -63,9 +63,8 @@ class RepeatedSteps:
 
     Attributes:
         is_over: the repetitions have been applied; there are no more.
-        is_deferred: streams look for their tokens here; otherwise each repetition sends messages.
-        num_done: repetitions so far.
-        numbers: of the events in which the tokens of each arrive at the gateway.
+        is_deferred: streams look for their tokens here; otherwise each repetition is an event, which sends messages.
+        num_done: repetitions so far; of deferred ones, known when they are over.
     """
 
     def __init__(
@@ -86,8 +85,15 @@ class RepeatedSteps:
         self.catch_up = catch_up
         self.is_over = self.is_deferred = False
         self.num_done = 0
-        self.numbers: list[int] = []
         self._num_outputs = [len(request.output) for request in rows]
+
+    def end(self, events: EventQueue) -> int:
+        """End the repetitions; returns how many there were."""
+        if self.is_deferred:
+            self.num_done = self.schedule.num_past(events)
+            events.num_events += 2 * self.num_done  # the ends of steps, and the arrivals of their tokens
+        self.is_over = True
+        return self.num_done
 
     def messages(self) -> list[Tokens]:
         """The tokens of the last repetition."""
@@ -106,15 +112,22 @@ class Schedule(NamedTuple):
         ends: of the outstanding step, and of each of these; so ``ends[i]`` is the instant of repetition ``i``.
         arrivals: instants at which their tokens arrive at the gateway.
         most: repetitions that may happen.
+        begun_at: instant at which the outstanding step began.
+        source: the node, as a source of events.
     """
 
     durations: list[float]
     ends: list[float]
     arrivals: list[float]
     most: int
+    begun_at: float
+    source: int
 
     @classmethod
-    def of(cls, plan: StepPlan, end: float, most: int, costs: Costs, *, slowness: float, until: float) -> "Schedule":
+    def of(
+        cls, plan: StepPlan, end: float, most: int, costs: Costs,
+        *, begun_at: float, source: int, slowness: float, until: float,
+    ) -> "Schedule":  # fmt: skip
         """The schedule after a step of decode rows.
 
         Args:
@@ -129,8 +142,31 @@ class Schedule(NamedTuple):
         fixed = costs.seconds(StepWork(0, work.num_rows, 0))
         durations = (fixed + costs.context_token_s * contexts) * slowness
         ends = np.cumsum(np.concatenate(([end], durations)))
-        most = int(np.searchsorted(ends[:-1], until))
-        return cls(durations.tolist(), ends.tolist(), (ends[:-1] + costs.message_s).tolist(), most)
+        most = int(np.searchsorted(ends[:-1], until)) if durations[0] > 0 else 0
+        arrivals = ends[:-1] + costs.message_s
+        return cls(durations.tolist(), ends.tolist(), arrivals.tolist(), most, begun_at, source)
+
+    def place(self, number: int) -> Place:
+        """The place of the event in which the outstanding step, or the one that such a repetition begins, ends."""
+        return Place(self.ends[number], self.ends[number - 1] if number else self.begun_at, self.source)
+
+    def place_of_arrival(self, repetition: int, row: float = 0.0) -> Place:
+        """The place of the event in which the tokens of a repetition arrive.
+
+        Args:
+            row: the place among them, below 1.
+        """
+        return Place(self.arrivals[repetition], self.ends[repetition], self.source, row)
+
+    def num_past(self, events: EventQueue) -> int:
+        """Repetitions that have happened by now."""
+        number = bisect_left(self.ends, events.now(), 0, self.most)
+        return number + (number < self.most and events.is_past(self.place(number)))
+
+    def num_arrived(self, events: EventQueue, first: int, most: int) -> int:
+        """Repetitions of which the tokens have arrived by now, from the given one on and up to so many."""
+        number = bisect_left(self.arrivals, events.now(), first, most)
+        return number + (number < most and events.is_past(self.place_of_arrival(number)))
 
 
 class TokenFeed:
@@ -159,24 +195,21 @@ class TokenFeed:
 
     def take(self) -> tuple[list[int], list[float]]:
         """The tokens that have arrived since the last call, and when each did."""
-        steps, events, first = self.steps, self._events, self._num_taken
-        arrivals = steps.schedule.arrivals
-        end = bisect_left(arrivals, events.now(), first, steps.num_done)
-        while end < steps.num_done and events.is_past(arrivals[end], steps.numbers[end]):
-            end += 1
-        self._num_taken = end
-        return steps.tokens[self._row][first:end], arrivals[first:end]
+        steps, schedule, first = self.steps, self.steps.schedule, self._num_taken
+        most = steps.num_done if steps.is_over else schedule.most
+        self._num_taken = end = schedule.num_arrived(self._events, first, most)
+        return steps.tokens[self._row][first:end], schedule.arrivals[first:end]
 
     @property
     def is_empty(self) -> bool:
         """Whether no token can come any more."""
         return self.steps.is_over and self._num_taken == self.steps.num_done
 
-    def untaken(self) -> list[tuple[float, float, Tokens]]:
-        """The tokens under way as messages, with the instant and the number of the event in which each arrives.
+    def untaken(self) -> list[tuple[Place, Tokens]]:
+        """The tokens under way as messages, with the place of the event in which each arrives.
 
-        Those of other rows are parts of the same events; the fraction of a number is the place of this row.
+        Those of other rows are parts of the same events.
         """
-        steps, place = self.steps, self._row / len(self.steps.rows)
-        arrivals, under_way = steps.schedule.arrivals, range(self._num_taken, steps.num_done)
-        return [(arrivals[i], steps.numbers[i] + place, steps.message(self._row, i)) for i in under_way]
+        steps, row = self.steps, self._row
+        under_way = range(self._num_taken, steps.num_done)
+        return [(steps.schedule.place_of_arrival(i, row / len(steps.rows)), steps.message(row, i)) for i in under_way]

@@ -77,12 +77,21 @@ def _is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
 
 def missed_limits(outcome: Outcome, limits: dict[str, float]) -> list[str]:
     """Names of the limits that a request with tokens has missed."""
+    return [name for name, limit in limits.items() if _reached(outcome, name) > limit]
+
+
+def _reached(outcome: Outcome, name: str) -> float:
+    """The latency of a request with tokens that a limit of this name bounds, in seconds; 0 without one."""
     stamps = outcome.stamps_s
-    num_later = outcome.num_output - 1 - outcome.extra.get(0, 0)
-    reached = {"ttft": stamps[0] - outcome.due_at, "e2e": outcome.ended_at - outcome.due_at}
-    if len(stamps) > 1:
-        reached |= {"itl": float(np.quantile(np.diff(stamps), 0.99)), "tpot": (stamps[-1] - stamps[0]) / num_later}
-    return [name for name, limit in limits.items() if reached.get(name, 0.0) > limit]
+    if name == "ttft":
+        return stamps[0] - outcome.due_at
+    if name == "e2e":
+        return outcome.ended_at - outcome.due_at
+    if name == "itl" and len(stamps) > 1:
+        return float(np.quantile(np.diff(stamps), 0.99))
+    if name == "tpot" and len(stamps) > 1:
+        return (stamps[-1] - stamps[0]) / (outcome.num_output - 1 - outcome.extra.get(0, 0))
+    return 0.0
 
 
 def summary(values: Sequence[float] | NDArray[np.float64]) -> Figures:

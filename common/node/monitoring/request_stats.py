@@ -97,8 +97,7 @@ class RequestStats:
     def sampled_in_steps(self, requests: Sequence[Request], instants: Sequence[float]) -> None:
         """One more token of each of these requests was sampled at each of these instants."""
         self.sampled(requests, instants[0])
-        for before, now in pairwise(instants):
-            self.inter_token.add(now - before, len(requests))
+        self.inter_token.add_each([now - before for before, now in pairwise(instants)], len(requests))
         self._sampled_at = instants[-1]
         for request in requests:
             request.last_token_at = self._sampled_at

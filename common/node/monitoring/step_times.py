@@ -1,5 +1,6 @@
 """How long the steps of an engine take at present, and what a prompt token adds to one. Pure."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 #: What a step counts when so many have followed it: 1/2. Enough steps for a mean, and no more than seconds of them.
@@ -31,6 +32,13 @@ class StepTimes:
             self._prompt = self._prompt.plus(seconds, num_prompt_tokens)
         else:
             self._decode = self._decode.plus(seconds, 0)
+
+    def add_decode_steps(self, durations: Sequence[float]) -> None:
+        """Counts steps without prompts, each of so many seconds."""
+        weight, total, tokens = self._decode
+        for seconds in durations:
+            weight, total, tokens = weight * DECAY + 1.0, total * DECAY + seconds, tokens * DECAY
+        self._decode = _Sums(weight, total, tokens)
 
     @property
     def step_s(self) -> float:

@@ -36,6 +36,15 @@ def test_many_values_at_once_are_counted_as_one_by_one(given_values):
     assert together.sum == pytest.approx(alone.sum)
 
 
+@given(st.lists(st.floats(0.0, 10.0)), st.integers(1, 300))
+def test_a_value_of_several_at_once_is_added_as_alone(given_values, count):
+    alone, together = Distribution(BOUNDS), Distribution(BOUNDS)
+    for value in given_values:
+        alone.add(value, count)
+    together.add_each(given_values, count)
+    assert (together.counts, together.sum) == (alone.counts, alone.sum)  # equal, and not only nearly
+
+
 @given(st.lists(st.tuples(LABELS, st.floats(0, 10))))
 def test_the_exported_text_is_that_of_the_library(events):
     ours, theirs = CollectorRegistry(), CollectorRegistry()

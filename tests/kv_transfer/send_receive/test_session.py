@@ -5,7 +5,7 @@ from enum import StrEnum
 import pytest
 
 from common.errors import InvariantError
-from kv_transfer.page_mapping import Units
+from kv_transfer.page_mapping import Units, units_of
 from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import MAX_RESENDS, RECEIVE_TABLE, SEND_TABLE, ReceiveEvent, ReceiveState, SendEvent, SendState
@@ -133,6 +133,27 @@ def test_a_grant_of_too_many_pages_is_detected_when_the_prompt_ends() -> None:
     session.grant(1, 1, [4, 5], PAGES)
     session.finish([1, 2], 2)
     assert session.has_ungrantable()
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 5])
+def test_parts_of_a_last_page_that_lie_behind_the_prompt_are_not_sent(num_tokens: int) -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [7, 8], units_of(1, 4))
+    session.finish(list(range(num_tokens)), num_tokens)
+    assert session.start(2) == [0, 1]
+    assert session.start(8) == list(range(2, num_tokens))
+    assert session.has_ungrantable() == (num_tokens <= 4), "the second page has no token"
+    session.written(range(num_tokens))
+    assert session.is_all_written == (num_tokens > 4)
+
+
+def test_a_unit_is_written_once() -> None:
+    session = SendSession(KEY, "peer")
+    session.grant(1, 0, [7, 8], PAGES)
+    session.compute([1, 2])
+    session.start(1)
+    with pytest.raises(AssertionError):
+        session.written([1])
 
 
 def test_the_number_of_computed_pages_cannot_shrink() -> None:

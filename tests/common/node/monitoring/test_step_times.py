@@ -52,3 +52,13 @@ def test_a_mean_lies_between_the_shortest_and_the_longest_step(steps):
     if plain:
         assert min(plain) <= times.step_s * (1 + 1e-9) and times.step_s <= max(plain) * (1 + 1e-9)
     assert times.prompt_token_s <= max([seconds / count for seconds, count in steps if count], default=0.0) * (1 + 1e-9)
+
+
+@given(st.lists(st.floats(1e-4, 10.0)), st.lists(st.floats(1e-4, 10.0)))
+def test_several_steps_at_once_count_exactly_as_one_by_one(before, durations):
+    alone, together = StepTimes(), StepTimes()
+    for seconds in [*before, *durations]:
+        alone.add(seconds, 0)
+    together.add_decode_steps(before)
+    together.add_decode_steps(durations)
+    assert together.step_s == alone.step_s
