@@ -41,7 +41,7 @@ from scripts.serving.cpu_affinity import usable_cores
 SHORTEST = ("--models=small", "--arrangements=split", "--capacity=5", "--shares=1", "--small-seconds=2")
 NUM_INPUT, NUM_OUTPUT = 512, 64
 CAPACITY_CONCURRENCY = 32
-POOL_TOKENS = 32_768  # of every node, so that no arrangement runs out of pages
+POOL_TOKENS = 20_480  # of every node: what 32 requests need, and a tenth more
 START_S = 15.0  # start of a service and the last answers, for the estimate of the total time
 MODELS = ("qwen3-0.6b", "small")
 
@@ -58,7 +58,9 @@ ARRANGEMENTS = {
     "split": Arrangement("1 prefill + 1 decode", ("--prefill=1", "--decode=1")),
     "colocated": Arrangement("2 colocated", (*COLOCATED, "--decode=2")),
     "one": Arrangement("1 colocated, all threads", (*COLOCATED, "--decode=1")),
+    "auto": Arrangement("1 + 1, prompts by cost", ("--prefill=1", "--decode=1", "--local-prefill=auto")),
 }
+DEFAULTS = ("split", "colocated", "one")
 VLLM = "vllm"
 TITLES = {name: found.title for name, found in ARRANGEMENTS.items()} | {VLLM: "vLLM, all threads"}
 COLUMNS = {
@@ -102,7 +104,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(MODELS)}",
     )
     add(
-        "--arrangements", type=comma_separated(str, among=ARRANGEMENTS), default=tuple(ARRANGEMENTS),
+        "--arrangements", type=comma_separated(str, among=ARRANGEMENTS), default=DEFAULTS,
         metavar="NAME,...", help=f"of {', '.join(ARRANGEMENTS)}; ratios are to the first",
     )  # fmt: skip
     add("--rates", type=comma_separated(float), default="0.25,0.5,0.75", help="requests/s for qwen3-0.6b (%(default)s)")
