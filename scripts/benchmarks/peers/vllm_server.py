@@ -34,8 +34,8 @@ def running_vllm(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--host=127.0.0.1", f"--port={port}",
-        "--dtype=bfloat16", f"--max-model-len={max_model_len}", "--disable-uvicorn-access-log",
+        str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--host=127.0.0.1",
+        f"--port={port}", "--dtype=bfloat16", f"--max-model-len={max_model_len}", "--disable-uvicorn-access-log",
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     environ = serving_environment(python, num_threads, kv_bytes, os.environ)
