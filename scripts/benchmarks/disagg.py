@@ -3,20 +3,26 @@
 Every arrangement is a new ``serve`` on the same cores and gets the same requests at the same instants: prompts of 512
 random token ids, 64 output tokens, nothing shared. At each rate the arrangements take turns, in alternating order, so
 that a slow phase of the machine does not fall on one of them alone. The load tester is the only client. Rates are
-absolute for the shape of Qwen3-0.6B. For the small model they are shares of its capacity: the rate that the weaker of
-the first two arrangements completes with 32 requests in flight.
+absolute for the shape of Qwen3-0.6B. For the small model they are shares of the capacity of the weaker of the first two
+arrangements. A capacity is the rate at which requests are served while 32 of them are in flight.
 
 Latency counts from the planned instant of a request. Ratios are to the first arrangement; above 1, the first is better.
 The defaults take about an hour; ``--models small --arrangements split,colocated --small-seconds 10 --capacity-seconds
 6`` takes three minutes. Each run ends at the latest two minutes after its last arrival; requests still in flight then
-count as failed. Samples of several rounds are pooled: a percentile is that of all of them together.
+count as failed. Samples of several rounds are pooled: a percentile is that of all of them together. A benchmark that is
+stopped prints the tables of the runs so far.
+
+``--peer vllm=PYTHON`` adds vLLM's OpenAI server with all threads, which serves the same folder of random weights in
+Qwen3-0.6B's shape and mixes prompts with decode rows.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,15 +30,18 @@ import numpy as np
 from common.config.shared import SMALL_MODEL
 from scripts.benchmarks.harness.options import comma_separated
 from scripts.benchmarks.harness.service_fixture import MAX_OTHERS, measured_load, running_service
+from scripts.benchmarks.peers.peer import parse_peers
+from scripts.benchmarks.peers.vllm_peer import LAYER_KV_BYTES
+from scripts.benchmarks.peers.vllm_server import running_vllm
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report
-from scripts.models.random_model import random_model
+from scripts.models.random_model import QWEN3_600M, random_model
 from scripts.serving.cpu_affinity import usable_cores
 
 SHORTEST = ("--models=small", "--arrangements=split", "--capacity=5", "--shares=1", "--small-seconds=2")
 NUM_INPUT, NUM_OUTPUT = 512, 64
 CAPACITY_CONCURRENCY = 32
-POOL_TOKENS = 32_768  # of every node, so that no arrangement runs out of pages
+POOL_TOKENS = 20_480  # of every node: what 32 requests need, and a tenth more
 START_S = 15.0  # start of a service and the last answers, for the estimate of the total time
 MODELS = ("qwen3-0.6b", "small")
 
@@ -49,7 +58,11 @@ ARRANGEMENTS = {
     "split": Arrangement("1 prefill + 1 decode", ("--prefill=1", "--decode=1")),
     "colocated": Arrangement("2 colocated", (*COLOCATED, "--decode=2")),
     "one": Arrangement("1 colocated, all threads", (*COLOCATED, "--decode=1")),
+    "auto": Arrangement("1 + 1, prompts by cost", ("--prefill=1", "--decode=1", "--local-prefill=auto")),
 }
+DEFAULTS = ("split", "colocated", "one")
+VLLM = "vllm"
+TITLES = {name: found.title for name, found in ARRANGEMENTS.items()} | {VLLM: "vLLM, all threads"}
 COLUMNS = {
     "ttft_p50": "TTFT p50",
     "ttft_p99": "p99",
@@ -60,6 +73,7 @@ COLUMNS = {
 }
 WIDTHS = {"ttft_p50": 10, "ttft_p99": 9, "itl_p50": 17, "itl_p99": 9, "e2e_p50": 16, "e2e_p99": 9}
 NAME_WIDTH = 30
+KV_BYTES = POOL_TOKENS * QWEN3_600M["num_hidden_layers"] * LAYER_KV_BYTES
 
 Options = argparse.Namespace  # the fields of `add_options`
 
@@ -77,6 +91,7 @@ class Point:
 
 
 Run = tuple[Point, dict[str, Any]]  # with its report (``Report.to_dict``)
+Capacities = dict[tuple[str, str], float]  # requests/s of a model in an arrangement
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +104,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(MODELS)}",
     )
     add(
-        "--arrangements", type=comma_separated(str, among=ARRANGEMENTS), default=tuple(ARRANGEMENTS),
+        "--arrangements", type=comma_separated(str, among=ARRANGEMENTS), default=DEFAULTS,
         metavar="NAME,...", help=f"of {', '.join(ARRANGEMENTS)}; ratios are to the first",
     )  # fmt: skip
     add("--rates", type=comma_separated(float), default="0.25,0.5,0.75", help="requests/s for qwen3-0.6b (%(default)s)")
@@ -97,30 +112,58 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=1, help="repetitions, each with another seed (%(default)s)")
     add("--large-seconds", type=float, default=150.0, help="arrivals in a run of qwen3-0.6b (%(default)s)")
     add("--small-seconds", type=float, default=45.0, help="arrivals in a run of small (%(default)s)")
-    add("--capacity-seconds", type=float, default=20.0, help="length of a run that measures the capacity (%(default)s)")
+    add("--capacity-seconds", type=float, default=20.0, help="length of a run for small's capacity (%(default)s)")
     add("--capacity", type=float, help="requests/s to take as the small model's capacity instead of measuring it")
+    add("--large-capacity-seconds", type=float, default=90.0, help="for qwen3-0.6b's; 0: not measured (%(default)s)")
+    add("--peer", action="append", default=[], metavar="vllm=PYTHON", help="for qwen3-0.6b, also vLLM's server")
     add("--cores", type=int, default=2, help="physical cores for the service and the client together (%(default)s)")
     add("--seed", type=int, default=0)
 
 
 def run(options: Options) -> dict[str, float]:
+    services = Services(parse_peers(options.peer, among=(VLLM,)).get(VLLM), options.cores)
     keep_to(options.cores)
     say(f"bench disagg: about {minutes(options):.0f} minutes")
-    capacity: dict[str, float] = {}
+    capacities: Capacities = {}
     runs: list[Run] = []
-    for model in options.models:
-        folder = SMALL_MODEL if model == "small" else str(random_model())
-        if model == "small":
-            capacity = measure_capacity(folder, options)
-        lowest = min((capacity[name] for name in options.arrangements[:2]), default=0.0) if capacity else 0.0
-        runs += [(point, measure(point, folder)) for point in points(options, model, lowest)]
-    print("\n".join(table(runs, capacity, options.arrangements)))
-    figures = {f"capacity, {name}, requests/s": rate for name, rate in capacity.items()}
+    try:
+        for model in options.models:
+            folder = SMALL_MODEL if model == "small" else str(random_model())
+            capacities |= measure_capacities(model, folder, services, options)
+            lowest = min(capacities.get((model, name), 0.0) for name in options.arrangements[:2])
+            planned = list(points(options, model, lowest))
+            for number, point in enumerate(planned, start=1):
+                say(f"{model}, run {number} of {len(planned)}: {point.rate:.3g}/s, {TITLES[point.arrangement]} ...")
+                runs.append((point, measure(point, folder, services)))
+    finally:  # also when it is stopped
+        print("\n".join(table(runs, capacities)), flush=True)
+    figures = {f"capacity, {model}, {name}, requests/s": rate for (model, name), rate in capacities.items()}
     for point, report in runs:
         name, cell = f"{point.model}, {point.arrangement}, {point.rate:.3g}/s", pooled([report])
         figures |= {f"{name}, {figure} ms": 1e3 * cell.times.get(figure, 0.0) for figure in ("ttft_p50", "e2e_p50")}
-        figures[f"{name}, tokens/s"] = cell.tokens_per_s
+        figures |= {f"{name}, inter-token p99/p50": cell.itl_spread or 0.0, f"{name}, tokens/s": cell.tokens_per_s}
     return figures
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Starts the services that are compared.
+
+    Attributes:
+        vllm: a python with vLLM; None without ``--peer``.
+    """
+
+    vllm: Path | None
+    num_cores: int
+
+    def running(self, arrangement: str, folder: str) -> AbstractContextManager[str]:
+        """Run this arrangement while the block lasts; yields its URL."""
+        if arrangement != VLLM:
+            flags = (*ARRANGEMENTS[arrangement].flags, f"--model={folder}", f"--max-total-tokens={POOL_TOKENS}")
+            return running_service(flags)
+        assert self.vllm is not None
+        num_tokens = NUM_INPUT + NUM_OUTPUT
+        return running_vllm(self.vllm, folder, num_threads=self.num_cores, max_model_len=num_tokens, kv_bytes=KV_BYTES)
 
 
 def keep_to(num_cores: int) -> None:
@@ -131,52 +174,57 @@ def keep_to(num_cores: int) -> None:
     os.sched_setaffinity(0, {cpu for core in cores[:num_cores] for cpu in core})
 
 
-def measure_capacity(folder: str, options: Options) -> dict[str, float]:
+def compared(options: Options, model: str) -> tuple[str, ...]:
+    """The names of the arrangements that run this model."""
+    return (*options.arrangements, *([VLLM] if options.peer and model != "small" else []))
+
+
+def measure_capacities(model: str, folder: str, services: Services, options: Options) -> Capacities:
     """Requests per second that each arrangement completes in a closed loop."""
-    if options.capacity is not None:
-        return dict.fromkeys(options.arrangements, options.capacity)
-    capacity = {}
-    for name in options.arrangements:
-        say(f"small model, capacity of {ARRANGEMENTS[name].title}, {options.capacity_seconds:g} s ...")
-        report = load(folder, name, options.capacity_seconds, options.seed, concurrency=CAPACITY_CONCURRENCY)
-        capacity[name] = report.throughput["requests_per_s"]
-        say(f"    {capacity[name]:.1f} requests/s")
-    return capacity
+    length_s = options.capacity_seconds if model == "small" else options.large_capacity_seconds
+    if model == "small" and options.capacity is not None:
+        return {(model, name): options.capacity for name in options.arrangements}
+    capacities = {}
+    for name in compared(options, model) if length_s else ():
+        say(f"{model}, capacity of {TITLES[name]}, {length_s:g} s ...")
+        with services.running(name, folder) as url:
+            report = load(url, length_s, options.seed, concurrency=CAPACITY_CONCURRENCY)
+        capacities[model, name] = report.throughput["output_tokens_per_s"] / NUM_OUTPUT  # smoother than whole requests
+        say(f"    {capacities[model, name]:.3g} requests/s")
+    return capacities
 
 
-def measure(point: Point, folder: str) -> dict[str, Any]:
-    title = ARRANGEMENTS[point.arrangement].title
-    say(f"{point.model}, {title}, {point.rate:.3g} requests/s, {point.length_s:g} s ...")
-    report = load(folder, point.arrangement, point.length_s, point.seed, rate=f"{point.rate:.6g}")
+def measure(point: Point, folder: str, services: Services) -> dict[str, Any]:
+    with services.running(point.arrangement, folder) as url:
+        report = load(url, point.length_s, point.seed, rate=f"{point.rate:.6g}")
     ttft, itl = report.latency["ttft"], report.latency["itl"]
     if ttft["count"] and itl["count"]:
         say(
-            f"    {ttft['count']} requests, TTFT p50 {ttft['p50'] * 1e3:.0f} ms, inter-token p50 "
-            f"{itl['p50'] * 1e3:.1f} ms, p99 {itl['p99'] * 1e3:.1f} ms"
+            f"    {ttft['count']} requests, {report.throughput['requests_per_s']:.3g}/s, TTFT p50 "
+            f"{ttft['p50'] * 1e3:.0f} ms, inter-token p50 {itl['p50'] * 1e3:.1f} ms, p99 {itl['p99'] * 1e3:.1f} ms "
+            f"({itl['p99'] / itl['p50']:.2f}x)"
         )
     for reason in report.reasons:
         say(f"    invalid: {reason}")
     return report.to_dict()
 
 
-def load(folder: str, arrangement: str, length_s: float, seed: int, **when: Any) -> Report:
-    """Start the arrangement and load it; the first tenth of the requests is left out."""
-    flags = [*ARRANGEMENTS[arrangement].flags, f"--model={folder}", f"--max-total-tokens={POOL_TOKENS}"]
-    with running_service(flags) as url:
-        config = LoadtestConfig(
-            url=url,
-            duration=f"{length_s:g}",
-            warmup=f"{length_s / 10:g}",
-            timeout="120",  # bounds a run at a rate above the capacity
-            input_len=str(NUM_INPUT),
-            output_len=str(NUM_OUTPUT),
-            return_token_ids=True,
-            scrape="none",
-            live=False,
-            seed=seed,
-            **when,
-        )
-        report, others = measured_load(config)
+def load(url: str, length_s: float, seed: int, **when: Any) -> Report:
+    """Load a service; the first tenth of the requests is left out."""
+    config = LoadtestConfig(
+        url=url,
+        duration=f"{length_s:g}",
+        warmup=f"{length_s / 10:g}",
+        timeout="120",  # bounds a run at a rate above the capacity
+        input_len=str(NUM_INPUT),
+        output_len=str(NUM_OUTPUT),
+        return_token_ids=True,
+        scrape="none",
+        live=False,
+        seed=seed,
+        **when,
+    )
+    report, others = measured_load(config)
     if others > MAX_OTHERS:
         report.reasons.append(f"other processes used {others:.1f} of these cores")
     return report
@@ -189,7 +237,7 @@ def points(options: Options, model: str, capacity: float) -> Iterator[Point]:
     is_reversed = False
     for number in range(options.rounds):
         for rate, share in zip(rates, shares, strict=True):
-            order = options.arrangements[::-1] if is_reversed else options.arrangements
+            order = compared(options, model)[:: -1 if is_reversed else 1]
             is_reversed = not is_reversed
             for name in order:
                 yield Point(model, name, rate, share, length_s, options.seed + number)
@@ -198,11 +246,13 @@ def points(options: Options, model: str, capacity: float) -> Iterator[Point]:
 def minutes(options: Options) -> float:
     total_s = 0.0
     for model in options.models:
-        is_small = model == "small"
-        num_runs = len(options.shares if is_small else options.rates) * options.rounds * len(options.arrangements)
-        total_s += num_runs * (options.small_seconds + START_S if is_small else options.large_seconds + 2 * START_S)
-        if is_small:
-            total_s += len(options.arrangements) * (options.capacity_seconds + START_S)
+        is_small, num_arrangements = model == "small", len(compared(options, model))
+        rates = options.shares if is_small else options.rates
+        length_s = options.small_seconds if is_small else options.large_seconds
+        capacity_s = options.capacity_seconds if is_small else options.large_capacity_seconds
+        around_s = START_S if is_small else 2 * START_S
+        total_s += len(rates) * options.rounds * num_arrangements * (length_s + around_s)
+        total_s += num_arrangements * (capacity_s + around_s) if capacity_s else 0.0
     return total_s / 60
 
 
@@ -230,6 +280,11 @@ class Cell:
     failed: int
     reasons: tuple[str, ...]
 
+    @property
+    def itl_spread(self) -> float | None:
+        """How many times its median the 99th percentile between tokens is."""
+        return self.times["itl_p99"] / self.times["itl_p50"] if self.times.get("itl_p50") else None
+
 
 def pooled(reports: Sequence[dict[str, Any]]) -> Cell:
     """Pool the reports (``Report.to_dict``) of all rounds."""
@@ -249,40 +304,54 @@ def pooled(reports: Sequence[dict[str, Any]]) -> Cell:
     )
 
 
-def table(runs: Sequence[Run], capacity: dict[str, float], arrangements: Sequence[str]) -> list[str]:
+def table(runs: Sequence[Run], capacities: Capacities) -> list[str]:
     lines: list[str] = []
-    for model in dict.fromkeys(point.model for point, _ in runs):
+    for model in dict.fromkeys([*(model for model, _ in capacities), *(point.model for point, _ in runs)]):
         here = [(point, report) for point, report in runs if point.model == model]
-        lines += ["", _title(model, capacity), _heading()]
+        lines += [
+            "",
+            _title(model),
+            *_capacity_lines({at: rate for (of, at), rate in capacities.items() if of == model}),
+        ]
+        lines += [_heading()] if here else []
         for rate, share in dict.fromkeys((point.rate, point.share) for point, _ in here):
-            reports = {
-                name: [report for point, report in here if (point.rate, point.arrangement) == (rate, name)]
-                for name in arrangements
-            }
+            reports: dict[str, list[dict[str, Any]]] = {}
+            for name in dict.fromkeys(point.arrangement for point, _ in here):
+                found = [report for point, report in here if (point.rate, point.arrangement) == (rate, name)]
+                reports |= {name: found} if found else {}
             shown = f"{rate:.3g} requests/s" + (f" ({share:.0%} of capacity)" if share else "")
-            lines += ["", shown, *_rows({name: pooled(found) for name, found in reports.items() if found})]
+            lines += ["", shown, *_rows({name: pooled(found) for name, found in reports.items()})]
     return lines[1:]
 
 
-def _title(model: str, capacity: dict[str, float]) -> str:
-    if model != "small":
-        return "Qwen3-0.6B's shape, 512 tokens in and 64 out (times in ms)"
-    known = ", ".join(f"{ARRANGEMENTS[name].title}: {rate:.3g}" for name, rate in capacity.items())
-    return f"the small model, 512 tokens in and 64 out (times in ms); capacity in requests/s: {known}"
+def _title(model: str) -> str:
+    name = "the small model" if model == "small" else "Qwen3-0.6B's shape"
+    return f"{name}, {NUM_INPUT} tokens in and {NUM_OUTPUT} out (times in ms)"
+
+
+def _capacity_lines(capacities: dict[str, float]) -> list[str]:
+    """Each arrangement's capacity, and by which factor that of the first is better."""
+    lines = [f"requests/s with {CAPACITY_CONCURRENCY} in flight:"] if capacities else []
+    first = next(iter(capacities.values()), 0.0)
+    for name, rate in capacities.items():
+        ratio = f"{first / rate:9.2f}x" if rate and len(lines) > 1 else ""
+        lines.append(f"{'  ' + TITLES[name]:{NAME_WIDTH}}{rate:10.3g}{ratio}")
+    return lines
 
 
 def _heading() -> str:
     cells = "".join(f"{title:>{WIDTHS[name]}}" for name, title in COLUMNS.items())
-    return f"{'':{NAME_WIDTH}}{cells}{'requests/s':>12}{'tokens/s':>10}{'count':>7}{'failed':>8}"
+    return f"{'':{NAME_WIDTH}}{cells}{'requests/s':>12}{'tokens/s':>10}{'count':>7}{'failed':>8}{'p99/p50':>9}"
 
 
 def _rows(cells: dict[str, Cell]) -> list[str]:
     lines, notes = [], []
     first = next(iter(cells.values()))
     for name, cell in cells.items():
-        title = ARRANGEMENTS[name].title
+        title = TITLES[name]
         times = "".join(_time(cell.times.get(column), WIDTHS[column]) for column in COLUMNS)
         rest = f"{cell.requests_per_s:12.3g}{cell.tokens_per_s:10.1f}{cell.count:7}{cell.failed:8}"
+        rest += f"{cell.itl_spread:9.2f}" if cell.itl_spread else f"{'-':>9}"
         lines.append(f"{title:{NAME_WIDTH}}{times}{rest}")
         if cell is not first:
             lines.append(_ratios(first, cell))

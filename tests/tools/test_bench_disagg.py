@@ -8,7 +8,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from common.engine.models.config import ModelConfig
-from scripts.benchmarks.disagg import Options, Point, Run, add_options, minutes, points, pooled, table
+from common.errors import ConfigError
+from scripts.benchmarks import disagg
+from scripts.benchmarks.disagg import Options, Point, Run, Services, add_options, minutes, points, pooled, table
 from scripts.models.random_model import QWEN3_600M, random_model, shapes
 
 
@@ -44,6 +46,35 @@ def test_arrangements_take_turns_in_alternating_order() -> None:
     assert [point.seed for point in planned] == [7] * 6 + [8] * 6
 
 
+def test_vllm_serves_the_large_model_after_the_arrangements(tmp_path: Path) -> None:
+    options = parse("--arrangements=split,colocated", f"--peer=vllm={tmp_path}")
+    assert [point.arrangement for point in points(options, "qwen3-0.6b", 0.0)][:3] == ["split", "colocated", "vllm"]
+    assert {point.arrangement for point in points(options, "small", 20.0)} == {"split", "colocated"}
+    assert minutes(options) > minutes(parse("--arrangements=split,colocated"))
+
+
+def test_another_peer_than_vllm_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--peer llama.cpp=/tmp: give vllm=PATH \(a python with vLLM\)$"):
+        disagg.run(parse("--peer=llama.cpp=/tmp"))
+
+
+def test_a_benchmark_that_is_stopped_prints_the_runs_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(point: Point, folder: str, services: Services) -> dict[str, Any]:
+        if point.arrangement == "colocated":
+            raise KeyboardInterrupt
+        return report([0.5], [[0.1, 0.1, 0.2]])
+
+    monkeypatch.setattr(disagg, "measure", measure)
+    monkeypatch.setattr(disagg, "keep_to", lambda num_cores: None)
+    with pytest.raises(KeyboardInterrupt):
+        disagg.run(parse(*QUICK, "--capacity=10"))
+    shown = capsys.readouterr().out
+    assert "3 requests/s (30% of capacity)" in shown
+    assert "1 prefill + 1 decode" in shown
+
+
 def test_rates_of_the_small_model_are_shares_of_its_capacity() -> None:
     planned = list(points(parse(*QUICK), "small", 20.0))
     assert sorted({point.rate for point in planned}) == [6.0, 12.0, 17.0]
@@ -71,18 +102,29 @@ def test_percentiles_are_those_of_all_rounds_together() -> None:
 
 def test_the_table_shows_ratios_to_the_first_arrangement() -> None:
     first, other = report([0.5], [[0.05, 0.05]]), report([1.0], [[0.2, 0.2]])
-    lines = table([run_of("split", first), run_of("colocated", other)], {}, ["split", "colocated"])
+    lines = table([run_of("split", first), run_of("colocated", other)], {})
     ratios = next(line for line in lines if "ratio to the first" in line)
     assert ratios.split("first")[1].split() == ["2.00x", "2.00x", "4.00x", "4.00x", "2.00x", "2.00x", "1.00x", "1.00x"]
 
 
+def test_the_table_shows_how_far_the_slowest_tokens_are_from_the_median() -> None:
+    lines = table([run_of("split", report([0.5], [[0.1, 0.1, 0.13]]))], {})
+    row = next(line for line in lines if line.startswith("1 prefill + 1 decode"))
+    assert row.split()[-1] == "1.29"  # between 0.1 and 0.13, at 98 % of the way
+
+
+def test_capacities_stand_above_the_rows_with_their_ratio_to_the_first() -> None:
+    lines = table([], {("qwen3-0.6b", "split"): 0.9, ("qwen3-0.6b", "vllm"): 0.6})
+    assert [line.split()[-2:] for line in lines[-2:]] == [["decode", "0.9"], ["0.6", "1.50x"]]
+
+
 def test_a_run_without_answers_has_a_row() -> None:
-    lines = table([run_of("split", report([], []))], {}, ["split"])
+    lines = table([run_of("split", report([], []))], {})
     assert any(line.startswith("1 prefill + 1 decode") and " - " in line for line in lines)
 
 
 def test_the_table_marks_invalid_runs() -> None:
-    lines = table([run_of("split", report([0.5], [[0.1]], reasons=["the client was late"]))], {}, ["split"])
+    lines = table([run_of("split", report([0.5], [[0.1]], reasons=["the client was late"]))], {})
     assert any("invalid, the client was late" in line for line in lines)
 
 

@@ -8,9 +8,11 @@ import pytest
 
 from common.errors import ConfigError
 from scripts.benchmarks.engine import run, thread_counts
+from scripts.benchmarks.harness.service_fixture import ServiceStartError
 from scripts.benchmarks.peers.llama_cpp import LlamaCppPeer, parse_output
 from scripts.benchmarks.peers.peer import Workload, parse_peers
-from scripts.benchmarks.peers.vllm_peer import VllmPeer, environment
+from scripts.benchmarks.peers.vllm_peer import VllmPeer, environment, serving_environment
+from scripts.benchmarks.peers.vllm_server import running_vllm
 
 WORKLOAD = Workload(num_layers=1, num_threads=1, context=16, num_steps=2, max_prompt=16, max_batch=1)
 
@@ -42,7 +44,26 @@ def test_vllm_gets_the_threads_of_the_table_and_none_of_our_packages(tmp_path: P
     assert found["HOME"] == "/root"
     assert found["OMP_NUM_THREADS"] == "1"
     assert "," not in found["VLLM_CPU_OMP_THREADS_BIND"]
-    assert found["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == "2"
+
+
+def test_vllm_has_room_for_the_last_block_of_every_row(tmp_path: Path) -> None:
+    # 28 layers, 112 KiB a token: 32 rows of 273 tokens in 3 blocks of 128, and 512 of a prompt are 12,800 tokens,
+    # 1.37 GiB. Counted in tokens they would be 9,248, less than a GiB.
+    workload = Workload(num_layers=28, num_threads=1, context=256, num_steps=16, max_prompt=512, max_batch=32)
+    assert environment(tmp_path / "bin/python", workload, {})["VLLM_CPU_KVCACHE_SPACE"] == "3"
+
+
+def test_the_server_of_vllm_computes_in_a_process_of_its_own(tmp_path: Path) -> None:
+    found = serving_environment(tmp_path / "bin/python", 1, 1 << 30, {"VIRTUAL_ENV": "/ours"})
+    assert found["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "VIRTUAL_ENV"} & set(found)
+
+
+def test_a_server_that_ends_is_reported_with_its_own_words() -> None:
+    starts = running_vllm(Path(sys.executable), "/no/model", num_threads=1, max_model_len=64, kv_bytes=1)
+    with pytest.raises(ServiceStartError, match=r"^--peer vllm=(?s:.*)No module named 'vllm'"), starts:
+        pass
 
 
 def test_a_folder_without_the_program_of_llama_cpp_is_refused(tmp_path: Path) -> None:
@@ -60,7 +81,8 @@ def test_the_figures_of_llama_cpp_are_read_from_its_json() -> None:
     line = (
         '{"n_kv_max": 2048, "flash_attn": -1, "pp": 256, "tg": 16, "pl": 1, "t_pp": 0.25, "t_tg": 3.5, "speed": 74.5}'
     )
-    found = parse_output(f"load_backend: loaded\n\n{line}\n\n")
+    short = line.replace("3.5", "0.1")  # measured afterwards, so that the first line is certainly written
+    found = parse_output(f"load_backend: loaded\n\n{line}\n{short}\n\n")
     assert (found["t_pp"], found["t_tg"]) == (0.25, 3.5)
     with pytest.raises(ConfigError, match="printed no figures: out of memory"):
         parse_output("out of memory\n")

@@ -1,4 +1,4 @@
-"""Runs ``serve`` as a user would for the length of a ``with`` block, and loads it. For benchmarks."""
+"""Runs ``serve``, or another server, for the length of a ``with`` block, and loads it. For benchmarks."""
 
 import contextlib
 import ctypes
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -43,19 +43,28 @@ def running_service(flags: Sequence[str], *, timeout_s: float = 300.0) -> Iterat
     environ = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, env=environ, preexec_fn=_die_first
-        )
-        try:
+        with running_process(command, environ, output=subprocess.PIPE, log=log) as process:
             yield _ready(process, log, timeout_s)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()  # its children die with it
-                process.wait()
-            assert process.stdout
+
+
+@contextlib.contextmanager
+def running_process(
+    command: Sequence[str | Path], environ: Mapping[str, str], *, output: int | IO[str], log: IO[str]
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a server, which writes errors to ``log``; it ends with the block or with this process."""
+    process = subprocess.Popen(
+        command, stdout=output, stderr=log, stdin=subprocess.DEVNULL, env=environ, preexec_fn=_die_first
+    )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its children die with it
+            process.wait()
+        if process.stdout:
             process.stdout.close()
 
 

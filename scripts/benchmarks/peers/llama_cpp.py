@@ -39,23 +39,31 @@ class LlamaCppPeer:
             raise
 
     def prefill_s(self, num_tokens: int) -> float:
-        return self._measure(num_prompt=num_tokens, num_steps=1, batch=1)["t_pp"]
+        return self._measure(num_prompt=num_tokens, num_steps=1, batch=1, prompts=f"{num_tokens},1")["t_pp"]
 
     def decode_s(self, batch: int) -> float:
         """The rows share a prompt, whose KV is copied: that of every row is read all the same."""
-        steps = self._workload.num_steps
-        return self._measure(num_prompt=self._workload.context, num_steps=steps, batch=batch)["t_tg"]
+        num_prompt, steps = self._workload.context, self._workload.num_steps
+        return self._measure(num_prompt=num_prompt, num_steps=steps, batch=batch, steps=f"{steps},1")["t_tg"]
 
     def close(self) -> None:
         self._place.cleanup()
 
-    def _measure(self, *, num_prompt: int, num_steps: int, batch: int) -> dict[str, float]:
+    def _measure(
+        self, *, num_prompt: int, num_steps: int, batch: int, prompts: str = "", steps: str = ""
+    ) -> dict[str, float]:
+        """Return the figures of one measurement.
+
+        The program may end before its last line is written. So it measures something short afterwards, which is in
+        ``prompts`` or ``steps``: the lengths in their order, separated by commas.
+        """
         threads = str(self._workload.num_threads)
         context = batch * (num_prompt + num_steps + 1)
         output = _run(
             [
                 str(self._program), "-m", str(self._model), "-t", threads, "-tb", threads, "-c", str(context), "-pps",
-                "-b", "2048", "-ub", "512", "-npp", str(num_prompt), "-ntg", str(num_steps), "-npl", str(batch),
+                "-b", "2048", "-ub", "512", "-npp", prompts or str(num_prompt), "-ntg", steps or str(num_steps),
+                "-npl", str(batch),
                 "--output-format", "jsonl",
             ],
             dict(os.environ),
@@ -64,7 +72,7 @@ class LlamaCppPeer:
 
 
 def parse_output(output: str) -> dict[str, float]:
-    """Return the one line of figures. Raises ConfigError: there is none."""
+    """Return the first line of figures. Raises ConfigError: there is none."""
     for line in output.splitlines():
         if line.startswith("{"):
             found: dict[str, float] = json.loads(line)

@@ -48,13 +48,13 @@ class Peer(Protocol):
     def close(self) -> None: ...
 
 
-def parse_peers(words: Sequence[str]) -> dict[str, Path]:
+def parse_peers(words: Sequence[str], *, among: Sequence[str] = tuple(PEERS)) -> dict[str, Path]:
     """Return the paths of ``NAME=PATH``, by name. Raises ConfigError: a name or a path is unknown."""
     found = {}
     for word in words:
         name, equals, path = word.partition("=")
-        if name not in PEERS or not equals:
-            known = ", ".join(f"{known}=PATH ({what})" for known, what in PEERS.items())
+        if name not in among or not equals:
+            known = ", ".join(f"{known}=PATH ({PEERS[known]})" for known in among)
             raise ConfigError(f"--peer {word}: give {known}")
         if not Path(path).exists():
             raise ConfigError(f"--peer {word}: {path} does not exist; give {PEERS[name]}")

@@ -2,6 +2,9 @@
 
 Takes a workload as JSON in its argument, and then questions on standard input, a line of JSON each: ["prefill", tokens]
 or ["decode", rows]. Answers on standard output with seconds, and first with 0 when it is ready.
+
+Prompts of prefill are new each time. Those of decode rows are the same in every round, so that vLLM's prefix cache
+shortens what comes before the part that is timed.
 """
 
 import json
@@ -36,8 +39,7 @@ def make_engine(workload: dict[str, Any]) -> Any:
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        enforce_eager=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=True,
         max_model_len=max(workload["max_prompt"], workload["context"] + workload["num_steps"]) + 16,
         max_num_seqs=rows,
         # All rows are prefilled in one step, so that they decode together.
@@ -46,7 +48,7 @@ def make_engine(workload: dict[str, Any]) -> Any:
 
 
 def prefill_s(engine: Any, number: int, num_tokens: int) -> float:
-    add_requests(engine, number, 1, num_tokens, 1)
+    add_request(engine, f"{number}", random.Random(f"prompt {number}"), num_tokens, 1)
     started_at = time.perf_counter()
     while engine.has_unfinished_requests():
         engine.step()
@@ -55,7 +57,8 @@ def prefill_s(engine: Any, number: int, num_tokens: int) -> float:
 
 def decode_s(engine: Any, number: int, batch: int, context: int, num_steps: int) -> float:
     """Return the seconds of ``num_steps`` steps after all rows have their first token."""
-    add_requests(engine, number, batch, context, num_steps + 1)
+    for row in range(batch):
+        add_request(engine, f"{number}-{row}", random.Random(f"row {row}"), context, num_steps + 1)
     counts: dict[str, int] = {}
     while len(counts) < batch:
         note(engine.step(), counts)
@@ -71,13 +74,12 @@ def note(outputs: Any, counts: dict[str, int]) -> None:
         counts[output.request_id] = len(output.outputs[0].token_ids)
 
 
-def add_requests(engine: Any, number: int, count: int, num_tokens: int, num_new: int) -> None:
+def add_request(engine: Any, name: str, source: random.Random, num_tokens: int, num_new: int) -> None:
     from vllm import SamplingParams
 
+    prompt = {"prompt_token_ids": [source.randrange(1, 100_000) for _ in range(num_tokens)]}
     sampling = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
-    for row in range(count):
-        prompt = {"prompt_token_ids": [random.randrange(1, 100_000) for _ in range(num_tokens)]}
-        engine.add_request(f"{number}-{row}", prompt, sampling)
+    engine.add_request(name, prompt, sampling)
 
 
 if __name__ == "__main__":

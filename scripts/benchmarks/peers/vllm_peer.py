@@ -1,6 +1,7 @@
-"""vLLM for CPUs, in a process of its own Python: eager steps, and Intel's OpenMP runtime where it is installed."""
+"""vLLM for CPUs, in a process of its own Python: compiled, and with Intel's OpenMP runtime where it is installed."""
 
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -10,9 +11,11 @@ from pathlib import Path
 from common.errors import ConfigError
 from scripts.benchmarks.peers.peer import Workload
 from scripts.models.random_model import QWEN3_600M
+from scripts.serving.cpu_affinity import usable_cores
 
 #: Of one token: keys and values of eight heads of 128 numbers in bfloat16.
 LAYER_KV_BYTES = 2 * 8 * 128 * 2
+BLOCK_TOKENS = 128  # vLLM's default on CPUs
 DRIVER = Path(__file__).with_name("vllm_driver.py")
 
 
@@ -70,17 +73,27 @@ class VllmPeer:
 
 def environment(python: Path, workload: Workload, own: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for the driver: ours without those that choose packages, and vLLM's settings."""
+    row_blocks = math.ceil((workload.context + workload.num_steps + 1) / BLOCK_TOKENS)
+    num_blocks = math.ceil(workload.max_prompt / BLOCK_TOKENS) + workload.max_batch * row_blocks
+    kv_bytes = num_blocks * BLOCK_TOKENS * workload.num_layers * LAYER_KV_BYTES
+    return serving_environment(python, workload.num_threads, kv_bytes, own) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def serving_environment(python: Path, num_threads: int, kv_bytes: int, own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for vLLM's server, which computes in a process of its own.
+
+    Args:
+        kv_bytes: of the pool; vLLM gets whole GiB, and at least one more than these.
+    """
     kept = {name: value for name, value in own.items() if not name.startswith(("PYTHON", "OMP_", "VIRTUAL_ENV"))}
-    cpus = sorted(os.sched_getaffinity(0))[: workload.num_threads]
-    num_tokens = workload.max_prompt + workload.max_batch * (workload.context + workload.num_steps)
+    cpus = [core[0] for core in usable_cores()][:num_threads]
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     return kept | {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
-        "VLLM_CPU_KVCACHE_SPACE": str(1 + (num_tokens * workload.num_layers * LAYER_KV_BYTES >> 30)),  # GiB
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(1 + math.ceil(kv_bytes / (1 << 30))),  # GiB
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "KMP_BLOCKTIME": "1",  # ms that idle threads spin, while others are measured
-        "OMP_NUM_THREADS": str(workload.num_threads),
+        "OMP_NUM_THREADS": str(num_threads),
         **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
     }
