@@ -45,6 +45,7 @@ INLINE vf sums_of(__m512 rows[16]) {
  * `dim` is a multiple of 32. Memory at the distance `ahead` from the keys is fetched meanwhile, unless that is 0. */
 INLINE vf score_eight(const char *one, const char *other, const char *keys, const ptrdiff_t *at, long dim,
                       ptrdiff_t ahead, int dtype) {
+    const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype);
     __m512i sums[16];
     __m512 rows[16];
 #pragma GCC unroll 16
@@ -53,9 +54,9 @@ INLINE vf score_eight(const char *one, const char *other, const char *keys, cons
         const __m512i part = pairs_at(one, i, BF16), other_part = pairs_at(other, i, BF16);
 #pragma GCC unroll 8
         for (int t = 0; t < 8; t++) {
-            const char *address = keys + (at[t] + i) * (ptrdiff_t)item_bytes(dtype);
+            const char *address = keys + (at[t] + i) * item;
             const __m512i key = pairs_at(address, 0, dtype);
-            if (ahead) __builtin_prefetch(address + ahead, 0, 2);
+            if (ahead && i * item % 64 == 0) __builtin_prefetch(address + ahead, 0, 2);
             sums[t] = add_dots(sums[t], part, key, dtype);
             sums[t + 8] = add_dots(sums[t + 8], other_part, key, dtype);
         }
@@ -84,7 +85,7 @@ INLINE void add_pairs(float *sums, const uint32_t *weights, const float *units, 
         for (int m = 0; m < count; m++) pairs[m] = _mm512_set1_epi32((int)weights[m * stride + t / 2]);
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i += 2) {
-            if (next) {
+            if (next && i * LANES * item % 64 == 0) {
                 __builtin_prefetch(next + (next_at[t] + i * LANES) * item, 0, 2);
                 __builtin_prefetch(next + (next_at[t + 1] + i * LANES) * item, 0, 2);
             }

@@ -20,7 +20,7 @@ INLINE void multiply_tile(const uint32_t *x, const char *weight, const char *bia
         for (int j = 0; j < blocks; j++) sums[i][j] = bias ? (__m512)load(bias, j * LANES, BF16) : _mm512_setzero_ps();
     for (long k = 0; k < pairs; k++) {
         __m512bh weights[BLOCKS];
-        for (int j = 0; rows > 6 && j < blocks; j++)
+        for (int j = 0; rows > 1 && j < blocks; j++)
             __builtin_prefetch(weight + (k * blocks + j) * 64 + AHEAD, 0, 2);
 #pragma GCC unroll 4
         for (int j = 0; j < blocks; j++)

@@ -195,13 +195,13 @@ INLINE void attend_tile(Query *q, int num, const Tile *tile, const Tile *next, l
                         float scale, int dtype) {
     const int is_dotted = with_dots(dim, dtype);
     Scales scales;
-    if (dtype == I8) find_scales(tile, &scales);
     if (is_dotted) {
         score_all(q, num, tile, dim, dtype);
     } else {
         fetch(next, dim, dtype);
         each_four(q, num, tile, dim, 1, dtype);
     }
+    if (dtype == I8) find_scales(tile, &scales); /* now, since they come with the values */
     for (int m = 0; m < num; m++)
         reweigh(q + m, tile->places, dtype == I8 ? &scales : 0, visible + m / group, dim, scale);
     if (is_dotted)
