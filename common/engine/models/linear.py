@@ -94,10 +94,12 @@ class GroupedLinear:
 def group_linears(linears: Sequence[Linear]) -> GroupedLinear | None:
     """Return the products of packed linear layers without biases; None if they are not computed by our kernels."""
     products = [linear._product for linear in linears]
-    for kind in (_Bf16Product, _QuantizedProduct):
-        own = [product for product in products if isinstance(product, kind)]
-        if own and len(own) == len(products):
-            return GroupedLinear(own[0]._kernels, WeightTable([product._weight for product in own]))
+    in_bf16 = [product for product in products if isinstance(product, _Bf16Product)]
+    if in_bf16 and len(in_bf16) == len(products):
+        return GroupedLinear(in_bf16[0]._kernels, WeightTable([product._weight for product in in_bf16]))
+    rounded = [product for product in products if isinstance(product, _QuantizedProduct)]
+    if rounded and len(rounded) == len(products):
+        return GroupedLinear(rounded[0]._kernels, WeightTable([product._weight for product in rounded]))
     return None
 
 
