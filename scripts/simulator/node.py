@@ -137,8 +137,8 @@ class Node:
         self._may_repeat = settings.takes_steps_together and role == "decode"
         self._repeated: RepeatedSteps | None = None
         self._patience = Patience()
-        self._outstanding: StepPlan = NO_STEP  # the last step, and when it ends
-        self._step_end = 0.0
+        self._outstanding: StepPlan = NO_STEP  # the last step, when it ends, and what it takes
+        self._step_end = self._step_s = 0.0
         self._quiet_until = 0.0  # before this instant, a tick does nothing while a step is repeated
         self._on_empty: Callable[[], None] | None = None
         self.transports = NodeEnds(
@@ -275,7 +275,8 @@ class Node:
 
     def heartbeat(self) -> Heartbeat:
         self.catch_up()
-        return heartbeat_of(self.role, self.step_times, counters={"busy_seconds": self.busy_s})
+        ended_s = self.busy_s - self._step_s if self.is_busy else self.busy_s  # a node counts a step at its end
+        return heartbeat_of(self.role, self.step_times, counters={"busy_seconds": ended_s})
 
     def turn(self) -> None:
         """Do everything that can be done now."""
@@ -318,7 +319,7 @@ class Node:
         self.busy_s += seconds
         self.step_times.add(seconds, work.num_prompt)
         self._note_pages()
-        self._outstanding, self._step_end = plan, self._events.now() + seconds
+        self._outstanding, self._step_end, self._step_s = plan, self._events.now() + seconds, seconds
         self._patience.step_begun()
         self._repeated = self._repeatable()
         if self._cores is None:
@@ -388,6 +389,7 @@ class Node:
         for seconds in steps.schedule.durations[:count]:
             self.busy_s += seconds
             self.step_times.add(seconds, 0)
+            self._step_s = seconds
         used, since = self._used
         num_grown = 0
         for number, now in enumerate(instants, 1):
