@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from common.capacity import UTILIZATION
 from common.config.access import AccessOptions, check_access
 from common.config.discovery import DiscoveryOptions, check_discovery
 from common.config.options import option
@@ -139,6 +140,32 @@ class HttpOptions(AccessOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdviceOptions:
+    """How ``/v1/advice`` finds the nodes that the load needs."""
+
+    slo_ttft_ms: float | None = option(
+        None,
+        "Objective in milliseconds for the first token of requests without slo_ttft_ms; /v1/advice counts nodes by it.",
+        minimum=0.001,
+    )
+    slo_itl_ms: float | None = option(
+        None,
+        "Objective in milliseconds between two tokens of requests without slo_itl_ms; /v1/advice counts nodes by it.",
+        minimum=0.001,
+    )
+    advice_window: float = option(60.0, "Seconds over which /v1/advice averages the load.", minimum=5, maximum=3600)
+    advice_hold: float = option(
+        300.0, "Seconds for which fewer nodes must have been enough before /v1/advice names fewer.", minimum=0
+    )
+    advice_utilization: float = option(
+        UTILIZATION,
+        "Share of its time, and of its largest batch, for which /v1/advice plans a node; the rest is for bursts.",
+        minimum=0.05,
+        maximum=1.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TracingOptions:
     timeline_requests: int = option(
         1_000,
@@ -166,6 +193,7 @@ class GatewayConfig(
     DrainOptions,
     Routing,
     HttpOptions,
+    AdviceOptions,
     TracingOptions,
     TenantOptions,
     DiscoveryOptions,

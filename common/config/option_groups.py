@@ -15,7 +15,6 @@ SERVING: Groups = {
     "Model": (
         "model", "revision", "served_model_name", "also_serve", "weight_version", "dtype", "weight_dtype",
         "context_length", "lora", "lora_dir", "max_loaded_loras", "max_lora_rank",
-        "tokenizer", "model_impl", "trust_remote_code", "hf_overrides",
         "chat_template", "tool_call_parser", "reasoning_parser",
     ),
     "Requests and answers": (
@@ -60,6 +59,7 @@ SERVING: Groups = {
     "Observability": (
         "log_level", "log_format", "log_requests", "timeline_requests", "trace_sample_rate", "otlp_endpoint",
         "starvation_bound", "profile_dir", "record",
+        "slo_ttft_ms", "slo_itl_ms", "advice_window", "advice_hold", "advice_utilization",
     ),
 }  # fmt: skip
 

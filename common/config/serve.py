@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config.batching import Batching
-from common.config.gateway import HttpOptions, Routing, TracingOptions, check_http
+from common.config.gateway import AdviceOptions, HttpOptions, Routing, TracingOptions, check_http
 from common.config.lora import LoraOptions, check_lora
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions
@@ -21,6 +21,7 @@ class ServeConfig(
     NodeHttpOptions,
     Routing,
     HttpOptions,
+    AdviceOptions,
     TracingOptions,
     TenantOptions,
     SchedulingOptions,

@@ -21,7 +21,7 @@ from common.node.departure import Departure, DepartureStep, Remainder
 from common.node.endpoint import ControlEndpoint
 from common.node.engine_thread import EngineThread
 from common.node.gateways.credit import Credit
-from common.node.gateways.gateway_link import NO_LOAD, GatewayLink
+from common.node.gateways.gateway_link import NO_LOAD, GatewayLink, total_load
 from common.node.gateways.request_owners import RequestOwners
 from common.node.prefill_connections import PrefillConnections
 from common.node.role import Role, heartbeat_of
@@ -549,7 +549,8 @@ class EventLoop:
         for link in self._links:
             if link.is_registered:
                 share = None if self._credit is None else self._credit.offer(link.incarnation, in_flight)
-                link.beat(snapshot.heartbeat, snapshot.pairs, share)
+                other_load = total_load(other.client_load for other in self._links if other is not link)
+                link.beat(snapshot.heartbeat, snapshot.pairs, share, other_load)
 
     def _flush(self) -> None:
         outbox = self._role.outbox

@@ -41,6 +41,7 @@ MAX_SECONDS = 1e10
 MAX_AMOUNT = 1 << 53
 #: An instant or a duration. It is finite, since a sum or an estimate never forgets another one.
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
+Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
 
 #: Numbers of a heartbeat by name. The limits are far above what a node has.
 Figures = Annotated[dict[Annotated[str, Meta(max_length=128)], float], Meta(max_length=1_024)]
@@ -161,6 +162,16 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0  # pages to decode nodes, while any are under way
 
 
+class ClientLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What clients ask of a gateway for one model, per second: of requests that arrive, and of a part of those that
+    wait."""
+
+    requests: Amount = 0.0
+    prompt_tokens: Amount = 0.0  # that are not cached
+    prompt_squares: Amount = 0.0  # of the numbers of such tokens of each request
+    output_tokens: Amount = 0.0
+
+
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """node -> gateway, every ``heartbeat_s`` seconds: the state of the node."""
 
@@ -176,6 +187,7 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     received_at: Seconds = 0.0  # when the node received that, by its own clock
     share: Count | None = None  # requests that this gateway may have here at once; None: as many as the node takes
     costs: NodeCosts = NodeCosts()
+    other_load: ClientLoad = ClientLoad()  # of the node's other gateways, together
 
 
 class HeartbeatAck(Message, frozen=True, tag="heartbeat_ack"):
@@ -183,6 +195,7 @@ class HeartbeatAck(Message, frozen=True, tag="heartbeat_ack"):
 
     sent_at: Seconds  # by the gateway's clock
     demand: Count = 0  # outputs of the node's model that the gateway has in flight or waiting
+    load: ClientLoad = ClientLoad()
 
 
 class OtherLoad(Message, frozen=True, tag="other_load"):
@@ -522,7 +535,10 @@ class Connected(Message, frozen=True, tag="connected"):
 
 
 class AttachFailed(Message, frozen=True, tag="attach_failed"):
-    """prefill -> decode: attaching the pool failed for a cause that may pass. The decode node connects again."""
+    """prefill -> decode: the pool cannot be attached, or not any more, for a cause that may pass.
+
+    Nothing is written into it under this epoch. The decode node connects again.
+    """
 
     epoch: Count
     reason: Text

@@ -27,6 +27,7 @@ from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.document import complete
 from gateway.http.routes import (
     adapters,
+    advice,
     health,
     live,
     messages,
@@ -92,7 +93,8 @@ def make_app(
         default_response_class=JsonResponse,
     )
     routers = (
-        models, adapters, tokenize, responses, messages, requests, traces, workers, profile, health, live, page,
+        models, adapters, tokenize, responses, messages, requests, traces, workers, advice, profile, health, live,
+        page,
         unsupported,
     )  # fmt: skip
     for module in routers:

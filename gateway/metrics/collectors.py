@@ -263,6 +263,13 @@ class _NodeCollector:
             for role in ("prefill", "decode"):
                 roles.add_metric([pool.model, role], counts[pool.model, role])
         yield roles
+        advised = GaugeMetricFamily(
+            "baton_advised_nodes", "Nodes that the present load needs, by role.", labels=["model", "role"]
+        )
+        for pool in self._pools:
+            for advice in pool.advisor.advice.roles:
+                advised.add_metric([pool.model, advice.role], advice.advised)
+        yield advised
         yield from node_families(map(_state_of, nodes))
         dropped = CounterMetricFamily("baton_control_messages_dropped", "Control messages dropped.", labels=["reason"])
         for reason, count in self._mailbox.dropped.items():

@@ -248,6 +248,9 @@ class ControlPlane:
         for pool in self.pools:
             for incarnation in pool.registry.silent_workers(self._clock.now()):
                 self.lose(incarnation)
+            workers = list(pool.registry.workers.values())
+            num_in_flight, num_waiting = pool.admission.num_in_flight, len(pool.queue)
+            pool.advisor.tick(workers, num_in_flight=num_in_flight, num_waiting=num_waiting, now=self._clock.now())
         self._dispatcher.tick(self._clock.now())
         self._review.tick(self._clock.now())
         self.role_changes.tick(self._clock.now())
@@ -257,7 +260,8 @@ class ControlPlane:
         if pool is None:
             self._channel.send(Unknown(), sender)
         else:
-            self._channel.send(HeartbeatAck(self._clock.now(), pool.admission.num_in_flight), sender)
+            acknowledged = HeartbeatAck(self._clock.now(), pool.admission.num_in_flight, pool.advisor.load)
+            self._channel.send(acknowledged, sender)
             if pool.registry.on_heartbeat(sender, message, self._clock.now()):
                 self._dispatcher.on_workers_added(pool)
 

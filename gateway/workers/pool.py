@@ -1,8 +1,9 @@
-"""The pure parts of one served model: its workers, router, admission, queue and automatic roles.
+"""The pure parts of one served model: its workers, router, admission, queue, automatic roles and advice.
 
 Several models behind one gateway share only the two ports: a worker belongs to the model that it registers for.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from common.errors import ErrorCode, RequestError
 from common.plugins import load_policy
 from common.scheduling.policies.factory import make_ordering
 from common.wire.messages import Refused, Register, Registered
+from gateway.advice.advisor import AdviceSettings, Advisor
+from gateway.advice.load_meter import LoadMeter, Objectives
 from gateway.requests.admission.admission import Admission
 from gateway.requests.admission.request_queue import RequestQueue
 from gateway.requests.attempts.retry_budget import RetryBudget
@@ -29,6 +32,8 @@ class WorkerPool:
     admission: Admission
     queue: RequestQueue
     budget: RetryBudget
+    load_meter: LoadMeter
+    advisor: Advisor
     recovery_timeout_s: float
     auto_roles: AutoRoles | None = None
 
@@ -54,6 +59,8 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
     )
     max_queued = MAX_QUEUED_REQUESTS if config.max_queued_requests is None else config.max_queued_requests
     order = make_ordering(config, own_policy=load_policy(config.schedule_policy))
+    advice = advice_settings(config)
+    load_meter = LoadMeter(advice.window_s, advice.objectives)
     return WorkerPool(
         model,
         registry,
@@ -61,9 +68,19 @@ def make_pool(config: GatewayConfig, model: str, num_token_ids: int, tokenizer_d
         Admission(max_queued, refuses_hopeless=config.refuse_hopeless),
         RequestQueue(order, recovery_timeout_s=config.recovery_timeout),
         RetryBudget(),
+        load_meter,
+        Advisor(advice, load_meter, needs_prefill=config.local_prefill != "always"),
         config.recovery_timeout,
         AutoRoles(config.auto_roles_per_hour) if config.auto_roles else None,
     )
+
+
+def advice_settings(config: GatewayConfig) -> AdviceSettings:
+    def seconds(milliseconds: float | None) -> float:
+        return math.inf if milliseconds is None else milliseconds / 1_000
+
+    objectives = Objectives(seconds(config.slo_ttft_ms), seconds(config.slo_itl_ms))
+    return AdviceSettings(config.advice_window, config.advice_hold, config.advice_utilization, objectives)
 
 
 class WorkerPools:

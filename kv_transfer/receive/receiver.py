@@ -248,10 +248,13 @@ class Receiver:
         return True
 
     def _on_attach_failed(self, peer: str, message: AttachFailed, now: float) -> bool:
-        connection = self._connections.awaited(peer, message.epoch)
-        if connection is not None:
+        """The pool cannot be attached, or not any more; nothing is written under this epoch."""
+        connection = self._connections.by_peer.get(peer)
+        if connection is None or connection.epoch != message.epoch:
+            return False
+        if connection.retry_at is None:  # otherwise the break is known
             self._on_broken(peer, connection, message.reason, now)
-        return connection is not None
+        return True
 
     def _on_refused(self, peer: str, message: Refused, now: float) -> bool:
         connection = self._connections.by_peer.get(peer)

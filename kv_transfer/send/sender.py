@@ -25,6 +25,7 @@ from common.errors import ErrorCode
 from common.request import RequestKey
 from common.wire.messages import (
     AbortTransfer,
+    AttachFailed,
     Closed,
     Connect,
     Coverage,
@@ -102,8 +103,9 @@ class Sender:
             log.warning("%s", why)
             connection = self._connections.by_peer.get(peer)
             is_fenced = self._sever(peer, TransferEnd("failed", why), is_all=False, is_resumed=True)
-            if connection is not None and not is_fenced:  # the decode node's own transport may not report the break
-                self._messages.append((peer, Refused(why, connection.epoch)))
+            if connection is not None:  # the decode node's own transport may not report the break
+                said = AttachFailed(connection.epoch, why) if is_fenced else Refused(why, connection.epoch)
+                self._messages.append((peer, said))
 
     def peer_lost(self, peer: str) -> None:
         """The decode node is gone: its transfers end, and its pool is out of reach from here on."""

@@ -4,10 +4,14 @@ works.
 The reader offers every transport that it has. The writer tries the transports that both ends have, best first, and
 keeps the first that attaches; a transport attaches only once bytes have gone from process to process. ``Attached.why``
 names the transports that were tried before and failed, with the reasons.
+
+A transport that breaks after that rests for this pair: the pair goes on with the next one that works, and the writer
+returns to the better one after a while (``broken_transports``), at a moment at which nothing is under way.
 """
 
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +34,7 @@ from kv_transfer.transports.base import (
     Transport,
     WriterTransport,
 )
+from kv_transfer.transports.broken_transports import BrokenTransports
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 
@@ -144,14 +149,21 @@ def _available(store: PageStore, settings: TransportSettings, make: Callable[[st
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """One peer's attachment. ``failures``: sentences about the transports that were tried before ``current``."""
+    """One peer's attachment.
+
+    Attributes:
+        rest: transports that are still to be tried.
+        failures: sentences about the transports that were tried before ``current``, or that rest.
+        has_written: a write has begun since it was attached.
+    """
 
     connect: Connect
     offers: dict[str, str]
     rest: list[WriterTransport]
+    failures: list[str]
     current: WriterTransport | None = None
     is_attached: bool = False
-    failures: list[str] = field(default_factory=list)
+    has_written: bool = False
 
 
 class _Negotiating(Transport, Generic[T]):
@@ -181,10 +193,16 @@ class _Negotiating(Transport, Generic[T]):
 
 
 class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
-    """``WriterTransport`` over several."""
+    """``WriterTransport`` over several.
 
-    def __init__(self, transports: Sequence[WriterTransport]) -> None:
+    Args:
+        clock: returns the instant in seconds.
+    """
+
+    def __init__(self, transports: Sequence[WriterTransport], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(transports)
+        self._clock = clock
+        self._broken = BrokenTransports()
         self._attempts: dict[str, _Attempt] = {}
         self._draining: dict[str, None] = {}  # detached peers with writes under way
         self._tickets: dict[tuple[str, int], tuple[int, str]] = {}  # (transport, its ticket) -> (our ticket, peer)
@@ -200,12 +218,24 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         if not candidates:
             theirs, ours = ", ".join(offers) or "nothing", ", ".join(self.names)
             raise AttachError(f"{connect.name} takes pages by {theirs}, this prefill node sends by {ours}")
-        attempt = _Attempt(connect, offers, candidates)
+        if connect.resumes:
+            self._broken.broke(peer, self._clock())
+        attempt = self._attempt(peer, connect, offers, candidates)
         if peer not in self._draining:
             self._try_next(peer, attempt)
         for transport in candidates if peer in self._draining else ():
             transport.voided(peer, offers[transport.name])
         self._attempts[peer] = attempt
+
+    def _attempt(
+        self, peer: str, connect: Connect, offers: dict[str, str], candidates: list[WriterTransport]
+    ) -> _Attempt:
+        """An attempt that tries transports that rest after all others."""
+        now = self._clock()
+        resting = [one for one in candidates if self._broken.is_resting(peer, one.name, now)]
+        others = [one for one in candidates if one not in resting]
+        failures = [f"{one.name}: it has broken lately" for one in resting] if others else []
+        return _Attempt(connect, offers, [*others, *resting], failures)
 
     def _try_next(self, peer: str, attempt: _Attempt) -> None:
         """Begin to attach by the best transport that is left.
@@ -221,7 +251,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
                     peer, msgspec.structs.replace(attempt.connect, transport=transport.name, endpoint=endpoint)
                 )
             except AttachError as error:
-                attempt.failures.append(f"{transport.name}: {error}")
+                self._note_failure(peer, attempt, transport, str(error))
                 continue
             attempt.current = transport
             return
@@ -240,16 +270,39 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
                 if attempt is None or attempt.current is not transport or attempt.connect.epoch != attached.epoch:
                     continue
                 news += self._hear(attached, attempt, transport)
+        return [*news, *self._returns()]
+
+    def _returns(self) -> list[Attached]:
+        """Ends attachments in favour of better transports whose rest is over, where nothing is under way.
+
+        A page must have been written since: the peer counts the offers of its pool without a page in between.
+        """
+        news, now = [], self._clock()
+        for peer, attempt in self._attempts.items():
+            if not attempt.has_written or attempt.current is None:
+                continue
+            better = self._transports[: self._transports.index(attempt.current)]
+            name = self._broken.due(peer, [one.name for one in better if one.name in attempt.offers], now)
+            if name and all(owner != peer for _, owner in self._tickets.values()):
+                self._broken.left(peer)
+                why = f"{name} is tried again instead of {attempt.current.name}"
+                news.append(Attached(peer, attempt.connect.epoch, why))
         return news
+
+    def _note_failure(self, peer: str, attempt: _Attempt, transport: WriterTransport, problem: str) -> None:
+        attempt.failures.append(f"{transport.name}: {problem}")
+        self._broken.could_not_attach(peer, transport.name, self._clock())
 
     def _hear(self, attached: Attached, attempt: _Attempt, transport: WriterTransport) -> list[Attached]:
         if attempt.is_attached:
+            attempt.has_written = False  # it is over, and not because of ``_returns``
             return [attached]
         if not attached.problem:
             attempt.is_attached = True
+            self._broken.attached(attached.peer, transport.name, self._clock())
             why = "; ".join(["it was asked for" if self.name != "auto" else "the first that worked", *attempt.failures])
             return [Attached(attached.peer, attached.epoch, "", transport.name, why)]
-        attempt.failures.append(f"{transport.name}: {attached.problem}")
+        self._note_failure(attached.peer, attempt, transport, attached.problem)
         if not transport.detach(attached.peer):
             self._draining[attached.peer] = None
             return []
@@ -266,6 +319,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         attempt = self._attempts[peer]
         assert attempt.is_attached and attempt.current is not None
+        attempt.has_written = True
         self._num_tickets += 1
         ticket = attempt.current.write(peer, pages, slices)
         self._tickets[attempt.current.name, ticket] = (self._num_tickets, peer)

@@ -319,4 +319,5 @@ class SimulateConfig(
         ours = options_of(SimulateConfig)
         values = {name: getattr(self, name) for name in options_of(GatewayConfig) if name in ours}
         values["tenant_header"] = True  # requests of the plan carry their tenant
+        values |= {f"slo_{name}_ms": limit * 1_000 for name, limit in self.slos.items() if name in ("ttft", "itl")}
         return make_pool(GatewayConfig(**values), model, 1)

@@ -282,7 +282,8 @@ class Node:
 
     def heartbeat(self) -> Heartbeat:
         self.catch_up()
-        return heartbeat_of(self.role, self.step_times, counters={"busy_seconds": self.busy_s})
+        running_s = self._step_end - self._step_begun_at if self.is_busy else 0.0  # a node counts a step at its end
+        return heartbeat_of(self.role, self.step_times, counters={"busy_seconds": self.busy_s - running_s})
 
     def turn(self) -> None:
         """Do everything that can be done now."""

@@ -209,6 +209,21 @@ async def test_a_gateway_sends_where_the_other_has_not(service: Service) -> None
                 await asyncio.sleep(0.02)
 
 
+async def test_each_gateway_advises_nodes_for_the_load_of_both(service: Service) -> None:
+    async def load(one: Client) -> dict[str, float]:
+        async with one.session.get("/v1/advice") as answer:
+            found: dict[str, float] = (await answer.json())["models"][0]["load"]
+        return found
+
+    async with service.client() as client, service.client("gateway-1") as other, asyncio.timeout(60):
+        while not (await load(other))["output_tokens_per_s"]:  # all that it knows comes from the nodes
+            await client.generate(prompt_of(8, seed=1), max_new=4)
+        while not (await load(client))["requests_per_s"]:
+            await asyncio.sleep(0.02)
+        found = await load(other)
+        assert found["output_tokens_per_s"] == pytest.approx(4 * found["requests_per_s"], rel=0.05)
+
+
 @contextlib.asynccontextmanager
 async def proxy(url: str, num_cut: int) -> AsyncIterator[str]:
     """A TCP proxy that passes on the request of each of the first connections and then closes them."""

@@ -4,7 +4,7 @@ The node registers whenever the connection comes up.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec import structs
 
@@ -12,6 +12,7 @@ from common.clock import Clock
 from common.reminder import Reminder
 from common.wire.mailbox import HandshakeFailure, Mailbox
 from common.wire.messages import (
+    ClientLoad,
     Heartbeat,
     HeartbeatAck,
     Message,
@@ -51,6 +52,7 @@ class GatewayLink:
         heartbeat_s: seconds between two heartbeats that the gateway wants.
         prefill_nodes: those that the gateway knows.
         other_load: what it was told last of the load of the other gateways.
+        client_load: what clients ask of it, as it said last; nothing while it is not registered.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class GatewayLink:
         self.is_dialling = True
         self.prefill_nodes: tuple[Peer, ...] = ()
         self.other_load = NO_LOAD
+        self.client_load = ClientLoad()
 
     def send(self, *messages: Message) -> None:
         self.mailbox.send(*messages, target=self.incarnation)
@@ -92,6 +95,7 @@ class GatewayLink:
                 log.warning("the gateway at %s is gone; dialling it again", self.address)
             lost, self.incarnation = self.incarnation, ""
             self.is_registered, self.is_dialling = False, True
+            self.client_load = ClientLoad()
             self.prefill_nodes = ()
             self._reminder = Reminder(now)
             self._connected_at = None
@@ -126,6 +130,7 @@ class GatewayLink:
 
     def on_acknowledged(self, message: HeartbeatAck) -> None:
         self._num_acks += 1
+        self.client_load = message.load
         self._on_instant(message)
 
     def expect_ack(self) -> None:
@@ -141,16 +146,19 @@ class GatewayLink:
         """The gateway tells its time, for the estimate of how far the clocks are apart."""
         self._heard = (message.sent_at, self._clock.now())  # an instant of the turn may be earlier than it was sent
 
-    def beat(self, heartbeat: Heartbeat, pairs: tuple[PairState, ...], share: int | None) -> None:
+    def beat(
+        self, heartbeat: Heartbeat, pairs: tuple[PairState, ...], share: int | None, other_load: ClientLoad
+    ) -> None:
         """Sends a heartbeat, and the pairs if they have changed.
 
         Args:
             share: of this gateway in what the node runs at once; None for all.
+            other_load: what clients ask of the other gateways.
         """
         (gateway_sent_at, received_at), self._heard = self._heard, (0.0, 0.0)
         self._num_heartbeats += 1
         heard = {"gateway_sent_at": gateway_sent_at, "received_at": received_at}
-        self.send(structs.replace(heartbeat, share=share, **heard))
+        self.send(structs.replace(heartbeat, share=share, other_load=other_load, **heard))
         if pairs != self._sent_pairs:
             self._sent_pairs = pairs
             self.send(Pairs(pairs))
@@ -175,3 +183,9 @@ class GatewayLink:
         if failure not in self._failures:
             self._failures.add(failure)
             log.error("cannot connect to --gateway %s: %s; trying again", self.address, REMEDIES[failure])
+
+
+def total_load(loads: Iterable[ClientLoad]) -> ClientLoad:
+    """What clients ask of several gateways together."""
+    rows = [structs.astuple(load) for load in loads]
+    return ClientLoad(*map(sum, zip(*rows, strict=True))) if rows else ClientLoad()

@@ -234,6 +234,48 @@ class Live(Answer):
     models: list[LiveModel]
 
 
+class MeasuredLoad(Answer):
+    """What clients ask of all gateways: requests, their prompt tokens that are not cached, and their output tokens."""
+
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+
+
+class AdvisedRole(Answer):
+    """``advised`` is the number of nodes to have, and ``needed`` what the load needs now, which may be less.
+
+    ``work`` is how many nodes it would keep busy all the time, and ``busy_share`` how much of theirs the nodes are.
+    """
+
+    role: str
+    nodes: int
+    advised: int
+    needed: int
+    work: float
+    busy_share: float
+    reason: str
+
+
+class AdvisedModel(Answer):
+    """The advice for one model: its load over the last ``window_s`` seconds, and the objectives that requests have."""
+
+    model: str
+    window_s: float
+    load: MeasuredLoad
+    slo_ttft_ms: float | None
+    slo_itl_ms: float | None
+    roles: list[AdvisedRole]
+
+
+class Advice(Answer):
+    """``hold_s`` is ``--advice-hold``, and ``utilization`` is ``--advice-utilization``."""
+
+    hold_s: float
+    utilization: float
+    models: list[AdvisedModel]
+
+
 class RequestSummary(Answer):
     """An output that runs or has ended; ``started_at`` is in seconds since 1970."""
 

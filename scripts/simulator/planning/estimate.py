@@ -1,21 +1,19 @@
 """First guesses at the nodes that a load needs, from its tokens and the costs of steps, without simulating.
 
-They are where the search begins; what holds is decided by simulation.
+They are where the search begins; what holds is decided by simulation. The formulas are those of ``common.capacity``,
+which the gateway's advice follows too.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common import capacity
 from scripts.load_tester.workload.plan import Plan
 from scripts.load_tester.workload.planned_request import ideal_cached_tokens
 from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.hardware.node_model import NodeModel
 
-#: Share of its time that a node is taken to be busy. Random arrivals queue at busier nodes.
-BUSY_SHARE = 0.7
-#: Share of an objective that a step may take, so that something is left for waiting.
-OBJECTIVE_SHARE = 0.8
 CHUNKS = (8_192, 4_096, 2_048, 1_024, 512, 256, 128)
 #: Decoding requests beside a chunk in a step of a colocated node, for the choice of its chunk.
 ROWS_BESIDE = 32
@@ -75,30 +73,41 @@ def share_within_ttft(load: LoadSize, costs: Costs, chunk: int, ttft_s: float) -
     return good / len(load.requests)
 
 
-def prefill_nodes(load: LoadSize, node: NodeModel, chunk: int, factor: float) -> int:
-    busy_s = sum(prefill_s(one, node.costs, chunk) for one in load.requests) * factor
-    return max(1, math.ceil(busy_s / load.span_s / BUSY_SHARE)) if load.span_s else 1
+def prefill_nodes(load: LoadSize, node: NodeModel, chunk: int, factor: float, ttft_s: float = math.inf) -> int:
+    """Nodes that are busy for a part of their time, and at which few prompts wait for too long."""
+    if not load.span_s:
+        return 1
+    seconds = [prefill_s(one, node.costs, chunk) for one in load.requests]
+    mean_s = sum(seconds) / len(seconds)
+    variance = sum((value - mean_s) ** 2 for value in seconds) / len(seconds)
+    work = capacity.PromptWork(sum(seconds) * factor / load.span_s, mean_s, variance / mean_s**2 if mean_s else 0.0)
+    return capacity.prefill_nodes(work, ttft_s - mean_s - 2 * node.costs.message_s, utilization=capacity.UTILIZATION)
+
+
+def _context(load: LoadSize) -> float:
+    """Mean tokens of a request that is decoded."""
+    return sum(one.num_input + one.num_output / 2 for one in load.requests) / len(load.requests)
+
+
+def _decode_step_s(node: NodeModel, context: float) -> capacity.StepSeconds:
+    return lambda batch: node.costs.seconds(StepWork(0, batch, int(batch * context)))
 
 
 def largest_batch(load: LoadSize, node: NodeModel, itl_s: float, limit: int) -> int:
     """Requests that a decode node can run at once within the objective and its KV pool; 0: not even one."""
-    context = sum(one.num_input + one.num_output / 2 for one in load.requests) / len(load.requests)
+    context = _context(load)
     room = min(limit, int(node.pool_tokens / max(1.0, context)))
-    low, high = 0, max(1, room)
-    while low < high:
-        middle = (low + high + 1) // 2
-        is_fast = node.costs.seconds(StepWork(0, middle, int(middle * context))) <= OBJECTIVE_SHARE * itl_s
-        low, high = (middle, high) if is_fast else (low, middle - 1)
-    return low
+    return capacity.largest_batch(_decode_step_s(node, context), itl_s, room)
 
 
 def decode_nodes(load: LoadSize, node: NodeModel, itl_s: float, limit: int, factor: float) -> int:
-    """Nodes so that each runs about its largest batch."""
-    batch = max(1, int(largest_batch(load, node, itl_s, limit) * BUSY_SHARE))
-    context = sum(one.num_input + one.num_output / 2 for one in load.requests) / len(load.requests)
-    step_s = node.costs.seconds(StepWork(0, batch, int(batch * context)))
+    """Nodes so that each runs a part of its largest batch."""
+    if not load.span_s:
+        return 1
+    batch = capacity.planned_batch(largest_batch(load, node, itl_s, limit), capacity.UTILIZATION)
     num_tokens = sum(one.num_output for one in load.requests) * factor
-    return max(1, math.ceil(num_tokens * step_s / batch / load.span_s)) if load.span_s else 1
+    work = capacity.decode_work(num_tokens / load.span_s, _decode_step_s(node, _context(load)), batch)
+    return max(1, math.ceil(work))
 
 
 def colocated_chunk(load: LoadSize, node: NodeModel, itl_s: float) -> int:
@@ -106,7 +115,7 @@ def colocated_chunk(load: LoadSize, node: NodeModel, itl_s: float) -> int:
     context = sum(one.num_input for one in load.requests) / len(load.requests)
     for chunk in CHUNKS:
         work = StepWork(chunk, ROWS_BESIDE, int(ROWS_BESIDE * context), int(chunk * (context + chunk) / 2))
-        if node.costs.seconds(work) <= OBJECTIVE_SHARE * itl_s:
+        if node.costs.seconds(work) <= capacity.OBJECTIVE_SHARE * itl_s:
             return chunk
     return CHUNKS[-1]
 

@@ -166,13 +166,13 @@ class Planner:
                 yield self._start(Settings(1, tp, chunk, limit, "always"), 1.0)
 
     def _start(self, settings: Settings, factor: float) -> Deployment:
-        own, load, itl_s = self._choices, self._load, self._objective.itl_s
+        own, load, itl_s, ttft_s = self._choices, self._load, self._objective.itl_s, self._objective.ttft_s
         chunk, limit = settings.chunk_tokens, settings.batch_limit
         decode = own.nodes[settings.decode_tp]
         if settings.is_colocated:
             return Deployment(0, estimate.colocated_nodes(load, decode, chunk, itl_s, limit, factor), settings)
         return Deployment(
-            estimate.prefill_nodes(load, own.nodes[settings.prefill_tp], chunk, factor),
+            estimate.prefill_nodes(load, own.nodes[settings.prefill_tp], chunk, factor, ttft_s),
             estimate.decode_nodes(load, decode, itl_s, limit, factor),
             settings,
         )

@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
 #: The protocol version, and the digest of its messages.
-PINNED = (12, "d4aa12063988863e")
+PINNED = (12, "ff8f56b0525284d3")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,

@@ -342,7 +342,7 @@ async def test_no_series_is_left_out_of_these_tests(stack):
         "baton_requests_in_flight", "baton_prompt_tokens_total", "baton_cached_tokens_total",
         "baton_output_tokens_total", "baton_local_prefills_total", "baton_time_to_first_token_seconds",
         "baton_inter_token_seconds", "baton_time_per_output_token_seconds", "baton_request_seconds",
-        "baton_stage_seconds", "baton_nodes", "baton_control_messages_dropped_total",
+        "baton_stage_seconds", "baton_nodes", "baton_advised_nodes", "baton_control_messages_dropped_total",
         "baton_control_connections_refused_total", "baton_waiting_seconds", "baton_priority_waiting_seconds",
         "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy",
         "baton_recoveries_total", "baton_resting_pairs", "baton_idempotent_retries_total",

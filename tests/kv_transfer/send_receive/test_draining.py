@@ -9,6 +9,7 @@ from support.kv.kv_fakes import DECODE, LAYOUT, MemfdStore
 from common.errors import ErrorCode
 from common.wire.messages import (
     AbortTransfer,
+    AttachFailed,
     Closed,
     Connect,
     Connected,
@@ -90,7 +91,7 @@ def broken(store: MemfdStore) -> tuple[FakeWriter, Sender]:
     sender.pump(0.0)
     sender.check()
     assert sender.counters()["broken_pairs"] == 1
-    assert sender.take() == ([], [])
+    assert sender.take() == ([(DECODE, AttachFailed(1, "the slow connection to decode node d broke"))], [])
     return writer, sender
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from support.kv.fake_transports import FakeReader, FakeWriter
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
@@ -12,6 +13,7 @@ from kv_transfer.events import PairLost
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import Attached, AttachError, Fenced
+from kv_transfer.transports.broken_transports import MIN_REST_S
 from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 
 NUM_PAGES = 8
@@ -147,6 +149,122 @@ def test_a_pair_configured_with_different_transports_is_refused(store: MemfdStor
     sender.on_message(DECODE, Connect("d", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "fast", "e"), 0.0)
     why = "the decode node transfers by 'fast', this prefill node by 'slow'"
     assert sender.take()[0] == [(DECODE, Refused(why, 1))]
+
+
+# ---- a transport that breaks ------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A writer with the transports ``a``, ``b`` and ``c`` and one peer, in a time that the test sets."""
+
+    def __init__(self, store: MemfdStore) -> None:
+        names = ("a", "b", "c")
+        self.parts = {name: FakeWriter(name, store) for name in names}
+        self.reader = NegotiatingReader([FakeReader(name, store) for name in names])
+        self.now = 0.0
+        self.writer = NegotiatingWriter(list(self.parts.values()), clock=lambda: self.now)
+        self.epoch = 0
+
+    def attach(self, *, resumes: bool, works: str = "abc") -> Attached:
+        """Offers the pool again; the transports in ``works`` attach. Returns how it ended."""
+        self.writer.detach(DECODE)
+        self.epoch += 1
+        offer = msgspec.structs.replace(connect(self.reader, self.epoch), resumes=resumes)
+        self.writer.attach(DECODE, offer)
+        while True:
+            tried = next(part for part in self.parts.values() if (DECODE, f"{part.name}-{self.epoch}") in part.attached)
+            tried.attached.clear()
+            tried.news = [Attached(DECODE, self.epoch, "" if tried.name in works else "no answer")]
+            if news := self.writer.poll():
+                return news[0]
+
+    def carry_a_page(self) -> None:
+        """Writes a page by whichever transport is attached, to its end."""
+        self.begin_page()
+        self.end_page()
+
+    def begin_page(self) -> None:
+        self.ticket = self.writer.write(DECODE, [(0, 0)])
+
+    def end_page(self) -> None:
+        for part in self.parts.values():
+            part.finished = [part._ticket]
+        assert self.writer.done() == [self.ticket]
+
+
+@pytest.fixture
+def pair(store: MemfdStore) -> Pair:
+    return Pair(store)
+
+
+def test_a_pair_whose_transport_breaks_goes_on_with_the_next(pair: Pair) -> None:
+    assert pair.attach(resumes=False).transport == "a"
+    pair.begin_page()
+    pair.parts["a"].news = [Attached(DECODE, 1, "it broke")]
+    assert pair.writer.poll() == [Attached(DECODE, 1, "it broke")]
+    assert pair.attach(resumes=True) == Attached(DECODE, 2, "", "b", "the first that worked; a: it has broken lately")
+    assert pair.attach(resumes=True).transport == "c"
+
+
+def test_a_peer_that_begins_from_scratch_has_broken_nothing(pair: Pair) -> None:
+    assert pair.attach(resumes=False).transport == "a"
+    assert pair.attach(resumes=False).transport == "a"
+
+
+def test_a_transport_that_broke_is_used_if_no_other_works(pair: Pair) -> None:
+    pair.attach(resumes=False)
+    assert pair.attach(resumes=True, works="a").transport == "a"
+
+
+def test_a_pair_returns_to_the_better_transport_when_nothing_is_under_way(pair: Pair) -> None:
+    pair.attach(resumes=False)
+    pair.attach(resumes=True)
+    pair.now += MIN_REST_S - 1
+    pair.carry_a_page()
+    assert pair.writer.poll() == []
+    pair.now += 1
+    pair.begin_page()
+    assert pair.writer.poll() == [], "a page is under way"
+    pair.end_page()
+    assert pair.writer.poll() == [Attached(DECODE, 2, "a is tried again instead of b")]
+    assert pair.writer.poll() == []
+    assert pair.attach(resumes=True).transport == "a"
+    pair.carry_a_page()
+    pair.now += 10 * MIN_REST_S
+    assert pair.writer.poll() == [], "it is on the best"
+
+
+def test_an_idle_pair_stays_with_what_works(pair: Pair) -> None:
+    pair.attach(resumes=False)
+    pair.attach(resumes=True)
+    pair.now += 2 * MIN_REST_S
+    assert pair.writer.poll() == []
+    pair.carry_a_page()
+    assert len(pair.writer.poll()) == 1
+
+
+def test_a_transport_that_does_not_come_back_is_left_alone_for_longer(pair: Pair) -> None:
+    pair.attach(resumes=False)
+    pair.attach(resumes=True)
+    pair.now += MIN_REST_S
+    pair.carry_a_page()
+    assert len(pair.writer.poll()) == 1
+    assert pair.attach(resumes=True, works="bc").why == "the first that worked; a: no answer"
+    pair.carry_a_page()
+    pair.now += 2 * MIN_REST_S - 1
+    assert pair.writer.poll() == []
+    pair.now += 1
+    assert len(pair.writer.poll()) == 1
+
+
+def test_a_break_is_no_return_even_if_the_better_transport_is_due(pair: Pair) -> None:
+    pair.attach(resumes=False)
+    pair.attach(resumes=True)
+    pair.carry_a_page()
+    pair.now += MIN_REST_S
+    pair.parts["b"].news = [Attached(DECODE, 2, "it broke")]
+    assert pair.writer.poll() == [Attached(DECODE, 2, "it broke")]
+    assert pair.attach(resumes=True, works="bc").transport == "c", "b has broken"
 
 
 # ---- fences -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from common.wire.messages import FromDecode, FromPrefill, PrefillDone
 from kv_transfer.events import Completed, PairLost
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
+from kv_transfer.transports.base import Attached
 from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
 
 
@@ -62,7 +63,9 @@ class SenderEnd(TransferEnd):
     def __init__(self, settings: TransportSettings) -> None:
         super().__init__(settings)
         is_divided = isinstance(self.store, RankPools)
-        self.transport = self.store.open(settings, "writer").writer if is_divided else open_writer(self.store, settings)
+        self.transport: Any = (
+            self.store.open(settings, "writer").writer if is_divided else open_writer(self.store, settings)
+        )
         self.sender = Sender(self.transport, digest="model")
         self.pages: dict[RequestKey, list[int]] = {}
         self.released: dict[str, bool] = {}
@@ -107,6 +110,24 @@ class SenderEnd(TransferEnd):
     def do_peer_lost(self, peer: str) -> None:
         self.sender.peer_lost(peer)
         self._settle()
+
+    def do_carrier(self, peer: str) -> str:
+        """The transport that carries pages to a peer; empty for none."""
+        return next((pair.transport for pair in self.sender.pairs() if pair.incarnation == peer), "")
+
+    def do_break_transport(self, peer: str) -> None:
+        """Let the transport that carries pages to a peer report that it has failed."""
+        attempt = self.transport._attempts[peer]
+        transport: Any = attempt.current
+        if transport.name == "shm":
+            transport._attachments[peer].pool.problem = "a copy failed"
+        else:
+            transport._news.append(Attached(peer, attempt.connect.epoch, "the network failed"))
+
+    def do_let_pass(self, seconds: float) -> None:
+        """Let as much time pass for transports that have broken."""
+        before = self.transport._clock
+        self.transport._clock = lambda: before() + seconds
 
     def do_is_granted(self, rid: str) -> bool:
         return self.sender.is_granted((rid, 0))
