@@ -54,6 +54,14 @@ def find_checkpoint(
     return folder
 
 
+def find_tokenizer(path_or_hub_id: str, *, patterns: Sequence[str] = (TOKENIZER_FILE,)) -> Path:
+    """Return the folder of ``--tokenizer``. Raises ConfigError as ``find_model`` does, or without a tokenizer.json."""
+    folder = find_model(path_or_hub_id, patterns=patterns, flag="--tokenizer ")
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise ConfigError(f"--tokenizer {path_or_hub_id}: there is no {TOKENIZER_FILE} in {folder}")
+    return folder
+
+
 def tokenizer_digest(folder: Path) -> str:
     """Return the sha256 of the tokenizer file of a checkpoint; empty if it has none."""
     file = folder / TOKENIZER_FILE

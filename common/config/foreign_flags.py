@@ -22,6 +22,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "tls_cert": ("--ssl-certfile",),
     "tls_key": ("--ssl-keyfile",),
     "workers": ("--api-server-count",),
+    "hf_overrides": ("--json-model-override-args",),
+    "tokenizer": ("--tokenizer-path",),
 }
 
 #: Switches that are accepted without effect, and what Baton does always.
@@ -37,7 +39,7 @@ ALWAYS_ON: dict[str, str] = {
 RENAMED: dict[str, str] = {"--heartbeat-timeout": "--node-timeout", "--gateway-lookahead": "--max-dispatch-ahead"}
 
 _NO_STAGES = "a node has every layer; give --tp, which divides each layer among several processes, or leave it out"
-_ALL_EXPERTS = "only dense models are served; leave it out"
+_ALL_EXPERTS = "every node has all experts; leave it out"
 _MORE_NODES = "Baton has no data parallelism in a node; start more nodes, with --prefill N and --decode N of serve"
 _NODES_DIAL = "nodes connect to the gateway; start each with --gateway HOST:PORT"
 _AS_STORED = "weights are served as they are stored; leave it out"
@@ -45,7 +47,6 @@ _NO_DRAFTS = "every token is computed by the model itself; leave it out"
 _ADAPTERS = "give --lora NAME=DIR, once for each adapter"
 _NOT_COMPILED = "the engine does not compile the model; leave it out"
 _GRAPH_SIZES = "batch sizes follow from --cuda-graph-max-bs; give that"
-_TOKENIZER = "the tokenizer is that of --model; leave it out"
 _NO_TIERS = "KV pages stay on the device; --memory-fraction and --max-total-tokens set their number"
 _MEMORY = "it includes the weights; give --memory-fraction, the share that KV pages take of what the weights leave free"
 _GRAMMARS = "llguidance is the only library for structured output; leave it out"
@@ -72,8 +73,7 @@ NO_EQUAL: dict[str, str] = {
     # weights and tokenizer
     "--quantization": _AS_STORED,
     "--load-format": _AS_STORED,
-    **dict.fromkeys(("--tokenizer", "--tokenizer-path", "--tokenizer-mode"), _TOKENIZER),
-    "--trust-remote-code": "code of a checkpoint is never run; leave it out",
+    "--tokenizer-mode": "the tokenizer is always that of tokenizer.json; leave it out",
     **dict.fromkeys(("--speculative-algorithm", "--speculative-config", "--speculative-draft-model-path"), _NO_DRAFTS),
     **dict.fromkeys(("--lora-paths", "--lora-modules"), _ADAPTERS),
     "--enable-lora": "give --lora NAME=DIR for adapters at start, and --lora-dir DIR for those that come later",

@@ -3,6 +3,7 @@
 import os
 import platform
 from dataclasses import dataclass
+from typing import Any
 
 from common.config.batching import Batching
 from common.config.discovery import DiscoveryOptions, check_discovery
@@ -18,6 +19,7 @@ from common.config.shared import (
     Role,
     check_engine,
     check_node_http,
+    parse_overrides,
 )
 from common.errors import ConfigError
 from common.wire.address import check_reach, host_and_port, is_loopback
@@ -108,6 +110,11 @@ class NodeConfig(
             raise ConfigError(
                 f"--gateway {address} is on another machine: {NEEDS_KEYS}connect without authentication with --insecure"
             )
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Keys of config.json that have other values than in the file."""
+        return parse_overrides(self.hf_overrides)
 
     @property
     def node_name(self) -> str:

@@ -15,6 +15,7 @@ SERVING: Groups = {
     "Model": (
         "model", "revision", "served_model_name", "also_serve", "weight_version", "dtype", "weight_dtype",
         "context_length", "lora", "lora_dir", "max_loaded_loras", "max_lora_rank",
+        "tokenizer", "model_impl", "trust_remote_code", "hf_overrides",
         "chat_template", "tool_call_parser", "reasoning_parser",
     ),
     "Requests and answers": (

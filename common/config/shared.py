@@ -1,5 +1,6 @@
 """Options and constants of more than one command."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
 LocalPrefill = Literal["never", "auto", "always"]
 WeightDtype = Literal["auto", "int8", "int4"]
+ModelImplementation = Literal["auto", "native", "transformers"]
 
 #: The small model of the repository, the default of --model.
 SMALL_MODEL = str(Path(__file__).resolve().parents[2] / "scripts" / "models" / "small_model")
@@ -57,6 +59,12 @@ class ModelOptions:
     served_model_name: str | None = option(
         None, "Name of the model in the API. Without it: the hub id, or the name of the folder."
     )
+    tokenizer: str | None = option(
+        None,
+        "Folder, or hub id, with the tokenizer and the chat template. Without it: those of the model. Gateway and all"
+        " nodes must agree.",
+        metavar="DIR_OR_ID",
+    )
     keys: str | None = option(
         None,
         "Folder with the keys of the control plane, made by baton keygen; needed between machines. Without it: serve "
@@ -88,6 +96,22 @@ class EngineOptions:
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Number format of weights and KV pages; auto takes the format of the checkpoint."
+    )
+    model_impl: ModelImplementation = option(
+        "auto",
+        "What computes the model: native (Baton's own decoder, for the families that it knows), transformers (the"
+        " model's own class in the library transformers, which needs the extra transformers), or auto: native where it"
+        " can, else transformers. All nodes of a model must agree.",
+    )
+    trust_remote_code: bool = option(
+        False,
+        "Run Python code that comes with the checkpoint, on every node, with the rights of this user. Only for a model"
+        " that transformers does not know, and only from a source that you trust as you trust a program.",
+    )
+    hf_overrides: str | None = option(
+        None,
+        "Keys of config.json with other values than in the file, as a JSON object. All nodes of a model must agree.",
+        metavar="JSON",
     )
     weight_dtype: WeightDtype = option(
         "auto",
@@ -231,6 +255,7 @@ def check_engine(config: Any) -> None:
         raise ConfigError("--transport cuda-ipc needs CUDA: leave out --device cpu, or use --transport shm")
     if config.weight_dtype != "auto" and config.device.startswith("cuda"):
         raise ConfigError(f"--weight-dtype {config.weight_dtype} {ONLY_ON_CPUS}")
+    check_model_source(config)
     if config.cuda_graph_max_bs is not None:
         if config.disable_cuda_graph:
             raise ConfigError("--cuda-graph-max-bs has no effect with --disable-cuda-graph; leave one out")
@@ -248,6 +273,27 @@ def check_engine(config: Any) -> None:
             "--record and --kv-checksum exclude each other: a recording holds no pages to verify; leave one out"
         )
     check_revision(config)
+
+
+def check_model_source(config: Any) -> None:
+    if config.model_impl == "native" and config.trust_remote_code:
+        raise ConfigError("--trust-remote-code has no effect with --model-impl native; leave one out")
+    if config.tp > 1 and config.model_impl == "transformers":
+        raise ConfigError(f"--tp {config.tp}: a model that transformers computes runs in one process; leave out --tp")
+    if config.tp > 1 and config.hf_overrides:
+        raise ConfigError("--hf-overrides works in nodes of one process only; leave it or --tp out")
+    parse_overrides(config.hf_overrides)
+
+
+def parse_overrides(given: str | None) -> dict[str, Any]:
+    """Return the keys of ``--hf-overrides``. Raises ConfigError: it is no JSON object."""
+    try:
+        overrides = json.loads(given or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--hf-overrides: not JSON ({error})") from error
+    if not isinstance(overrides, dict):
+        raise ConfigError("--hf-overrides must be a JSON object, such as '{\"max_position_embeddings\": 8192}'")
+    return overrides
 
 
 def check_keys(config: Any) -> None:

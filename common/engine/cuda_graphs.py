@@ -20,7 +20,7 @@ from torch import Tensor
 from common.engine.attention.protocol import GraphSafeAttention
 from common.engine.batch import DecodeRows
 from common.engine.device_copies import copy_into, to_device
-from common.engine.models.decoder import Decoder
+from common.engine.models.protocol import CausalModel
 from common.step_plan import PageDelta
 
 #: Runs before the capture, in which kernels are compiled and libraries take their workspaces.
@@ -122,7 +122,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Decoder,
+        model: CausalModel,
         attention: GraphSafeAttention,
         inputs: DecodeInputs,
         runner: GraphRunner,

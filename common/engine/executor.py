@@ -22,16 +22,17 @@ from torch import Tensor
 
 from common.config.shared import WeightDtype
 from common.engine.attention import make_attention, resolve_attention
-from common.engine.attention.protocol import AttentionBackend, GraphSafeAttention
+from common.engine.attention.protocol import AttentionBackend, GraphSafeAttention, planned_params
 from common.engine.batch import RowArrays, make_batch
 from common.engine.cuda_graphs import DecodeGraphs, DecodeInputs, GraphRunner
 from common.engine.device_copies import HostCopies, current_device, to_device
 from common.engine.kv_pool import KVPool
-from common.engine.models.config import ModelConfig
+from common.engine.models.base_config import BaseModelConfig
 from common.engine.models.decoder import Decoder
+from common.engine.models.implementation import load_model
 from common.engine.models.lora import LoraWeights, StepAdapters, make_lora
 from common.engine.models.lora_checkpoint import read_adapter
-from common.engine.models.weights import load_weights
+from common.engine.models.protocol import CausalModel
 from common.engine.pending_step import PendingStep, SampledTensors
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, StepMasks, TokenMasks
 from common.engine.sampling.grammar import GrammarCompiler, load_compiler
@@ -110,7 +111,7 @@ class TorchExecutor:
 
     def __init__(
         self,
-        model: Decoder,
+        model: CausalModel,
         pool: KVPool,
         attention: AttentionBackend,
         *,
@@ -159,8 +160,10 @@ class TorchExecutor:
         """Read a LoRA adapter for this model onto its device; safe on any thread.
 
         Raises:
-            ConfigError: as ``lora_checkpoint.read_adapter``.
+            ConfigError: as ``lora_checkpoint.read_adapter``, or transformers computes the model.
         """
+        if not isinstance(self.model, Decoder):
+            raise ConfigError(f"{folder}: a model that transformers computes has no LoRA adapters; leave them out")
         checkpoint = read_adapter(folder, self.model.config, max_rank=max_rank, root=root)
         embedding = self.model.weights.embedding
         return make_lora(checkpoint, self.model.config, embedding.dtype, embedding.device)
@@ -442,7 +445,7 @@ def _kept_positions(rows: Sequence[Row], first_new: NDArray[np.int64]) -> NDArra
 
 
 def load_executor(
-    config: ModelConfig,
+    config: BaseModelConfig,
     *,
     device: str = "cpu",
     dtype: str = "auto",
@@ -472,24 +475,24 @@ def load_executor(
     place = check_device(device)
     dtype = config.resolve_dtype(dtype)
     shard = WHOLE_MODEL if ranks is None else Shard(0, ranks.num_ranks)
-    own = shard.config_of(config)
-    layout = own.layout(page_size, dtype, kv_cache_dtype)
-    attention = resolve_attention(attention, place, layout)
+    layout = config.layout(page_size, dtype, kv_cache_dtype)
+    layout = layout.of_heads(len(shard.kv_heads(layout.num_kv_heads)))
+    attention = resolve_attention(attention, place, layout, planned_params(config.layers))
     if (attention, place.type, dtype, layout.dtype) == ("triton", "cuda", "float32", "fp8_e4m3"):
         raise ConfigError("--kv-cache-dtype fp8: triton computes FP8 pages in 16 bits; give --dtype bfloat16, or torch")
     try:
-        weights = load_weights(config, dtype, place, shard)
-        weights.pack(weight_dtype)
+        make_model = load_model(config, dtype, place, weight_dtype=weight_dtype, shard=shard)
         pool = KVPool(layout, num_pages() if callable(num_pages) else num_pages, place)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--device {device} has too little memory for the model and its KV pages: lower --memory-fraction or "
             f"--max-total-tokens ({str(error).splitlines()[0]})"
         ) from error
-    group = None if ranks is None else ranks.join(pool)
-    backend = make_attention(attention, pool, own.num_heads)
-    grammars = load_compiler(config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
-    model = Decoder(own, weights, group)
+    model = make_model(None if ranks is None else ranks.join(pool))
+    backend = make_attention(attention, pool, model.config.num_heads, model.attention_params)
+    grammars = load_compiler(
+        config.tokenizer_folder or config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+    )
     return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)
 
 

@@ -39,7 +39,7 @@ from common.wire.key_folder import load_keys
 
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor
-    from common.engine.models.config import ModelConfig
+    from common.engine.models.base_config import BaseModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def open_directory(config: NodeConfig) -> FixedGateways | EtcdGateways:
 
 
 def _worker_context(
-    config: NodeConfig, model: "ModelConfig", executor: "TorchExecutor", capacity: Capacity, incarnation: str
+    config: NodeConfig, model: "BaseModelConfig", executor: "TorchExecutor", capacity: Capacity, incarnation: str
 ) -> WorkerContext:
     allocator = PageAllocator(capacity.num_pages)
     own = executor.pool.layout

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config.gateway import GatewayConfig, also_served
-from common.model_folder import find_model, tokenizer_digest
+from common.model_folder import find_model, find_tokenizer, tokenizer_digest
 from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.output_formats import TEXT_ONLY, ModelFormats
@@ -69,7 +69,11 @@ def _output_formats(config: GatewayConfig, template: ChatTemplate | None) -> Mod
 
 def model_folders(config: GatewayConfig) -> dict[str, Path]:
     """The folder with the tokenizer files of each served model, by name. Raises ConfigError naming the flag."""
-    folders = {config.served_name: find_model(config.model, config.revision, patterns=FILES)}
+    if config.tokenizer:
+        first = find_tokenizer(config.tokenizer, patterns=FILES)
+    else:
+        first = find_model(config.model, config.revision, patterns=FILES)
+    folders = {config.served_name: first}
     for name, place in also_served(config).items():
         plain, _, revision = place.rpartition("@")
         is_revised = bool(plain) and not Path(os.path.expanduser(place)).is_dir()

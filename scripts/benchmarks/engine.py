@@ -4,8 +4,9 @@ The model has Qwen3-0.6B's shape, or one with experts (``--shape``), and random 
 random KV, so that no prompt has to be computed first. All engines take turns, and the best round counts, because other
 processes only make a round slower. The limits are measured in the same run: memory bandwidth, and the fastest matrix
 product; a decode step reads only the experts that its rows chose, which are counted. On CPUs the last row is a decode
-step with int8 weights, beside that with bfloat16. A second table shows how long the engine waits for the host between
-two decode steps, with and without overlap scheduling.
+step with int8 weights, beside that with bfloat16. "its classes" is the model's class in transformers over our pages, as
+``--model-impl transformers`` computes it; it is left out for shapes with experts. A second table shows how long the
+engine waits for the host between two decode steps, with and without overlap scheduling.
 
 ``--peer vllm=PYTHON`` and ``--peer llama.cpp=FOLDER`` measure other engines too, which must be installed.
 """
@@ -30,17 +31,21 @@ from common.engine.cuda_graphs import CudaGraphRunner, batch_sizes_to_capture
 from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import TORCH_DTYPES, KVPool
 from common.engine.models import feed_forward
+from common.engine.models.base_config import BaseModelConfig
 from common.engine.models.config import ModelConfig, RopeConfig
 from common.engine.models.decoder import Decoder, DecoderWeights, allocate_weights
 from common.engine.models.expert_config import QWEN_EXPERTS, ExpertConfig
 from common.engine.models.feed_forward import ExpertLoop, Experts, FeedForward, Mlp
 from common.engine.models.linear import Linear
+from common.engine.models.protocol import CausalModel
 from common.engine.sampling.grammar import GrammarCompiler
 from common.errors import ConfigError
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 from scripts.benchmarks.overlap import Overlap, measure_overlap
 from scripts.benchmarks.peers.llama_cpp import LlamaCppPeer
+from scripts.benchmarks.peers.paged_transformers import NAME as LIBRARY
+from scripts.benchmarks.peers.paged_transformers import paged_model
 from scripts.benchmarks.peers.peer import Peer, Workload, parse_peers
 from scripts.benchmarks.peers.transformers_peer import TransformersPeer
 from scripts.benchmarks.peers.vllm_peer import VllmPeer
@@ -81,10 +86,12 @@ class Engines:
 
     Attributes:
         quantized: ours with int8 weights; None on a GPU and for other dtypes than bfloat16.
+        library: ours with the model's class in transformers; None without transformers and for shapes with experts.
     """
 
     ours: TorchExecutor
     quantized: TorchExecutor | None
+    library: TorchExecutor | None
     peers: Sequence[Peer]
 
 
@@ -228,8 +235,11 @@ def build_all(config: ModelConfig, options: Options, paths: dict[str, Path], sta
     if options.device == "cpu" and options.dtype == "bfloat16":
         quantized = make_executor(config, with_own_linears(weights), options, weight_dtype="int8")
         stack.enter_context(closing(quantized))
+    library = None
+    if not options.ours_only and config.experts is None:
+        library = stack.enter_context(closing(executor_over(paged_model(config, tensors), options)))
     ours = stack.enter_context(closing(make_executor(config, weights, options)))
-    return Engines(ours, quantized, peers)
+    return Engines(ours, quantized, library, peers)
 
 
 def random_weights(config: ModelConfig, options: Options) -> tuple[DecoderWeights, dict[str, Tensor]]:
@@ -269,17 +279,24 @@ def make_executor(
     weight_dtype: WeightDtype = "auto",
 ) -> TorchExecutor:
     """An executor over weights, which it packs, and a pool with random KV."""
+    weights.pack(weight_dtype)
+    return executor_over(Decoder(config, weights), options, grammars)
+
+
+def executor_over(model: CausalModel, options: Options, grammars: GrammarCompiler | None = None) -> TorchExecutor:
+    """An executor over a model and a pool with random KV."""
+    config = model.config
     device = torch.device(options.device)
     most_tokens = max(
         [*options.prefill, *(batch * (CONTEXT + options.new_tokens + 2 * PAGE_SIZE) for batch in options.batch)]
     )
     pool = KVPool(config.layout(PAGE_SIZE, options.dtype), most_tokens // PAGE_SIZE + 2, device)
     pool.pages.view(TORCH_DTYPES[options.dtype]).normal_()
-    weights.pack(weight_dtype)
-    backend = make_attention(options.attention, pool, config.num_heads)
+    backend = make_attention(options.attention, pool, config.num_heads, model.attention_params)
     num_slots = max([1, *options.batch])
-    executor = TorchExecutor(Decoder(config, weights), pool, backend, num_slots=num_slots, grammars=grammars)
-    if device.type == "cuda" and isinstance(backend, GraphSafeAttention) and not options.disable_cuda_graph:
+    executor = TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars)
+    can_capture = config.implementation == "native" and isinstance(backend, GraphSafeAttention)
+    if device.type == "cuda" and can_capture and not options.disable_cuda_graph:
         executor.capture_graphs(CudaGraphRunner(device), batch_sizes_to_capture(num_slots))
     return executor
 
@@ -319,7 +336,9 @@ def decode_run(batch: int, executor: TorchExecutor, options: Options) -> Callabl
 
 def measure_prefill(num_tokens: int, engines: Engines, limits: MachineLimits, options: Options) -> Measurement:
     config = engines.ours.model.config
-    theirs = {peer.name: partial(peer.prefill_s, num_tokens) for peer in engines.peers}
+    theirs: dict[str, Callable[[], float]] = {peer.name: partial(peer.prefill_s, num_tokens) for peer in engines.peers}
+    if engines.library is not None:
+        theirs[LIBRARY] = in_seconds(prefill_run(num_tokens, engines.library, options), options)
     ours_s, *theirs_s = best_times(
         [in_seconds(prefill_run(num_tokens, engines.ours, options), options), *theirs.values()], options
     )
@@ -331,7 +350,9 @@ def measure_prefill(num_tokens: int, engines: Engines, limits: MachineLimits, op
 
 def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options: Options) -> Measurement:
     ours, steps = engines.ours, options.new_tokens
-    theirs = {peer.name: partial(peer.decode_s, batch) for peer in engines.peers}
+    theirs: dict[str, Callable[[], float]] = {peer.name: partial(peer.decode_s, batch) for peer in engines.peers}
+    if engines.library is not None:
+        theirs[LIBRARY] = in_seconds(decode_run(batch, engines.library, options), options)
     ours_s, *theirs_s = best_times([in_seconds(decode_run(batch, ours, options), options), *theirs.values()], options)
     config = ours.model.config
     parameters = linear_parameters(config, with_head=True)
@@ -377,7 +398,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def linear_parameters(config: ModelConfig, *, with_head: bool, num_experts: float | None = None) -> int:
+def linear_parameters(config: BaseModelConfig, *, with_head: bool, num_experts: float | None = None) -> int:
     """Number of weights that every token is multiplied by; with ``num_experts``, those of so many in each layer."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + config.num_heads * config.head_dim
     layers = config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
@@ -404,12 +425,13 @@ def experts_read(run: Callable[[], object]) -> float | None:
 
 
 def heading(options: Options, limits: MachineLimits, engines: Engines) -> str:
+    names = [peer.name for peer in engines.peers] + ([] if engines.library is None else [LIBRARY])
     return (
         f"\n{options.layers} layers of the shape {options.shape}, {options.dtype}, {options.device}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
         f"limits: memory {limits.read_bytes_per_s / 1e9:.1f} GB/s, products {limits.flops_per_s / 1e9:.0f} GFLOP/s\n"
         f"{'tokens/s':<18}{'ours':>10}{'limit':>10}{'of limit':>10}"
-        + "".join(f"{peer.name:>14}{'ratio':>8}" for peer in engines.peers)
+        + "".join(f"{name:>14}{'ratio':>8}" for name in names)
     )
 
 

@@ -7,6 +7,7 @@ does, row by row. Pages of int8 are read by the first kernel, and by torch for l
 products of integers.
 """
 
+import logging
 from ctypes import Array
 
 import numpy as np
@@ -19,6 +20,8 @@ from common.engine.attention.torch_sdpa import ExtendRow, TorchAttention
 from common.engine.batch import StepBatch, cut_into_pieces
 from common.engine.cpu.kernels import DTYPES, LANES, MAX_DIM, MAX_QUERIES, Kernels, LayerCache, Paged, load_kernels
 from common.engine.kv_pool import PAGE_DTYPES, KVPool
+
+log = logging.getLogger(__name__)
 
 #: New tokens from which on matrix instructions or flash attention are faster for a row.
 LONG_EXTEND = 32
@@ -115,5 +118,7 @@ def cpu_attention(pool: KVPool, num_heads: int, params: LayerParams) -> Attentio
     """Return ``CpuAttention``; ``TorchAttention`` without a compiler, or for heads and layers that the kernels lack."""
     layout = pool.layout
     is_supported = layout.head_dim % LANES == 0 and layout.head_dim <= MAX_DIM and all(one.is_plain for one in params)
+    if not all(one.is_plain for one in params):
+        log.info("attention runs in torch: the CPU kernels have no windows, soft caps and sinks, which this model has")
     kernels = load_kernels() if is_supported and num_heads // layout.num_kv_heads <= MAX_QUERIES else None
     return CpuAttention(pool, num_heads, params, kernels) if kernels else TorchAttention(pool, params)

@@ -8,16 +8,16 @@ supported is refused, together with a list of what is supported. This module doe
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from common.cache.page_layout import PageLayout
+from common.engine.models.base_config import DTYPES, BaseModelConfig
 from common.engine.models.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
 from common.engine.models.expert_config import (
     MIXTRAL_EXPERTS,
     QWEN_EXPERTS,
-    ExpertConfig,
     ExpertKeys,
     parse_experts,
 )
@@ -61,7 +61,6 @@ GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_pen
 ROPE_TYPES = ("default", "llama3", "yarn")
 #: Types of plain tensors, by their names in safetensors files.
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-DTYPES = tuple(STORED_DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,34 +115,17 @@ class RopeConfig:
         return max_positions
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Configuration of a decoder-only model of a supported family.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(BaseModelConfig):
+    """Configuration of a model that the native decoder computes.
 
     Attributes:
         family: the name of a ``Family``.
         intermediate_size: of the dense layers.
-        dtype: the type of most of the checkpoint's tensors; ``auto`` resolves to it.
-        context_length: longest prompt and output together, in tokens, rope scaling included.
-        eos_token_ids: token ids that end an output, from generation_config.json and config.json, without duplicates.
-        generation: the model's own sampling defaults; its keys are among ``GENERATION_DEFAULTS``.
-        digest: sha256 of the configuration and of the names, types and shapes of all tensors, not of their contents.
-        weight_version: identifies the contents of the tensors: ``--weight-version`` or a fingerprint of the files.
-            ``load`` leaves it empty.
-        experts: None if all layers are dense.
         quantization: of the checkpoint, whose matrices are decoded when they are loaded; None: they are plain.
     """
 
-    folder: Path
     family: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    context_length: int
     rms_norm_eps: float
     rope: RopeConfig
     has_qk_norm: bool
@@ -151,69 +133,32 @@ class ModelConfig:
     has_o_bias: bool
     has_mlp_bias: bool
     is_tied: bool
-    dtype: str
-    eos_token_ids: tuple[int, ...]
-    generation: dict[str, float]
-    digest: str
-    weight_version: str = ""
-    experts: ExpertConfig | None = None
     quantization: CheckpointQuantization | None = None
 
     @property
-    def identity(self) -> str:
-        """Digest and weight version. Nodes that differ in it cannot share KV pages."""
-        return f"{self.digest}:{self.weight_version}"
+    def implementation(self) -> Literal["native", "transformers"]:
+        return "native"
 
     @classmethod
-    def load(cls, path_or_hub_id: str, *, revision: str | None = None) -> "ModelConfig":
+    def load(
+        cls, path_or_hub_id: str, *, revision: str | None = None, overrides: Mapping[str, Any] | None = None
+    ) -> "ModelConfig":
         """Read a model's configuration from a local folder or from the Hugging Face hub.
 
+        Args:
+            overrides: keys of config.json that have other values than in the file.
         Raises:
             ConfigError: the folder or model does not exist, or a file is damaged.
             UnsupportedModelError: Baton does not support the model; the message lists what it supports.
         """
         folder = locate(path_or_hub_id, revision)
-        config = read_json(folder / "config.json")
+        config = {**read_json(folder / "config.json"), **(overrides or {})}
         generation = read_json(folder / "generation_config.json", required=False)
         tensors = stored_tensors(folder)
         try:
             return parse_config(config, generation, tensors, folder)
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{folder}/config.json or generation_config.json: cannot be parsed ({error})") from error
-
-    def layout(self, page_size: int, dtype: str, kv_cache_dtype: str = "auto") -> PageLayout:
-        """Return the layout of KV pages of ``page_size`` tokens.
-
-        Args:
-            dtype: of the weights, as for ``resolve_dtype``.
-            kv_cache_dtype: a value of ``--kv-cache-dtype``.
-        """
-        named = {"auto": self.resolve_dtype(dtype), "fp8": "fp8_e4m3"}
-        page_dtype = named.get(kv_cache_dtype, kv_cache_dtype)
-        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, page_size, page_dtype)
-
-    @property
-    def crossover_tokens(self) -> float:
-        """Context length at which attention takes as many multiplications per token as a layer's matrices."""
-        heads = self.num_heads * self.head_dim
-        matrices = self.hidden_size * (2 * heads + 2 * self.num_kv_heads * self.head_dim + 3 * self.active_width)
-        return matrices / (2 * heads)
-
-    @property
-    def active_width(self) -> int:
-        """The intermediate size of a layer for one token: that of all its experts together, if it has experts."""
-        return self.intermediate_size if self.experts is None else self.experts.num_per_token * self.experts.width
-
-    def resolve_dtype(self, dtype: str) -> str:
-        """Return ``float32``, ``bfloat16`` or ``float16``; ``auto`` is the checkpoint's own type.
-
-        Raises:
-            ConfigError: ``dtype`` is unknown.
-        """
-        resolved = self.dtype if dtype == "auto" else dtype
-        if resolved not in DTYPES:
-            raise ConfigError(f"--dtype {dtype}: unknown; give auto, {', '.join(DTYPES)}")
-        return resolved
 
 
 def parse_config(
@@ -257,10 +202,10 @@ def parse_config(
         has_o_bias=attention_bias if family.o_bias is None else family.o_bias,
         has_mlp_bias=family.has_mlp_bias_key and bool(config.get("mlp_bias", False)),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        dtype=_main_dtype(tensors, quantization, folder),
-        eos_token_ids=_eos_token_ids(generation, config),
-        generation=_generation_defaults(generation),
-        digest=_digest(config, tensors),
+        dtype=main_dtype(tensors, quantization, folder),
+        eos_token_ids=eos_token_ids(generation, config),
+        generation=generation_defaults(generation),
+        digest=digest_of(config, tensors),
         experts=None if family.experts is None else parse_experts(config, family.experts, folder),
         quantization=quantization,
     )
@@ -295,7 +240,7 @@ def _refuse_windows(config: dict[str, Any], family: Family, folder: Path) -> Non
         )
 
 
-def _main_dtype(tensors: dict[str, StoredTensor], quantization: CheckpointQuantization | None, folder: Path) -> str:
+def main_dtype(tensors: dict[str, StoredTensor], quantization: CheckpointQuantization | None, folder: Path) -> str:
     """Return the type of most tensors that are not quantized; refuse a checkpoint with one of an unsupported type."""
     counts: dict[str, int] = {}
     for name, tensor in tensors.items():
@@ -310,7 +255,7 @@ def _main_dtype(tensors: dict[str, StoredTensor], quantization: CheckpointQuanti
     return STORED_DTYPES[max(counts, key=lambda dtype: counts[dtype])]
 
 
-def _eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
+def eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
     """Return the ids of all sources in order, without duplicates; ``eos_token_id`` is an int, a list or absent."""
     ids: list[int] = []
     for source in sources:
@@ -319,12 +264,12 @@ def _eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(token) for token in ids))
 
 
-def _generation_defaults(generation: dict[str, Any]) -> dict[str, float]:
+def generation_defaults(generation: dict[str, Any]) -> dict[str, float]:
     """Return the sampling defaults of generation_config.json; ``do_sample`` is ignored, as in vLLM and SGLang."""
     return {key: float(generation[key]) for key in GENERATION_DEFAULTS if generation.get(key) is not None}
 
 
-def _digest(config: dict[str, Any], tensors: dict[str, StoredTensor]) -> str:
+def digest_of(config: dict[str, Any], tensors: dict[str, StoredTensor]) -> str:
     shapes = {name: [tensor.dtype, list(tensor.shape)] for name, tensor in tensors.items()}
     canonical = json.dumps([config, shapes], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

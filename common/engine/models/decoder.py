@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from common.config.shared import WeightDtype
 from common.engine.attention.cpu import CpuStep
-from common.engine.attention.protocol import RotatingAttention, StepAttention
+from common.engine.attention.protocol import AttentionParams, LayerParams, RotatingAttention, StepAttention
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.config import ModelConfig
 from common.engine.models.expert_config import ExpertConfig
@@ -163,6 +163,10 @@ class Decoder:
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self._ops: Operations = make_operations(config, device)
         self._native = native_layers(self._ops, config, weights.layers) if group is None else None
+
+    @property
+    def attention_params(self) -> LayerParams:
+        return (AttentionParams(),) * self.config.num_layers
 
     def hidden_states(
         self,

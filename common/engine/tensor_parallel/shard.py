@@ -9,6 +9,7 @@ vocabulary, since it alone samples.
 from dataclasses import dataclass, replace
 
 from common.cache.page_layout import kv_heads_of
+from common.engine.models.base_config import BaseModelConfig
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError
 
@@ -64,7 +65,7 @@ class Shard:
 WHOLE_MODEL = Shard()
 
 
-def check_divisible(config: ModelConfig, num_ranks: int) -> None:
+def check_divisible(config: BaseModelConfig, num_ranks: int) -> None:
     """Refuse a number of ranks among which this model cannot be divided.
 
     Raises:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from common.cache.page_layout import ITEM_BYTES, PageLayout
 from common.config.node import NodeConfig
-from common.engine.models.config import ModelConfig
+from common.engine.models.base_config import BaseModelConfig
 from common.errors import ConfigError
 from common.node.loading.memory_plan import Capacity
 
@@ -21,7 +21,7 @@ GRAPH_OVERHEAD_BYTES = 16 << 20
 STEP_OVERHEAD_BYTES = 512 << 20
 
 
-def graph_conflict(config: NodeConfig, layout: PageLayout, device: str) -> str:
+def graph_conflict(config: NodeConfig, model: BaseModelConfig, layout: PageLayout, device: str) -> str:
     """Return why a node cannot capture CUDA graphs, with the fix; empty if it can.
 
     Raises:
@@ -31,11 +31,14 @@ def graph_conflict(config: NodeConfig, layout: PageLayout, device: str) -> str:
         return "there are no CUDA graphs on a CPU; leave it out"
     if config.tp > 1:
         return "steps of several ranks are not captured; leave it out, or leave out --tp"
+    if model.implementation != "native":
+        return "steps of a model that transformers computes are not captured; leave it out"
     import torch
 
     from common.engine.attention import GRAPH_SAFE, resolve_attention
+    from common.engine.attention.protocol import planned_params
 
-    attention = resolve_attention(config.attention_backend, torch.device(device), layout)
+    attention = resolve_attention(config.attention_backend, torch.device(device), layout, planned_params(model.layers))
     if attention not in GRAPH_SAFE:
         return (
             f"--attention-backend {attention} runs every step eagerly; give {' or '.join(GRAPH_SAFE)}, or leave it out"
@@ -74,7 +77,7 @@ class DeviceReserve:
 
 
 def plan_reserve(
-    config: NodeConfig, model: ModelConfig, layout: PageLayout, capacity: Capacity, batch_sizes: Sequence[int]
+    config: NodeConfig, model: BaseModelConfig, layout: PageLayout, capacity: Capacity, batch_sizes: Sequence[int]
 ) -> DeviceReserve:
     """Estimate the memory that graphs and steps take."""
     item_bytes = ITEM_BYTES[model.resolve_dtype(config.dtype)]
@@ -90,7 +93,7 @@ def plan_reserve(
     return DeviceReserve(len(batch_sizes) * GRAPH_OVERHEAD_BYTES + tensors, step)
 
 
-def activation_bytes(model: ModelConfig, item_bytes: int) -> int:
+def activation_bytes(model: BaseModelConfig, item_bytes: int) -> int:
     """Return the most memory that one token takes between two layers: what one layer holds at once, or less."""
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attended = model.num_heads * model.head_dim

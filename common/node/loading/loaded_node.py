@@ -30,7 +30,7 @@ from common.wire.curve import CurveKeys
 from common.wire.messages import LayoutMessage, Register
 
 if TYPE_CHECKING:
-    from common.engine.models.config import ModelConfig
+    from common.engine.models.base_config import BaseModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class LoadedNode:
 
     def __init__(
         self,
-        model: "ModelConfig",
+        model: "BaseModelConfig",
         engine: EngineThread,
         factories: Mapping[RoleName, RoleFactory],
         gateways: GatewayDirectory,
@@ -217,7 +217,7 @@ class LoadedNode:
             pid=os.getpid(),
             device=pick_device(config.device),
             http_address="" if self._http is None else address_of(self._http, config.advertise_host),
-            tokenizer_digest=tokenizer_digest(model.folder),
+            tokenizer_digest=tokenizer_digest(model.tokenizer_folder or model.folder),
             public_key="" if keys is None else keys.public.hex(),
             num_role_changes=self._num_changes,
             previous=self._previous,

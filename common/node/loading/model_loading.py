@@ -11,7 +11,7 @@ from common.cache.page_layout import PageLayout
 from common.config.node import NodeConfig
 from common.config.shared import ONLY_ON_CPUS
 from common.errors import ConfigError
-from common.model_folder import find_checkpoint
+from common.model_folder import find_checkpoint, find_tokenizer
 from common.node.loading.device_plan import (
     DeviceReserve,
     check_left,
@@ -28,7 +28,8 @@ from common.reminder import Reminder
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor
     from common.engine.kv_pool import KVPool
-    from common.engine.models.config import ModelConfig
+    from common.engine.models.base_config import BaseModelConfig
+    from common.engine.models.implementation import ModelSource
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ SHAPE_CACHE = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "
 POPULATE_S = 0.5
 
 
-def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, TorchExecutor, Capacity]":
+def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConfig, TorchExecutor, Capacity]":
     """Load the model and make the KV pool.
 
     Args:
@@ -54,13 +55,15 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
     for name, value in SHAPE_CACHE.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
     from common.engine.models.checkpoint import weight_files
-    from common.engine.models.config import ModelConfig
+    from common.engine.models.implementation import load_config
     from common.engine.models.weight_version import fingerprint
 
     find_checkpoint(config.model, config.revision)
     log.info("loading %s", config.model)
-    model = ModelConfig.load(config.model, revision=config.revision)
+    model = load_config(_source(config))
     model = replace(model, weight_version=config.weight_version or fingerprint(weight_files(model.folder)))
+    if config.tokenizer:
+        model = replace(model, tokenizer_folder=find_tokenizer(config.tokenizer))
     device = rank_device(config)
     if config.tp > 1:
         check_ranks(model, config.tp, device)
@@ -77,7 +80,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
         crossover_tokens=model.crossover_tokens,
     )
 
-    batch_sizes = _plan_graphs(config, layout, device, capacity)
+    batch_sizes = _plan_graphs(config, model, layout, device, capacity)
     reserve = plan_reserve(config, model, layout, capacity, batch_sizes)
     num_fitting = pages_of(config, layout, capacity, device, reserve)
     num_fitting()  # refuse a pool that can never fit before the weights are read
@@ -119,8 +122,22 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[ModelConfig, 
     return model, executor, capacity
 
 
-def _plan_graphs(config: NodeConfig, layout: PageLayout, device: str, capacity: Capacity) -> Sequence[int]:
-    conflict = graph_conflict(config, layout, device)
+def _source(config: NodeConfig) -> "ModelSource":
+    from common.engine.models.implementation import ModelSource
+
+    return ModelSource(
+        config.model,
+        revision=config.revision,
+        implementation=config.model_impl,
+        overrides=config.overrides,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _plan_graphs(
+    config: NodeConfig, model: "BaseModelConfig", layout: PageLayout, device: str, capacity: Capacity
+) -> Sequence[int]:
+    conflict = graph_conflict(config, model, layout, device)
     if conflict and device != "cpu":
         log.info("no CUDA graphs: %s", conflict)
     return plan_graphs(config, conflict, capacity.num_slots)
@@ -148,7 +165,7 @@ def _capture_graphs(executor: "TorchExecutor", batch_sizes: Sequence[int]) -> No
         ) from error
 
 
-def check_ranks(model: "ModelConfig", num_ranks: int, device: str) -> None:
+def check_ranks(model: "BaseModelConfig", num_ranks: int, device: str) -> None:
     """Refuse a ``--tp`` that this model or this device does not allow.
 
     Raises:
@@ -157,6 +174,8 @@ def check_ranks(model: "ModelConfig", num_ranks: int, device: str) -> None:
     from common.engine.executor import check_device
     from common.engine.tensor_parallel.shard import Shard, check_divisible
 
+    if model.implementation != "native":
+        raise ConfigError(f"--tp {num_ranks}: a model that transformers computes runs in one process; leave out --tp")
     check_divisible(model, num_ranks)
     try:
         check_device(Shard(num_ranks - 1, num_ranks).device(device))  # the last one
@@ -176,7 +195,7 @@ def rank_device(config: NodeConfig) -> str:
     return device if config.tp == 1 else Shard(0, config.tp).device(device)
 
 
-def memory_layout(config: NodeConfig, model: "ModelConfig", device: str) -> PageLayout:
+def memory_layout(config: NodeConfig, model: "BaseModelConfig", device: str) -> PageLayout:
     """The layout of the part of a page that takes memory of this device: on a CPU, that of all ranks."""
     from common.engine.tensor_parallel.shard import Shard
 
@@ -187,10 +206,11 @@ def memory_layout(config: NodeConfig, model: "ModelConfig", device: str) -> Page
     return layout.of_heads(num_heads * config.tp if device == "cpu" else num_heads)
 
 
-def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_threads: int) -> Load:
+def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num_threads: int) -> Load:
     import torch
 
     from common.engine.attention import resolve_attention
+    from common.engine.attention.protocol import planned_params
 
     dtype = model.resolve_dtype(config.dtype)
     layout = model.layout(config.page_size, dtype, config.kv_cache_dtype)
@@ -202,7 +222,9 @@ def _load_message(config: NodeConfig, model: "ModelConfig", device: str, num_thr
         device=device,
         dtype=dtype,
         weight_dtype=config.weight_dtype,
-        attention=resolve_attention(config.attention_backend, torch.device(device), layout),
+        attention=resolve_attention(
+            config.attention_backend, torch.device(device), layout, planned_params(model.layers)
+        ),
         page_size=config.page_size,
         num_threads=num_threads,
         log_level=config.log_level,

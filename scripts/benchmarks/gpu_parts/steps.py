@@ -9,6 +9,7 @@ from common.engine.attention import make_attention
 from common.engine.cuda_graphs import CudaGraphRunner
 from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import KVPool
+from common.engine.models.base_config import BaseModelConfig
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder, allocate_weights
 from common.step_plan import Admit, PageDelta, Row, StepPlan
@@ -85,7 +86,7 @@ def decode_step_s(executor: TorchExecutor, batch: int, context: int, num_steps: 
     return (time.perf_counter() - began_at) / num_steps
 
 
-def decode_least_s(config: ModelConfig, dtype: str, batch: int, context: int, limits: Limits) -> float:
+def decode_least_s(config: BaseModelConfig, dtype: str, batch: int, context: int, limits: Limits) -> float:
     """Weights and KV are read once."""
     parameters = linear_parameters(config, with_head=True)
     kv = batch * context * config.layout(PAGE_SIZE, dtype).page_bytes // PAGE_SIZE
@@ -111,7 +112,7 @@ def prefill_s(executor: TorchExecutor, num_tokens: int, chunk: int) -> float | N
     return time.perf_counter() - began_at
 
 
-def prefill_least_s(config: ModelConfig, num_tokens: int, limits: Limits) -> float:
+def prefill_least_s(config: BaseModelConfig, num_tokens: int, limits: Limits) -> float:
     """Every token is multiplied by the weights of all layers; half of the products of attention are masked."""
     flops = 2 * linear_parameters(config, with_head=False) * num_tokens
     flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2

@@ -16,7 +16,7 @@ class TransformersPeer:
     name = "transformers"
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], workload: Workload) -> None:
-        self._model = _build(config, tensors)
+        self._model = build_model(config, tensors)
         self._workload = workload
         self._device = tensors["model.embed_tokens.weight"].device
         self._dtype = tensors["model.embed_tokens.weight"].dtype
@@ -51,7 +51,8 @@ class TransformersPeer:
         self._model = None
 
 
-def _build(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Any:
+def build_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the model in transformers, over the tensors of a checkpoint."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     values = {

@@ -134,6 +134,11 @@ def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
             ["--weight-dtype", "int8", "--device", "cuda"],
             "--weight-dtype int8 runs on CPUs only so far; add --device cpu",
         ),
+        (["--model-impl", "vllm"], "--model-impl must be one of auto, native, transformers, not 'vllm'"),
+        (["--model-impl", "native", "--trust-remote-code"], "--trust-remote-code has no effect with --model-impl n"),
+        (["--model-impl", "transformers", "--tp", "2"], "--tp 2: a model that transformers computes runs in one proc"),
+        (["--hf-overrides", "{'a': 1}"], "--hf-overrides: not JSON"),
+        (["--hf-overrides", "[]"], "--hf-overrides must be a JSON object"),
     ],
 )
 def test_an_impossible_node_is_refused_by_flag(words, sentence):

@@ -60,7 +60,7 @@ def test_an_alias_sets_its_option(words: list[str], name: str, value: Any) -> No
 
 
 def test_every_alias_is_taken_by_some_command_that_has_its_option() -> None:
-    values = {"model": "m", "transport": "tcp"}
+    values = {"model": "m", "transport": "tcp", "hf_overrides": "{}"}
     for name in ALIASES:
         for flag in aliases_of(name):
             words = [flag] if options_of(ServeConfig)[name].kind is bool else [flag, values.get(name, "64")]

@@ -111,16 +111,15 @@ def test_graphs_are_captured_up_to_the_batches_that_a_node_runs() -> None:
 
 
 def test_nodes_that_cannot_capture_graphs_say_why_and_go_on_without() -> None:
-    for config, device, words in (
-        (NodeConfig(), "cpu", "no CUDA graphs on a CPU"),
-        (NodeConfig(tp=2), "cuda", "steps of several ranks are not captured"),
-        (
-            NodeConfig(attention_backend="torch"),
-            "cuda",
-            "--attention-backend torch runs every step eagerly; give triton",
-        ),
+    of_library: Any = SimpleNamespace(implementation="transformers", layers=())
+    eager = "--attention-backend torch runs every step eagerly; give triton"
+    for config, of_model, device, words in (
+        (NodeConfig(), model(), "cpu", "no CUDA graphs on a CPU"),
+        (NodeConfig(tp=2), model(), "cuda", "steps of several ranks are not captured"),
+        (NodeConfig(), of_library, "cuda", "a model that transformers computes are not captured"),
+        (NodeConfig(attention_backend="torch"), model(), "cuda", eager),
     ):
-        conflict = graph_conflict(config, LAYOUT, device)
+        conflict = graph_conflict(config, of_model, LAYOUT, device)
         assert words in conflict
         assert plan_graphs(config, conflict, 4) == ()
         with pytest.raises(ConfigError, match=r"^--cuda-graph-max-bs 2: "):

@@ -137,6 +137,15 @@ def test_also_serve_takes_a_folder_or_a_hub_id_with_a_revision(folder, other, mo
         model_folders(config(folder, also_serve=("e=/nowhere",)))
 
 
+def test_the_tokenizer_option_replaces_tokenizer_and_template_of_the_first_model(folder, other, tmp_path):
+    settings = config(folder, also_serve=(f"b={folder}",), tokenizer=str(other))
+    first, second = load_models(settings, model_folders(settings)).values()
+    assert first.tokenizer.vocab_size == second.tokenizer.vocab_size + 1
+    assert first.chat_template.render(HI) == "HI!"
+    with pytest.raises(ConfigError, match=r"--tokenizer .*: there is no tokenizer\.json in"):
+        model_folders(config(folder, tokenizer=str(tmp_path)))
+
+
 def test_the_chat_template_option_applies_to_the_first_model(folder, other, tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("{{ eos_token }}{{ messages[0].content }}?")

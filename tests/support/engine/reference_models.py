@@ -15,7 +15,7 @@ from common.sampling_params import SamplingParams
 CLOSE = 1e-4
 VOCAB_SIZE = 211
 
-_TINY: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -56,10 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(folder: str | Path, family: str = "qwen3", seed: int = 0, **overrides: Any) -> Path:
-    """Save a random float32 model of a family into ``folder`` with transformers.
-
-    The weights have a variance at which greedy outputs do not repeat one token.
-    """
+    """Save a random float32 model of a family into ``folder`` with transformers."""
     import transformers
 
     names = {"qwen3_moe": "Qwen3Moe"}  # other classes are named as their families
@@ -67,18 +64,23 @@ def make_model(folder: str | Path, family: str = "qwen3", seed: int = 0, **overr
     if family == "mistral":
         overrides = {"sliding_window": None, **overrides}
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**{**_TINY, **overrides})
+    config = getattr(transformers, f"{name}Config")(**{**TINY, **overrides})
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.1)
-            else:
-                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+    draw_weights(model)
     model.save_pretrained(folder)
     return Path(folder)
+
+
+def draw_weights(model: Any) -> None:
+    """Draw the weights of a model again, with a variance at which greedy outputs do not repeat one token."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
 
 
 def load_reference(folder: str | Path, device: str = "cpu") -> Any:

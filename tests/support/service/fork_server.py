@@ -1,13 +1,15 @@
 """Starts processes in milliseconds by forking a process that has already imported torch and NIXL.
 
-    fork_server.py DESCRIPTOR
+    fork_server.py DESCRIPTOR [MODULE ...]
 
 The interpreter, torch and NIXL take two seconds of CPU to start; a fork takes next to nothing. The fork server has one
-thread when it forks, and no agent, pool or socket except the one over which it receives commands.
+thread when it forks, and no agent, pool or socket except the one over which it receives commands. It imports the
+named modules too.
 """
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import runpy
@@ -30,15 +32,16 @@ class ForkServer:
 
     Args:
         variables: environment variables that torch reads when it is loaded.
+        modules: are imported before the first fork.
     """
 
-    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None, modules: Sequence[str] = ()) -> None:
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
         environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(TESTS / "support" / "service" / "fork_server.py"), str(theirs.fileno())],
+                [sys.executable, str(TESTS / "support" / "service" / "fork_server.py"), str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **environment, "OPENBLAS_NUM_THREADS": "1", **(variables or {})},
             )
@@ -127,6 +130,8 @@ def main() -> None:
     with contextlib.suppress(ImportError):  # a test that needs it reports the error
         import nixl  # noqa: F401
     orders = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     while True:
         data, descriptors, _, _ = socket.recv_fds(orders, 1 << 20, 3)
         if not data:

@@ -35,9 +35,9 @@ WORKER = "scripts.serving.worker"
 
 
 @cache
-def fork_server() -> ForkServer:
-    """The process that forks all nodes; it ends with the test run."""
-    started = ForkServer(SHAPE_CACHE)
+def fork_server(*modules: str) -> ForkServer:
+    """The process that forks all nodes; it has imported these modules, and ends with the test run."""
+    started = ForkServer(SHAPE_CACHE, modules)
     atexit.register(started.close)
     return started
 
@@ -52,13 +52,14 @@ class Service:
         prefill, decode: numbers of nodes; their names are prefill-0, decode-0 and so on.
         gateway_options, node_options: further flags; ``only`` adds flags for single nodes, by name.
         variables: environment variables for every process.
-        is_forked: fork nodes from a process that has imported torch.
+        is_forked: fork nodes from a process that has imported torch, and ``modules``.
     """
 
     def __init__(
         self, logs: Path, model: Path = SMALL_MODEL, *, gateways: int = 1, prefill: int = 1, decode: int = 1,
         gateway_options: dict[str, Any] | None = None, node_options: dict[str, Any] | None = None,
         only: dict[str, dict[str, Any]] | None = None, variables: dict[str, str] | None = None, is_forked: bool = True,
+        modules: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = logs
@@ -73,6 +74,7 @@ class Service:
         self._only = only or {}
         self._variables = variables or {}
         self._is_forked = is_forked
+        self._modules = modules
         self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._num_starts = 0
 
@@ -108,7 +110,9 @@ class Service:
                 continue
             argv = [name.split("-")[0], *self._argv(name)]
             if self._is_forked:
-                self.processes[name] = fork_server().run(WORKER, argv, log, environment() | self._variables)
+                self.processes[name] = fork_server(*self._modules).run(
+                    WORKER, argv, log, environment() | self._variables
+                )
             else:
                 self.processes[name] = spawn([sys.executable, "-m", WORKER, *argv], log, self._variables)
 

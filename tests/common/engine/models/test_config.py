@@ -314,14 +314,14 @@ def test_impossible_options_are_refused_by_flag(folder: Path, options: dict[str,
         load_executor(load(folder), num_slots=1, num_pages=2, page_size=16, **options)
 
 
-@pytest.mark.parametrize("where", ["load_weights", "KVPool"])
+@pytest.mark.parametrize("where", ["models.implementation.load_weights", "executor.KVPool"])
 def test_a_device_with_too_little_memory_is_refused_by_flag(
     folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr(f"common.engine.executor.{where}", full)
+    monkeypatch.setattr(f"common.engine.{where}", full)
     with pytest.raises(ConfigError, match=r"--device cpu.*Tried to allocate"):
         executor(folder)
 

@@ -1,0 +1,102 @@
+"""Chooses what computes a model: the native decoder where its family is known, else the library transformers."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from common.config.shared import ModelImplementation, WeightDtype
+from common.engine.models.base_config import BaseModelConfig
+from common.engine.models.config import ModelConfig
+from common.engine.models.decoder import Decoder
+from common.engine.models.protocol import CausalModel
+from common.engine.models.transformers_config import TESTED, TransformersConfig
+from common.engine.models.weights import load_weights
+from common.engine.tensor_parallel.group import RankGroup
+from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
+from common.errors import ConfigError, UnsupportedModelError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model is, and how to read it.
+
+    Attributes:
+        path_or_hub_id: value of ``--model``.
+        overrides: keys of config.json that have other values than in the file.
+        trust_remote_code: whether code of the checkpoint may run.
+    """
+
+    path_or_hub_id: str
+    revision: str | None = None
+    implementation: ModelImplementation = "auto"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+
+
+def load_config(source: ModelSource) -> BaseModelConfig:
+    """Read the configuration of a model, and decide what computes it; the log says so.
+
+    Raises:
+        ConfigError: the folder or model does not exist, or a file is damaged.
+        UnsupportedModelError: no implementation that ``source`` allows can compute the model.
+    """
+    native_refusal = ""
+    if source.implementation != "transformers":
+        try:
+            return ModelConfig.load(source.path_or_hub_id, revision=source.revision, overrides=source.overrides)
+        except UnsupportedModelError as error:
+            if source.implementation == "native":
+                raise
+            native_refusal = str(error)
+    try:
+        config = TransformersConfig.load(
+            source.path_or_hub_id,
+            revision=source.revision,
+            overrides=source.overrides,
+            trust_remote_code=source.trust_remote_code,
+        )
+    except ConfigError as error:
+        if not native_refusal:
+            raise
+        raise UnsupportedModelError(f"{native_refusal}. Nor can transformers compute it: {error}") from error
+    reason = f"the native implementation refuses it: {native_refusal}" if native_refusal else "as --model-impl says"
+    log.info("transformers computes this model with its class %s (%s)", config.architecture, reason)
+    return config
+
+
+def load_model(
+    config: BaseModelConfig,
+    dtype: str,
+    device: torch.device,
+    *,
+    weight_dtype: WeightDtype = "auto",
+    shard: Shard = WHOLE_MODEL,
+) -> Callable[[RankGroup | None], CausalModel]:
+    """Load a model's weights, packed for this machine.
+
+    Args:
+        dtype: a resolved name.
+        shard: the part to load.
+    Returns:
+        A function that makes the model once the ranks that compute it are connected.
+    Raises:
+        ConfigError: the weights do not match the configuration.
+    """
+    if isinstance(config, ModelConfig):
+        own = shard.config_of(config)
+        weights = load_weights(config, dtype, device, shard)
+        weights.pack(weight_dtype)
+        return lambda group: Decoder(own, weights, group)
+    assert isinstance(config, TransformersConfig) and shard == WHOLE_MODEL
+    from common.engine.models.transformers_check import check_reduced_copy  # imports transformers
+    from common.engine.models.transformers_model import load_transformers_model
+
+    if config.architecture not in TESTED:
+        check_reduced_copy(config)
+    model = load_transformers_model(config, dtype, device, weight_dtype)
+    return lambda _: model

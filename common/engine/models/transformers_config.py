@@ -1,0 +1,395 @@
+"""Reads the configuration of a model whose own class in the library transformers computes it.
+
+What the pages and the attention backend have to know is observed and not derived from names in config.json: the model
+is made on the meta device, without memory for weights, and runs two tokens through an attention function that only
+notes how it is called. This module imports transformers, and with it torch, when it is used.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from common.engine.models.base_config import BaseModelConfig, LayerAttention
+from common.engine.models.checkpoint import locate, read_json, stored_tensors
+from common.engine.models.config import digest_of, eos_token_ids, generation_defaults, main_dtype
+from common.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from common.engine.models.transformers_model import AttentionHook
+
+#: Architectures whose tiny models give the library's tokens, token for token, in Baton's tests. Of others, a reduced
+#: copy is compared at each start.
+TESTED = frozenset(
+    {
+        "ApertusForCausalLM",
+        "ArceeForCausalLM",
+        "Cohere2ForCausalLM",
+        "CohereForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Exaone4ForCausalLM",
+        "FlexOlmoForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GemmaForCausalLM",
+        "Glm4ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "GlmForCausalLM",
+        "GPT2LMHeadModel",
+        "GPTBigCodeForCausalLM",
+        "GPTNeoXForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "NemotronForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "OlmoeForCausalLM",
+        "OlmoForCausalLM",
+        "Phi3ForCausalLM",
+        "PhiForCausalLM",
+        "PhimoeForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "StableLmForCausalLM",
+        "Starcoder2ForCausalLM",
+    }
+)
+#: Keywords of attention functions that the backends of Baton understand.
+_UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
+#: Keywords that say what holds anyway, or nothing about the result of attention.
+_WITHOUT_EFFECT = frozenset({"use_cache", "position_ids", "position_embeddings", "is_causal", "cache_position"})
+#: Kinds of rotary embedding whose frequencies depend on the longest request of a step, beyond the original context.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig(BaseModelConfig):
+    """Configuration of a model that transformers computes.
+
+    Attributes:
+        architecture: name of the model's class.
+        overrides: keys of config.json that have other values than in the file.
+        trust_remote_code: whether code of the checkpoint may run.
+        layer_attention: how each layer attends.
+    """
+
+    architecture: str
+    overrides: Mapping[str, Any]
+    trust_remote_code: bool
+    layer_attention: tuple[LayerAttention, ...]
+    values_per_head: int
+
+    @property
+    def implementation(self) -> Literal["native", "transformers"]:
+        return "transformers"
+
+    @property
+    def value_dim(self) -> int:
+        return self.values_per_head
+
+    @property
+    def layers(self) -> tuple[LayerAttention, ...]:
+        return self.layer_attention
+
+    @classmethod
+    def load(
+        cls,
+        path_or_hub_id: str,
+        *,
+        revision: str | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> "TransformersConfig":
+        """Read a model's configuration from a local folder or from the Hugging Face hub.
+
+        Raises:
+            ConfigError: the folder or model does not exist, or a file is damaged.
+            UnsupportedModelError: the model cannot be computed over pages; the message says why.
+        """
+        folder = locate(path_or_hub_id, revision)
+        overrides = overrides or {}
+        stored = {**read_json(folder / "config.json"), **overrides}
+        generation = read_json(folder / "generation_config.json", required=False)
+        tensors = stored_tensors(folder)
+        config = load_library_config(folder, overrides, trust_remote_code=trust_remote_code)
+        refuse_by_configuration(config, stored, folder)
+        hook = _make_hook()
+        model = make_on_meta(config, folder, hook, trust_remote_code=trust_remote_code)
+        shape = observe_attention(model, folder, hook)
+        return cls(
+            folder=folder,
+            num_layers=len(shape.layers),
+            hidden_size=config.hidden_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            values_per_head=shape.value_dim,
+            intermediate_size=_intermediate_size(config),
+            vocab_size=config.vocab_size,
+            context_length=_context_length(config, folder),
+            dtype=main_dtype(tensors, None, folder),
+            eos_token_ids=eos_token_ids(generation, {"eos_token_id": config.eos_token_id}),
+            generation=generation_defaults(generation),
+            digest=digest_of({**stored, "model_impl": "transformers"}, tensors),
+            architecture=type(model).__name__,
+            overrides=overrides,
+            trust_remote_code=trust_remote_code,
+            layer_attention=shape.layers,
+        )
+
+
+def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
+    """Return the library's own configuration object.
+
+    Raises:
+        ConfigError: transformers is missing, or an override has no effect on this model.
+        UnsupportedModelError: the library does not know the model, or it needs code of the checkpoint.
+    """
+    try:
+        from transformers import AutoConfig
+        from transformers.utils import logging as library_logging
+    except ImportError as error:
+        raise ConfigError(
+            "--model-impl transformers: the package transformers is missing; install baton[transformers]"
+        ) from error
+    library_logging.disable_default_handler()  # Baton's log takes its messages
+    library_logging.enable_propagation()
+    library_logging.disable_progress_bar()
+    try:
+        config, unused = AutoConfig.from_pretrained(
+            folder,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            return_unused_kwargs=True,
+            **overrides,
+        )
+    except Exception as error:  # the library's code, and that of checkpoints, may raise anything
+        reason = _first_line(error)
+        hint = (
+            "" if trust_remote_code else "; a model with code of its own needs --trust-remote-code, and runs that code"
+        )
+        raise UnsupportedModelError(f"{folder}: transformers cannot read config.json ({reason}){hint}") from error
+    if unused := sorted(set(unused) & set(overrides)):
+        raise ConfigError(f"--hf-overrides: {', '.join(unused)} is no key of this model's config.json")
+    return config
+
+
+def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path) -> None:
+    """Refuse models that Baton cannot compute, as far as the configuration tells.
+
+    Raises:
+        UnsupportedModelError: names the reason.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    named = ", ".join(map(str, stored.get("architectures") or ())) or f"model_type {config.model_type!r}"
+    reason = ""
+    if config.is_encoder_decoder:
+        reason = "an encoder-decoder has attention to the encoder's output, which pages do not hold"
+    elif config.get_text_config() is not config:
+        reason = "it has parts beside the language model, such as vision or audio; only text models are served"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+        reason = "transformers has no class for text generation with it"
+    elif stored.get("quantization_config"):
+        reason = "quantized checkpoints are not supported by this implementation"
+    elif "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        reason = "its layers attend within chunks, and no attention backend does"
+    elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        is_other = stored.get("architectures") and kind.__name__ not in stored["architectures"]
+        reason = f"its weights are not those of a {kind.__name__}" if is_other else _class_conflict(kind)
+    if reason:
+        raise UnsupportedModelError(f"{folder}: {named} cannot be served: {reason}")
+
+
+def _make_hook() -> "AttentionHook":
+    from common.engine.models.transformers_model import AttentionHook
+
+    return AttentionHook()
+
+
+def make_on_meta(config: Any, folder: Path, hook: "AttentionHook", *, trust_remote_code: bool) -> Any:
+    """Make the model without memory for its weights, with Baton's attention function.
+
+    Raises:
+        UnsupportedModelError: its class does not call attention through the library's interface, or keeps other state.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from common.engine.models.transformers_model import freeze_rope
+
+    config._experts_implementation = "batched_mm"  # the others wait for numbers, which the meta device does not have
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=hook.name, trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # as above
+        raise UnsupportedModelError(f"{folder}: transformers cannot make the model ({_first_line(error)})") from error
+    if reason := _class_conflict(type(model)):  # of code of the checkpoint, which no mapping knows
+        raise UnsupportedModelError(f"{folder}: {type(model).__name__} cannot be served: {reason}")
+    freeze_rope(model)
+    return model.eval()
+
+
+def _class_conflict(kind: Any) -> str:
+    """Return why no model of this class of the library can be served; empty if some can."""
+    if kind._is_stateful:
+        return "its layers keep a state beside keys and values, as state-space models do"
+    if not kind._supports_attention_backend and kind.__name__ not in TESTED:
+        return "its class does not support attention functions from outside (_supports_attention_backend)"
+    return ""
+
+
+class AttentionShape(NamedTuple):
+    """What the calls of attention in one forward pass have in common, and how each layer attends."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    layers: tuple[LayerAttention, ...]
+
+
+class _Call(NamedTuple):
+    layer: int
+    shape: tuple[int, int, int, int]
+    attention: LayerAttention
+    complaint: str
+
+
+class _Observer:
+    """In place of a step's attention: notes the calls of the attention function."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+    def __call__(
+        self, module: Any, q: "Tensor", k: "Tensor", v: "Tensor", mask: "Tensor | None", options: Mapping[str, Any]
+    ) -> "Tensor":
+        given = {name: value for name, value in options.items() if value is not None}
+        sinks = given.get("s_aux")
+        names = [name for name, parameter in module.named_parameters(recurse=False) if parameter is sinks]
+        unknown = sorted(
+            name
+            for name, value in given.items()
+            if name not in _UNDERSTOOD | _WITHOUT_EFFECT and not (name == "dropout" and value == 0)
+        )
+        complaint = ""
+        if mask is not None:
+            complaint = "it computes masks of its own"
+        elif not getattr(module, "is_causal", True) or given.get("is_causal") is False:
+            complaint = "its tokens see later tokens"
+        elif unknown:
+            complaint = f"its attention takes {', '.join(unknown)}, which no attention backend knows"
+        elif sinks is not None and not names:
+            complaint = "its attention sinks are no weights of the layer"
+        attention = LayerAttention(
+            scale=given.get("scaling"),
+            window=given.get("sliding_window"),
+            soft_cap=given.get("softcap"),
+            sinks=names[0] if names else None,
+        )
+        shape = (q.shape[1], k.shape[1], k.shape[3], v.shape[3])
+        self.calls.append(_Call(getattr(module, "layer_idx", -1), shape, attention, complaint))
+        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+def observe_attention(model: Any, folder: Path, hook: "AttentionHook") -> AttentionShape:
+    """Run two tokens through a model and return how its layers attend; its own results do not matter.
+
+    Raises:
+        UnsupportedModelError: pages cannot hold what its layers need, or a backend cannot compute it.
+    """
+    name = type(model).__name__
+    observer = _Observer()
+    try:
+        import torch
+
+        tokens = torch.zeros(2, dtype=torch.int64, device=model.device)
+        with torch.no_grad():
+            hook.run(model.base_model, tokens, tokens, observer)
+    except Exception as error:  # as above
+        raise UnsupportedModelError(
+            f"{folder}: {name} cannot be served: its forward pass over pages fails ({_first_line(error)})"
+        ) from error
+    reason = _conflict(observer.calls, model.config.num_hidden_layers)
+    if reason:
+        raise UnsupportedModelError(f"{folder}: {name} cannot be served: {reason}")
+    return AttentionShape(*observer.calls[0].shape, tuple(call.attention for call in observer.calls))
+
+
+def _conflict(calls: Sequence[_Call], num_layers: int) -> str:
+    """Return why pages or backends cannot serve these calls of attention; empty if they can."""
+    if not calls:
+        return "it does not call the attention function"
+    for call in calls:
+        if call.complaint:
+            return call.complaint
+    if [call.layer for call in calls] != list(range(num_layers)):
+        return f"of its {num_layers} layers not each has keys and values of its own, once"
+    shapes = sorted({call.shape for call in calls})
+    if len(shapes) > 1:
+        return f"its layers differ in heads (query heads, KV heads, key size, value size): {shapes}"
+    if calls[0].shape[0] % calls[0].shape[1]:
+        return f"{calls[0].shape[0]} query heads are no multiple of {calls[0].shape[1]} KV heads"
+    return ""
+
+
+def _intermediate_size(config: Any) -> int:
+    """Numbers between the two matrices of a feed-forward part, which sizes of steps are estimated from."""
+    num_experts = getattr(config, "num_experts_per_tok", None)
+    of_expert = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    if num_experts and of_expert:
+        return int(num_experts * of_expert)
+    return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+
+
+def _context_length(config: Any, folder: Path) -> int:
+    """Return the longest context in tokens for which the frequencies of a token depend on its position alone.
+
+    Raises:
+        ConfigError: the configuration does not tell.
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise ConfigError(
+            f"{folder}/config.json: max_position_embeddings is missing; give "
+            "--hf-overrides '{\"max_position_embeddings\": N}'"
+        )
+    for rope in rope_parameters(config):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        kind = rope.get("rope_type", "default")
+        if kind in LENGTH_DEPENDENT_ROPE:
+            length = min(length, original or length)
+        elif kind == "yarn" and original and rope.get("factor"):
+            length = max(length, int(rope["factor"] * original))
+    return length
+
+
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Return the rope parameters of a configuration: one entry, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [part for part in rope.values() if isinstance(part, dict)]
+    return nested or ([rope] if rope else [])
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

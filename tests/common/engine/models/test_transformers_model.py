@@ -1,0 +1,320 @@
+"""Models that transformers computes over Baton's pages give the tokens that it generates itself."""
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.engine.engine_driver import Driver
+from support.engine.library_models import LIBRARY_MODELS, make_library_model
+from support.engine.reference_models import VOCAB_SIZE, draw_prompts, load_reference, prompt_logprobs
+from tokenizers import Tokenizer
+
+from common.config.shared import SMALL_MODEL
+from common.engine.executor import TorchExecutor, load_executor
+from common.engine.models import transformers_check
+from common.engine.models.implementation import ModelSource, load_config
+from common.engine.models.transformers_config import TESTED, TransformersConfig
+from common.engine.models.transformers_model import PackedLinear, TransformersModel
+from common.errors import ConfigError, UnsupportedModelError
+from common.sampling_params import SamplingParams
+
+LENGTHS = [1, 15, 16, 70, 130]
+MAX_NEW = 8
+PAGE_SIZE = 16
+
+
+def load(folder: Path, attention: str = "auto", **options: Any) -> TorchExecutor:
+    return load_executor(
+        load_config(ModelSource(str(folder), implementation="transformers")),
+        device="cpu",
+        num_slots=8,
+        num_pages=120,
+        page_size=PAGE_SIZE,
+        attention=attention,
+        **{"dtype": "float32", **options},
+    )
+
+
+@pytest.mark.parametrize("architecture", LIBRARY_MODELS)
+def test_tokens_equal_those_of_the_library_cold_chunked_cached_and_retracted(tmp_path: Path, architecture: str) -> None:
+    folder = make_library_model(tmp_path, architecture, seed=7)
+    cases = draw_prompts(folder, LENGTHS, MAX_NEW, seed=7)
+    expected = [tokens for _, tokens in cases]
+    executor = load(folder)
+
+    cold = Driver(executor)
+    whole = [cold.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
+    cold.finish(whole, MAX_NEW)
+    assert [tuple(text.output) for text in whole] == expected, "whole prompts in one step"
+
+    prompt, tokens = cases[-1]
+    cached = cold.start(5, prompt, shared=4 * PAGE_SIZE)
+    cached.pages = whole[-1].pages[:4]
+    cold.finish([cached], MAX_NEW, chunk=24)
+    assert tuple(cached.output) == tokens, "a cached prefix, and chunks after it"
+
+    chunked = Driver(executor)
+    texts = [chunked.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
+    for num_started in range(1, len(texts)):
+        active = [text for text in texts[:num_started] if len(text.output) < 4]
+        chunked.step(*((text, 24) for text in active))
+    chunked.finish(texts, 4, chunk=24)
+    again = [chunked.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
+    for text, earlier in zip(again, texts, strict=True):
+        text.output, text.pages = list(earlier.output), earlier.pages
+    chunked.finish(again, MAX_NEW, chunk=40)
+    assert [tuple(text.output) for text in again] == expected, "chunks beside decode rows, and a retraction"
+    executor.close()
+
+
+def test_the_tested_architectures_are_those_of_these_tests() -> None:
+    assert set(LIBRARY_MODELS) == TESTED
+    assert len(TESTED) >= 30
+
+
+@pytest.mark.parametrize("attention", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"])
+def test_windows_soft_caps_sinks_and_unequal_heads_do_not_depend_on_the_backend(
+    tmp_path: Path, architecture: str, attention: str
+) -> None:
+    folder = make_library_model(tmp_path, architecture, seed=7)
+    lengths, max_new = ([3, 40], 2) if attention == "triton" else ([3, 60], 4)  # Triton's interpreter is slow
+    cases = draw_prompts(folder, lengths, max_new, seed=7)
+    driver = Driver(load(folder, attention))
+    texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
+    driver.finish(texts, max_new, chunk=32)
+    assert [tuple(text.output) for text in texts] == [expected for _, expected in cases]
+    driver.executor.close()
+
+
+def test_logprobs_of_prompts_and_outputs_are_those_of_the_library(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "Gemma2ForCausalLM", seed=7)
+    ((prompt, expected),) = draw_prompts(folder, [40], 3, seed=7)
+    driver = Driver(load(folder))
+    text = driver.start(0, prompt, SamplingParams(temperature=0.0, logprobs=1))
+    driver.finish([text], 3, chunk=16)
+    found = torch.tensor([one.token for one in text.logprobs if one is not None])
+    model = load_reference(folder)
+    wanted = prompt_logprobs(model, prompt + expected)[len(prompt) - 1 :]
+    torch.testing.assert_close(found, wanted.gather(1, torch.tensor(expected)[:, None])[:, 0], atol=1e-4, rtol=1e-4)
+    driver.executor.close()
+
+
+def test_linear_layers_are_packed_and_no_plain_weight_stays(tmp_path: Path) -> None:
+    executor = load(make_library_model(tmp_path, "OlmoForCausalLM"))
+    assert isinstance(executor.model, TransformersModel)
+    layers = list(executor.model._layers.modules())
+    assert sum(isinstance(layer, PackedLinear) for layer in layers) == 2 * 7
+    assert not any(type(layer) is torch.nn.Linear for layer in layers)
+    executor.close()
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}, {"kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize("architecture", ["Olmo2ForCausalLM", "GptOssForCausalLM"])
+def test_other_formats_of_numbers_give_nearly_the_same_logits(
+    tmp_path: Path, architecture: str, options: dict[str, Any]
+) -> None:
+    folder = make_library_model(tmp_path, architecture, hidden_size=64, intermediate_size=128)
+    logits = []
+    for some in ({}, options):
+        executor = load(folder, **some)
+        text = Driver(executor).start(0, tuple(range(20)), SamplingParams(temperature=0.0, logprobs=1))
+        text._driver.finish([text], 1)
+        logits.append(text.logprobs[0])
+        executor.close()
+    plain, rounded = logits
+    assert plain is not None and rounded is not None
+    assert plain != rounded
+    assert plain.token == pytest.approx(rounded.token, abs=0.7)
+
+
+def test_lora_adapters_are_refused(tmp_path: Path) -> None:
+    executor = load(make_library_model(tmp_path, "OlmoForCausalLM"))
+    with pytest.raises(ConfigError, match="a model that transformers computes has no LoRA adapters"):
+        executor.read_adapter(tmp_path, max_rank=8)
+    executor.close()
+
+
+def test_grammars_are_compiled_for_the_tokenizer_of_another_folder(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "OlmoForCausalLM", vocab_size=1100, eos_token_id=1)
+    config = load_config(ModelSource(str(folder)))
+    executor = load_executor(
+        replace(config, tokenizer_folder=Path(SMALL_MODEL)), num_slots=1, num_pages=4, page_size=PAGE_SIZE
+    )
+    text = Driver(executor).start(0, [5, 6, 7], SamplingParams(temperature=0.0, grammar='start: "aaaaaaaaaaaa"'))
+    text._driver.finish([text], 3)
+    tokenizer = Tokenizer.from_file(f"{SMALL_MODEL}/tokenizer.json")
+    assert set(tokenizer.decode(text.output)) == {"a"}
+    executor.close()
+
+
+# ---- which implementation --------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_native_decoder_where_it_can_and_says_when_it_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = make_library_model(tmp_path / "a", "Qwen3ForCausalLM")
+    windows = make_library_model(tmp_path / "b", "MistralForCausalLM")
+    assert load_config(ModelSource(str(plain))).implementation == "native"
+    with caplog.at_level(logging.INFO):
+        assert load_config(ModelSource(str(windows))).implementation == "transformers"
+    assert "transformers computes this model with its class MistralForCausalLM" in caplog.text
+    assert "sliding windows are not supported" in caplog.text
+    with pytest.raises(UnsupportedModelError, match="sliding windows"):
+        load_config(ModelSource(str(windows), implementation="native"))
+
+
+def test_both_implementations_are_different_models_to_other_nodes(tmp_path: Path) -> None:
+    folder = str(make_library_model(tmp_path, "Qwen3ForCausalLM"))
+    native = load_config(ModelSource(folder, implementation="native"))
+    library = load_config(ModelSource(folder, implementation="transformers"))
+    assert native.digest != library.digest
+    assert native.layout(16, "auto") == library.layout(16, "auto")
+    assert (native.context_length, native.vocab_size) == (library.context_length, library.vocab_size)
+
+
+def test_a_node_with_a_native_model_does_not_import_the_library(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "Qwen3ForCausalLM")
+    code = (
+        "import sys; from common.engine.models.implementation import ModelSource, load_config;"
+        f"load_config(ModelSource({str(folder)!r})); sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_library_model(tmp_path, "OlmoForCausalLM")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"OlmoForCausalLM is not supported.*install baton\[transformers\]"):
+        load_config(ModelSource(str(folder)))
+
+
+def test_overrides_change_the_configuration_and_unknown_ones_are_refused(tmp_path: Path) -> None:
+    folder = str(make_library_model(tmp_path, "OlmoForCausalLM"))
+    plain = load_config(ModelSource(folder))
+    longer = load_config(ModelSource(folder, overrides={"max_position_embeddings": 2048}))
+    assert (plain.context_length, longer.context_length) == (1024, 2048)
+    assert plain.digest != longer.digest
+    with pytest.raises(ConfigError, match="--hf-overrides: num_layerz is no key"):
+        load_config(ModelSource(folder, overrides={"num_layerz": 2}))
+
+
+def test_a_missing_tensor_is_an_error_and_not_noise(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "OlmoForCausalLM")
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.o_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.o_proj\.weight missing"):
+        load(folder)
+
+
+def test_rotary_embeddings_that_depend_on_the_longest_request_limit_the_context(tmp_path: Path) -> None:
+    """Otherwise a request's tokens would depend on the requests beside it. Phi 3 of 128k is such a model."""
+    half = TransformersConfig.load(str(make_library_model(tmp_path, "Phi3ForCausalLM"))).head_dim // 2
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0 + index / half for index in range(half)],
+        "long_factor": [4.0] * half,
+        "original_max_position_embeddings": 128,
+        "factor": 8.0,
+    }
+    folder = make_library_model(tmp_path, "Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=128)
+    executor = load(folder)
+    assert executor.model.config.context_length == 128
+    cases = draw_prompts(folder, [9, 100], MAX_NEW, seed=7)
+    driver = Driver(executor)
+    texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
+    driver.finish(texts, MAX_NEW, chunk=24)
+    assert [tuple(text.output) for text in texts] == [expected for _, expected in cases]
+    executor.close()
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "bloom": "_supports_attention_backend",
+    "codegen": "_supports_attention_backend",
+    "falcon": "_supports_attention_backend",
+    "gptj": "_supports_attention_backend",
+    "mpt": "_supports_attention_backend",
+    "llama4_text": "attend within chunks",
+    "mamba": "keep a state",
+    "falcon_mamba": "keep a state",
+    "t5": "encoder-decoder",
+    "gemma3": "vision",
+    "bert": "see later tokens",
+}
+
+
+@pytest.mark.parametrize(("model_type", "words"), REFUSED.items())
+def test_a_model_that_pages_cannot_serve_is_refused_with_the_reason(
+    tmp_path: Path, model_type: str, words: str
+) -> None:
+    write_config(tmp_path, model_type)
+    with pytest.raises(UnsupportedModelError, match=f"cannot be served: .*{words}"):
+        TransformersConfig.load(str(tmp_path))
+
+
+def test_weights_of_another_kind_of_model_are_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, "olmo", architecture="OlmoForSequenceClassification")
+    with pytest.raises(UnsupportedModelError, match="OlmoForSequenceClassification cannot be served: its weights are"):
+        TransformersConfig.load(str(tmp_path))
+
+
+def test_code_of_a_checkpoint_does_not_run_unless_it_is_trusted(tmp_path: Path) -> None:
+    write_config(tmp_path, "olmo")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'has-run')!r}, 'w')\n")
+    with pytest.raises(UnsupportedModelError, match="--trust-remote-code, and runs that code"):
+        TransformersConfig.load(str(tmp_path))
+    assert not (tmp_path / "has-run").exists()
+
+
+def write_config(folder: Path, model_type: str, architecture: str = "") -> None:
+    """Write a small config.json of a model, and a file with one tensor, which is never read."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = CONFIG_MAPPING[model_type]()
+    config.architectures = [architecture or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "Other")]
+    config.save_pretrained(folder)
+    save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
+
+
+# ---- untested models -------------------------------------------------------------------------------------------------
+
+
+def test_a_reduced_copy_of_a_right_model_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_library_model(tmp_path, "Gemma2ForCausalLM", vocab_size=VOCAB_SIZE)
+    monkeypatch.setattr("common.engine.models.implementation.TESTED", frozenset())
+    load(folder).close()
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "GptOssForCausalLM"])
+def test_a_reduced_copy_that_differs_from_the_library_is_refused(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Baton's side ignores windows, soft caps and sinks here."""
+    from common.engine.attention.protocol import AttentionParams
+
+    config = TransformersConfig.load(str(make_library_model(tmp_path, architecture)))
+    monkeypatch.setattr(
+        TransformersModel,
+        "_attention_params",
+        lambda self: [AttentionParams(scale=layer.scale) for layer in self.config.layers],
+    )
+    with pytest.raises(UnsupportedModelError, match="logits over pages differ from the library's"):
+        transformers_check.check_reduced_copy(config)

@@ -1,0 +1,40 @@
+"""Every tested architecture over HTTP, a prefill node and two decode nodes gives the tokens of its library."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+from support.engine.library_models import LIBRARY_MODELS, make_library_model
+from support.engine.reference_models import draw_prompts
+from support.service.service import SMALL_MODEL, running
+
+#: The fork server imports the library once for all nodes, which takes seconds.
+MODULES = ("common.engine.models.transformers_model", "common.engine.models.transformers_check")
+LENGTHS = [1, 17, 64, 130]
+MAX_NEW = 8
+
+
+@pytest.mark.slow(sample=0.05)
+@pytest.mark.parametrize("architecture", LIBRARY_MODELS)
+async def test_tokens_equal_those_of_the_library_cold_and_cached_on_two_decode_nodes(
+    tmp_path: Path, architecture: str
+) -> None:
+    folder = make_library_model(tmp_path / "m", architecture, seed=3, vocab_size=1100)
+    for path in SMALL_MODEL.glob("*token*"):
+        shutil.copy(path, folder)
+    cases = draw_prompts(folder, LENGTHS, MAX_NEW, seed=8)
+    options = {"model_impl": "transformers", "page_size": 16, "chunked_prefill_size": 32, "max_total_tokens": 1024}
+    with running(tmp_path / "logs", folder, decode=2, node_options=options, modules=MODULES) as service:
+        async with service.client() as client:
+            for _ in ("cold", "cached"):
+                answers = await asyncio.gather(
+                    *(client.generate(prompt, MAX_NEW) for prompt, _ in cases for _ in range(2))
+                )
+                for number, answer in enumerate(answers):
+                    prompt, expected = cases[number // 2]
+                    assert tuple(answer["output_ids"]) == expected, f"prompt of {len(prompt)} tokens"
+            totals = await client.settled()
+            assert f"transformers computes this model with its class {architecture}" in service.log()
+    assert all(totals[node]["output_tokens"] > 0 for node in ("decode-0", "decode-1"))
+    assert totals["prefill-0"]["pages_sent"] > 0
