@@ -112,7 +112,7 @@ for weight_dtype, keep in itertools.product(("auto", "int8", "int4"), (None, [],
     for tensor in tensors.values():
         tensor.normal_(0, 0.3)
     for layer in weights.layers:
-        for one in (layer.qkv, layer.o, layer.gate_up, layer.down):
+        for one in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down):
             one.pack(weight_dtype)
     starts, num_new = np.array([0, 37, 5]), np.array([4, 1, 2])
     batch = make_batch(RowArrays(starts, num_new, np.arange(9, dtype=np.int32).reshape(3, 3), 16), torch.device("cpu"))
