@@ -73,3 +73,11 @@ def check_lora(config: Any) -> None:
         raise ConfigError(f"{flag} and --tp {config.tp}: ranks have no adapters; leave one of the two out")
     if config.record:
         raise ConfigError(f"{flag} and --record exclude each other: a recording has no adapters; leave one out")
+
+
+def cache_root(adapter: str, salt: str) -> str:
+    """What separates the cached pages of an adapter, by its id, and a client's salt from those of all others.
+
+    No id contains the zero character, so that different adapters and salts never give the same.
+    """
+    return f"\0{adapter}\0{salt}" if adapter or salt.startswith("\0") else salt

@@ -133,7 +133,8 @@ class Dispatcher:
                 message = f"rid: a request with the id {stream.request.rid!r} is in flight; choose another id"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
         pool = self._pools[streams[0].request.model]
-        pool.registry.check_adapter(streams[0].request.adapter)
+        if adapter := streams[0].request.adapter:
+            pool.registry.check_adapter(adapter)
         now = self._clock.now()
         is_idle = pool.queue.is_idle
         if not is_idle and (refusal := refusal_by_deadline(pool, streams[0], self._streams(pool), now)):
@@ -322,7 +323,9 @@ class Dispatcher:
         pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None, now: float
     ) -> WorkerPair | None:
         """The pair of another sample of the same prompt if there is one, or the best pair."""
-        prefills, decodes = pool.registry.able(request.adapter)
+        prefills, decodes = pool.registry.prefills, pool.registry.decodes
+        if request.adapter:
+            prefills, decodes = pool.registry.able(request.adapter)
         num_new, num_expected = request.sampling.max_new_tokens, request.expected_output
         if siblings is not None:
             pair = pool.router.choose_again(siblings, prefills, decodes, num_new=num_new, num_expected=num_expected)

@@ -275,8 +275,6 @@ class Registry:
 
     def check_adapter(self, adapter: str) -> None:
         """Raises RequestError: this adapter has been unloaded since a request for it came."""
-        if not adapter:
-            return
         name = adapter.rpartition("@")[0]
         is_held = any(node.adapters.get(name) == adapter for node in self.workers.values())
         if name in self.withdrawn or (self.workers and not is_held):

@@ -38,6 +38,7 @@ from common.engine.models.expert_config import QWEN_EXPERTS, ExpertConfig
 from common.engine.models.feed_forward import ExpertLoop, Experts, FeedForward, Mlp
 from common.engine.models.linear import Linear
 from common.engine.models.protocol import CausalModel
+from common.engine.models.routing import Routing, route
 from common.engine.sampling.grammar import GrammarCompiler
 from common.errors import ConfigError
 from common.sampling_params import SamplingParams
@@ -413,12 +414,11 @@ def experts_read(run: Callable[[], object]) -> float | None:
     """Run, and return how many experts a step reads in each layer that has them, on average; None without experts."""
     counts: list[int] = []
 
-    def counting(scores: Tensor, config: ExpertConfig) -> feed_forward.Routing:
+    def counting(scores: Tensor, config: ExpertConfig) -> Routing:
         found = route(scores, config)
         counts.append(len(found.experts.unique()))
         return found
 
-    route = feed_forward.route
     with patch.object(feed_forward, "route", counting):
         run()
     return sum(counts) / len(counts) if counts else None

@@ -10,6 +10,8 @@ from common.engine.models.expert_config import ExpertConfig
 from common.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
+#: Kinds of rotary embedding whose frequencies depend on the longest request of a step, beyond the original context.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from common.engine.attention.protocol import AttentionParams, LayerParams, Rotat
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.config import ModelConfig
 from common.engine.models.expert_config import ExpertConfig
-from common.engine.models.feed_forward import Experts, FeedForward, Mlp, make_expert_product
+from common.engine.models.feed_forward import Experts, Mlp, make_expert_product
+from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
 from common.engine.models.native_layers import native_layers
@@ -26,19 +27,6 @@ from common.engine.tensor_parallel.group import RankGroup
 
 if TYPE_CHECKING:
     from common.engine.models.lora import StepAdapters
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """Weights of one layer. The rows of ``qkv`` are queries, keys, values."""
-
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Linear
-    post_norm: Tensor
-    mlp: FeedForward
 
 
 @dataclass(slots=True)

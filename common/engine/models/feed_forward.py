@@ -1,7 +1,7 @@
 """The feed-forward half of a layer: one gated network, or several experts of which each token takes a few."""
 
 from importlib.util import find_spec
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from common.engine.cpu.kernels import Groups
 from common.engine.models.expert_config import ExpertConfig
 from common.engine.models.layers import Operations
 from common.engine.models.linear import GroupedLinear, Linear, group_linears
+from common.engine.models.routing import Routing, route
 
 
 class FeedForward(Protocol):
@@ -39,29 +40,6 @@ class Mlp:
 
     def __call__(self, x: Tensor, operations: Operations) -> Tensor:
         return self.down(operations.silu_and_multiply(self.gate_up(x)))
-
-
-class Routing(NamedTuple):
-    """Which experts each token takes.
-
-    Attributes:
-        experts: ``[rows, num_per_token]`` int64, the best first.
-        weights: ``[rows, num_per_token]`` float32, factors of what the experts return.
-    """
-
-    experts: Tensor
-    weights: Tensor
-
-
-def route(scores: Tensor, config: ExpertConfig) -> Routing:
-    """Choose the experts with the highest ``scores`` ``[rows, experts]`` float32 (Mixtral, arXiv 2401.04088).
-
-    The weights are the softmax over all experts, divided by the sum of the chosen ones if the model says so.
-    """
-    weights, experts = scores.softmax(dim=-1).topk(config.num_per_token, dim=-1)
-    if config.is_normalised:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return Routing(experts, weights)
 
 
 class ExpertProduct(Protocol):

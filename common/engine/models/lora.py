@@ -15,8 +15,8 @@ from torch import Tensor
 from common.engine.cpu.kernels import LANES
 from common.engine.device_copies import to_device
 from common.engine.models.config import ModelConfig
-from common.engine.models.decoder import LayerWeights
 from common.engine.models.feed_forward import Mlp
+from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.linear import Linear
 from common.engine.models.lora_checkpoint import AdapterCheckpoint, LowRankPair, shape_of
 

@@ -17,7 +17,7 @@ from common.engine.models.config import ModelConfig
 from common.engine.models.feed_forward import Mlp
 
 if TYPE_CHECKING:
-    from common.engine.models.decoder import LayerWeights
+    from common.engine.models.layer_weights import LayerWeights
 
 
 class Layer(Structure):

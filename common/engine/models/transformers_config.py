@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from common.engine.models.base_config import BaseModelConfig, LayerAttention
+from common.engine.models.base_config import LENGTH_DEPENDENT_ROPE, BaseModelConfig, LayerAttention
 from common.engine.models.checkpoint import locate, read_json, stored_tensors
 from common.engine.models.config import digest_of, eos_token_ids, generation_defaults, main_dtype
 from common.errors import ConfigError, UnsupportedModelError
@@ -18,7 +18,7 @@ from common.errors import ConfigError, UnsupportedModelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from common.engine.models.transformers_model import AttentionHook
+    from common.engine.models.transformers_attention import AttentionHook
 
 #: Architectures whose tiny models give the library's tokens, token for token, in Baton's tests. Of others, a reduced
 #: copy is compared at each start.
@@ -71,8 +71,6 @@ TESTED = frozenset(
 _UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 #: Keywords that say what holds anyway, or nothing about the result of attention.
 _WITHOUT_EFFECT = frozenset({"use_cache", "position_ids", "position_embeddings", "is_causal", "cache_position"})
-#: Kinds of rotary embedding whose frequencies depend on the longest request of a step, beyond the original context.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +214,7 @@ def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path
 
 
 def _make_hook() -> "AttentionHook":
-    from common.engine.models.transformers_model import AttentionHook
+    from common.engine.models.transformers_attention import AttentionHook
 
     return AttentionHook()
 
@@ -230,7 +228,7 @@ def make_on_meta(config: Any, folder: Path, hook: "AttentionHook", *, trust_remo
     import torch
     from transformers import AutoModelForCausalLM
 
-    from common.engine.models.transformers_model import freeze_rope
+    from common.engine.models.transformers_attention import freeze_rope
 
     config._experts_implementation = "batched_mm"  # the others wait for numbers, which the meta device does not have
     try:

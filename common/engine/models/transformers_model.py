@@ -8,14 +8,13 @@ The library's class is not changed, except that on a CPU its linear layers are r
 projection to the vocabulary runs apart from the layers, only for the rows that need logits.
 """
 
-import itertools
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from common.config.shared import WeightDtype
@@ -24,85 +23,11 @@ from common.engine.cpu.huge_pages import HugePages
 from common.engine.kv_pool import TORCH_DTYPES
 from common.engine.models.linear import Linear
 from common.engine.models.lora import StepAdapters
-from common.engine.models.transformers_config import (
-    LENGTH_DEPENDENT_ROPE,
-    TransformersConfig,
-    load_library_config,
-)
+from common.engine.models.transformers_attention import AttentionHook, freeze_rope
+from common.engine.models.transformers_config import TransformersConfig, load_library_config
 from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-
-class LayerCalls(Protocol):
-    """Gets the calls of the attention function in one forward pass."""
-
-    def __call__(
-        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Mapping[str, Any]
-    ) -> Tensor:
-        """Return ``[1, N, heads, value_dim]``.
-
-        Args:
-            module: the layer's attention, whose ``layer_idx`` is the number of the layer.
-            q, k, v: ``[1, heads, N, head_dim]``, keys and values with their own numbers of heads and sizes.
-            mask: None, unless the class makes masks itself.
-            options: the other keywords of attention functions of the library.
-        """
-        ...
-
-
-class AttentionHook:
-    """The attention function of one model, registered with the library under a name of its own.
-
-    The library has no function for masks of this name, and then makes none. Not every class hands keywords on to the
-    attention function, so that those of a step are kept here and not in a keyword.
-    """
-
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self.name = f"baton-{next(self._numbers)}"
-        self._calls: LayerCalls | None = None
-        AttentionInterface.register(self.name, self._attend)
-
-    def run(self, layers: Any, tokens: Tensor, positions: Tensor, calls: LayerCalls) -> Tensor:
-        """Run the library's model without its head on ``tokens`` ``[N]``; return ``[N, hidden]``, after the last norm.
-
-        Args:
-            calls: gets the calls of the attention function.
-        """
-        self._calls = calls
-        try:
-            hidden: Tensor = layers(input_ids=tokens[None], position_ids=positions[None], use_cache=False)[0]
-        finally:
-            self._calls = None
-        return hidden[0]
-
-    def _attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, None]:
-        """Attention as the library calls it."""
-        assert self._calls is not None, "attention outside of a step"
-        return self._calls(module, query, key, value, attention_mask, options), None
-
-
-def freeze_rope(model: nn.Module) -> None:
-    """Keep the frequencies of rotary embeddings as they are made, for positions of the original context.
-
-    The library computes those of some kinds again in each step, from the step's greatest position: a request would
-    depend on the requests beside it, and on CUDA the host would wait for the device. ``TransformersConfig`` limits the
-    context so that they never change.
-    """
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, dict):
-            module.rope_type = {layer: _frozen(one) for layer, one in kind.items()}  # type: ignore[assignment]
-        elif isinstance(kind, str):
-            module.rope_type = _frozen(kind)  # type: ignore[assignment]
-
-
-def _frozen(kind: str) -> str:
-    return "default" if kind in LENGTH_DEPENDENT_ROPE else kind
 
 
 class TransformersModel:

@@ -15,8 +15,8 @@ from torch import Tensor
 from common.engine.triton_kernels.tiles import power_of_two
 
 if TYPE_CHECKING:
-    from common.engine.models.feed_forward import Routing
     from common.engine.models.layers import Operations
+    from common.engine.models.routing import Routing
 
 #: Rows of a block: the least that ``tl.dot`` takes, and the most, for many tokens per expert.
 MIN_ROWS, MAX_ROWS = 16, 64

@@ -62,14 +62,6 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     key: str = ""
 
 
-def cache_root(adapter: str, salt: str) -> str:
-    """What separates the cached pages of an adapter, by its id, and a client's salt from those of all others.
-
-    No id contains the zero character, so that different adapters and salts never give the same.
-    """
-    return f"\0{adapter}\0{salt}" if adapter or salt.startswith("\0") else salt
-
-
 def in_pieces(request: GenerateRequest, grammar_param: str) -> GenerateRequest:
     """The request with an output that is divided into its parts, even if it can have no other part than text.
 

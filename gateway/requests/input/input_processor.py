@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from common.config.lora import cache_root
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
 from gateway.http.protocol.decoding import refuse
@@ -21,7 +22,7 @@ from gateway.http.protocol.fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFie
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams, TokenizeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, OpenAIRequest, ToolChoiceField
 from gateway.requests.input.chat_output import PLAIN_TEXT, ChatOutput, chat_output, narrow_tools
-from gateway.requests.input.generate_request import GenerateRequest, cache_root, prompt_only, with_prompt_logprobs
+from gateway.requests.input.generate_request import GenerateRequest, prompt_only, with_prompt_logprobs
 from gateway.requests.input.prompts import (
     LONGEST_TOKEN,
     Prompt,

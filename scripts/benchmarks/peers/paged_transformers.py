@@ -16,7 +16,8 @@ NAME = "its classes"
 
 def paged_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> CausalModel:
     """Return the model over the tensors of a checkpoint, its linear layers packed as ours."""
-    from common.engine.models.transformers_model import AttentionHook, TransformersModel, pack  # imports transformers
+    from common.engine.models.transformers_attention import AttentionHook  # imports transformers
+    from common.engine.models.transformers_model import TransformersModel, pack
 
     embedding = tensors["model.embed_tokens.weight"]
     hook = AttentionHook()

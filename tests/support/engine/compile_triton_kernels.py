@@ -23,7 +23,7 @@ from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionParams
 from common.engine.attention.triton_backend import TritonAttention
 from common.engine.kv_pool import KVPool
-from common.engine.models.feed_forward import Routing
+from common.engine.models.routing import Routing
 from common.engine.triton_kernels.elementwise import TritonOperations
 from common.engine.triton_kernels.grouped_linear import GroupedExperts
 from common.engine.triton_kernels.pages import Runs, gather, scatter

@@ -7,9 +7,10 @@ from torch import Tensor
 from common.config.shared import WeightDtype
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.expert_config import QWEN_EXPERTS, ExpertConfig
-from common.engine.models.feed_forward import ExpertLoop, Experts, Mlp, make_expert_product, route
+from common.engine.models.feed_forward import ExpertLoop, Experts, Mlp, make_expert_product
 from common.engine.models.layers import TorchOperations
 from common.engine.models.linear import Linear, group_linears
+from common.engine.models.routing import route
 
 HIDDEN, WIDTH = 64, 32
 

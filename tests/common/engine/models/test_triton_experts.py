@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from support.engine.devices import DEVICES
 from torch import Tensor
 
-from common.engine.models.feed_forward import ExpertLoop, Routing, make_expert_product
+from common.engine.models.feed_forward import ExpertLoop, make_expert_product
 from common.engine.models.layers import TorchOperations
+from common.engine.models.routing import Routing
 from scripts.benchmarks.launches import META, counting_kernels
 
 if not find_spec("triton"):
