@@ -1,7 +1,7 @@
 """How many nodes a load needs, by its tokens and by what steps take, without simulating. Pure.
 
 The planner begins its search with these numbers (``scripts.simulator.planning.estimate``), and the gateway's advice
-follows them (``gateway.workers.advice``).
+follows them (``gateway.advice``).
 """
 
 import math
@@ -16,6 +16,8 @@ OBJECTIVE_SHARE = 0.8
 ATTAINMENT = 0.9
 #: Rounding errors up to this share of a node do not ask for another one.
 TOLERANCE = 1e-9
+#: No more nodes are ever named: a load that seems to need more is an error of measurement.
+MAX_NODES = 2_000
 
 #: Seconds of a step that computes so many outputs, or so many prompt tokens.
 StepSeconds = Callable[[int], float]
@@ -37,7 +39,12 @@ class PromptWork(NamedTuple):
 
 def nodes_for(work: float, utilization: float) -> int:
     """The fewest nodes, at least one, that are busy for at most this share of their time."""
-    return max(1, math.ceil(work / utilization - TOLERANCE))
+    return whole_nodes(work / utilization)
+
+
+def whole_nodes(work: float) -> int:
+    """The fewest nodes, at least one, for so much work."""
+    return max(1, math.ceil(work - TOLERANCE)) if work < MAX_NODES else MAX_NODES
 
 
 def share_waiting(num_nodes: int, work: PromptWork, seconds: float) -> float:
@@ -67,7 +74,7 @@ def prefill_nodes(work: PromptWork, slack_s: float, *, utilization: float, attai
             positive, since no number of nodes makes a prompt faster that is late without waiting.
     """
     count = nodes_for(work.nodes, utilization)
-    while 0 < slack_s < math.inf and share_waiting(count, work, slack_s) > 1 - attainment:
+    while 0 < slack_s < math.inf and count < MAX_NODES and share_waiting(count, work, slack_s) > 1 - attainment:
         count += 1
     return count
 

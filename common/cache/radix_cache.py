@@ -1,6 +1,6 @@
 """The prefix cache: a radix tree of token runs and the pages that hold their KV. Whole pages only.
 
-A node holds a run of tokens, packed as little-endian int32 so that runs are compared as bytes, and one page for each
+A node holds a run of tokens, packed as uint32 so that runs are compared as bytes, and one page for each
 ``page_size`` of them. A child is found by the bytes of its first page. Each salt has its own root, which exists only
 while a node or a watch is below it.
 

@@ -12,7 +12,7 @@ from common.config.scheduling import SchedulingOptions, check_scheduling, is_use
 from common.config.shared import NEEDS_KEYS, DrainOptions, LocalPrefill, ModelOptions, check_keys, check_revision
 from common.config.tenancy import TenantOptions, check_tenancy
 from common.errors import ConfigError
-from common.wire.address import check_reach, is_unspecified
+from common.wire.address import check_reach, is_host, is_unspecified
 
 #: Name, index and count of ``--group``.
 GROUP = re.compile(r"([0-9a-f]{8,64}):([0-9]{1,3})/([0-9]{1,3})")
@@ -239,10 +239,15 @@ def check_announced(config: GatewayConfig) -> None:
     if config.etcd is None:
         if config.advertise_control_host is not None:
             raise ConfigError("--advertise-control-host is announced in etcd, and needs --etcd")
-    elif is_unspecified(config.announced_host):
+    elif is_unspecified(config.announced_host) or config.announced_host == "*":
         raise ConfigError(
             f"--control-host {config.control_host} means every address of this machine: give the one to announce in "
             "etcd with --advertise-control-host"
+        )
+    elif config.announced_host.startswith("[") or not is_host(config.announced_host):
+        flag = "--control-host" if config.advertise_control_host is None else "--advertise-control-host"
+        raise ConfigError(
+            f"{flag} {config.announced_host} is no address that nodes can dial; give a name or an IP address"
         )
 
 

@@ -53,6 +53,9 @@ class Announcement:
 
     def _announce(self) -> None:
         if self._lease is not None and self._store.renew(self._lease):
+            if self._is_failing:
+                log.info("etcd answers again")
+            self._is_failing = False
             return
         self._lease = self._store.put(GATEWAYS, self._address, self._address, ttl_s=TTL_S)
         self._is_failing = False

@@ -67,7 +67,8 @@ class EtcdStore:
             client = self._clients[0]
             try:
                 return function(client)
-            except (Etcd3Exception, OSError, ValueError, LookupError) as error:  # the last two: no answer of etcd
+            # The last four: what answers is not etcd.
+            except (Etcd3Exception, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 problems.append(f"{client.base_url}: {_brief(error)}")
                 self._clients = [*self._clients[1:], client]
         raise EtcdError("; ".join(problems))

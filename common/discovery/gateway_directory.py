@@ -103,7 +103,7 @@ class EtcdGateways:
             log.info("etcd answers again")
         self._is_failing = False
         addresses = tuple(filter(self._is_accepted, (value[:300].decode(errors="replace") for value in values)))
-        self._addresses = addresses[:MAX_GATEWAYS]
+        self._addresses = tuple(dict.fromkeys(addresses))[:MAX_GATEWAYS]
 
     def _is_accepted(self, address: str) -> bool:
         try:

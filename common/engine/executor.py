@@ -250,8 +250,11 @@ class TorchExecutor:
         mask = (
             TokenMask(params, admit.history, prompt_len=admit.prompt_len, vocab_size=vocab_size) if has_mask else None
         )
-        adapter = self.adapters[admit.adapter] if admit.adapter else None
-        self._slots[admit.slot] = Slot(params, admit.prompt_len, known, history, mask, self._constraint(admit), adapter)
+        adapter = self.adapters.get(admit.adapter)  # None too if its request has ended and the adapter was dropped
+        slot = Slot(params, admit.prompt_len, known, history, mask, self._constraint(admit), adapter)
+        self._slots[admit.slot] = slot
+        if admit.adapter not in self.adapters:
+            slot.adapter = None  # dropped meanwhile by another thread, which may not have seen the slot
         if admit.last_token is not None:
             assert 0 <= admit.last_token < vocab_size
             self._last_tokens[admit.slot].fill_(admit.last_token)  # on CUDA, an assignment waits for the device

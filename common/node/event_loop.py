@@ -440,6 +440,8 @@ class EventLoop:
         for address in addresses:
             if address not in dialled and address not in self._refusals:
                 self._dial(address)
+        if addresses and not self._links:
+            self.refused = self._refusals[addresses[-1]]
 
     def _dial(self, address: str) -> None:
         key = b"" if self._endpoint.keys is None else self._endpoint.keys.gateway
@@ -454,6 +456,8 @@ class EventLoop:
         link.mailbox.close()
         if self._profiling is link:
             self._profiling = None
+        if self._credit is not None:
+            self._credit.leave(link.incarnation)
 
     # ---- requests and the gateways that they belong to --------------------------------------------------------------
 

@@ -1,8 +1,12 @@
 """Parses addresses, and checks whether other machines can reach them."""
 
 import ipaddress
+import re
 
 from common.errors import ConfigError
+
+_ZONE = re.compile(r"%.*[^A-Za-z0-9_.-]")  # of an IPv6 address, which zmq would not take
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}")
 
 
 def is_loopback(host: str) -> bool:
@@ -21,10 +25,20 @@ def is_unspecified(host: str) -> bool:
         return False
 
 
+def is_host(text: str) -> bool:
+    """Whether this is a name, or an address of IPv4 or, in brackets or not, of IPv6, to which a socket may connect."""
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    try:
+        ipaddress.ip_address(bare)
+    except ValueError:
+        return _NAME.fullmatch(text) is not None
+    return _ZONE.search(bare) is None
+
+
 def host_and_port(text: str, flag: str) -> tuple[str, int]:
     """Split ``host:port`` or ``[v6]:port``. Raises ConfigError: ``text`` is neither; the message names ``flag``."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not is_host(host) or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
         raise ConfigError(f"{flag} must be HOST:PORT, not {text!r}")
     return host.strip("[]"), int(port)
 

@@ -102,7 +102,7 @@ def prefill_need(load: ClientLoad, nodes: NodeFigures, ttft_s: float, utilizatio
     size = min(nodes.room_per_step or math.inf, steps.largest)
     token_s = steps.seconds(size) / size
     work = tokens_per_s * token_s
-    if not load.prompt_tokens or math.isinf(ttft_s):
+    if not load.prompt_tokens or not load.requests or math.isinf(ttft_s):
         count = capacity.nodes_for(work, utilization)
         return Need(count, work, _busy_reason(work, count, utilization))
     mean = load.prompt_tokens / load.requests
@@ -136,7 +136,7 @@ def decode_need(load: ClientLoad, nodes: NodeFigures, itl_s: float, utilization:
     largest, limit = _largest_batch(steps, nodes, itl_s)
     batch = capacity.planned_batch(largest, utilization)
     outputs = capacity.decode_work(tokens_per_s, steps.seconds, batch)
-    count = max(1, math.ceil(outputs + local_s / utilization - capacity.TOLERANCE))
+    count = capacity.whole_nodes(outputs + local_s / utilization)
     num_outputs = tokens_per_s * steps.seconds(batch)
     reason = (
         f"{num_outputs:.3g} outputs at once, and a node decodes at most {largest} ({limit}), of which {batch} are"
@@ -234,7 +234,11 @@ class Advisor:
         if not self._needs_prefill:
             local_share = 1.0
         local_tokens = max(load.prompt_tokens * local_share, decode.computed_per_s)
-        outputs = decode_need(load, decode, objectives.itl_s, utilization, local_s=local_tokens * decode.prompt_token_s)
+        first_per_s = (1 - local_share) * load.requests  # first tokens, which prefill nodes sample
+        later = msgspec.structs.replace(load, output_tokens=max(load.output_tokens - first_per_s, 0.0))
+        outputs = decode_need(
+            later, decode, objectives.itl_s, utilization, local_s=local_tokens * decode.prompt_token_s
+        )
         if not self._needs_prefill:
             return {
                 "prefill": Need(0, 0.0, "decode nodes compute all prompts (--local-prefill always)"),

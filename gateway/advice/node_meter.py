@@ -19,6 +19,8 @@ DECAY = 0.5 ** (1 / HALF_LIFE)
 MIN_SPREAD = 0.05
 #: Nothing is assumed about steps that are more than so many times as large as the largest that are usual.
 MAX_EXTRAPOLATION = 2.0
+#: No node does more in an interval. A fit would never forget a number that is not finite.
+MAX_GAIN = 1e9
 
 
 class StepModel(NamedTuple):
@@ -161,11 +163,11 @@ class NodeMeter:
 
     def _interval(self, node: Worker, beat: Heartbeat, before: Heartbeat, seconds: float) -> Interval:
         def gain(*names: str) -> float:
-            return sum(max(beat.counters.get(name, 0.0) - before.counters.get(name, 0.0), 0.0) for name in names)
+            return sum(_sound(beat.counters.get(name, 0.0) - before.counters.get(name, 0.0)) for name in names)
 
         num_computed = gain("prompt_tokens_computed", "resumed_tokens_computed")
-        num_used = node.register.num_pages - beat.num_free_pages - beat.gauges.get("evictable_pages", 0.0)
-        num_arriving = sum(number for name, number in beat.gauges.items() if name.startswith(ARRIVING))
+        num_used = node.register.num_pages - beat.num_free_pages - _sound(beat.gauges.get("evictable_pages", 0.0))
+        num_arriving = sum(_sound(number) for name, number in beat.gauges.items() if name.startswith(ARRIVING))
         return Interval(
             seconds=seconds,
             busy_s=gain("busy_seconds"),
@@ -204,6 +206,11 @@ class NodeMeter:
             prompt_token_s=_mean(known),
             steps=self._fit.model(),
         )
+
+
+def _sound(value: float) -> float:
+    """A figure of a node; 0 for one that cannot be, NaN included."""
+    return value if 0.0 <= value <= MAX_GAIN else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
 """Has the nodes of a model load and unload LoRA adapters, and nodes that come later too.
 
-An adapter that is unloaded gets no new requests at once. The nodes are told when the requests in flight that have it
-have ended, so that none of them fails.
+An adapter that is unloaded gets no new requests at once. The nodes are told when the requests of this gateway that have
+it have ended, so that none of them fails.
 """
 
 import asyncio
@@ -38,11 +38,12 @@ class AdapterChanges:
 
         Raises RequestError: the adapter is being unloaded.
         """
-        if name in pool.registry.withdrawn:
+        if name in pool.registry.withdrawn and not self._is_gone(pool, name):
             message = (
                 f"lora_name: the adapter {name} is being unloaded; load it when the last request with it has ended"
             )
             raise RequestError(ErrorCode.INVALID_REQUEST, message, param="lora_name")
+        pool.registry.set_withdrawn(name, is_withdrawn=False)
         errors = await self._ask_all(pool, LoadAdapter(name, path), timeout_s)
         if any(not error for _, error in errors):
             self._wanted[pool.model, name] = path
@@ -67,6 +68,11 @@ class AdapterChanges:
             registry.set_withdrawn(name, is_withdrawn=False)
         return errors
 
+    def _is_gone(self, pool: WorkerPool, name: str) -> bool:
+        """Whether no node takes requests for an adapter, and none is in flight."""
+        is_held = any(name in node.adapters for node in pool.registry.workers.values())
+        return not is_held and not self._num_with(pool, name)
+
     def _num_with(self, pool: WorkerPool, name: str) -> int:
         requests = (stream.request for stream in self._dispatcher.streams())
         return sum(one.model == pool.model and one.adapter.startswith(f"{name}@") for one in requests)
@@ -74,6 +80,10 @@ class AdapterChanges:
     async def _ask_all(self, pool: WorkerPool, message: LoadAdapter | UnloadAdapter, timeout_s: float) -> NodeErrors:
         nodes = list(pool.registry.workers.values())
         answers = await self._rpc.call([node.incarnation for node in nodes], message, Adapters, timeout_s)
+        if nodes and not answers:
+            asked = "loaded" if isinstance(message, LoadAdapter) else "dropped"
+            text = f"no node has {asked} the adapter {message.name} within {timeout_s:g} s; ask again later"
+            raise RequestError(ErrorCode.DEADLINE_EXCEEDED, text)
         late = f"the node did not answer within {timeout_s:g} s"
         found: NodeErrors = []
         for node in nodes:
@@ -90,6 +100,8 @@ class AdapterChanges:
         for name in names - node.adapters.keys():
             if self._wanted.get((pool.model, name), "") is None:
                 del self._wanted[pool.model, name]
+            if name in pool.registry.withdrawn and self._is_gone(pool, name):  # another gateway loads it again
+                pool.registry.set_withdrawn(name, is_withdrawn=False)
         pool.registry.set_adapters(node.incarnation, tuple(adapters))
 
     def registered(self, pool: WorkerPool, node: Worker) -> None:

@@ -248,12 +248,13 @@ class ControlPlane:
         for pool in self.pools:
             for incarnation in pool.registry.silent_workers(self._clock.now()):
                 self.lose(incarnation)
-            workers = list(pool.registry.workers.values())
-            num_in_flight, num_waiting = pool.admission.num_in_flight, len(pool.queue)
-            pool.advisor.tick(workers, num_in_flight=num_in_flight, num_waiting=num_waiting, now=self._clock.now())
         self._dispatcher.tick(self._clock.now())
         self._review.tick(self._clock.now())
         self.role_changes.tick(self._clock.now())
+        for pool in self.pools:  # last: it depends on what nodes say, and nothing depends on it
+            workers = list(pool.registry.workers.values())
+            num_in_flight, num_waiting = pool.admission.num_in_flight, len(pool.queue)
+            pool.advisor.tick(workers, num_in_flight=num_in_flight, num_waiting=num_waiting, now=self._clock.now())
 
     def _on_heartbeat(self, sender: str, message: Heartbeat) -> None:
         pool = self.pools.of(sender)

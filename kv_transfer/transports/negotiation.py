@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Transport)
 
+#: How long a transport may take to attach a pair again while there are others to try: the decode node waits for the
+#: answer to such an offer for ``ANSWER_S`` (``kv_transfer.receive.connections``), less than some take to give up.
+PATIENCE_S = 5.0
+
 #: What ``auto`` may choose, best first; NIXL from GPU to GPU with ``--gpu-direct``. Gloo is never better than TCP, and
 #: NCCL not than NIXL, whereas each of its pairs occupies multiprocessors, so these two must be named.
 TRANSPORTS = ("cuda-ipc", "shm", "nixl", "tcp")
@@ -155,6 +159,7 @@ class _Attempt:
         rest: transports that are still to be tried.
         failures: sentences about the transports that were tried before ``current``, or that rest.
         has_written: a write has begun since it was attached.
+        begun_at: when ``current`` began to attach.
     """
 
     connect: Connect
@@ -164,6 +169,7 @@ class _Attempt:
     current: WriterTransport | None = None
     is_attached: bool = False
     has_written: bool = False
+    begun_at: float = 0.0
 
 
 class _Negotiating(Transport, Generic[T]):
@@ -253,7 +259,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
             except AttachError as error:
                 self._note_failure(peer, attempt, transport, str(error))
                 continue
-            attempt.current = transport
+            attempt.current, attempt.begun_at = transport, self._clock()
             return
         raise AttachError("; ".join(attempt.failures))
 
@@ -270,7 +276,17 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
                 if attempt is None or attempt.current is not transport or attempt.connect.epoch != attached.epoch:
                     continue
                 news += self._hear(attached, attempt, transport)
-        return [*news, *self._returns()]
+        return [*news, *self._give_up_slow(), *self._returns()]
+
+    def _give_up_slow(self) -> list[Attached]:
+        """Goes on with the next transport where a pair is to be attached again and one does not answer soon."""
+        news, until = [], self._clock() - PATIENCE_S
+        for peer, attempt in list(self._attempts.items()):
+            is_slow = attempt.connect.resumes and not attempt.is_attached and attempt.begun_at <= until
+            if is_slow and attempt.rest and attempt.current is not None and peer not in self._draining:
+                problem = f"no answer within {PATIENCE_S:g} s"
+                news += self._hear(Attached(peer, attempt.connect.epoch, problem), attempt, attempt.current)
+        return news
 
     def _returns(self) -> list[Attached]:
         """Ends attachments in favour of better transports whose rest is over, where nothing is under way.
@@ -285,7 +301,8 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
             name = self._broken.due(peer, [one.name for one in better if one.name in attempt.offers], now)
             if name and all(owner != peer for _, owner in self._tickets.values()):
                 self._broken.left(peer)
-                why = f"{name} is tried again instead of {attempt.current.name}"
+                instead = f"{name} is tried again instead of {attempt.current.name}"
+                why = f"pages to decode node {attempt.connect.name}: {instead}"
                 news.append(Attached(peer, attempt.connect.epoch, why))
         return news
 

@@ -209,7 +209,7 @@ class Cluster:
         """When a message arrives that is sent now. Nodes without cores of their own may have to wait for one."""
         at = self.events.now() + self._message_s
         if self._cores is not None:
-            if len(self.nodes) > self._cores.count:
+            if sum(node.is_alive for node in self.nodes.values()) > self._cores.count:
                 at += self._cores.wait_s
             at = max(at, self._arrivals.get((sender, receiver), 0.0))  # messages keep their order
             self._arrivals[sender, receiver] = at

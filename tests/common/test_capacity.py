@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.capacity import (
+    MAX_NODES,
     PromptWork,
     decode_work,
     largest_batch,
@@ -23,6 +24,11 @@ from common.capacity import (
 )
 def test_nodes_are_busy_for_their_share_at_most(work, utilization, count):
     assert nodes_for(work, utilization) == count
+
+
+@pytest.mark.parametrize("work", [1e17, math.inf, math.nan])
+def test_a_load_that_cannot_be_asks_for_a_bounded_number_of_nodes(work):
+    assert nodes_for(work, 0.7) == prefill_nodes(PromptWork(work, 0.1, 1.0), 0.1, utilization=0.7) == MAX_NODES
 
 
 def test_one_node_with_random_service_times_makes_prompts_wait_as_the_formula_of_a_single_server_says():

@@ -263,7 +263,7 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
         if (start + most < length) locate(kv, piece->row, start + most, length, most, places + !turn);
         for (long head = first_head; head < end_head; head++) {
             const Tile tile = tile_of(kv, head, places + turn, pages);
-            const Tile next = head + 1 < end_head      ? tile_of(kv, head + 1, places + turn, dtype)
+            const Tile next = head + 1 < end_head      ? tile_of(kv, head + 1, places + turn, pages)
                               : start + most < length ? tile_of(kv, first_head, places + !turn, pages)
                                                        : tile;
             attend_tile(queries + (head - first_head) * num, num, &tile, &next, piece->position + 1 - start, group,

@@ -12,6 +12,7 @@ from common.errors import ConfigError, UnsupportedModelError
 from common.model_folder import find_checkpoint
 
 FETCHED_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+CODE_FILES = ["*.py"]
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -22,13 +23,15 @@ class StoredTensor(NamedTuple):
     num_bytes: int = 0
 
 
-def locate(path_or_hub_id: str, revision: str | None = None) -> Path:
+def locate(path_or_hub_id: str, revision: str | None = None, *, with_code: bool = False) -> Path:
     """Return the checkpoint's folder; download the checkpoint if ``path_or_hub_id`` is not a local folder.
 
+    Args:
+        with_code: download Python files too.
     Raises:
         ConfigError: neither a folder nor a model of that name exists.
     """
-    return find_checkpoint(path_or_hub_id, revision, patterns=FETCHED_FILES)
+    return find_checkpoint(path_or_hub_id, revision, patterns=FETCHED_FILES + CODE_FILES * with_code)
 
 
 def read_json(file: Path, *, required: bool = True) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def load_model(
     from common.engine.models.transformers_check import check_reduced_copy  # imports transformers
     from common.engine.models.transformers_model import load_transformers_model
 
-    if config.architecture not in TESTED:
+    if config.architecture not in TESTED or config.trust_remote_code or config.has_unseen_window:
         check_reduced_copy(config)
     model = load_transformers_model(config, dtype, device, weight_dtype)
     return lambda _: model

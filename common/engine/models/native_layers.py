@@ -88,7 +88,7 @@ class NativeLayers:
             pieces=attention.pieces.data_ptr(),
             pages=attention.batch.token_pages.data_ptr(),
             offsets=attention.batch.token_offsets.data_ptr(),
-            keep=_address(keep),
+            keep=None if keep is None else keep.data_ptr() or x.data_ptr(),  # null, as of no rows, would mean all
             kept=kept.data_ptr(),
             rows=len(x),
             num_pieces=len(attention.pieces),

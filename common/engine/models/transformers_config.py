@@ -5,13 +5,14 @@ is made on the meta device, without memory for weights, and runs two tokens thro
 notes how it is called. This module imports transformers, and with it torch, when it is used.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from common.engine.models.base_config import LENGTH_DEPENDENT_ROPE, BaseModelConfig, LayerAttention
-from common.engine.models.checkpoint import locate, read_json, stored_tensors
+from common.engine.models.checkpoint import StoredTensor, locate, read_json, stored_tensors
 from common.engine.models.config import digest_of, eos_token_ids, generation_defaults, main_dtype
 from common.errors import ConfigError, UnsupportedModelError
 
@@ -82,6 +83,8 @@ class TransformersConfig(BaseModelConfig):
         overrides: keys of config.json that have other values than in the file.
         trust_remote_code: whether code of the checkpoint may run.
         layer_attention: how each layer attends.
+        has_unseen_window: whether the library may apply a window that it does not name to the attention function, as
+            classes do whose windows are only in their masks.
     """
 
     architecture: str
@@ -89,6 +92,7 @@ class TransformersConfig(BaseModelConfig):
     trust_remote_code: bool
     layer_attention: tuple[LayerAttention, ...]
     values_per_head: int
+    has_unseen_window: bool = False
 
     @property
     def implementation(self) -> Literal["native", "transformers"]:
@@ -117,7 +121,7 @@ class TransformersConfig(BaseModelConfig):
             ConfigError: the folder or model does not exist, or a file is damaged.
             UnsupportedModelError: the model cannot be computed over pages; the message says why.
         """
-        folder = locate(path_or_hub_id, revision)
+        folder = locate(path_or_hub_id, revision, with_code=trust_remote_code)
         overrides = overrides or {}
         stored = {**read_json(folder / "config.json"), **overrides}
         generation = read_json(folder / "generation_config.json", required=False)
@@ -127,6 +131,8 @@ class TransformersConfig(BaseModelConfig):
         hook = _make_hook()
         model = make_on_meta(config, folder, hook, trust_remote_code=trust_remote_code)
         shape = observe_attention(model, folder, hook)
+        context_length = _context_length(config, folder)
+        code = _digests_of_code(folder) if trust_remote_code else {}
         return cls(
             folder=folder,
             num_layers=len(shape.layers),
@@ -137,16 +143,22 @@ class TransformersConfig(BaseModelConfig):
             values_per_head=shape.value_dim,
             intermediate_size=_intermediate_size(config),
             vocab_size=config.vocab_size,
-            context_length=_context_length(config, folder),
-            dtype=main_dtype(tensors, None, folder),
+            context_length=context_length,
+            dtype=main_dtype(_numbers(tensors), None, folder),
             eos_token_ids=eos_token_ids(generation, {"eos_token_id": config.eos_token_id}),
             generation=generation_defaults(generation),
-            digest=digest_of({**stored, "model_impl": "transformers"}, tensors),
+            digest=digest_of({**stored, "model_impl": "transformers", "code": code}, tensors),
             architecture=type(model).__name__,
             overrides=overrides,
             trust_remote_code=trust_remote_code,
             layer_attention=shape.layers,
+            has_unseen_window=_has_unseen_window(config, shape.layers, context_length),
         )
+
+
+def _numbers(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors without masks and positions, which old versions of the library wrote into checkpoints."""
+    return {name: tensor for name, tensor in tensors.items() if tensor.dtype not in ("BOOL", "U8", "I64")}
 
 
 def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
@@ -207,7 +219,7 @@ def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path
         reason = "its layers attend within chunks, and no attention backend does"
     elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        is_other = stored.get("architectures") and kind.__name__ not in stored["architectures"]
+        is_other = stored.get("architectures") and kind.__name__.lower() not in map(str.lower, stored["architectures"])
         reason = f"its weights are not those of a {kind.__name__}" if is_other else _class_conflict(kind)
     if reason:
         raise UnsupportedModelError(f"{folder}: {named} cannot be served: {reason}")
@@ -379,6 +391,16 @@ def _context_length(config: Any, folder: Path) -> int:
         elif kind == "yarn" and original and rope.get("factor"):
             length = max(length, int(rope["factor"] * original))
     return length
+
+
+def _has_unseen_window(config: Any, layers: Sequence[LayerAttention], context_length: int) -> bool:
+    window = getattr(config, "sliding_window", None)
+    return isinstance(window, int) and 0 < window < context_length and all(layer.window is None for layer in layers)
+
+
+def _digests_of_code(folder: Path) -> dict[str, str]:
+    """Return the sha256 of the checkpoint's Python files: nodes with other code compute other numbers."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.py"))}
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:

@@ -81,7 +81,10 @@ def parse_output(output: str) -> dict[str, float]:
 
 
 def _run(command: list[str], environ: dict[str, str]) -> str:
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=MAX_ROUND_S, env=environ)
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=MAX_ROUND_S, env=environ)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"--peer llama.cpp: {Path(command[0]).name} took more than {MAX_ROUND_S:g} s") from None
     if ended.returncode != 0:
         raise ConfigError(f"--peer llama.cpp: {Path(command[0]).name} failed: {ended.stderr[-1000:].strip()}")
     return ended.stdout

@@ -152,7 +152,7 @@ class Driver:
         samples.add_alone(self._send_alone(ALONE_SHARE * seconds))
         if len(samples.prompts) < 2 * len(self._lengths):  # a slow service takes longer than it was given
             samples.add_alone(self._send_alone(None))
-        batches = [one for one in BATCHES_BESIDE if one <= self._batches[-1]]
+        batches = [one for one in BATCHES_BESIDE if one <= max(self._batches, default=1)]
         if samples.prompts[0].prefill_s is None:  # how long a prompt took beside others is not known
             batches = []
         beside_s = BESIDE_SHARE * seconds if batches else 0.0

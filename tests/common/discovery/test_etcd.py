@@ -1,14 +1,18 @@
 """Announcements in a real etcd, and what nodes read there."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.service.etcd import IS_INSTALLED, EtcdServer
 from support.service.processes import free_port
 
 from common.config.discovery import DiscoveryOptions
+from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig
 from common.discovery.announcement import GATEWAYS, Announcement
 from common.discovery.etcd import EtcdError, EtcdStore
@@ -95,8 +99,9 @@ def test_addresses_to_which_a_node_must_not_connect_are_ignored(
 ) -> None:
     """A process that can write to etcd cannot make a node without keys speak to another machine."""
     keys = store(etcd.url)
-    for address in ("10.1.2.3:8001", "nonsense", "x" * 10_000, FIRST):
+    for address in ("10.1.2.3:8001", "nonsense", "x" * 10_000, "http://127.0.0.1:8001", "*:8001", FIRST):
         keys.put(GATEWAYS, address[:20], address, ttl_s=60)
+    keys.put(GATEWAYS, "the same again", FIRST, ttl_s=60)
     with EtcdGateways(keys, NodeConfig().check_gateway) as directory:
         until(lambda: directory.addresses() == (FIRST,))
     assert "10.1.2.3:8001 is on another machine" in caplog.text
@@ -106,6 +111,50 @@ def test_addresses_to_which_a_node_must_not_connect_are_ignored(
 def test_what_does_not_answer_like_etcd_is_an_error() -> None:
     with pytest.raises(EtcdError, match=r"127\.0\.0\.1"):
         store(f"http://127.0.0.1:{free_port()}").values(GATEWAYS)
+
+
+@pytest.mark.parametrize("answer", [b"null", b"{", b"text"])
+def test_an_answer_that_etcd_never_gives_is_an_error(answer: bytes) -> None:
+    class Strange(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Strange) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        keys = store(f"http://127.0.0.1:{server.server_port}")
+        for call in (
+            lambda: keys.values(GATEWAYS),
+            lambda: keys.put(GATEWAYS, "a", "b", ttl_s=1),
+            lambda: keys.renew(1),
+        ):
+            with pytest.raises(EtcdError):
+                call()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"etcd": "http://host:1", "control_host": "*", "insecure": True}, "--advertise-control-host"),
+        ({"etcd": "http://host:1", "control_host": "0.0.0.0", "insecure": True}, "--advertise-control-host"),
+        (
+            {"etcd": "http://host:1", "advertise_control_host": "http://gateway"},
+            "--advertise-control-host http://gateway",
+        ),
+        ({"advertise_control_host": "10.0.0.1"}, "needs --etcd"),
+    ],
+)
+def test_a_gateway_announces_only_what_nodes_can_dial(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GatewayConfig(**options)
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,40 @@ def test_prefill_nodes_are_those_of_all_gateways() -> None:
     context.term()
 
 
+class Directory:
+    """Gateways that come and go."""
+
+    is_fixed = False
+    description = "a directory"
+
+    def __init__(self, *known: str) -> None:
+        self.known = known
+
+    def addresses(self) -> tuple[str, ...]:
+        return self.known
+
+
+def test_a_node_ends_once_every_announced_gateway_has_refused_it() -> None:
+    engine, role, directory = Engine(), Watched(), Directory("127.0.0.1:1", "127.0.0.1:2")
+    thread = EngineThread(engine)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
+    node = EventLoop(
+        role, thread, register=lambda: None, gateways=directory, orphan_timeout_s=1.0, room=1,
+        endpoint=endpoint, clock=MonotonicClock(), adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert node.gateway_address == "127.0.0.1:1,127.0.0.1:2"
+    node._on_refused(node._links[1], "it serves another model")
+    assert node.refused is None
+    directory.known = ("127.0.0.1:2",)
+    node._follow_directory()
+    assert (node.gateway_address, node.refused) == ("", "it serves another model")
+    node.close("the test is over")
+    engine.may_run.set()
+    thread.close()
+    context.term()
+
+
 def test_a_process_ends_although_a_thread_of_it_never_does() -> None:
     """The interpreter would wait for it, as it waits for a step of torch's."""
     program = (

@@ -178,3 +178,17 @@ def test_a_gateway_without_nodes_gives_advice_too():
     service.workers.clear()
     assert service.advised(3) == [1, 1]
     assert msgspec.json.encode(service.advisor.advice)
+
+
+def test_first_tokens_are_no_work_of_decode_nodes():
+    service = Service(1)
+    service.busy, service.other = 0.1, ClientLoad(2_500.0, 5_000.0, 1e4, 2_500.0)  # one token for each request
+    decode = service.run(60).roles[1]
+    assert (decode.role, decode.needed) == ("decode", 1)
+    assert "no outputs are decoded" in decode.reason
+
+
+def test_a_load_without_requests_needs_no_division():
+    service = Service(1)
+    service.busy, service.other = 0.1, ClientLoad(0.0, 2_000.0, 1e6, 50.0)
+    assert service.run(60).roles[0].needed >= 1

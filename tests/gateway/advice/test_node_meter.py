@@ -103,3 +103,15 @@ def test_the_size_of_a_node_is_remembered_when_the_last_one_is_gone():
     meter.sample([node("decode", max_running=8)], 0.0)
     figures = meter.sample([], 1.0)
     assert (figures.num_nodes, figures.capacity_tokens, figures.room_per_step) == (0, 64 * 16, 8.0)
+
+
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), 1e300, -1e300])
+def test_a_figure_that_cannot_be_is_left_out_and_forgotten(strange):
+    meter, worker = NodeMeter("prefill", 10.0), node()
+    meter.sample([beat(worker, 0.0)], 0.0)
+    meter.sample([beat(worker, 1.0, busy_seconds=strange, steps=strange, prompt_tokens_computed=strange)], 1.0)
+    meter.sample([beat(worker, 2.0, busy_seconds=0.0, steps=0.0, prompt_tokens_computed=0.0)], 2.0)
+    counters = {"busy_seconds": 0.5, "steps": 5.0, "prompt_tokens_computed": 500.0}
+    figures = meter.sample([beat(worker, 3.0, **counters)], 3.0)
+    assert 0.0 < figures.busy_share < 1.0
+    assert figures.steps is not None and 0.0 < figures.steps.seconds(100) < 1.0

@@ -217,3 +217,26 @@ async def test_a_request_that_reaches_a_node_after_its_adapter_has_gone_is_not_f
     call, rid = await start_request(stack, ASK)
     stack.nodes[0].fail(rid, "model_not_found", "the node does not have the adapter any more")
     assert await error_of(call) == (404, "model_not_found")
+
+
+async def test_nodes_that_answer_too_late_are_a_time_out(stack, monkeypatch):
+    monkeypatch.setattr(adapters, "LOAD_TIMEOUT_S", 0.05)
+    for node in stack.nodes:
+        node.adapter_error = None
+    status, answer = await stack.post(LOAD, SQL)
+    assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+    assert "no node has loaded the adapter sql" in answer["error"]["message"]
+
+
+async def test_an_adapter_can_be_loaded_again_after_its_unloading_took_too_long(stack, monkeypatch):
+    assert (await stack.post(LOAD, SQL))[0] == 200
+    monkeypatch.setattr(adapters, "UNLOAD_TIMEOUT_S", 0.05)
+    for node in stack.nodes:
+        node.adapter_error = None  # requests of another gateway still have the adapter
+    assert (await stack.post(UNLOAD, {"lora_name": "sql"}))[0] == 504
+    for node in stack.nodes:
+        node.adapter_error = ""
+        node._change_adapter(UnloadAdapter("sql"))
+    await asyncio.gather(*(node.round_trip() for node in stack.nodes))
+    assert (await stack.post(LOAD, SQL))[0] == 200
+    assert "sql" in await names(stack)

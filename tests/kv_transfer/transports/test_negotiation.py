@@ -14,7 +14,7 @@ from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import Attached, AttachError, Fenced
 from kv_transfer.transports.broken_transports import MIN_REST_S
-from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
+from kv_transfer.transports.negotiation import PATIENCE_S, NegotiatingReader, NegotiatingWriter
 
 NUM_PAGES = 8
 
@@ -216,6 +216,25 @@ def test_a_transport_that_broke_is_used_if_no_other_works(pair: Pair) -> None:
     assert pair.attach(resumes=True, works="a").transport == "a"
 
 
+def test_a_transport_that_does_not_answer_soon_is_left_for_the_next_when_a_pair_is_mended(pair: Pair) -> None:
+    """The decode node waits for an answer for a shorter time than some transports take to give up."""
+    pair.attach(resumes=False)
+    pair.writer.detach(DECODE)
+    pair.epoch += 1
+    pair.writer.attach(DECODE, msgspec.structs.replace(connect(pair.reader, pair.epoch), resumes=True))
+    assert pair.parts["b"].attached == [(DECODE, "b-2")]
+    pair.now += PATIENCE_S - 0.1
+    assert pair.writer.poll() == []
+    assert pair.parts["c"].attached == []
+    pair.now += 0.1
+    assert pair.writer.poll() == []
+    pair.parts["b"].news = [Attached(DECODE, 2)]  # too late
+    pair.parts["c"].news = [Attached(DECODE, 2)]
+    (attached,) = pair.writer.poll()
+    assert (attached.transport, attached.problem) == ("c", "")
+    assert "b: no answer within 5 s" in attached.why
+
+
 def test_a_pair_returns_to_the_better_transport_when_nothing_is_under_way(pair: Pair) -> None:
     pair.attach(resumes=False)
     pair.attach(resumes=True)
@@ -226,7 +245,7 @@ def test_a_pair_returns_to_the_better_transport_when_nothing_is_under_way(pair: 
     pair.begin_page()
     assert pair.writer.poll() == [], "a page is under way"
     pair.end_page()
-    assert pair.writer.poll() == [Attached(DECODE, 2, "a is tried again instead of b")]
+    assert pair.writer.poll() == [Attached(DECODE, 2, "pages to decode node decode-0: a is tried again instead of b")]
     assert pair.writer.poll() == []
     assert pair.attach(resumes=True).transport == "a"
     pair.carry_a_page()

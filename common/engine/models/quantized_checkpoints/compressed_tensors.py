@@ -22,8 +22,7 @@ def decode_compressed(parts: Parts, shape: tuple[int, ...], quantization: Checkp
         values = unpack_words(packed, shape[1], dim=1).float() - middle
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = unpack_words(zeros, shape[0], dim=0).float() - middle
-    if "weight_g_idx" in parts:
-        groups = parts["weight_g_idx"].long()
+    if "weight_g_idx" in parts and (groups := parts["weight_g_idx"].long()).amin() >= 0:  # -1 where there is no order
         scales, zeros = scales[:, groups], None if zeros is None else zeros[:, groups]
     if zeros is not None:
         values = values - spread(zeros, shape, quantization.block)

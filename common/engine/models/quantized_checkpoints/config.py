@@ -104,9 +104,10 @@ def _parse_compressed(config: dict[str, Any], folder: Path) -> CheckpointQuantiz
     def refuse(reason: str) -> UnsupportedModelError:
         return _refusal(folder, "compressed-tensors", reason)
 
+    # Files of earlier versions say frozen, with matrices that are compressed all the same: the format tells.
     status = config.get("quantization_status", "compressed")
-    if status != "compressed":
-        raise refuse(f"quantization_status {status}; only compressed is")
+    if status not in ("compressed", "frozen"):
+        raise refuse(f"quantization_status {status}; only compressed and frozen are")
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise refuse("sparsity_config; only dense matrices are")
     if config.get("transform_config"):

@@ -49,6 +49,9 @@ class QuantizedMatrix:
         """
         tensors = {part: files.tensor(name) for part, name in self.parts.items()}
         try:
+            if "weight" in tensors and (tensors["weight"].itemsize > 1 or tensors["weight"].shape != self.shape):
+                found = tensors["weight"]
+                raise ConfigError(f"its weight is {found.dtype} {list(found.shape)}, not 8 bits {list(self.shape)}")
             matrix = DECODERS[self.quantization.method](tensors, self.shape, self.quantization)
         except (ConfigError, KeyError, RuntimeError, IndexError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.engine.engine_driver import Driver
 from support.engine.library_models import LIBRARY_MODELS, make_library_model
 from support.engine.reference_models import VOCAB_SIZE, draw_prompts, load_reference, prompt_logprobs
@@ -281,6 +281,32 @@ def test_code_of_a_checkpoint_does_not_run_unless_it_is_trusted(tmp_path: Path) 
     with pytest.raises(UnsupportedModelError, match="--trust-remote-code, and runs that code"):
         TransformersConfig.load(str(tmp_path))
     assert not (tmp_path / "has-run").exists()
+
+
+def test_other_code_of_a_checkpoint_is_another_model(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "OlmoForCausalLM")
+    digests = set()
+    for code in ("", "x = 1\n", "x = 2\n"):
+        (folder / "code.py").write_text(code)
+        digests.add(TransformersConfig.load(str(folder), trust_remote_code=True).digest)
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize("architecture", ["PhimoeForCausalLM", "Qwen2MoeForCausalLM"])
+def test_a_window_that_only_the_library_s_masks_apply_is_refused(tmp_path: Path, architecture: str) -> None:
+    layers = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "max_window_layers": 0}
+    changes = {"sliding_window": 16, **(layers if architecture.startswith("Qwen") else {})}
+    folder = make_library_model(tmp_path, architecture, **changes)
+    with pytest.raises(UnsupportedModelError, match="logits over pages differ from the library's"):
+        load(folder)
+
+
+def test_masks_in_an_old_checkpoint_are_not_its_weights(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "GPTNeoXForCausalLM")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    load(folder).close()
 
 
 def write_config(folder: Path, model_type: str, architecture: str = "") -> None:

@@ -151,6 +151,8 @@ def test_scales_of_keys_and_values_are_ignored(tmp_path: Path) -> None:
         ("fp8 in blocks", {"weight_scale_inv": torch.ones(3, 3)}, r"scales \[3, 3\] do not fit a matrix \[128, 48\]"),
         ("fp8 in blocks", {"weight_scale_inv": None}, "q_proj.weight has type F8_E4M3, and no scale"),
         ("fp8 by channel", {"weight": torch.zeros(128, 40, dtype=torch.float8_e4m3fn)}, "q_proj: cannot be decoded"),
+        ("fp8 by channel", {"weight": torch.zeros(1, 48, dtype=torch.float8_e4m3fn)}, r"not 8 bits \[128, 48\]"),
+        ("fp8 by channel", {"weight": torch.zeros(128, 48, dtype=torch.bfloat16)}, r"weight is torch.bfloat16"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
@@ -175,7 +177,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         ("gptq, 4 bits", {"bits": 3}, "gptq.*bits 3; only 4 and 8"),
         ("gptq, 4 bits", {"checkpoint_format": "marlin"}, "gptq.*checkpoint_format marlin"),
         ("compressed, int8", {"format": "nvfp4-pack-quantized"}, "compressed-tensors.*nvfp4-pack-quantized"),
-        ("compressed, int8", {"quantization_status": "frozen"}, "quantization_status frozen"),
+        ("compressed, int8", {"quantization_status": "calibration"}, "quantization_status calibration"),
         ("compressed, int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ("compressed, int8", {"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
         ("compressed, int8", {"config_groups": {"a": {"weights": {"num_bits": 3}}}}, "weights of int of 3 bits"),

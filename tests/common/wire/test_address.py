@@ -1,0 +1,50 @@
+"""Addresses that a process may dial."""
+
+import pytest
+import zmq
+
+from common.errors import ConfigError
+from common.wire.address import host_and_port
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.0.0.1:80", ("127.0.0.1", 80)),
+        ("[::1]:8001", ("::1", 8001)),
+        ("fe80::1%eth0:8001", ("fe80::1%eth0", 8001)),
+        ("gateway.example-1.org:65535", ("gateway.example-1.org", 65535)),
+        ("my_host:1", ("my_host", 1)),
+    ],
+)
+def test_names_and_addresses_with_a_port_are_taken(text: str, expected: tuple[str, int]) -> None:
+    assert host_and_port(text, "--gateway") == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "host",
+        "host:",
+        ":80",
+        "host:0",
+        "host:65536",
+        "http://10.0.0.1:8001",
+        "*:8001",
+        "a b:80",
+        "host:٨٠",
+        "a/b:80",
+        "[x]:1",
+    ],
+)
+def test_what_no_socket_can_dial_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--gateway must be HOST:PORT"):
+        host_and_port(text, "--gateway")
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:80", "[::1]:8001", "my_host:1", "a.b-c:2"])
+def test_zmq_dials_what_is_taken(text: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(f"tcp://{text}")
