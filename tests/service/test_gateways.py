@@ -192,7 +192,10 @@ async def test_a_gateway_sends_where_the_other_has_not(service: Service) -> None
         (decode,) = [name for name in busy if name.startswith("decode")]
 
         async def knows_the_load() -> bool:
-            return bool((await other.workers())[decode]["load_tokens"] >= 4000)
+            """A gateway without a share of a node prefers others, whatever their load."""
+            workers = await other.workers()
+            has_shares = all(row["heartbeat"]["share"] for row in workers.values())
+            return has_shares and bool(workers[decode]["load_tokens"] >= 4000)
 
         async with asyncio.timeout(60):
             while not await knows_the_load():
