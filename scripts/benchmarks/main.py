@@ -1,8 +1,9 @@
 """``bench NAME``: run one benchmark, and check that it measured something.
 
-A benchmark is a module ``scripts/benchmarks/NAME.py``. Its docstring says what it measures (``bench`` lists the first
-line, and how long it takes), ``SHORTEST`` holds the options that ``--shortest`` stands for, ``add_options(parser)``
-declares its own options, and ``run(options)`` prints its tables and returns the figures in them by name.
+A benchmark is a module ``NAME.py`` in a folder of ``scripts/benchmarks``. Its docstring says what it measures (the list
+has its first line, and how long it takes), ``SHORTEST`` holds the options that ``--shortest`` stands for,
+``add_options(parser)`` declares its own options, and ``run(options)`` prints its tables and returns the figures in them
+by name.
 """
 
 import argparse
@@ -16,32 +17,34 @@ from pathlib import Path
 
 from common.errors import BatonError, ConfigError
 
-#: How long each benchmark takes, whole and with --shortest, as measured on two cores shared with other programs.
-DURATIONS = {
-    "colocation": ("3 min", "15 s"),
-    "control": ("2 min", "10 s"),
-    "disagg": ("60 min", "10 s"),
-    "engine": ("> 4 min", "15 s"),
-    "foresight": ("5 min", "20 s"),
-    "gateway": ("90 s", "10 s"),
-    "gpu": ("7 min", "15 s"),
-    "grammar": ("> 7 min", "10 s"),
-    "handoff": ("> 4 min", "20 s"),
-    "launches": ("30 s", "10 s"),
-    "loadtest": ("65 s", "5 s"),
-    "lora": ("60 s", "10 s"),
-    "overload": ("3 min", "20 s"),
-    "planner": ("8 min", "30 s"),
-    "pictures": ("4 min", "20 s"),
-    "placement": ("5 min", "15 s"),
-    "quantization": ("4 min", "15 s"),
-    "scheduler": ("60 s", "5 s"),
-    "simulate": ("5 min", "5 s"),
-    "start": ("60 s", "15 s"),
-    "tracing": ("2 min", "10 s"),
-    "transfer": ("> 4 min", "40 s"),
+#: The folder of each benchmark, and how long it takes, whole and with --shortest, on two cores shared with other
+#: programs.
+BENCHMARKS = {
+    "colocation": ("engines", "3 min", "15 s"),
+    "control": ("services", "2 min", "10 s"),
+    "disagg": ("services", "60 min", "10 s"),
+    "engine": ("engines", "> 4 min", "15 s"),
+    "foresight": ("virtual_time", "5 min", "20 s"),
+    "gateway": ("services", "90 s", "10 s"),
+    "gpu": ("engines", "7 min", "15 s"),
+    "grammar": ("engines", "> 7 min", "10 s"),
+    "handoff": ("services", "> 4 min", "20 s"),
+    "launches": ("engines", "30 s", "10 s"),
+    "loadtest": ("services", "65 s", "5 s"),
+    "lora": ("engines", "60 s", "10 s"),
+    "overload": ("services", "3 min", "20 s"),
+    "planner": ("virtual_time", "> 8 min", "30 s"),
+    "pictures": ("services", "4 min", "20 s"),
+    "placement": ("virtual_time", "5 min", "15 s"),
+    "quantization": ("engines", "4 min", "15 s"),
+    "scale": ("services", "5 min", "15 s"),
+    "scheduler": ("virtual_time", "60 s", "5 s"),
+    "simulate": ("virtual_time", "5 min", "5 s"),
+    "start": ("engines", "60 s", "15 s"),
+    "tracing": ("services", "2 min", "10 s"),
+    "transfer": ("services", "> 4 min", "40 s"),
 }
-NAMES = tuple(DURATIONS)
+NAMES = tuple(BENCHMARKS)
 USAGE_STATUS, INTERRUPTED_STATUS = 2, 130
 
 
@@ -63,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    benchmark = importlib.import_module(f"scripts.benchmarks.{name}")
+    benchmark = importlib.import_module(f"scripts.benchmarks.{BENCHMARKS[name][0]}.{name}")
     parser = argparse.ArgumentParser(
         prog=f"bench {name}",
         description=benchmark.__doc__,
@@ -94,7 +97,7 @@ def empty_figures(figures: Mapping[str, float]) -> list[str]:
 def _usage() -> str:
     """The benchmarks, how long each takes, and what it measures, in 80 columns."""
     lines = ["Usage: bench NAME [OPTIONS]", "", f"{'':15}whole   --shortest"]
-    for name, (whole, shortest) in DURATIONS.items():
+    for name, (_, whole, shortest) in BENCHMARKS.items():
         lines.append(f"  {name:12} {whole:7} {shortest}")
         lines += textwrap.wrap(_summary(name), 76, initial_indent=" " * 6, subsequent_indent=" " * 6)
     lines += ["", "Measured on two busy cores; ? is not measured yet.", "bench NAME --help shows its options."]
@@ -103,7 +106,7 @@ def _usage() -> str:
 
 def _summary(name: str) -> str:
     """The first line of a benchmark's docstring, read without importing the module and what it needs."""
-    return (Path(__file__).parent / f"{name}.py").read_text().split("\n", 1)[0].strip('"')
+    return (Path(__file__).parent / BENCHMARKS[name][0] / f"{name}.py").read_text().split("\n", 1)[0].strip('"')
 
 
 def _say(line: str) -> None:

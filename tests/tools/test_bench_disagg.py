@@ -9,8 +9,18 @@ from tokenizers import Tokenizer
 
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError
-from scripts.benchmarks import disagg
-from scripts.benchmarks.disagg import Options, Point, Run, Services, add_options, minutes, points, pooled, table
+from scripts.benchmarks.services import disagg
+from scripts.benchmarks.services.disagg import (
+    Options,
+    Point,
+    Run,
+    Services,
+    add_options,
+    minutes,
+    points,
+    pooled,
+    table,
+)
 from scripts.models.random_model import QWEN3_600M, random_model, shapes
 
 

@@ -6,7 +6,7 @@ import pytest
 from support.load.records import record
 
 from common.errors import ConfigError
-from scripts.benchmarks.handoff import LOCAL, Options, Sample, add_options, flags, run, sample_of, table
+from scripts.benchmarks.services.handoff import LOCAL, Options, Sample, add_options, flags, run, sample_of, table
 
 
 def parse(*words: str) -> Options:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from scripts.benchmarks.engine import run, thread_counts
+from scripts.benchmarks.engines.engine import run, thread_counts
 from scripts.benchmarks.harness.service_fixture import ServiceStartError
 from scripts.benchmarks.peers.llama_cpp import LlamaCppPeer, parse_output
 from scripts.benchmarks.peers.peer import Workload, parse_peers

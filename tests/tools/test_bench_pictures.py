@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.load.mock_server import MockServer, mock_server
 
-from scripts.benchmarks import pictures as bench_pictures
 from scripts.benchmarks.main import main
+from scripts.benchmarks.services import pictures as bench_pictures
 
 
 def test_arrangements_get_the_same_requests_and_a_row_each(

@@ -1,15 +1,18 @@
 """``bench planner``: its figures, its marks, and the load that both sides get."""
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from scripts.benchmarks import planner
+from scripts.benchmarks.virtual_time import planner
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
+from scripts.simulator.hardware.node_model import Profile
 
 
 @pytest.mark.parametrize(
@@ -69,3 +72,17 @@ def test_without_a_trace_both_sides_draw_the_same_requests() -> None:
     assert requests == [session[0] for session in simulated.sessions]
     assert sum(one.num_input for one in requests) / 300 == pytest.approx(160, rel=0.15)
     assert sum(one.num_output for one in requests) / 300 == pytest.approx(12, rel=0.15)
+
+
+def test_predictions_are_of_shares_of_the_simulated_capacity_and_have_a_hash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, file = tmp_path / "profile.json", tmp_path / "predictions.jsonl"
+    profile.write_bytes(msgspec.json.encode(Profile("m", {"step_s": 0.007}, 131_072, 16_384)))
+    given = options("--loads=0.5", "--num-requests=20", "--capacity-requests=20")
+    capacity, half = planner.predictions_of(planner.Deployment(1, 2, profile), given)
+    assert (capacity.name, half.name) == ("1+2 drawn capacity", "1+2 drawn 50%")
+    assert float(half.load["rate"]) == pytest.approx(capacity.simulated.requests_per_s / 2, rel=1e-4)
+    planner.write_down([capacity, half], file)
+    assert [json.loads(line)["name"] for line in file.read_text().splitlines()] == [capacity.name, half.name]
+    assert hashlib.sha256(file.read_bytes()).hexdigest() in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.benchmarks.gpu_parts.goals import goals
+from scripts.benchmarks.engines.gpu_parts.goals import goals
 
 
 def test_a_goal_has_the_worst_ratio_of_what_was_measured() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from scripts.benchmarks.gpu_parts.time_budget import TimeBudget
+from scripts.benchmarks.engines.gpu_parts.time_budget import TimeBudget
 
 
 class Clock:

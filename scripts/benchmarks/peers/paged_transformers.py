@@ -8,7 +8,7 @@ from torch import Tensor
 from common.engine.models.base_config import BaseModelConfig
 from common.engine.models.config import ModelConfig
 from common.engine.models.protocol import CausalModel
-from common.engine.models.transformers_config import TransformersConfig
+from common.engine.models.transformers_impl.config import TransformersConfig
 from scripts.benchmarks.peers.transformers_peer import build_model
 
 NAME = "its classes"
@@ -16,8 +16,8 @@ NAME = "its classes"
 
 def paged_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> CausalModel:
     """Return the model over the tensors of a checkpoint, its linear layers packed as ours."""
-    from common.engine.models.transformers_attention import AttentionHook  # imports transformers
-    from common.engine.models.transformers_model import TransformersModel, pack
+    from common.engine.models.transformers_impl.attention import AttentionHook  # imports transformers
+    from common.engine.models.transformers_impl.model import TransformersModel, pack
 
     embedding = tensors["model.embed_tokens.weight"]
     hook = AttentionHook()

@@ -13,6 +13,12 @@ class Candidate:
     step_s: float = 0.0
     prompt_token_s: float = 0.0
     send_token_s: float = 0.0
+    most_held_tokens: int = 0
+    longest: int = 0  # 0: as many tokens as the pool has
+
+    @property
+    def longest_tokens(self) -> int:
+        return self.longest or self.capacity_tokens
 
 
 P1, P2 = Candidate("p1", 10_000), Candidate("p2", 10_000)

@@ -32,6 +32,7 @@ from common.wire.messages import (
     Abort,
     Adapter,
     Adapters,
+    AdapterUnused,
     Decision,
     Decisions,
     Deregister,
@@ -174,6 +175,7 @@ class FakeNode:
         self.kept: tuple[KeptOutput, ...] | None = ()
         self.profile: ProfileAnswer | None = ProfileAnswer(file=f"/traces/{self.register.name}.trace.json.gz")
         self.adapter_error: str | None = ""
+        self._unloads: list[UnloadAdapter] = []  # that are not over
         self._context = zmq.Context()
         self.mailbox = Mailbox(
             self._context,
@@ -276,17 +278,47 @@ class FakeNode:
                 self.send(msgspec.structs.replace(self.profile, number=letter.message.number))
             elif isinstance(letter.message, LoadAdapter | UnloadAdapter) and self.adapter_error is not None:
                 self._change_adapter(letter.message)
+            elif isinstance(letter.message, AdapterUnused):
+                self._drop_adapter(letter.message.adapter)
         if letters:
             self._changed.set()
         return letters
 
     def _change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
-        if not self.adapter_error:
-            adapters = [one for one in self.register.adapters if one.name != message.name]
-            if isinstance(message, LoadAdapter):
-                adapters.append(adapter(message.name, message.path))
-            self.register = msgspec.structs.replace(self.register, adapters=tuple(adapters))
-        self.send(Adapters(self.register.adapters, self.adapter_error or "", message.number))
+        known = {one.name: one for one in self.register.adapters}
+        if isinstance(message, UnloadAdapter) and message.name in known and not self.adapter_error:
+            withdrawn = msgspec.structs.replace(known[message.name], change=message.change, is_withdrawn=True)
+            self.set_adapters(*{**known, message.name: withdrawn}.values())
+            self._unloads.append(message)
+            return
+        if isinstance(message, LoadAdapter) and not self.adapter_error:
+            loaded = adapter(message.name, message.path, path=message.path, change=message.change)
+            unloaded = {name: number for name, number in self.register.unloaded.items() if name != message.name}
+            self.register = msgspec.structs.replace(self.register, unloaded=unloaded)
+            self.set_adapters(*{**known, message.name: loaded}.values())
+        elif not self.adapter_error:
+            self._note_unloaded(message)
+        self.send(self._adapters(self.adapter_error or "", message.number))
+
+    def _drop_adapter(self, adapter: str) -> None:
+        self.set_adapters(*(one for one in self.register.adapters if one.id != adapter))
+        names = {one.name for one in self.register.adapters}
+        for message in [one for one in self._unloads if one.name not in names]:
+            self._unloads.remove(message)
+            self._note_unloaded(message)
+            self.send(self._adapters(number=message.number))
+
+    def _note_unloaded(self, message: LoadAdapter | UnloadAdapter) -> None:
+        unloaded = {**self.register.unloaded, message.name: message.change}
+        self.register = msgspec.structs.replace(self.register, unloaded=unloaded)
+
+    def set_adapters(self, *adapters: Adapter) -> None:
+        """Changes the adapters, and tells the gateway."""
+        self.register = msgspec.structs.replace(self.register, adapters=adapters)
+        self.send(self._adapters())
+
+    def _adapters(self, error: str = "", number: int = 0) -> Adapters:
+        return Adapters(self.register.adapters, self.register.unloaded, error, number)
 
     async def kill(self, last_words: Callable[[], None] = lambda: None) -> None:
         """Disconnects; ``last_words`` may send messages before."""
@@ -300,9 +332,9 @@ class FakeNode:
         self._context.term()
 
 
-def adapter(name: str, content: str) -> Adapter:
+def adapter(name: str, content: str, **fields: Any) -> Adapter:
     """Returns an adapter whose digest follows from ``content``."""
-    return Adapter(name, hashlib.md5(content.encode()).hexdigest())
+    return Adapter(name, hashlib.md5(content.encode()).hexdigest(), **fields)
 
 
 def echo(node: FakeNode, generate: Generate) -> None:

@@ -1,0 +1,1 @@
+"""The choice of a prefill and a decode node for each request."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the engine on one machine."""

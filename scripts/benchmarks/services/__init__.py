@@ -1,0 +1,1 @@
+"""Benchmarks of running services and of parts that are processes."""

@@ -1,0 +1,1 @@
+"""Benchmarks of schedulers and of the simulator."""
