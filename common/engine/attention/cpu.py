@@ -1,10 +1,9 @@
 """The CPU backend: C kernels that read pages in place.
 
 Memory bandwidth limits decode rows and short extends: one kernel reads every key and value once, without gathering.
-Arithmetic limits long extends. In bfloat16, on a processor with AMX a second kernel computes them with matrix
-instructions, and on one with a dot product of bfloat16 pairs the first kernel does; elsewhere torch's flash attention
-does, row by row. Pages of int8 are read by the first kernel, and by torch for long extends on processors without dot
-products of integers.
+Arithmetic limits long extends. In bfloat16, on a processor with AMX or with a dot product of bfloat16 pairs, a second
+kernel computes them by tiles; elsewhere torch's flash attention does, row by row. Pages of int8 are read by the first
+kernel, and by torch for long extends on processors without dot products of integers.
 """
 
 import logging
@@ -12,13 +11,25 @@ from ctypes import Array
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionBackend, LayerParams
 from common.engine.attention.torch_sdpa import ExtendRow, TorchAttention
 from common.engine.batch import StepBatch, cut_into_pieces
-from common.engine.cpu.kernels import DTYPES, LANES, MAX_DIM, MAX_QUERIES, Kernels, LayerCache, Paged, load_kernels
+from common.engine.cpu.kernels import (
+    DTYPES,
+    LANES,
+    LONG_TILE,
+    MAX_DIM,
+    MAX_QUERIES,
+    Kernels,
+    LayerCache,
+    LongPieces,
+    Paged,
+    load_kernels,
+)
 from common.engine.kv_pool import PAGE_DTYPES, KVPool
 
 log = logging.getLogger(__name__)
@@ -27,7 +38,8 @@ log = logging.getLogger(__name__)
 LONG_EXTEND = 32
 NEVER = 1 << 62
 #: New tokens of a long row in one unit of work for a thread.
-LONG_PIECE = 1024
+SHORT_PIECE, LONG_PIECE = 128, 1024
+PIECES_PER_THREAD = 4
 
 
 class CpuAttention:
@@ -47,13 +59,12 @@ class CpuAttention:
         )
         self.page_stride, self.head_stride = layers[0].keys.stride()[:2]
         self.group = num_heads // pool.layout.num_kv_heads
-        layout = pool.layout
-        fits_tiles = layout.page_size % 16 == 0 and layout.head_dim % 32 == 0 and 32 % self.group == 0
-        self.uses_amx = kernels.has_amx and layout.dtype == "bfloat16" and fits_tiles
+        layout, fits_vectors = pool.layout, pool.layout.head_dim % (2 * LANES) == 0
+        self.has_long_attention = kernels.has_long_attention and layout.dtype == "bfloat16" and fits_vectors
         pairs = {"bfloat16": kernels.has_bf16_dot, "int8": kernels.has_int8_dot}
-        has_dots = pairs.get(layout.dtype, False) and layout.head_dim % 32 == 0
+        has_dots = pairs.get(layout.dtype, False) and fits_vectors
         #: New tokens from which on a row is long.
-        self.long_extend = NEVER if has_dots and not self.uses_amx else LONG_EXTEND
+        self.long_extend = LONG_EXTEND if self.has_long_attention or not has_dots else NEVER
 
     def prepare(self, batch: StepBatch) -> "CpuStep":
         return CpuStep(self, batch)
@@ -64,6 +75,7 @@ class CpuStep:
 
     Attributes:
         pieces: of the rows that ``paged_attention`` computes, ``[P, 4]`` int64.
+        long_pieces: of the rows that ``long_attention`` computes; None if there are none.
     """
 
     def __init__(self, backend: CpuAttention, batch: StepBatch) -> None:
@@ -72,10 +84,10 @@ class CpuStep:
         is_long = batch.rows.num_new >= backend.long_extend
         longs = np.flatnonzero(is_long)
         self.pieces = cut_into_pieces(batch, np.flatnonzero(~is_long), MAX_QUERIES // backend.group)
-        self._tiled = cut_into_pieces(batch, longs if backend.uses_amx else longs[:0], LONG_PIECE)
-        self._rest = [] if backend.uses_amx else [ExtendRow(batch, int(row)) for row in longs]
-        #: Whether ``paged_attention`` computes all rows.
-        self.is_native = len(longs) == 0
+        self.long_pieces = _long_pieces(batch, longs, backend) if backend.has_long_attention and len(longs) else None
+        self._rest = [] if backend.has_long_attention else [ExtendRow(batch, int(row)) for row in longs]
+        #: Whether our kernels compute all rows.
+        self.is_native = not self._rest
 
     @property
     def caches(self) -> Array[LayerCache]:
@@ -98,11 +110,20 @@ class CpuStep:
         out = torch.empty(q.shape, dtype=q.dtype)
         if self.pieces.shape[0]:
             kernels.paged_attention(paged, self.pieces, q, out, scale)
-        if self._tiled.shape[0]:
-            kernels.amx_attention(paged, self._tiled, q, out, scale)
+        if self.long_pieces is not None:
+            kernels.long_attention(paged, self.long_pieces, q, out, scale)
         for row in self._rest:
             out[row.first : row.end] = row.attend(q[row.first : row.end], self._backend.pool.layer(layer), params)
         return out
+
+
+def _long_pieces(batch: StepBatch, rows: NDArray[np.intp], backend: CpuAttention) -> LongPieces:
+    """Cut long rows into pieces, of which each thread gets several, unless they become so short that copying counts."""
+    threads, layout = torch.get_num_threads(), backend.pool.layout
+    fair = int(batch.rows.num_new[rows].sum()) * layout.num_kv_heads // (PIECES_PER_THREAD * threads)
+    pieces = cut_into_pieces(batch, rows, min(max(fair, SHORT_PIECE), LONG_PIECE))
+    length = -(-int(batch.lengths[rows].max()) // LONG_TILE) * LONG_TILE
+    return LongPieces(pieces, torch.empty(threads, length * layout.head_dim * 4, dtype=torch.uint8))
 
 
 def cpu_conflict(layout: PageLayout) -> str:

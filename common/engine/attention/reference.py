@@ -35,21 +35,25 @@ class ReferenceStep:
             first, end = self._batch.first_new[row : row + 2].tolist()
             length = int(self._batch.lengths[row])
             for head in range(q.shape[1]):
-                keys, values = self._gather(kv, row, head // group, length)
+                first_seen = 0 if params.window is None else max(0, length - (end - first) - params.window + 1)
+                keys, values = self._gather(kv, row, head // group, range(first_seen, length))
                 sink = None if params.sinks is None else params.sinks[head].float()
                 attended = _attend(q[first:end, head].float(), keys, values, params, sink)
                 out[first:end, head] = attended.to(q.dtype)
         return out
 
-    def _gather(self, kv: LayerKV, row: int, head: int, length: int) -> tuple[Tensor, Tensor]:
-        """Read one KV head of one row through its page table: ``[length, head_dim]`` float32, and the values."""
-        tokens, page_size = np.arange(length), kv.keys.shape[2]
+    def _gather(self, kv: LayerKV, row: int, head: int, places: range) -> tuple[Tensor, Tensor]:
+        """Read keys and values of one KV head, at these places of one row, through its page table.
+
+        Both are ``[length, head_dim]`` float32.
+        """
+        tokens, page_size = np.array(places), kv.keys.shape[2]
         pages = self._batch.rows.page_table[row][tokens // page_size].astype(np.int64)
         return read_kv(kv, (torch.from_numpy(pages), head, torch.from_numpy(tokens % page_size)), torch.float32)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, sink: Tensor | None) -> Tensor:
-    """Return ``[n, value_dim]`` for the last n of ``length`` tokens of one row and one head."""
+    """Return ``[n, value_dim]`` for the last n of the tokens of one row and one head that ``keys`` has."""
     num_new, length = len(q), len(keys)
     scores = q @ keys.T * params.scale_for(q.shape[1])
     if params.soft_cap is not None:

@@ -1,5 +1,7 @@
 """The torch backend, for any device: gathers each row's pages, then calls torch's scaled-dot-product attention.
 
+Of a layer with a window, only the pages within the window are gathered.
+
 Rows of several new tokens run one by one. Decode rows run together, padded to the longest, with the padding masked.
 Layers with sinks or a soft cap, which torch's attention lacks, compute scores and softmax one after the other.
 """
@@ -35,16 +37,8 @@ class TorchStep:
         self._extends = [ExtendRow(batch, int(row)) for row in np.flatnonzero(~is_decode)]
         decodes = np.flatnonzero(is_decode)
         self._decode_tokens = to_device(batch.first_new[:-1][decodes], device)
-        self._has_decodes = len(decodes) > 0
-        if self._has_decodes:
-            num_pages = int(batch.rows.num_pages[decodes].max())
-            # Entries past a row's own pages are stale: page 0 replaces them, and the mask hides it.
-            own = np.arange(num_pages)[None, :] < batch.rows.num_pages[decodes, None]
-            table = np.where(own, batch.rows.page_table[decodes, :num_pages], 0)
-            self._decode_table = to_device(table.astype(np.int64), device)
-            places = np.arange(num_pages * batch.rows.page_size)
-            # Positive from the row's last token on backwards.
-            self._decode_distance = to_device(batch.lengths[decodes, None] - places[None, :], device)
+        self._decodes = decodes
+        self._seen_pages: dict[int | None, tuple[Tensor, Tensor]] = {}  # by window; most models have one or two
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = self._backend.pool.layer(layer)
@@ -53,21 +47,41 @@ class TorchStep:
         out = q.new_empty(*q.shape[:2], kv.values.shape[-1])
         for row in self._extends:
             out[row.first : row.end] = row.attend(q[row.first : row.end], kv, params)
-        if self._has_decodes:
+        if len(self._decodes):
             out[self._decode_tokens] = self._decode(q[self._decode_tokens], kv, params)
         return out
 
     def _decode(self, q: Tensor, kv: LayerKV, params: AttentionParams) -> Tensor:
         """Return ``[D, heads, value_dim]`` for D decode rows; heads that share KV become query rows of one KV head."""
         num_rows, heads, head_dim = q.shape
-        is_own = self._decode_distance > 0
+        table, distance = self._pages_seen(params.window)
+        is_own = distance > 0
         # Masked numbers must be finite: 0 * NaN is NaN.
         hidden = ~is_own[:, None, :, None]
-        keys, values = (part.masked_fill(hidden, 0) for part in _gather(kv, self._decode_table, q.dtype))
+        keys, values = (part.masked_fill(hidden, 0) for part in _gather(kv, table, q.dtype))
         grouped = q.view(num_rows, keys.shape[1], heads // keys.shape[1], head_dim)
-        is_seen = is_own if params.window is None else is_own & (self._decode_distance <= params.window)
+        is_seen = is_own if params.window is None else is_own & (distance <= params.window)
         sinks = None if params.sinks is None else params.sinks.view(1, *grouped.shape[1:3], 1)
         return _attend(grouped, keys, values, is_seen[:, None, None, :], params, sinks).flatten(1, 2)
+
+    def _pages_seen(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """Pages ``[D, pages]`` that the decode rows see, and the distance ``[D, tokens]`` of each of their tokens: 1 is
+        the row's last token, and places without a token are not positive.
+        """
+        if window not in self._seen_pages:
+            rows, lengths = self._batch.rows, self._batch.lengths[self._decodes]
+            first = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // rows.page_size
+            num_pages = rows.num_pages[self._decodes]
+            indices = first[:, None] + np.arange((num_pages - first).max())
+            # Entries past a row's own pages are stale: page 0 replaces them, and the mask hides it.
+            is_own = indices < num_pages[:, None]
+            last = rows.page_table.shape[1] - 1
+            table = np.where(is_own, rows.page_table[self._decodes[:, None], np.minimum(indices, last)], 0)
+            places = first[:, None] * rows.page_size + np.arange(indices.shape[1] * rows.page_size)
+            device = self._batch.positions.device
+            distance = to_device(lengths[:, None] - places, device)
+            self._seen_pages[window] = to_device(table.astype(np.int64), device), distance
+        return self._seen_pages[window]
 
 
 class ExtendRow:
@@ -76,11 +90,14 @@ class ExtendRow:
         self._length = int(batch.lengths[row])
         self._start = int(batch.rows.starts[row])
         self._table = batch.page_table[row, : int(batch.rows.num_pages[row])].long()[None]
-        self._masks: dict[int | None, Tensor] = {}  # by window; most models have one or two
+        self._page_size = batch.rows.page_size
+        self._masks: dict[int | None, Tensor] = {}  # by window
 
     def attend(self, q: Tensor, kv: LayerKV, params: AttentionParams) -> Tensor:
         """Return ``[n, heads, value_dim]`` for the row's n new tokens, whose queries are ``q``."""
-        keys, values = (part[:, :, : self._length] for part in _gather(kv, self._table, q.dtype))
+        page = self._first_seen(params.window) // self._page_size
+        num_tokens = self._length - page * self._page_size
+        keys, values = (part[:, :, :num_tokens] for part in _gather(kv, self._table[:, page:], q.dtype))
         queries = q.transpose(0, 1)[None]
         if self._start == 0 and params.is_plain:
             scale = params.scale
@@ -92,11 +109,16 @@ class ExtendRow:
             out = _attend(queries, keys, values, self._mask(params.window), params, sinks)
         return out[0].transpose(0, 1)
 
+    def _first_seen(self, window: int | None) -> int:
+        """The first token that a new token sees."""
+        return 0 if window is None else max(0, self._start - window + 1)
+
     def _mask(self, window: int | None) -> Tensor:
-        """Return ``[n, length]``: which tokens each new token sees."""
+        """Return ``[n, tokens]``: which tokens each new token sees, from the first page that any of them sees."""
         if window not in self._masks:
-            tokens = torch.arange(self._length, device=self._table.device)
-            distance = tokens[self._start :, None] - tokens[None, :]
+            first = self._first_seen(window) // self._page_size * self._page_size
+            tokens = torch.arange(first, self._length, device=self._table.device)
+            distance = tokens[self._start - first :, None] - tokens[None, :]
             is_seen = distance >= 0
             self._masks[window] = is_seen if window is None else is_seen & (distance < window)
         return self._masks[window]

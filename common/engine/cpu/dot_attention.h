@@ -6,20 +6,19 @@
 #include "paged.h"
 
 #ifdef __AVX512VNNI__
-#include <immintrin.h>
 
 INLINE __m512i pairs_at(const char *array, ptrdiff_t index, int dtype) {
     if (dtype == I8) return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(array + index)));
     return _mm512_loadu_si512(array + index * 2);
 }
 
-/* Sums are floats for bfloat16, else integers. */
+/* Sums are floats for bfloat16, else integers. Not by intrinsics, for which GCC 12 copies the sums in every turn. */
 INLINE __m512i add_dots(__m512i sums, __m512i a, __m512i b, int dtype) {
 #ifdef __AVX512BF16__
-    if (dtype == BF16) return (__m512i)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+    if (dtype == BF16) __asm__("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
 #endif
-    (void)dtype;
-    return _mm512_dpwssd_epi32(sums, a, b);
+    if (dtype != BF16) __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+    return sums;
 }
 
 /* The sum of each of sixteen vectors, as one vector. Destroys `rows`. */

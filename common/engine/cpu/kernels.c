@@ -30,20 +30,14 @@ INLINE void norm_row(char *x, const char *delta, const char *weight, char *out, 
 }
 
 /* x += delta (unless null), out = x / rms(x) * weight. x, delta, out: [rows, width]. */
-INLINE void norm_rows(char *x, const char *delta, const char *weight, char *out, long rows, long width, float eps,
-                      int dtype) {
-    const ptrdiff_t row_bytes = width * (ptrdiff_t)item_bytes(dtype);
-#pragma omp parallel for schedule(static) if (rows * width > WORTH_THREADS)
-    for (long row = 0; row < rows; row++)
-        norm_row(x + row * row_bytes, delta ? delta + row * row_bytes : 0, weight, out + row * row_bytes, width, eps,
-                 dtype);
-}
-
 EXPORT void baton_add_rms_norm(char *x, const char *delta, const char *weight, char *out, long rows, long width,
                                float eps, int dtype) {
-    if (dtype == F32) norm_rows(x, delta, weight, out, rows, width, eps, F32);
-    if (dtype == BF16) norm_rows(x, delta, weight, out, rows, width, eps, BF16);
-    if (dtype == F16) norm_rows(x, delta, weight, out, rows, width, eps, F16);
+    const ptrdiff_t row_bytes = width * (ptrdiff_t)item_bytes(dtype);
+#pragma omp parallel for schedule(static) if (rows * width > WORTH_THREADS)
+    for (long row = 0; row < rows; row++) {
+        const char *change = delta ? delta + row * row_bytes : 0;
+        WITH_CONSTANT(dtype, norm_row, x + row * row_bytes, change, weight, out + row * row_bytes, width, eps);
+    }
 }
 
 /* One head: normalise (if it has a weight), then rotate pairs (i, i + dim / 2). */
@@ -71,38 +65,31 @@ INLINE void turn_head(char *head, const char *weight, const float *cos, const fl
     }
 }
 
-INLINE void turn_rows(char *qkv, const char *q_weight, const char *k_weight, const float *cos, const float *sin,
-                      long rows, long heads, long kv_heads, long dim, float eps, int dtype) {
-    const ptrdiff_t head_bytes = dim * (ptrdiff_t)item_bytes(dtype);
-    const ptrdiff_t row_bytes = (heads + 2 * kv_heads) * head_bytes;
-#pragma omp parallel for schedule(static) if (rows * (heads + kv_heads) * dim > WORTH_THREADS)
-    for (long row = 0; row < rows; row++)
-        for (long head = 0; head < heads + kv_heads; head++)
-            turn_head(qkv + row * row_bytes + head * head_bytes, head < heads ? q_weight : k_weight,
-                      cos + row * dim / 2, sin + row * dim / 2, dim, eps, dtype);
-}
-
 /* Queries and keys inside qkv [rows, heads + 2 * kv_heads, dim], in place; cos, sin: [rows, dim / 2] float. */
 EXPORT void baton_norm_and_rotate(char *qkv, const char *q_weight, const char *k_weight, const float *cos,
                                   const float *sin, long rows, long heads, long kv_heads, long dim, float eps,
                                   int dtype) {
-    if (dtype == F32) turn_rows(qkv, q_weight, k_weight, cos, sin, rows, heads, kv_heads, dim, eps, F32);
-    if (dtype == BF16) turn_rows(qkv, q_weight, k_weight, cos, sin, rows, heads, kv_heads, dim, eps, BF16);
-    if (dtype == F16) turn_rows(qkv, q_weight, k_weight, cos, sin, rows, heads, kv_heads, dim, eps, F16);
+    const ptrdiff_t head_bytes = dim * (ptrdiff_t)item_bytes(dtype);
+#pragma omp parallel for schedule(static) if (rows * (heads + kv_heads) * dim > WORTH_THREADS)
+    for (long row = 0; row < rows; row++)
+        for (long head = 0; head < heads + kv_heads; head++)
+            WITH_CONSTANT(dtype, turn_head, qkv + (row * (heads + 2 * kv_heads) + head) * head_bytes,
+                          head < heads ? q_weight : k_weight, cos + row * dim / 2, sin + row * dim / 2, dim, eps);
 }
 
-INLINE void gate_rows(const char *gate_up, char *out, long rows, long width, int dtype) {
-#pragma omp parallel for schedule(static) if (rows * width > WORTH_THREADS)
-    for (long row = 0; row < rows; row++)
-        for (long i = 0; i < width; i += LANES) {
-            vf gate = load(gate_up, 2 * row * width + i, dtype), up = load(gate_up, (2 * row + 1) * width + i, dtype);
-            store(out, row * width + i, gate / (1.0f + exponential(-gate)) * up, dtype);
-        }
+INLINE void gate_row(const char *gate, const char *up, char *out, long width, int dtype) {
+    for (long i = 0; i < width; i += LANES) {
+        const vf x = load(gate, i, dtype);
+        store(out, i, x / (1.0f + exponential(-x)) * load(up, i, dtype), dtype);
+    }
 }
 
 /* silu(gate) * up; gate_up: [rows, 2 * width], gate first; out: [rows, width]. */
 EXPORT void baton_silu_and_multiply(const char *gate_up, char *out, long rows, long width, int dtype) {
-    if (dtype == F32) gate_rows(gate_up, out, rows, width, F32);
-    if (dtype == BF16) gate_rows(gate_up, out, rows, width, BF16);
-    if (dtype == F16) gate_rows(gate_up, out, rows, width, F16);
+    const ptrdiff_t row_bytes = width * (ptrdiff_t)item_bytes(dtype);
+#pragma omp parallel for schedule(static) if (rows * width > WORTH_THREADS)
+    for (long row = 0; row < rows; row++) {
+        const char *gate = gate_up + 2 * row * row_bytes;
+        WITH_CONSTANT(dtype, gate_row, gate, gate + row_bytes, out + row * row_bytes, width);
+    }
 }

@@ -1,7 +1,7 @@
 /* Vectors of sixteen floats, loaded from and stored to the three number formats, with the vector extensions of GCC
  * (version 12 on) and clang.
  *
- * `dtype` is a compile-time constant wherever these are inlined: exported functions branch on it once, at the top.
+ * `dtype` is a compile-time constant wherever these are inlined: WITH_CONSTANT branches on it.
  */
 #ifndef BATON_KERNELS_H
 #define BATON_KERNELS_H
@@ -9,6 +9,9 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 enum { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 }; /* I8: of KV pages */
 enum { LANES = 16 };
@@ -26,6 +29,14 @@ enum { AHEAD = 8192 };
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
+
+/* Call with the format of numbers as a constant, within a parallel part: a constant from outside of it is a variable. */
+#define WITH_CONSTANT(dtype, function, ...)                    \
+    do {                                                       \
+        if ((dtype) == F32) function(__VA_ARGS__, F32);        \
+        else if ((dtype) == BF16) function(__VA_ARGS__, BF16); \
+        else function(__VA_ARGS__, F16);                       \
+    } while (0)
 
 INLINE size_t item_bytes(int dtype) { return dtype == F32 ? 4 : dtype == I8 ? 1 : 2; }
 
@@ -81,23 +92,30 @@ INLINE float sum(vf x) {
     return c[0] + c[1];
 }
 
-INLINE float highest_of(vf x) {
-    float best = x[0];
-    for (int lane = 1; lane < LANES; lane++) best = x[lane] > best ? x[lane] : best;
-    return best;
-}
-
 /* By lane: a where the comparison held (all bits set), else b. */
 INLINE vf choose(vi held, vf a, vf b) { return (vf)((held & (vi)a) | (~held & (vi)b)); }
 
+/* By lane; b if one of them is not a number. */
+#ifdef __AVX512F__
+INLINE vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+INLINE vf smaller(vf a, vf b) { return choose(a < b, a, b); }
+#endif
+
+INLINE float highest_of(vf x) {
+    x = larger(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    x = larger(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    return x[0] > x[1] ? x[0] : x[1];
+}
 
 /* e to the x, to about 1e-7: split off a power of two, then a polynomial (as in Cephes). Clamped to +-87. */
 INLINE vf exponential(vf x) {
-    x = larger(x, splat(-87.0f));
-    x = choose(x < splat(87.0f), x, splat(87.0f));
-    const vf magic = splat(12582912.0f); /* adding it rounds to an integer */
-    vf n = (x * 1.44269504088896341f + magic) - magic;
+    x = smaller(larger(x, splat(-87.0f)), splat(87.0f));
+    const vf magic = splat(12582912.0f); /* adding it rounds to an integer, which is in the lowest bits then */
+    const vf shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
     vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -106,8 +124,33 @@ INLINE vf exponential(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-    return p * (vf)power;
+    return (vf)((vu)p + ((vu)shifted << 23));
+}
+
+/* Exchange quadrants: in every square of 2 * `size` rows and lanes, the upper right one with the lower left one. */
+#define EXCHANGE(rows, size, first, second)                                         \
+    for (int i = 0; i < LANES; i++)                                                 \
+        if ((i & (size)) == 0) {                                                    \
+            const vu upper = rows[i], lower = rows[i + (size)];                     \
+            rows[i] = __builtin_shufflevector(upper, lower, first);                 \
+            rows[i + (size)] = __builtin_shufflevector(upper, lower, second);       \
+        }
+#define LIST(...) __VA_ARGS__
+
+/* Rows become columns, in registers. */
+INLINE void transpose(vu rows[LANES]) {
+#pragma GCC unroll 16
+    EXCHANGE(rows, 8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+             LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#pragma GCC unroll 16
+    EXCHANGE(rows, 4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+             LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+#pragma GCC unroll 16
+    EXCHANGE(rows, 2, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+             LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+#pragma GCC unroll 16
+    EXCHANGE(rows, 1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+             LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
 }
 
 #endif

@@ -30,6 +30,7 @@ Pair = tuple[Tensor, Tensor]
 LANES = 16  # every width must be a multiple of this
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
+LONG_TILE = 256  # tokens of a tile in long_attention.c
 MAX_GROUP = 1 << 16  # the sum of so many products of bytes fits into 32 bits
 
 _FOLDER = Path(__file__).parent
@@ -40,7 +41,7 @@ LIBRARY = Library(
     sources=tuple(
         _FOLDER / f"{name}.c"
         for name in (
-            *("kernels", "pack", "linear", "quantized_linear", "paged_attention", "amx_attention", "sampling"),
+            *("kernels", "pack", "linear", "quantized_linear", "paged_attention", "long_attention", "sampling"),
             "layers",
         )
     ),
@@ -118,6 +119,18 @@ class LayerCache(Structure):
     _fields_ = (("keys", c_void_p), ("values", c_void_p), ("scale", c_float))
 
 
+class LongPieces(NamedTuple):
+    """Pieces of rows for ``long_attention``.
+
+    Attributes:
+        pieces: ``[P, 4]`` int64, as for ``paged_attention``.
+        scratch: ``[threads, bytes]``, memory of each thread for a copy of the keys and values of a row's head.
+    """
+
+    pieces: Tensor
+    scratch: Tensor
+
+
 class Groups(NamedTuple):
     """Groups of rows, each of which is multiplied by one weight.
 
@@ -170,6 +183,10 @@ class Kernels:
         self._paged_attention.argtypes = (
             *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_float, c_int),
         )
+        self._long_attention = library.baton_long_attention
+        self._long_attention.argtypes = (
+            *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_long, c_void_p, c_float),
+        )
         self._write_kv = library.baton_write_kv
         self._write_kv.argtypes = (POINTER(Paged), c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_long, c_int)
         self._token_weights = library.baton_token_weights
@@ -178,10 +195,9 @@ class Kernels:
         self.run_layers.argtypes = (c_void_p, c_void_p, c_long, c_void_p)
         for function in vars(self).values():
             function.restype = None
-        self._amx_attention = library.baton_amx_attention
-        self._amx_attention.argtypes = (POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_float)
-        self._amx_attention.restype = c_int
-        #: Whether processor and kernel support ``amx_attention``.
+        #: Whether ``long_attention`` works here.
+        self.has_long_attention = bool(library.baton_has_long_attention())
+        #: Whether processor and operating system have AMX.
         self.has_amx = bool(library.baton_has_amx())
         #: Whether the processor has a dot product of bfloat16 pairs.
         self.has_bf16_dot = bool(library.baton_has_bf16_dot())
@@ -306,14 +322,13 @@ class Kernels:
             *(out.data_ptr(), scale, DTYPES[q.dtype]),
         )
 
-    def amx_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
-        """Compute attention for long pieces in bfloat16; see amx_attention.c for the supported shapes."""
-        assert self.has_amx
-        is_done = self._amx_attention(
-            *(kv, pieces.data_ptr(), pieces.shape[0], q.data_ptr(), q.stride(0), out.data_ptr(), scale)
+    def long_attention(self, kv: Paged, pieces: LongPieces, q: Tensor, out: Tensor, scale: float) -> None:
+        """Compute attention for long pieces in bfloat16; see long_attention.c for the supported shapes."""
+        assert self.has_long_attention
+        self._long_attention(
+            *(kv, pieces.pieces.data_ptr(), len(pieces.pieces), pieces.scratch.data_ptr(), pieces.scratch.shape[1]),
+            *(q.data_ptr(), q.stride(0), out.data_ptr(), scale),
         )
-        if not is_done:
-            raise MemoryError("no memory for a copy of one row's values in attention")
 
     def write_kv(self, kv: Paged, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Write keys and values ``[N, kv_heads, head_dim]`` to ``pages`` and ``offsets``, both ``[N]`` int64."""

@@ -30,11 +30,12 @@ typedef struct {
     QuantizedRows rounded;
     const float *cos, *sin;
     Paged kv; /* without keys and values, which every layer has */
-    const Piece *pieces;
+    const Piece *pieces, *long_pieces; /* of baton_paged_attention and of baton_long_attention */
+    char *scratch;                     /* of baton_long_attention */
     const int64_t *pages, *offsets; /* of every token's KV */
     const int64_t *keep;            /* tokens whose results are wanted; null: all */
     char *kept;                     /* the rows of x that `keep` names */
-    long rows, num_pieces, num_kept;
+    long rows, num_pieces, num_long, scratch_bytes, num_kept;
     float eps;
     int dtype;
 } Step;
@@ -60,6 +61,8 @@ static void attend(const Step *step, const Layer *layer, const LayerCache *cache
     baton_write_kv(&kv, step->pages, step->offsets, step->rows, k, v, stride, step->dtype);
     baton_paged_attention(&kv, step->pieces, step->num_pieces, step->qkv, stride, step->attended, cache->scale,
                           step->dtype);
+    baton_long_attention(&kv, step->long_pieces, step->num_long, step->scratch, step->scratch_bytes, step->qkv, stride,
+                         step->attended, cache->scale);
 }
 
 static char *gather(const Step *step, const char *from, long width, char *to) {

@@ -8,7 +8,6 @@
 #include "parts.h"
 
 #ifdef __AVX512BF16__
-#include <immintrin.h>
 
 enum { ROWS = 8, BLOCKS = 3 }; /* 24 sums, 3 weights and one input fit in the 32 registers */
 
@@ -21,7 +20,7 @@ INLINE void multiply_tile(const uint32_t *x, const char *weight, const char *bia
     for (long k = 0; k < pairs; k++) {
         __m512bh weights[BLOCKS];
         for (int j = 0; rows > 1 && j < blocks; j++)
-            __builtin_prefetch(weight + (k * blocks + j) * 64 + AHEAD, 0, 2);
+            __builtin_prefetch(weight + (k * blocks + j) * 64 + (rows > 5 ? AHEAD : AHEAD / 4), 0, 2);
 #pragma GCC unroll 4
         for (int j = 0; j < blocks; j++)
             weights[j] = (__m512bh)_mm512_loadu_si512(weight + (k * blocks + j) * 64);

@@ -7,31 +7,6 @@
 
 enum { BLOCKS = 3 };
 
-/* Exchange quadrants: in every square of 2 * `size` rows and lanes, the upper right one with the lower left one. */
-#define EXCHANGE(rows, size, first, second)                                         \
-    for (int i = 0; i < LANES; i++)                                                 \
-        if ((i & (size)) == 0) {                                                    \
-            const vu upper = rows[i], lower = rows[i + (size)];                     \
-            rows[i] = __builtin_shufflevector(upper, lower, first);                 \
-            rows[i + (size)] = __builtin_shufflevector(upper, lower, second);       \
-        }
-#define LIST(...) __VA_ARGS__
-
-INLINE void transpose(vu rows[LANES]) {
-#pragma GCC unroll 16
-    EXCHANGE(rows, 8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-             LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
-#pragma GCC unroll 16
-    EXCHANGE(rows, 4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-             LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
-#pragma GCC unroll 16
-    EXCHANGE(rows, 2, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-             LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
-#pragma GCC unroll 16
-    EXCHANGE(rows, 1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-             LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
-}
-
 /* Copy `blocks` neighbouring blocks of sixteen rows so that the first vector of each comes first, then the second. */
 INLINE void pack_tile(const uint32_t *from, uint32_t *to, long words, int blocks) {
     const long whole = words - words % LANES;

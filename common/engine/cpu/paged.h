@@ -20,9 +20,13 @@ typedef struct {
     int64_t row, first_query, num_queries, position;
 } Piece;
 
+/* Divisions of 32 bits, since those of 64 bits take several times as long. */
+INLINE long page_of(const Paged *kv, long token) { return (uint32_t)token / (uint32_t)kv->page_size; }
+INLINE long place_in_page(const Paged *kv, long token) { return (uint32_t)token % (uint32_t)kv->page_size; }
+
 INLINE ptrdiff_t token_at(const Paged *kv, long row, long head, long token) {
-    long page = kv->page_table[row * kv->table_width + token / kv->page_size];
-    return (ptrdiff_t)page * kv->page_stride + head * kv->head_stride + token % kv->page_size * kv->dim;
+    const long page = kv->page_table[row * kv->table_width + page_of(kv, token)];
+    return (ptrdiff_t)page * kv->page_stride + head * kv->head_stride + place_in_page(kv, token) * kv->dim;
 }
 
 /* Where the scale of a token is, relative to its elements. `offset`: of the token in its page. */

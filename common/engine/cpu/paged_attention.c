@@ -213,12 +213,13 @@ INLINE void attend_tile(Query *q, int num, const Tile *tile, const Tile *next, l
 /* Find the next tokens from `start` on, at most `most`. The last token of the row stands in for those beyond it. */
 INLINE void locate(const Paged *kv, long row, long start, long length, long most, Places *to) {
     const long left = length - start, streams = left < most ? (left + STREAM - 1) / STREAM : most / STREAM;
-    for (long i = 0; i < most; i++) {
-        const long number = i < streams * STREAM ? i % streams * STREAM + i / streams : left;
-        to->number[i] = (int32_t)number;
+    for (long i = 0, stream = 0, turn = 0; i < most; i++) {
+        const long number = turn < STREAM ? stream * STREAM + turn : left;
         const long token = number < left ? start + number : length - 1;
+        to->number[i] = (int32_t)number;
         to->at[i] = token_at(kv, row, 0, token);
-        to->scale_after[i] = scale_after(kv, token % kv->page_size);
+        to->scale_after[i] = scale_after(kv, place_in_page(kv, token));
+        if (++stream == streams) stream = 0, turn++;
     }
     to->count = (int)streams * STREAM;
 }
@@ -287,28 +288,28 @@ INLINE long heads_at_once(const Paged *kv, const Piece *piece, long num_pieces) 
     return fitting < fair ? fitting : fair;
 }
 
-INLINE void attend_all(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride, char *out,
-                       float scale, int dtype, int pages) {
-#pragma omp parallel for schedule(dynamic) if (num_pieces * kv->kv_heads > 1)
-    for (long unit = 0; unit < num_pieces * kv->kv_heads; unit++) {
-        const Piece *piece = pieces + unit / kv->kv_heads;
-        const long head = unit % kv->kv_heads, count = heads_at_once(kv, piece, num_pieces);
-        if (head % count == 0)
-            attend(kv, piece, head, head + count < kv->kv_heads ? head + count : kv->kv_heads, q, q_stride, out, scale,
-                   dtype, pages);
-    }
+/* The formats of numbers become constants here, within the parallel part: a constant from outside of it is a variable. */
+INLINE void attend_heads(const Paged *kv, const Piece *piece, long head, long end, const char *q, long q_stride,
+                         char *out, float scale, int dtype) {
+    if (kv->dtype == I8)
+        attend(kv, piece, head, end, q, q_stride, out, scale, dtype, I8);
+    else if (dtype == F32)
+        attend(kv, piece, head, end, q, q_stride, out, scale, F32, F32);
+    else if (dtype == BF16)
+        attend(kv, piece, head, end, q, q_stride, out, scale, BF16, BF16);
+    else
+        attend(kv, piece, head, end, q, q_stride, out, scale, F16, F16);
 }
 
 EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
                                   char *out, float scale, int dtype) {
-    if (kv->dtype == I8)
-        attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, dtype, I8);
-    else if (dtype == F32)
-        attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, F32, F32);
-    else if (dtype == BF16)
-        attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, BF16, BF16);
-    else
-        attend_all(kv, pieces, num_pieces, q, q_stride, out, scale, F16, F16);
+#pragma omp parallel for schedule(dynamic) if (num_pieces * kv->kv_heads > 1)
+    for (long unit = 0; unit < num_pieces * kv->kv_heads; unit++) {
+        const Piece *piece = pieces + unit / kv->kv_heads;
+        const long head = unit % kv->kv_heads, count = heads_at_once(kv, piece, num_pieces), end = head + count;
+        if (head % count == 0)
+            attend_heads(kv, piece, head, end < kv->kv_heads ? end : kv->kv_heads, q, q_stride, out, scale, dtype);
+    }
 }
 
 /* Round a token's key or value to int8, with the least power of two as scale that lets no number exceed 127. */

@@ -32,5 +32,7 @@ void baton_write_kv(const Paged *kv, const int64_t *pages, const int64_t *offset
                     const char *v, long stride, int dtype);
 void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
                            char *out, float scale, int dtype);
+void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch, long scratch_bytes,
+                          const char *q, long q_stride, char *out, float scale);
 
 #endif

@@ -39,19 +39,18 @@ INLINE void quantize(const char *x, ptrdiff_t from, long length, int8_t *values,
     *total = all;
 }
 
-INLINE void quantize_rows(const char *x, const QuantizedRows *to, long rows, long inputs, long group, int dtype) {
+static void quantize_rows(const char *x, const QuantizedRows *to, long rows, long inputs, long group, int dtype) {
     const long groups = inputs / group;
 #pragma omp parallel for schedule(static) if (rows * inputs > WORTH_THREADS)
     for (long unit = 0; unit < rows * groups; unit++) {
         const long row = unit / groups, first = row / ROWS * ROWS; /* of its tile */
         const long stride = 4 * (rows - first < ROWS ? rows - first : ROWS);
         int8_t *values = to->values + first * inputs + (row - first) * 4 + unit % groups * group / 4 * stride;
-        quantize(x, unit * group, group, values, stride, to->scales + unit, to->sums + unit, dtype);
+        WITH_CONSTANT(dtype, quantize, x, unit * group, group, values, stride, to->scales + unit, to->sums + unit);
     }
 }
 
 #ifdef __AVX512VNNI__
-#include <immintrin.h>
 
 INLINE __m512i four_inputs(const int8_t *x) {
     int32_t four;
@@ -187,9 +186,7 @@ EXPORT int baton_has_int8_dot(void) { return 0; }
 /* out = x @ weight.T + bias. x: [rows, inputs] in `dtype`; out: [rows, outputs] in `out_dtype`. */
 EXPORT void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, const char *x,
                                    char *out, long rows, int dtype, int out_dtype) {
-    if (dtype == F32) quantize_rows(x, scratch, rows, weight->inputs, weight->group, F32);
-    if (dtype == BF16) quantize_rows(x, scratch, rows, weight->inputs, weight->group, BF16);
-    if (dtype == F16) quantize_rows(x, scratch, rows, weight->inputs, weight->group, F16);
+    quantize_rows(x, scratch, rows, weight->inputs, weight->group, dtype);
     multiply(weight, scratch, out, rows, dtype, out_dtype);
 }
 

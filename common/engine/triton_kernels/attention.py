@@ -158,8 +158,11 @@ def _attend_block(
     Without ``IS_MASKED`` every query of the tile sees every key of the block.
     """
     tokens = first_key + tl.arange(0, BLOCK_N)
-    # The table's entries past the row's pages are stale, and slots past its last token may hold NaN.
+    # The table's entries past the row's pages are stale, and slots past its last token may hold NaN. Those before the
+    # window name pages that have other tokens, or none.
     is_there = tokens < end_key
+    if HAS_WINDOW:
+        is_there = is_there & (tokens > tl.min(positions, 0) - window)
     if IS_MASKED:
         pages = tl.load(table + tokens // PAGE_SIZE, mask=is_there, other=0).to(tl.int64)
     else:

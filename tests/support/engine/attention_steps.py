@@ -47,15 +47,17 @@ def compare(
     spare_pages: int = 3,
     format: Mapping[str, Any] | None = None,
     tolerance: float | None = None,
+    may_read_outside: bool = False,
 ) -> None:
     """Assert that a backend writes the same KV and returns the same attention as ``reference``, in the second layer.
 
-    Pages that hold no token of a row, and places after a row's last token, hold NaN.
+    Pages that hold no token of a row, places after a row's last token, and pages that its window has left hold NaN.
 
     Args:
         dtype: of the model, and of the pages without one in ``format``.
         format: fields of ``PageLayout``.
         tolerance: absolute and relative; None takes that of ``dtype``.
+        may_read_outside: the backend may read pages that the window has left, and give them no weight.
     """
     tolerance = tolerance or TOLERANCE[dtype]
     num_heads, num_kv_heads, head_dim = heads
@@ -64,7 +66,7 @@ def compare(
     pool = KVPool(layout, num_pages, device)
     batch = make_step(rows, page_size, num_pages, device, seed=page_size)
     torch.manual_seed(0)
-    content = _content(pool, batch)
+    content = _content(pool, batch, None if may_read_outside else params.window)
     # As in the model: views into one merged matrix.
     sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * layout.value_dim]
     qkv = torch.randn(batch.num_tokens, sum(sizes)).to(device, TORCH_DTYPES[dtype])
@@ -87,8 +89,11 @@ def compare(
 build_reference = named("reference")
 
 
-def _content(pool: KVPool, batch: StepBatch) -> torch.Tensor:
-    """The bytes of a pool in which the rows' cached tokens have random KV in both layers, and all else is NaN."""
+def _content(pool: KVPool, batch: StepBatch, window: int | None) -> torch.Tensor:
+    """The bytes of a pool in which the rows' cached tokens have random KV in both layers, and all else is NaN.
+
+    Pages of which no new token sees any token are NaN, too.
+    """
     layout = pool.layout
     pool.pages.fill_(0xFF)  # NaN in every format
     prefixes = make_batch(
@@ -101,6 +106,9 @@ def _content(pool: KVPool, batch: StepBatch) -> torch.Tensor:
             for dim in (layout.head_dim, layout.value_dim)
         )
         write_kv(pool.layer(layer), k, v, prefixes)
+    if window is not None:
+        for start, table in zip(batch.rows.starts.tolist(), batch.rows.page_table.tolist(), strict=True):
+            pool.pages[table[: max(0, start - window + 1) // layout.page_size]] = 0xFF
     return pool.pages.clone()
 
 

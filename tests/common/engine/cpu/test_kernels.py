@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 from common.cache.page_layout import PageLayout
 from common.engine.attention import make_attention
 from common.engine.attention.cpu import CpuAttention
+from common.engine.attention.protocol import AttentionParams
+from common.engine.batch import RowArrays, make_batch
 from common.engine.cpu.compile_native import BuildError, Library, build_library
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import Kernels, load_kernels, open_kernels
@@ -169,6 +172,30 @@ def test_attention_to_pages_of_int8_equals_the_reference(
         format={"dtype": "int8"},
         tolerance=2e-4 if dtype == "float32" else None,
     )
+
+
+def test_a_long_prompt_has_the_same_attention_wherever_it_is_cut_and_beside_other_rows() -> None:
+    kernels = load_kernels()
+    if kernels is None or not kernels.has_long_attention:
+        pytest.skip("this processor has neither AMX nor a dot product of bfloat16")
+    pool = KVPool(PageLayout(1, 2, 64, 16, "bfloat16"), 60)
+    backend = CpuAttention(pool, 6, (AttentionParams(),), kernels)
+    torch.manual_seed(0)
+    tokens = torch.randn(420, 10, 64).bfloat16()
+    tokens[:200, 8:] = 0  # a weight that is not quite 0 of a later token would show beside these values
+    table = np.random.default_rng(0).permutation(60).astype(np.int32).reshape(2, 30)
+
+    def attend(*rows: tuple[int, int]) -> torch.Tensor:
+        """The attention of rows of (first, end) tokens."""
+        starts, ends = np.array(rows, np.int64).T
+        batch = make_batch(RowArrays(starts, ends - starts, table[: len(rows)], 16), torch.device("cpu"))
+        packed = torch.cat([tokens[first:end] for first, end in rows])
+        return backend.prepare(batch).extend(0, *packed.split([6, 2, 2], dim=1))
+
+    whole = attend((0, 420))
+    cut = [attend((0, 196)), attend((196, 333), (0, 40))[:137], attend((333, 420), (0, 3))[:87]]
+    pool.close()
+    assert torch.equal(torch.cat(cut), whole)
 
 
 def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:

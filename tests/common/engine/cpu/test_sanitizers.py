@@ -87,11 +87,11 @@ for dtype, rows in itertools.product(DTYPES, (1, 5, 19)):
             packed = kernels.pack_linear(plain, Exact())
             kernels.linear(torch.randn(rows, inputs).to(dtype), packed, bias, torch.float32)
 
-SHAPES = ((4, 2, 32), (8, 1, 128), (3, 3, 16), (16, 1, 256))
+SHAPES = ((4, 2, 32), (8, 1, 128), (3, 3, 16), (16, 1, 256), (6, 1, 64))
 for (dtype, pages_dtype), (heads, kv_heads, dim), page_size in itertools.product(
     [(dtype, pages) for dtype in ("float32", "bfloat16", "float16") for pages in (dtype, "int8")], SHAPES, (1, 16)
 ):
-    starts, num_new = np.array([0, 37, 5, 130]), np.array([20, 1, 31, 33])
+    starts, num_new = np.array([0, 37, 5, 300]), np.array([20, 1, 31, 33])
     pages = -(-int((starts + num_new).max()) // page_size)
     pool = ExactPool(PageLayout(1, kv_heads, dim, page_size, pages_dtype), 4 * pages)
     table = np.random.permutation(4 * pages).astype(np.int32).reshape(4, pages)
@@ -116,7 +116,7 @@ for weight_dtype, keep in itertools.product(("auto", "int8", "int4"), (None, [],
     for layer in weights.layers:
         for one in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down):
             one.pack(weight_dtype)
-    starts, num_new = np.array([0, 37, 5]), np.array([4, 1, 2])
+    starts, num_new = np.array([0, 37, 5]), np.array([40, 1, 2])
     batch = make_batch(RowArrays(starts, num_new, np.arange(9, dtype=np.int32).reshape(3, 3), 16), torch.device("cpu"))
     pool = ExactPool(config.layout(16, "bfloat16"), 9)
     step = CpuAttention(pool, 4, (AttentionParams(),) * 2, kernels).prepare(batch)
@@ -124,7 +124,7 @@ for weight_dtype, keep in itertools.product(("auto", "int8", "int4"), (None, [],
     model = Decoder(config, weights)
     assert (model._native is not None) == (weight_dtype != "auto" or kernels.can_multiply(torch.ones(16, 2).bfloat16()))
     with torch.inference_mode():
-        assert model.hidden_states(torch.arange(7), batch.positions, step, kept).isfinite().all()
+        assert model.hidden_states(torch.arange(43), batch.positions, step, kept).isfinite().all()
 
 for width in (1, 16, 100):
     kernels.token_weights(torch.randn(3, width), None)

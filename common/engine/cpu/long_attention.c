@@ -1,0 +1,276 @@
+/* Attention for long extends in bfloat16: flash attention (Dao et al., arXiv 2205.14135), tiled, by AMX where the
+ * processor has it, else by dot products of pairs.
+ *
+ * Everything is computed transposed. Scores are [tokens, queries], so that a query is one lane of a vector, whose maximum
+ * and sum need no shuffles. The second product takes the weights of two neighbouring tokens packed into one word. Keys
+ * and values are copied first, values pair by pair. A query's result has the same bits wherever its row is cut.
+ *
+ * head_dim must be a multiple of 32 up to MAX_DIM, and the group size at most QUERIES.
+ */
+#include "parts.h"
+
+#if defined(__AVX512BF16__) && defined(__linux__)
+
+int omp_get_thread_num(void); /* of the runtime that torch has loaded */
+
+enum { QUERIES = 32, TOKENS = 256, MAX_DIM = 256 };
+
+typedef struct {
+    uint32_t queries[MAX_DIM / 2][QUERIES]; /* pairs of neighbouring numbers of each query */
+    float scores[TOKENS][QUERIES];
+    uint32_t weights[TOKENS / 2][QUERIES]; /* pairs of neighbouring tokens */
+    float sums[MAX_DIM][QUERIES];
+    vf best[2], total[2];
+} __attribute__((aligned(64))) Flash;
+
+/* sums [32, QUERIES], or zero unless `adds`, plus x [32, pairs] times by
+ * [pairs, QUERIES]; the rows of x are `stride` words apart. */
+INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], float (*sums)[QUERIES], long pairs,
+                     int adds);
+
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileConfig;
+
+/* GCC does not know that tile instructions read memory: this forces all earlier stores out. */
+#define SETTLE(pointer) __asm__ volatile("" : : "r"(pointer) : "memory")
+
+/* 16 rows of 32 words into or out of two neighbouring tiles. */
+#define LOAD_WIDE(left, right, rows)                      \
+    do {                                                  \
+        _tile_loadd(left, &(rows)[0][0], sizeof *(rows)); \
+        _tile_loadd(right, &(rows)[0][16], sizeof *(rows)); \
+    } while (0)
+#define STORE_WIDE(left, right, rows)                      \
+    do {                                                   \
+        _tile_stored(left, &(rows)[0][0], sizeof *(rows)); \
+        _tile_stored(right, &(rows)[0][16], sizeof *(rows)); \
+    } while (0)
+
+/* A process must ask Linux for permission to use AMX. */
+EXPORT int baton_has_amx(void) {
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+EXPORT int baton_has_long_attention(void) { return baton_has_amx(); }
+
+static void configure_tiles(TileConfig *before) {
+    TileConfig ours = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) ours.row_bytes[tile] = 64, ours.rows[tile] = 16;
+    _tile_storeconfig(before);
+    SETTLE(&ours);
+    _tile_loadconfig(&ours);
+}
+
+/* oneDNN remembers per thread its last tile configuration, so it must be restored. */
+static void restore_tiles(const TileConfig *before) {
+    SETTLE(before);
+    if (before->palette)
+        _tile_loadconfig(before);
+    else
+        _tile_release();
+}
+
+INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], float (*sums)[QUERIES], long pairs,
+                     int adds) {
+    SETTLE(sums);
+    if (adds) {
+        LOAD_WIDE(0, 1, sums);
+        LOAD_WIDE(2, 3, sums + 16);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (long k = 0; k < pairs; k += 16) {
+        _tile_loadd(4, x + k, 4 * stride);
+        _tile_loadd(5, x + 16 * stride + k, 4 * stride);
+        LOAD_WIDE(6, 7, by + k);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    STORE_WIDE(0, 1, sums);
+    STORE_WIDE(2, 3, sums + 16);
+}
+#else
+typedef int TileConfig;
+#define configure_tiles(before) (void)(before)
+#define restore_tiles(...)
+
+EXPORT int baton_has_amx(void) { return 0; }
+EXPORT int baton_has_long_attention(void) { return 1; }
+
+INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], float (*sums)[QUERIES], long pairs,
+                     int adds) {
+    enum { ROWS = 8 };
+    for (int first = 0; first < 32; first += ROWS, x += ROWS * stride) {
+        __m512 left[ROWS], right[ROWS];
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; i++) {
+            left[i] = adds ? _mm512_load_ps(sums[first + i]) : _mm512_setzero_ps();
+            right[i] = adds ? _mm512_load_ps(sums[first + i] + LANES) : _mm512_setzero_ps();
+        }
+        for (long k = 0; k < pairs; k++) {
+            const __m512bh a = (__m512bh)_mm512_load_si512(by[k]), b = (__m512bh)_mm512_load_si512(by[k] + LANES);
+#pragma GCC unroll 8
+            for (int i = 0; i < ROWS; i++) {
+                const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)x[i * stride + k]);
+                left[i] = _mm512_dpbf16_ps(left[i], pair, a);
+                right[i] = _mm512_dpbf16_ps(right[i], pair, b);
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; i++) {
+            _mm512_store_ps(sums[first + i], left[i]);
+            _mm512_store_ps(sums[first + i] + LANES, right[i]);
+        }
+    }
+}
+#endif
+
+/* Copy the KV of tokens 0 .. length - 1: keys as [tokens, dim], values as [tokens / TOKENS, dim, TOKENS / 2] pairs of
+ * tokens. Both are zero beyond the end, up to a multiple of 32 tokens. */
+static void copy_row(const Paged *kv, long row, long head, long length, uint32_t *keys, uint32_t *values) {
+    const long dim = kv->dim;
+    for (long start = 0; start < length; start += 2 * LANES) {
+        ptrdiff_t at[2 * LANES];
+        const long count = length - start < 2 * LANES ? length - start : 2 * LANES;
+        for (long t = 0; t < count; t++) at[t] = token_at(kv, row, head, start + t) * 2;
+        for (long t = 0; t < 2 * LANES; t++) {
+            uint32_t *to = keys + (start + t) * dim / 2;
+            if (t < count)
+                memcpy(to, kv->keys + at[t], (size_t)dim * 2);
+            else
+                memset(to, 0, (size_t)dim * 2);
+        }
+        for (long i = 0; i < dim; i += LANES) {
+            vu square[LANES]; /* a row for each pair of tokens */
+            for (int t = 0; t < LANES; t++) {
+                const vu zero = {0};
+                const vu low = 2 * t < count ? (vu)load(kv->values + at[2 * t], i, BF16) : zero;
+                const vu high = 2 * t + 1 < count ? (vu)load(kv->values + at[2 * t + 1], i, BF16) : zero;
+                square[t] = low >> 16 | high;
+            }
+            transpose(square);
+            uint32_t *to = values + start / TOKENS * TOKENS / 2 * dim + i * (TOKENS / 2) + start % TOKENS / 2;
+            for (int lane = 0; lane < LANES; lane++, to += TOKENS / 2) memcpy(to, square + lane, sizeof *square);
+        }
+    }
+}
+
+/* Turn the scores of 16 queries into weights. Each query sees `visible` tokens, counted from this block's first. */
+static void weigh(Flash *f, int half, long tokens, vi visible, int is_masked, float scale, long dim) {
+    const int at = 16 * half;
+    vf best = f->best[half];
+    for (long t = 0; is_masked && t < tokens; t++) {
+        vf score = load((const char *)&f->scores[t][at], 0, F32);
+        store((char *)&f->scores[t][at], 0, choose(visible > (int)t, score, splat(-1e30f)), F32);
+    }
+    for (long t = 0; t < tokens; t++) best = larger(best, load((const char *)&f->scores[t][at], 0, F32));
+    const vf shrink = exponential((f->best[half] - best) * scale), base = best * scale;
+    f->best[half] = best;
+    vf total = f->total[half] * shrink;
+    for (long t = 0; t < tokens; t += 2) {
+        vf first = exponential(load((const char *)&f->scores[t][at], 0, F32) * scale - base);
+        vf second = exponential(load((const char *)&f->scores[t + 1][at], 0, F32) * scale - base);
+        if (is_masked) { /* the least exponential is not 0 */
+            first = choose(visible > (int)t, first, splat(0));
+            second = choose(visible > (int)t + 1, second, splat(0));
+        }
+        total += first + second;
+        vu low = (vu)first + 0x8000, high = (vu)second + 0x8000; /* rounded: weights are never NaN nor negative */
+        vu pair = (low >> 16) | (high & 0xffff0000);
+        memcpy(&f->weights[t / 2][at], &pair, sizeof pair);
+    }
+    f->total[half] = total;
+    for (long i = 0; i < dim; i++)
+        store((char *)&f->sums[i][at], 0, load((const char *)&f->sums[i][at], 0, F32) * shrink, F32);
+}
+
+/* Up to 32 queries: those of `num_tokens` neighbouring tokens, from token `first` of the piece on. */
+static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head, long first, long num_tokens,
+                        const uint32_t *keys, const uint32_t *values, const char *q, long q_stride, char *out,
+                        float scale) {
+    const long group = kv->heads / kv->kv_heads, dim = kv->dim, num = num_tokens * group;
+    const char *from = q + 2 * ((piece->first_query + first) * q_stride + head * group * dim);
+    memset(f->queries, 0, sizeof f->queries);
+    memset(f->sums, 0, sizeof f->sums);
+    for (long m = 0; m < num; m++) {
+        const char *query = from + 2 * (m / group * q_stride + m % group * dim);
+        for (long i = 0; i < dim; i += 2) {
+            if (i % 32 == 0) __builtin_prefetch(query + 2 * (num_tokens * q_stride + i), 0, 2); /* for the next tile */
+            memcpy(&f->queries[i / 2][m], query + 2 * i, sizeof(uint32_t));
+        }
+    }
+    vi visible[2]; /* from token 0 on */
+    for (int m = 0; m < QUERIES; m++) visible[m / 16][m % 16] = (int)(piece->position + first + m / group + 1);
+    f->best[0] = f->best[1] = splat(-1e30f);
+    f->total[0] = f->total[1] = (vf){0};
+    const long length = piece->position + first + num_tokens;
+    for (long start = 0; start < length; start += TOKENS) {
+        const long tokens = length - start < TOKENS ? (length - start + 31) / 32 * 32 : TOKENS;
+        for (long t = 0; t < tokens; t += 32)
+            multiply(keys + (start + t) * dim / 2, dim / 2, f->queries, f->scores + t, dim / 2, 0);
+        const int is_masked = start + tokens > piece->position + first + 1;
+        for (int half = 0; half < 2; half++)
+            weigh(f, half, tokens, visible[half] - (int)start, is_masked, scale, dim);
+        for (long i = 0; i < dim; i += 32)
+            multiply(values + (start * dim + i * TOKENS) / 2, TOKENS / 2, f->weights, f->sums + i, tokens / 2, 1);
+    }
+    for (long i = 0; i < dim; i += LANES)
+        for (int half = 0; half < 2; half++) {
+            vu square[LANES]; /* a row for each of the numbers i .. i + 15, then for each query */
+            for (int lane = 0; lane < LANES; lane++)
+                square[lane] = (vu)(load((const char *)&f->sums[i + lane][16 * half], 0, F32) / f->total[half]);
+            transpose(square);
+            for (long m = 16 * half; m < num && m < 16 * half + 16; m++)
+                store(out, ((piece->first_query + first + m / group) * kv->heads + head * group + m % group) * dim + i,
+                      (vf)square[m % 16], BF16);
+        }
+}
+
+static void attend_piece(const Paged *kv, const Piece *piece, long head, char *scratch, const char *q, long q_stride,
+                         char *out, float scale) {
+    const long length = piece->position + piece->num_queries, step = QUERIES / (kv->heads / kv->kv_heads);
+    uint32_t *keys = (uint32_t *)scratch, *values = keys + (length + TOKENS - 1) / TOKENS * TOKENS / 2 * kv->dim;
+    TileConfig before;
+    Flash flash;
+    copy_row(kv, piece->row, head, length, keys, values);
+    configure_tiles(&before);
+    for (long first = 0; first < piece->num_queries; first += step) {
+        const long left = piece->num_queries - first;
+        attend_tile(&flash, kv, piece, head, first, left < step ? left : step, keys, values, q, q_stride, out, scale);
+    }
+    restore_tiles(&before);
+}
+
+EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
+                                 long scratch_bytes, const char *q, long q_stride, char *out, float scale) {
+#pragma omp parallel for schedule(dynamic) if (num_pieces * kv->kv_heads > 1)
+    for (long unit = 0; unit < num_pieces * kv->kv_heads; unit++)
+        attend_piece(kv, pieces + unit / kv->kv_heads, unit % kv->kv_heads,
+                     scratch + omp_get_thread_num() * scratch_bytes, q, q_stride, out, scale);
+}
+
+#else
+
+EXPORT int baton_has_amx(void) { return 0; }
+EXPORT int baton_has_long_attention(void) { return 0; }
+
+EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
+                                 long scratch_bytes, const char *q, long q_stride, char *out, float scale) {
+    (void)kv, (void)pieces, (void)num_pieces, (void)scratch, (void)scratch_bytes;
+    (void)q, (void)q_stride, (void)out, (void)scale;
+}
+
+#endif
