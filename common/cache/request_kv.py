@@ -1,7 +1,8 @@
 """Moves a request's computed pages to the radix cache, and releases all its pages.
 
 A request's page table holds pages of the radix cache, which the request's lock protects, and pages of its own: pages
-that are not full yet, and duplicates of pages that the cache already had.
+that are not full yet, and duplicates of pages that the cache already had. A request that has wrapped (see
+``common/cache/kv_window.py``) is no prefix any more, and adds nothing to the cache.
 """
 
 from common.cache.page_allocator import Owner, PageAllocator
@@ -25,8 +26,8 @@ def cache_computed(cache: RadixCache, request: Request) -> None:
     own duplicate, and the prefix could not be evicted when the other request ends.
     """
     num_pages = request.num_computed // cache.page_size
-    if num_pages <= len(request.pages) - len(request.own):
-        return  # all of these are cached already
+    if request.is_wrapped or num_pages <= len(request.pages) - len(request.own):
+        return  # all of these are cached already, or cannot be
     key = packed_tokens(request, num_pages * cache.page_size)
     num_locked = 0 if request.node is None else sum(len(node.pages) for node in request.node.path())
     if len(cache.match(key, request.salt).pages) > num_locked:
@@ -43,12 +44,13 @@ def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, ke
 
     With ``keep``, its full computed pages are inserted into the cache first. The request keeps its tokens.
     """
-    if keep:
+    if keep and not request.is_wrapped:
         _insert(cache, request, request.num_computed // cache.page_size)
     allocator.free(request.own, Owner.REQUEST)
     cache.unlock(request.node)
     request.pages = []
     request.own = []
+    request.is_wrapped = False
     request.node = None
     request.num_computed = request.num_scheduled = request.num_sampling = 0
 

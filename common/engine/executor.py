@@ -28,10 +28,9 @@ from common.engine.cuda_graphs import DecodeGraphs, DecodeInputs, GraphRunner
 from common.engine.device_copies import HostCopies, current_device, to_device
 from common.engine.kv_pool import KVPool
 from common.engine.models.base_config import BaseModelConfig
-from common.engine.models.decoder import Decoder
 from common.engine.models.implementation import load_model
-from common.engine.models.lora import LoraWeights, StepAdapters, make_lora
-from common.engine.models.lora_checkpoint import read_adapter
+from common.engine.models.lora.adapters import LoraWeights, StepAdapters
+from common.engine.models.lora.checkpoint import read_adapter
 from common.engine.models.protocol import CausalModel
 from common.engine.pending_step import PendingStep, SampledTensors
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, StepMasks, TokenMasks
@@ -160,13 +159,9 @@ class TorchExecutor:
         """Read a LoRA adapter for this model onto its device; safe on any thread.
 
         Raises:
-            ConfigError: as ``lora_checkpoint.read_adapter``, or transformers computes the model.
+            ConfigError: as ``common.engine.models.lora.checkpoint.read_adapter``.
         """
-        if not isinstance(self.model, Decoder):
-            raise ConfigError(f"{folder}: a model that transformers computes has no LoRA adapters; leave them out")
-        checkpoint = read_adapter(folder, self.model.config, max_rank=max_rank, root=root)
-        embedding = self.model.weights.embedding
-        return make_lora(checkpoint, self.model.config, embedding.dtype, embedding.device)
+        return self.model.make_lora(read_adapter(folder, self.model.adaptable, max_rank=max_rank, root=root))
 
     def drop_adapter(self, adapter: str) -> None:
         """Forget an adapter that no request has any more, by its id; safe on any thread."""

@@ -1,7 +1,8 @@
 """The LoRA adapters of a node: those of ``--lora``, and those that gateways have it load and unload while it serves.
 
-An adapter is read on a thread of its own, while steps go on. One that is unloaded takes no new requests at once, and
-is dropped when the last request on this node that has it has ended.
+An adapter is read on a thread of its own, while steps go on. One that is unloaded is *withdrawn* first: every gateway
+is told, takes no new requests for it, and says when none of its own has it any more, queued ones included. The node
+drops the adapter when all gateways have said so and the last request on the node that has it has ended.
 """
 
 import logging
@@ -9,9 +10,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from common.config.lora import ADAPTER_NAME, NAME_RULE, adapters_at_start
 from common.config.node import NodeConfig
@@ -19,11 +23,12 @@ from common.errors import ConfigError
 from common.wire.messages import Adapter, Adapters, LoadAdapter, UnloadAdapter
 
 if TYPE_CHECKING:
-    from common.engine.models.lora import LoraWeights
+    from common.engine.models.lora.adapters import LoraWeights
 
 log = logging.getLogger(__name__)
 
 MAX_ERROR = 512  # characters of an answer
+MAX_UNLOADED = 1_024  # names that are remembered as unloaded
 
 
 class AdapterEngine(Protocol):
@@ -60,8 +65,22 @@ class Read(NamedTuple):
     was_loading: bool = True
 
 
+@dataclass(slots=True)
+class Withdrawal:
+    """An adapter that is dropped once it is not used any more.
+
+    Attributes:
+        asked: the changes that are over then.
+        without: incarnations of the gateways that have no requests for it.
+    """
+
+    adapter: Adapter
+    asked: list[Asked] = field(default_factory=list)
+    without: set[str] = field(default_factory=set)
+
+
 class NodeAdapters:
-    """The adapters of one node, by the ids that requests name: ``id in adapters`` tells whether it takes requests.
+    """The adapters of one node, by the ids that requests name: ``id in adapters`` tells whether requests may have it.
 
     Args:
         notify: wakes the thread that calls ``take``; called by another one.
@@ -72,18 +91,25 @@ class NodeAdapters:
         self._config = config
         self._notify = notify
         self._serving: dict[str, Adapter] = {}  # by name
-        self._retiring: dict[str, list[Asked]] = {}  # by id
+        self._withdrawn: dict[str, Withdrawal] = {}  # by name
+        self._unloaded: dict[str, int] = {}  # by name: the number of the change
+        self._has_withdrawn = False  # since the last ``take``
         self._loading: Counter[str] = Counter()  # by name
         self._read: SimpleQueue[Read] = SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
 
     def __contains__(self, adapter: object) -> bool:
-        return any(one.id == adapter for one in self._serving.values())
+        return any(one.id == adapter for one in self.listed)
 
     @property
     def listed(self) -> tuple[Adapter, ...]:
-        """Those that take requests."""
-        return tuple(self._serving.values())
+        """All adapters, also those that are withdrawn."""
+        return (*self._serving.values(), *(one.adapter for one in self._withdrawn.values()))
+
+    @property
+    def unloaded(self) -> dict[str, int]:
+        """Names of adapters that were unloaded here, and the numbers of these changes."""
+        return dict(self._unloaded)
 
     def load_given(self) -> None:
         """Load the adapters of ``--lora``.
@@ -98,10 +124,11 @@ class NodeAdapters:
                 raise ConfigError(f"--lora {name}: {error}") from error
             self._serve(name, read)
 
-    def _serve(self, name: str, read: "LoraWeights") -> None:
-        adapter = Adapter(name, read.digest)
+    def _serve(self, name: str, read: "LoraWeights", path: str = "", change: int = 0) -> None:
+        adapter = Adapter(name, read.digest, path, change)
         self._engine.adapters[adapter.id] = read
         self._serving[name] = adapter
+        self._unloaded.pop(name, None)
         log.info("serving the adapter %s (%s)", name, read.digest)
 
     # ---- changes while the node serves ------------------------------------------------------------------------------
@@ -110,12 +137,22 @@ class NodeAdapters:
         """Begin a change; ``take`` returns its answer, soon or once it is over."""
         asked = Asked(link, message)
         try:
+            if (message.change, isinstance(message, UnloadAdapter)) < self._last_change(message.name):
+                raise ConfigError(f"another change of the adapter {message.name} has come later; ask again")
             if isinstance(message, UnloadAdapter):
                 self._begin_to_unload(asked, message.name)
             else:
                 self._begin_to_load(asked, message)
         except ConfigError as error:
             self._read.put(Read(asked, error=str(error), was_loading=False))
+
+    def _last_change(self, name: str) -> tuple[int, bool]:
+        """The number of the last change, and whether it was an unload, which counts before a load of this number."""
+        if name in self._withdrawn:
+            return self._withdrawn[name].adapter.change, True
+        if name in self._serving:
+            return self._serving[name].change, False
+        return self._unloaded.get(name, 0), name in self._unloaded
 
     def _begin_to_load(self, asked: Asked, message: LoadAdapter) -> None:
         config, name = self._config, message.name
@@ -125,7 +162,11 @@ class NodeAdapters:
             raise ConfigError(f"lora_name: a name has {NAME_RULE}")
         if name == config.served_name:
             raise ConfigError(f"lora_name: the model itself is served as {name}; give the adapter another name")
-        num_held = len({*self._serving, name, *self._loading}) + len(self._retiring)
+        if name in self._withdrawn:
+            raise ConfigError(
+                f"the adapter {name} is being unloaded; load it again when the last request with it has ended"
+            )
+        num_held = len({*self._serving, name, *self._loading, *self._withdrawn})
         if num_held > config.max_loaded_loras:
             raise ConfigError(
                 f"this node has {num_held - 1} adapters already, which is --max-loaded-loras; unload one, or raise it"
@@ -152,58 +193,93 @@ class NodeAdapters:
     def _begin_to_unload(self, asked: Asked, name: str) -> None:
         if name in self._loading:
             raise ConfigError(f"the adapter {name} is being loaded; unload it when it is there")
-        found = self._serving.pop(name, None)
-        if found is not None:
-            self._retiring.setdefault(found.id, []).append(asked)
-            return
-        for adapter, waiting in self._retiring.items():
-            if adapter.startswith(f"{name}@"):
-                waiting.append(asked)
-                return
-        self._read.put(Read(asked, was_loading=False))  # a node that does not have it is as it should be
+        change = asked.message.change
+        if name in self._serving:
+            adapter = replace(self._serving.pop(name), change=change, is_withdrawn=True)
+            self._withdrawn[name] = Withdrawal(adapter, [asked])
+            self._has_withdrawn = True
+        elif name in self._withdrawn:
+            withdrawal = self._withdrawn[name]
+            withdrawal.adapter = replace(withdrawal.adapter, change=change)
+            withdrawal.asked.append(asked)
+        else:
+            self._note_unloaded(name, change)
+            self._read.put(Read(asked, was_loading=False))  # a node that does not have it is as it should be
+
+    def _note_unloaded(self, name: str, change: int) -> None:
+        self._unloaded.pop(name, None)
+        self._unloaded[name] = change
+        if len(self._unloaded) > MAX_UNLOADED:
+            del self._unloaded[next(iter(self._unloaded))]
+
+    def unused(self, gateway: str, adapter: str) -> None:
+        """A gateway has no requests for an adapter that is withdrawn."""
+        for withdrawal in self._withdrawn.values():
+            if withdrawal.adapter.id == adapter:
+                withdrawal.without.add(gateway)
 
     @property
     def has_news(self) -> bool:
         """Whether ``take`` may return something."""
-        return bool(self._retiring) or not self._read.empty()
+        return bool(self._withdrawn) or not self._read.empty()
 
-    def take(self, in_use: Collection[str]) -> list[tuple[Any, Adapters]]:
-        """Finish changes; returns the answers with the connections on which they were asked for.
+    def take(self, in_use: Collection[str], gateways: Collection[str]) -> list[tuple[Any, Adapters]]:
+        """Finish changes; returns the answers with the connections on which they were asked for, and what is to be
+        told to every gateway without a connection.
 
         Args:
             in_use: ids of the adapters of the requests that are on this node.
+            gateways: incarnations of those with which the node is registered.
         """
         answers: list[tuple[Any, Adapters]] = []
         while not self._read.empty():
             read = self._read.get()
             error = self._finish_load(read)
             answers.append((read.asked.link, self._answer(read.asked, error)))
-        for adapter in [one for one in self._retiring if one not in in_use]:
-            self._engine.drop_adapter(adapter)
-            log.info("dropped the adapter %s", adapter)
-            answers += [(asked.link, self._answer(asked)) for asked in self._retiring.pop(adapter)]
+        if self._has_withdrawn:
+            self._has_withdrawn = False
+            answers.append((None, self.state))
+        for name, withdrawal in list(self._withdrawn.items()):
+            adapter = withdrawal.adapter
+            if adapter.id not in in_use and withdrawal.without.issuperset(gateways):
+                self._engine.drop_adapter(adapter.id)
+                log.info("dropped the adapter %s", adapter.id)
+                del self._withdrawn[name]
+                self._note_unloaded(name, adapter.change)
+                answers += [(asked.link, self._answer(asked)) for asked in withdrawal.asked]
         return answers
 
     def _finish_load(self, read: Read) -> str:
         """Serve an adapter that has been read. Returns why it is not, or an empty text."""
-        name = read.asked.message.name
+        message = read.asked.message
+        name = message.name
         if read.was_loading:
             self._loading -= Counter([name])
-        if read.adapter is None:
+        if read.adapter is None or not isinstance(message, LoadAdapter):
             return read.error
         served = self._serving.get(name)
-        if served is not None and served.digest != read.adapter.digest:
-            return f"this node has another adapter {name} already; unload that one first"
-        if Adapter(name, read.adapter.digest).id in self._retiring:
-            return f"the adapter {name} is being unloaded; load it again when the last request with it has ended"
         if served is None:
-            self._serve(name, read.adapter)
+            self._serve(name, read.adapter, message.path, message.change)
+        elif served.digest != read.adapter.digest:
+            return f"this node has another adapter {name} already; unload that one first"
+        elif message.change >= served.change:
+            self._serving[name] = replace(served, path=message.path, change=message.change)
         return ""
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether gateways have changed the adapters of ``--lora``."""
+        return bool(self._withdrawn or self._unloaded) or any(one.change for one in self._serving.values())
+
+    @property
+    def state(self) -> Adapters:
+        """What gateways are told."""
+        return Adapters(self.listed, self.unloaded)
 
     def _answer(self, asked: Asked, error: str = "") -> Adapters:
         if error:
             log.warning("%s", error)
-        return Adapters(self.listed, error[:MAX_ERROR], asked.message.number)
+        return replace(self.state, error=error[:MAX_ERROR], number=asked.message.number)
 
     def close(self) -> None:
         if self._threads is not None:

@@ -1,15 +1,21 @@
 """Has the nodes of a model load and unload LoRA adapters, and nodes that come later too.
 
-An adapter that is unloaded gets no new requests at once. The nodes are told when the requests of this gateway that have
-it have ended, so that none of them fails.
+All that a gateway knows of changes comes from nodes: each tells every gateway of its adapters and of those that it has
+unloaded, with the number of the change, and of two changes of a name the one with the higher number counts, or the
+unload if two gateways have given one number at once. So a gateway that starts again knows what its nodes know, and a
+node that comes back is told what it has missed.
+
+An adapter that a node withdraws gets no new requests at any gateway. Each gateway tells the node when none of its own
+requests has it any more, those included that wait or are tried again, so that no request fails.
 """
 
-import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
 
 from common.errors import ErrorCode, RequestError
-from common.wire.messages import Adapter, Adapters, LoadAdapter, Message, UnloadAdapter
+from common.wire.messages import Adapters, AdapterUnused, LoadAdapter, Message, Register, UnloadAdapter
 from gateway.requests.dispatcher import Dispatcher
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
@@ -17,9 +23,30 @@ from gateway.workers.rpc import NodeRpc
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.02
+#: Names of one model that are remembered as unloaded, beside those that a node still has.
+MAX_UNLOADED = 1_024
 #: Each node with its error, which is empty if the node has done what it was asked for.
 NodeErrors = list[tuple[Worker, str]]
+LATE, LOST = "the node did not answer in time", "the node was lost meanwhile"
+
+
+class LastChange(NamedTuple):
+    """The last change of an adapter.
+
+    Attributes:
+        path: from which it was loaded; None if it was unloaded.
+    """
+
+    number: int
+    path: str | None
+
+    @property
+    def rank(self) -> tuple[int, bool]:
+        """Of two changes of a name, the one of the higher rank counts."""
+        return self.number, self.path is None
+
+
+NO_CHANGE = LastChange(0, "")
 
 
 class AdapterChanges:
@@ -31,85 +58,137 @@ class AdapterChanges:
         self._rpc = rpc
         self._send = send
         self._dispatcher = dispatcher
-        self._wanted: dict[tuple[str, str], str | None] = {}  # by model and name: the path, or None once unloaded
+        self._last: dict[tuple[str, str], LastChange] = {}  # by model and name
+
+    # ---- for the admin endpoints ------------------------------------------------------------------------------------
 
     async def load(self, pool: WorkerPool, name: str, path: str, timeout_s: float) -> NodeErrors:
         """Load an adapter at all nodes of a model.
 
-        Raises RequestError: the adapter is being unloaded.
+        Raises RequestError: the adapter is being unloaded, or no node has answered in time.
         """
-        if name in pool.registry.withdrawn and not self._is_gone(pool, name):
+        adapters = (adapter for node in pool.registry.workers.values() for adapter in node.register.adapters)
+        if any(adapter.name == name and adapter.is_withdrawn for adapter in adapters):
             message = (
                 f"lora_name: the adapter {name} is being unloaded; load it when the last request with it has ended"
             )
             raise RequestError(ErrorCode.INVALID_REQUEST, message, param="lora_name")
-        pool.registry.set_withdrawn(name, is_withdrawn=False)
-        errors = await self._ask_all(pool, LoadAdapter(name, path), timeout_s)
-        if any(not error for _, error in errors):
-            self._wanted[pool.model, name] = path
-        return errors
+        errors = await self._ask_all(pool, LoadAdapter(name, path, self._next_number(pool, name)), timeout_s)
+        if not errors or any(error != LATE for _, error in errors):
+            return errors
+        text = f"no node has loaded the adapter {name} within {timeout_s:g} s; ask again later"
+        raise RequestError(ErrorCode.DEADLINE_EXCEEDED, text)
 
     async def unload(self, pool: WorkerPool, name: str, timeout_s: float) -> NodeErrors:
-        """Unload an adapter at all nodes of a model, once no request in flight has it.
+        """Unload an adapter at all nodes of a model, once no request in flight at any gateway has it.
 
-        Raises RequestError: requests still have it after ``timeout_s``. It gets no new ones, and can be unloaded again.
+        Raises RequestError: requests still have it after ``timeout_s``. It gets no new ones, and goes with the last.
         """
-        registry = pool.registry
-        registry.set_withdrawn(name, is_withdrawn=True)
-        until = asyncio.get_running_loop().time() + timeout_s
-        while num_left := self._num_with(pool, name):
-            if asyncio.get_running_loop().time() >= until:
-                message = f"{num_left} requests still have the adapter {name}, which takes no new ones; ask again later"
-                raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
-            await asyncio.sleep(POLL_S)
-        self._wanted[pool.model, name] = None
-        errors = await self._ask_all(pool, UnloadAdapter(name), timeout_s)
-        if not any(error for _, error in errors):
-            registry.set_withdrawn(name, is_withdrawn=False)
-        return errors
+        errors = await self._ask_all(pool, UnloadAdapter(name, self._next_number(pool, name)), timeout_s)
+        if not any(error == LATE for _, error in errors):
+            return errors
+        num_here = self._num_with(pool, lambda adapter: adapter.startswith(f"{name}@"))
+        text = (
+            f"requests still have the adapter {name} after {timeout_s:g} s, {num_here} of them at this gateway; it"
+            " takes no new ones, and goes when the last one has ended"
+        )
+        raise RequestError(ErrorCode.DEADLINE_EXCEEDED, text)
 
-    def _is_gone(self, pool: WorkerPool, name: str) -> bool:
-        """Whether no node takes requests for an adapter, and none is in flight."""
-        is_held = any(name in node.adapters for node in pool.registry.workers.values())
-        return not is_held and not self._num_with(pool, name)
-
-    def _num_with(self, pool: WorkerPool, name: str) -> int:
-        requests = (stream.request for stream in self._dispatcher.streams())
-        return sum(one.model == pool.model and one.adapter.startswith(f"{name}@") for one in requests)
+    def _next_number(self, pool: WorkerPool, name: str) -> int:
+        """The time in milliseconds, since another gateway may know of changes of which this one has not heard; a higher
+        number if clocks differ.
+        """
+        return max(time.time_ns() // 1_000_000, self._last.get((pool.model, name), NO_CHANGE).number + 1)
 
     async def _ask_all(self, pool: WorkerPool, message: LoadAdapter | UnloadAdapter, timeout_s: float) -> NodeErrors:
         nodes = list(pool.registry.workers.values())
         answers = await self._rpc.call([node.incarnation for node in nodes], message, Adapters, timeout_s)
-        if nodes and not answers:
-            asked = "loaded" if isinstance(message, LoadAdapter) else "dropped"
-            text = f"no node has {asked} the adapter {message.name} within {timeout_s:g} s; ask again later"
-            raise RequestError(ErrorCode.DEADLINE_EXCEEDED, text)
-        late = f"the node did not answer within {timeout_s:g} s"
+        # Nodes may have come meanwhile, and may have begun to serve an adapter that they could not unload yet.
+        is_unload = isinstance(message, UnloadAdapter)
+        missed = [node for node in pool.registry.workers.values() if is_unload or node not in nodes]
+        self._update(pool, missed, [message.name])
         found: NodeErrors = []
         for node in nodes:
             answer = answers.get(node.incarnation)
-            found.append((node, late if answer is None else answer.error))
+            missing = LATE if node.incarnation in pool.registry.workers else LOST
+            found.append((node, missing if answer is None else answer.error))
         return found
 
-    def changed(self, pool: WorkerPool, node: Worker, adapters: Sequence[Adapter]) -> None:
-        """A node says which adapters it has now; another gateway may have asked it to load or unload one."""
-        names = {adapter.name for adapter in adapters}
-        for name in node.adapters.keys() - names:
-            if (pool.model, name) in self._wanted:
-                self._wanted[pool.model, name] = None
-        for name in names - node.adapters.keys():
-            if self._wanted.get((pool.model, name), "") is None:
-                del self._wanted[pool.model, name]
-            if name in pool.registry.withdrawn and self._is_gone(pool, name):  # another gateway loads it again
-                pool.registry.set_withdrawn(name, is_withdrawn=False)
-        pool.registry.set_adapters(node.incarnation, tuple(adapters))
+    # ---- what nodes say ---------------------------------------------------------------------------------------------
+
+    def changed(self, pool: WorkerPool, node: Worker, message: Adapters) -> None:
+        """A node says which adapters it has now; another gateway may have asked for the change.
+
+        It may have refused a change while it made this one, such as an unload while it was reading the adapter.
+        """
+        before = set(node.register.adapters)
+        pool.registry.set_adapters(node.incarnation, message.adapters, message.unloaded)
+        self._learn(pool, node.register)
+        self._update(pool, [node], {one.name for one in before ^ set(node.register.adapters)})
+        self._tell_unused(pool, node)
 
     def registered(self, pool: WorkerPool, node: Worker) -> None:
-        """A node has come: have it load and unload what the others have."""
-        for (model, name), path in self._wanted.items():
-            if model != pool.model:
-                continue
-            if path is not None and name not in node.adapters:
-                self._send(LoadAdapter(name, path), node.incarnation)
-            elif path is None and name in node.adapters:
-                self._send(UnloadAdapter(name), node.incarnation)
+        """A node has come: have it make the changes that it has missed, or the others those that only it knows."""
+        is_news = self._learn(pool, node.register)
+        self._update(pool, pool.registry.workers.values() if is_news else [node])
+        self._tell_unused(pool, node)
+
+    def tick(self, pools: Iterable[WorkerPool]) -> None:
+        """The last requests with an adapter may have ended. Called once a second."""
+        for pool in pools:
+            for node in pool.registry.workers.values():
+                self._tell_unused(pool, node)
+
+    def _learn(self, pool: WorkerPool, register: Register) -> bool:
+        """Note the changes that a node knows; returns whether one is news."""
+        is_news = False
+        for name, change in _changes(register).items():
+            if change.rank > self._last.get((pool.model, name), NO_CHANGE).rank:
+                self._last[pool.model, name] = change
+                pool.registry.set_withdrawn(name, is_withdrawn=change.path is None)
+                is_news = True
+        if is_news:
+            self._forget(pool)
+        return is_news
+
+    def _forget(self, pool: WorkerPool) -> None:
+        """Forget the oldest unloads of adapters that no node has, if there are too many."""
+        held = {name for node in pool.registry.workers.values() for name in node.adapters}
+        unloaded = [
+            (last.number, name)
+            for (model, name), last in self._last.items()
+            if model == pool.model and last.path is None and name not in held
+        ]
+        for _, name in sorted(unloaded)[: max(len(unloaded) - MAX_UNLOADED, 0)]:
+            del self._last[pool.model, name]
+            pool.registry.set_withdrawn(name, is_withdrawn=False)
+
+    def _update(self, pool: WorkerPool, nodes: Iterable[Worker], names: Collection[str] | None = None) -> None:
+        """Have nodes make the changes that they have missed: of adapters of these names, or of all."""
+        for node in nodes:
+            known = _changes(node.register)
+            for (model, name), last in self._last.items():
+                if model != pool.model or (names is not None and name not in names):
+                    continue
+                if known.get(name, NO_CHANGE).rank >= last.rank:
+                    continue
+                if last.path is not None:
+                    self._send(LoadAdapter(name, last.path, last.number), node.incarnation)
+                elif name in node.adapters:
+                    self._send(UnloadAdapter(name, last.number), node.incarnation)
+
+    def _tell_unused(self, pool: WorkerPool, node: Worker) -> None:
+        """Tell a node which of the adapters that it withdraws have no requests here. It may be told more than once."""
+        for adapter in node.register.adapters:
+            if adapter.is_withdrawn and not self._num_with(pool, adapter.id.__eq__):
+                self._send(AdapterUnused(adapter.id), node.incarnation)
+
+    def _num_with(self, pool: WorkerPool, is_meant: Callable[[str], bool]) -> int:
+        requests = (stream.request for stream in self._dispatcher.streams())
+        return sum(one.model == pool.model and is_meant(one.adapter) for one in requests)
+
+
+def _changes(register: Register) -> dict[str, LastChange]:
+    """The last changes that a node knows, by name."""
+    known = {one.name: LastChange(one.change, None if one.is_withdrawn else one.path) for one in register.adapters}
+    return known | {name: LastChange(number, None) for name, number in register.unloaded.items()}

@@ -10,7 +10,7 @@ from support.engine.reference_models import draw_prompts
 from support.service.service import SMALL_MODEL, running
 
 #: The fork server imports the library once for all nodes, which takes seconds.
-MODULES = ("common.engine.models.transformers_model", "common.engine.models.transformers_check")
+MODULES = ("common.engine.models.transformers_impl.model", "common.engine.models.transformers_impl.check")
 LENGTHS = [1, 17, 64, 130]
 MAX_NEW = 8
 

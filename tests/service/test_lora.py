@@ -147,6 +147,11 @@ async def ask(client: Client, model: str, prompt: tuple[int, ...]) -> dict[str, 
     return await client.generate(prompt, MAX_NEW, model=model, ignore_eos=False, min_new_tokens=MAX_NEW)
 
 
+async def model_names(client: Client) -> list[str]:
+    async with client.session.get("/v1/models") as answer:
+        return [model["id"] for model in (await answer.json())["data"]]
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
     """A folder of adapters for the small model, and prompts with the merged models' outputs."""
@@ -158,11 +163,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     return root / "loras", known
 
 
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
 async def test_adapters_given_at_start_and_loaded_live_equal_the_merged_models(
-    tmp_path: Path, small: tuple[Path, dict[str, list[Any]]]
+    tmp_path: Path, small: tuple[Path, dict[str, list[Any]]], model_impl: str
 ) -> None:
     folder, known = small
-    options = {"lora": f"one={folder / 'one'}", "lora_dir": folder}
+    options = {"lora": f"one={folder / 'one'}", "lora_dir": folder, "model_impl": model_impl}
     load = {"lora_name": "two", "lora_path": "two"}
     with running(tmp_path, node_options=options) as service:
         async with service.client() as client:
@@ -224,3 +230,50 @@ async def test_every_gateway_of_a_node_serves_what_one_of_them_has_loaded(
             assert (await second.post("/v1/unload_lora_adapter", {"lora_name": "two"}))[0] == 200
             while (await first.post("/v1/completions", body))[0] != 404:
                 await asyncio.sleep(0.02)
+
+
+async def test_an_unload_through_one_gateway_loses_no_request_that_waits_at_another_one(
+    tmp_path: Path, small: tuple[Path, dict[str, list[Any]]]
+) -> None:
+    folder, known = small
+    prompt, _ = known["two"][0]
+    options = {"lora_dir": folder, "max_running_requests": 2}
+    with running(tmp_path, gateways=2, node_options=options) as service:
+        async with service.client() as first, service.client("gateway-1") as second:
+            load = {"lora_name": "two", "lora_path": "two"}
+            assert (await first.post("/v1/load_lora_adapter", load))[0] == 200
+            while (await second.post("/v1/completions", {"model": "two", "prompt": [1], "max_tokens": 1}))[0] != 200:
+                await asyncio.sleep(0.02)
+            waiting = [second.begin(prompt, 300, model="two") for _ in range(6)]
+            await waiting[0].has(1)
+            unload = asyncio.ensure_future(first.post("/v1/unload_lora_adapter", {"lora_name": "two"}))
+            while "two" in await model_names(second):
+                await asyncio.sleep(0.02)
+            assert not unload.done(), "the requests of the other gateway hold the adapter"
+            assert [len((await one.end()).ids) for one in waiting] == [300] * len(waiting)
+            assert (await unload)[0] == 200
+            await second.settled()
+
+
+async def test_a_gateway_that_starts_again_has_a_node_load_what_the_other_nodes_have(
+    tmp_path: Path, small: tuple[Path, dict[str, list[Any]]]
+) -> None:
+    folder, known = small
+    prompt, expected = known["two"][0]
+    with running(tmp_path, node_options={"lora_dir": folder}) as service:
+        async with service.client() as client:
+            load = {"lora_name": "two", "lora_path": "two"}
+            assert (await client.post("/v1/load_lora_adapter", load))[0] == 200
+        service.kill("gateway", "decode-0")
+        service.start("gateway", "decode-0")
+        service.wait_until_ready()
+        async with service.client() as client:
+            while (await client.post("/v1/completions", {"model": "two", "prompt": [1], "max_tokens": 1}))[0] != 200:
+                await asyncio.sleep(0.05)
+            assert tuple((await ask(client, "two", prompt))["output_ids"]) == expected
+            assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "two"}))[0] == 200
+        service.kill("gateway", "decode-0")
+        service.start("gateway", "decode-0")
+        service.wait_until_ready()
+        async with service.client() as client:
+            assert (await client.post("/v1/completions", {"model": "two", "prompt": [1]}))[0] == 404

@@ -43,6 +43,7 @@ class BaseModelConfig(ABC):
             Empty where the configuration alone is read.
         experts: of the native implementation; None if all layers are dense there.
         tokenizer_folder: where the tokenizer is, if not in ``folder``.
+        has_dummy_weights: the weights are random numbers, and no file is read.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class BaseModelConfig(ABC):
     weight_version: str = ""
     experts: ExpertConfig | None = None
     tokenizer_folder: Path | None = None
+    has_dummy_weights: bool = False
 
     @property
     @abstractmethod
@@ -81,6 +83,12 @@ class BaseModelConfig(ABC):
     def layers(self) -> tuple[LayerAttention, ...]:
         """How each layer attends."""
         return (LayerAttention(),) * self.num_layers
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token sees in the layer that sees most; None if that is the whole context."""
+        widest = max(layer.window or self.context_length for layer in self.layers)
+        return widest if widest < self.context_length else None
 
     def layout(self, page_size: int, dtype: str, kv_cache_dtype: str = "auto") -> PageLayout:
         """Return the layout of KV pages of ``page_size`` tokens.

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.engine.models.base_config import DTYPES, BaseModelConfig
-from common.engine.models.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
+from common.engine.models.checkpoints.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
+from common.engine.models.checkpoints.quantized.config import CheckpointQuantization, parse_quantization
 from common.engine.models.expert_config import (
     MIXTRAL_EXPERTS,
     QWEN_EXPERTS,
     ExpertKeys,
     parse_experts,
 )
-from common.engine.models.quantized_checkpoints.config import CheckpointQuantization, parse_quantization
 from common.errors import ConfigError, UnsupportedModelError
 
 
@@ -141,20 +141,26 @@ class ModelConfig(BaseModelConfig):
 
     @classmethod
     def load(
-        cls, path_or_hub_id: str, *, revision: str | None = None, overrides: Mapping[str, Any] | None = None
+        cls,
+        path_or_hub_id: str,
+        *,
+        revision: str | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        has_dummy_weights: bool = False,
     ) -> "ModelConfig":
         """Read a model's configuration from a local folder or from the Hugging Face hub.
 
         Args:
             overrides: keys of config.json that have other values than in the file.
+            has_dummy_weights: there need be no weights.
         Raises:
             ConfigError: the folder or model does not exist, or a file is damaged.
             UnsupportedModelError: Baton does not support the model; the message lists what it supports.
         """
-        folder = locate(path_or_hub_id, revision)
+        folder = locate(path_or_hub_id, revision, with_weights=not has_dummy_weights)
         config = {**read_json(folder / "config.json"), **(overrides or {})}
         generation = read_json(folder / "generation_config.json", required=False)
-        tensors = stored_tensors(folder)
+        tensors = None if has_dummy_weights else stored_tensors(folder)
         try:
             return parse_config(config, generation, tensors, folder)
         except (TypeError, ValueError, AttributeError) as error:
@@ -162,9 +168,12 @@ class ModelConfig(BaseModelConfig):
 
 
 def parse_config(
-    config: dict[str, Any], generation: dict[str, Any], tensors: dict[str, StoredTensor], folder: Path
+    config: dict[str, Any], generation: dict[str, Any], tensors: dict[str, StoredTensor] | None, folder: Path
 ) -> ModelConfig:
-    """Build a ``ModelConfig`` from parsed files. Raises the same errors as ``ModelConfig.load``."""
+    """Build a ``ModelConfig`` from parsed files; without tensors, of dummy weights.
+
+    Raises the same errors as ``ModelConfig.load``.
+    """
     family = _known_family(config, folder)
     _refuse_what_is_not_served(config, folder)
     _refuse_windows(config, family, folder)
@@ -182,7 +191,7 @@ def parse_config(
         raise ConfigError(f"{folder}/config.json: head_dim {head_dim} is odd; rotary embedding needs an even number")
     max_positions = number.positive("max_position_embeddings")
     rope = parse_rope(config, max_positions, folder)
-    quantization = parse_quantization(config.get("quantization_config"), folder)
+    quantization = None if tensors is None else parse_quantization(config.get("quantization_config"), folder)
     attention_bias = bool(config.get("attention_bias", False))
     return ModelConfig(
         folder=folder,
@@ -202,12 +211,13 @@ def parse_config(
         has_o_bias=attention_bias if family.o_bias is None else family.o_bias,
         has_mlp_bias=family.has_mlp_bias_key and bool(config.get("mlp_bias", False)),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        dtype=main_dtype(tensors, quantization, folder),
+        dtype=named_dtype(config, folder) if tensors is None else main_dtype(tensors, quantization, folder),
         eos_token_ids=eos_token_ids(generation, config),
         generation=generation_defaults(generation),
         digest=digest_of(config, tensors),
         experts=None if family.experts is None else parse_experts(config, family.experts, folder),
         quantization=quantization,
+        has_dummy_weights=tensors is None,
     )
 
 
@@ -255,6 +265,14 @@ def main_dtype(tensors: dict[str, StoredTensor], quantization: CheckpointQuantiz
     return STORED_DTYPES[max(counts, key=lambda dtype: counts[dtype])]
 
 
+def named_dtype(config: dict[str, Any], folder: Path) -> str:
+    """Return the type that config.json names, for a model whose tensors are not read."""
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise UnsupportedModelError(f"{folder}/config.json: dtype {dtype}; supported are {', '.join(DTYPES)}")
+    return str(dtype)
+
+
 def eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
     """Return the ids of all sources in order, without duplicates; ``eos_token_id`` is an int, a list or absent."""
     ids: list[int] = []
@@ -269,8 +287,11 @@ def generation_defaults(generation: dict[str, Any]) -> dict[str, float]:
     return {key: float(generation[key]) for key in GENERATION_DEFAULTS if generation.get(key) is not None}
 
 
-def digest_of(config: dict[str, Any], tensors: dict[str, StoredTensor]) -> str:
-    shapes = {name: [tensor.dtype, list(tensor.shape)] for name, tensor in tensors.items()}
+def digest_of(config: dict[str, Any], tensors: dict[str, StoredTensor] | None) -> str:
+    """Return the model's digest; without tensors, that of dummy weights."""
+    shapes: Any = "dummy"
+    if tensors is not None:
+        shapes = {name: [tensor.dtype, list(tensor.shape)] for name, tensor in tensors.items()}
     canonical = json.dumps([config, shapes], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 

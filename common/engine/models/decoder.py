@@ -1,12 +1,11 @@
 """The decoder: embedding, layers of attention and gated feed-forward, norm, projection to the vocabulary.
 
 One class serves every supported family; a part that a family lacks is None. ``allocate_weights`` allocates the weights,
-with q, k, v merged into one matrix and gate and up into another; ``common.engine.models.weights`` fills them. A tensor
-of an expert has Qwen's name here, whatever its name in the checkpoint.
+with q, k, v merged into one matrix and gate and up into another; ``common.engine.models.checkpoints.weights`` fills
+them. A tensor of an expert has Qwen's name here, whatever its name in the checkpoint.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,11 +21,10 @@ from common.engine.models.feed_forward import Experts, Mlp, make_expert_product
 from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
+from common.engine.models.lora.adapters import LoraWeights, StepAdapters, make_lora, native_matrices
+from common.engine.models.lora.checkpoint import AdapterCheckpoint
 from common.engine.models.native_layers import native_layers
 from common.engine.tensor_parallel.group import RankGroup
-
-if TYPE_CHECKING:
-    from common.engine.models.lora import StepAdapters
 
 
 @dataclass(slots=True)
@@ -156,6 +154,13 @@ class Decoder:
     def attention_params(self) -> LayerParams:
         return (AttentionParams(),) * self.config.num_layers
 
+    @property
+    def adaptable(self) -> dict[str, tuple[int, int]]:
+        return native_matrices(self.config)
+
+    def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
+        return make_lora(adapter, self.config, self.weights.embedding.dtype, self.weights.embedding.device)
+
     def hidden_states(
         self,
         tokens: Tensor,
@@ -163,7 +168,7 @@ class Decoder:
         attention: StepAttention,
         keep: Tensor | None = None,
         *,
-        adapters: "StepAdapters | None" = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Run all layers on ``tokens`` ``[N]`` at ``positions`` ``[N]`` and write their KV.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.engine.models.checkpoint import Numbers
+from common.engine.models.checkpoints.checkpoint import Numbers
 from common.errors import ConfigError
 
 

@@ -9,11 +9,11 @@ import torch
 
 from common.config.shared import ModelImplementation, WeightDtype
 from common.engine.models.base_config import BaseModelConfig
+from common.engine.models.checkpoints.weights import load_weights
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder
 from common.engine.models.protocol import CausalModel
-from common.engine.models.transformers_config import TESTED, TransformersConfig
-from common.engine.models.weights import load_weights
+from common.engine.models.transformers_impl.config import TESTED, TransformersConfig
 from common.engine.tensor_parallel.group import RankGroup
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 from common.errors import ConfigError, UnsupportedModelError
@@ -29,6 +29,7 @@ class ModelSource:
         path_or_hub_id: value of ``--model``.
         overrides: keys of config.json that have other values than in the file.
         trust_remote_code: whether code of the checkpoint may run.
+        has_dummy_weights: the weights are to be random numbers, and no file of them is read.
     """
 
     path_or_hub_id: str
@@ -36,6 +37,7 @@ class ModelSource:
     implementation: ModelImplementation = "auto"
     overrides: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
+    has_dummy_weights: bool = False
 
 
 def load_config(source: ModelSource) -> BaseModelConfig:
@@ -48,7 +50,12 @@ def load_config(source: ModelSource) -> BaseModelConfig:
     native_refusal = ""
     if source.implementation != "transformers":
         try:
-            return ModelConfig.load(source.path_or_hub_id, revision=source.revision, overrides=source.overrides)
+            return ModelConfig.load(
+                source.path_or_hub_id,
+                revision=source.revision,
+                overrides=source.overrides,
+                has_dummy_weights=source.has_dummy_weights,
+            )
         except UnsupportedModelError as error:
             if source.implementation == "native":
                 raise
@@ -59,6 +66,7 @@ def load_config(source: ModelSource) -> BaseModelConfig:
             revision=source.revision,
             overrides=source.overrides,
             trust_remote_code=source.trust_remote_code,
+            has_dummy_weights=source.has_dummy_weights,
         )
     except ConfigError as error:
         if not native_refusal:
@@ -93,8 +101,8 @@ def load_model(
         weights.pack(weight_dtype)
         return lambda group: Decoder(own, weights, group)
     assert isinstance(config, TransformersConfig) and shard == WHOLE_MODEL
-    from common.engine.models.transformers_check import check_reduced_copy  # imports transformers
-    from common.engine.models.transformers_model import load_transformers_model
+    from common.engine.models.transformers_impl.check import check_reduced_copy  # imports transformers
+    from common.engine.models.transformers_impl.model import load_transformers_model
 
     if config.architecture not in TESTED or config.trust_remote_code or config.has_unseen_window:
         check_reduced_copy(config)

@@ -38,8 +38,8 @@ class Step(Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("kv", Paged),
-        *((name, c_void_p) for name in ("pieces", "pages", "offsets", "keep", "kept")),
-        *((name, c_long) for name in ("rows", "num_pieces", "num_kept")),
+        *((name, c_void_p) for name in ("pieces", "long_pieces", "scratch", "pages", "offsets", "keep", "kept")),
+        *((name, c_long) for name in ("rows", "num_pieces", "num_long", "scratch_bytes", "num_kept")),
         ("eps", c_float),
         ("dtype", c_int),
     )
@@ -96,6 +96,10 @@ class NativeLayers:
             eps=self._config.rms_norm_eps,
             dtype=DTYPES[x.dtype],
         )
+        if attention.long_pieces is not None:
+            pieces, scratch = attention.long_pieces
+            step.long_pieces, step.num_long = pieces.data_ptr(), len(pieces)
+            step.scratch, step.scratch_bytes = scratch.data_ptr(), scratch.shape[1]
         memory = self._place_arrays(step, x)
         self._kernels.run_layers(self._layers, attention.caches, len(self._layers), byref(step))
         del memory  # the arrays were in it

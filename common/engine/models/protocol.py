@@ -1,5 +1,6 @@
 """The interface between the executor and the implementations of a model."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -8,7 +9,8 @@ from common.engine.attention.protocol import LayerParams, StepAttention
 from common.engine.models.base_config import BaseModelConfig
 
 if TYPE_CHECKING:
-    from common.engine.models.lora import StepAdapters
+    from common.engine.models.lora.adapters import LoraWeights, StepAdapters
+    from common.engine.models.lora.checkpoint import AdapterCheckpoint
 
 
 class CausalModel(Protocol):
@@ -20,6 +22,15 @@ class CausalModel(Protocol):
     @property
     def attention_params(self) -> LayerParams:
         """The parameters of each layer's attention."""
+        ...
+
+    @property
+    def adaptable(self) -> Mapping[str, tuple[int, int]]:
+        """Outputs and inputs of the matrices that LoRA adapters may change, by their names in the checkpoint."""
+        ...
+
+    def make_lora(self, adapter: "AdapterCheckpoint") -> "LoraWeights":
+        """Pack an adapter for this model, onto its device."""
         ...
 
     def hidden_states(

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_UCX_VARIABLES, MAX_UCX_VALUE = 64, 256  # that are told to the gateway
+
 
 @dataclass(frozen=True, slots=True)
 class RoleFactory:
@@ -174,6 +176,10 @@ class LoadedNode:
             worker.layout.bytes_per_token,
             self._gateways.description,
         )
+        if (window := worker.window).is_bounded:
+            log.info(
+                "a request needs at most %d pages: every layer attends within %d tokens", window.max_held, window.tokens
+            )
         server = None if self._http is None else self._http_server(self._http, worker, role=role, loop=loop)
         try:
             status = _until_stopped(loop)
@@ -224,6 +230,10 @@ class LoadedNode:
             fixed_role=self._fixed_role(config),
             num_ranks=config.tp,
             adapters=self._adapters.listed,
+            longest_tokens=worker.longest_tokens,
+            most_held_tokens=worker.most_held_tokens,
+            nixl=_nixl_settings(config) if "nixl" in role.transports() else {},
+            unloaded=self._adapters.unloaded,
         )
 
     def _fixed_role(self, config: NodeConfig) -> str:
@@ -233,6 +243,12 @@ class LoadedNode:
         if len(self._factories) == 1:
             return f"node {config.node_name} was started for one role only"
         return ""
+
+
+def _nixl_settings(config: NodeConfig) -> dict[str, str]:
+    """What decides how NIXL moves pages: its back-end, and what the environment tells UCX."""
+    variables = sorted(name for name in os.environ if name.startswith("UCX_"))[:MAX_UCX_VARIABLES]
+    return {"backend": config.nixl_backend, **{name: os.environ[name][:MAX_UCX_VALUE] for name in variables}}
 
 
 def _until_stopped(loop: EventLoop) -> int:

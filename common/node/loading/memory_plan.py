@@ -31,6 +31,7 @@ class Capacity:
         chunk_tokens: prompt tokens of one step; None computes prompts whole.
         alignment: where a prompt may be cut.
         context_length: tokens of prompt and output together; None for as many as the pool holds.
+        window: tokens that a token sees, itself included, if no layer sees more; None if a layer sees all.
     """
 
     num_slots: int
@@ -39,6 +40,7 @@ class Capacity:
     chunk_tokens: int | None
     alignment: ChunkAlignment = field(default_factory=ChunkAlignment)
     context_length: int | None = None
+    window: int | None = None
 
 
 def plan_capacity(
@@ -48,11 +50,13 @@ def plan_capacity(
     device: str,
     context_length: int,
     crossover_tokens: float = CROSSOVER_TOKENS,
+    window: int | None = None,
 ) -> Capacity:
     """The sizes that the configuration and this machine give.
 
     Args:
         crossover_tokens: context length at which attention costs as much as the rest of the model.
+        window: tokens that a token sees; None if a layer sees all.
 
     Raises:
         ConfigError: not one page fits into memory, or a chunk is smaller than the alignment.
@@ -81,7 +85,7 @@ def plan_capacity(
             "raise the other"
         )
     chunk_tokens = None if chunk < 0 else chunk
-    return Capacity(min(num_slots, num_pages), num_pages, max_queued, chunk_tokens, alignment, context_length)
+    return Capacity(min(num_slots, num_pages), num_pages, max_queued, chunk_tokens, alignment, context_length, window)
 
 
 def num_pages_that_fit(config: NodeConfig, layout: PageLayout, num_pages: int, free_bytes: int) -> int:

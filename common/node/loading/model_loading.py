@@ -54,23 +54,23 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
     """
     for name, value in SHAPE_CACHE.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
-    from common.engine.models.checkpoint import weight_files
+    from common.engine.models.checkpoints.checkpoint import weight_files
+    from common.engine.models.checkpoints.weight_version import fingerprint
     from common.engine.models.implementation import load_config
-    from common.engine.models.weight_version import fingerprint
 
     find_checkpoint(config.model, config.revision)
     log.info("loading %s", config.model)
     model = load_config(_source(config))
-    model = replace(model, weight_version=config.weight_version or fingerprint(weight_files(model.folder)))
+    version = config.weight_version or ("dummy" if model.has_dummy_weights else "")
+    version = version or fingerprint(weight_files(model.folder))
+    model = replace(model, weight_version="-".join([version, *formats(config, model)]))
     if config.tokenizer:
         model = replace(model, tokenizer_folder=find_tokenizer(config.tokenizer))
     device = rank_device(config)
     if config.tp > 1:
         check_ranks(model, config.tp, device)
-    if config.weight_dtype != "auto":
-        if device != "cpu":
-            raise ConfigError(f"--weight-dtype {config.weight_dtype} {ONLY_ON_CPUS}")
-        model = replace(model, weight_version=f"{model.weight_version}-{config.weight_dtype}")
+    if config.weight_dtype != "auto" and device != "cpu":
+        raise ConfigError(f"--weight-dtype {config.weight_dtype} {ONLY_ON_CPUS}")
     layout = memory_layout(config, model, device)
     capacity = plan_capacity(
         config,
@@ -78,6 +78,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
         device=device,
         context_length=model.context_length,
         crossover_tokens=model.crossover_tokens,
+        window=model.window,
     )
 
     batch_sizes = _plan_graphs(config, model, layout, device, capacity)
@@ -122,6 +123,12 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
     return model, executor, capacity
 
 
+def formats(config: NodeConfig, model: "BaseModelConfig") -> list[str]:
+    """The number formats that nodes must have in common, and that their page layouts do not show."""
+    weights: list[str] = [] if config.weight_dtype == "auto" else [config.weight_dtype]
+    return weights if config.kv_cache_dtype == "auto" else [*weights, model.resolve_dtype(config.dtype)]
+
+
 def _source(config: NodeConfig) -> "ModelSource":
     from common.engine.models.implementation import ModelSource
 
@@ -131,6 +138,7 @@ def _source(config: NodeConfig) -> "ModelSource":
         implementation=config.model_impl,
         overrides=config.overrides,
         trust_remote_code=config.trust_remote_code,
+        has_dummy_weights=config.load_format == "dummy",
     )
 
 
@@ -222,6 +230,7 @@ def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num
         device=device,
         dtype=dtype,
         weight_dtype=config.weight_dtype,
+        has_dummy_weights=model.has_dummy_weights,
         attention=resolve_attention(
             config.attention_backend, torch.device(device), layout, planned_params(model.layers)
         ),

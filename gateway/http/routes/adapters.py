@@ -17,7 +17,7 @@ from gateway.workers.adapter_changes import NodeErrors
 from gateway.workers.served_models import ServedModel
 
 LOAD_TIMEOUT_S = 120.0
-UNLOAD_TIMEOUT_S = 60.0  # for the requests in flight to end, and once more for the nodes to answer
+UNLOAD_TIMEOUT_S = 60.0  # for the requests in flight to end
 
 
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
@@ -71,8 +71,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
 
 
 def _is_known(model: ServedModel, name: str) -> bool:
-    registry = model.pool.registry
-    return name in registry.withdrawn or any(name in node.adapters for node in registry.workers.values())
+    return any(name in node.adapters for node in model.pool.registry.workers.values())
 
 
 def _answer(name: str, errors: NodeErrors) -> Response:

@@ -163,6 +163,7 @@ def test_calls_by_the_documentation_give_what_the_reference_gives(
     compare(
         lambda pool, _, layers: FlashAttention(pool, layers, flash_attn_with_kvcache, flash_attn_varlen_func),
         *("cpu", dtype, rows, 256, heads, params),
+        may_read_outside=True,
     )
 
 
@@ -173,7 +174,8 @@ def test_the_package_equals_the_reference(dtype: str, params: dict[str, Any]) ->
     pytest.importorskip("flash_attn")
     for heads in ((8, 2, 128), (4, 4, 64)):
         made = make_params(heads[0], "cuda", **params)
-        compare(named("flash-attn"), "cuda", dtype, [(300, 1), (0, 70), (513, 33), (0, 1)], 256, heads, made)
+        rows = [(300, 1), (0, 70), (513, 33), (0, 1)]
+        compare(named("flash-attn"), "cuda", dtype, rows, 256, heads, made, may_read_outside=True)
 
 
 def test_decode_rows_that_only_the_device_knows_are_attended_as_others_are() -> None:

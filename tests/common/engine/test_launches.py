@@ -7,8 +7,15 @@ import torch
 
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
-from scripts.benchmarks.engine import model_shape
-from scripts.benchmarks.launches import META, Comparison, LaunchCounter, compare, counting_kernels, make_executor
+from scripts.benchmarks.engines.engine import model_shape
+from scripts.benchmarks.engines.launches import (
+    META,
+    Comparison,
+    LaunchCounter,
+    compare,
+    counting_kernels,
+    make_executor,
+)
 
 if not find_spec("triton"):
     pytest.skip("needs triton", allow_module_level=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from common.config.node import NodeConfig
-from common.engine.models.lora import LoraWeights
+from common.engine.models.lora.adapters import LoraWeights
 from common.errors import ConfigError
-from common.node.adapters import NodeAdapters
-from common.wire.messages import LoadAdapter, UnloadAdapter
+from common.node.adapters import MAX_UNLOADED, NodeAdapters
+from common.wire.messages import Adapter, Adapters, LoadAdapter, UnloadAdapter
 
 DIGEST = "0123456789abcdef" * 2
 LINK = object()
@@ -31,7 +31,7 @@ class Engine:
             raise ConfigError(f"{folder}: is broken")
         if folder.name == "surprising":
             raise RuntimeError("a bug")
-        return LoraWeights(DIGEST[len(folder.name) % 16 :][:16] * 2, [])
+        return LoraWeights(DIGEST[len(folder.name) % 16 :][:16] * 2, {})
 
     def drop_adapter(self, adapter: str) -> None:
         del self.adapters[adapter]
@@ -47,11 +47,11 @@ class Node:
         self.adapters = NodeAdapters(self.engine, config, self.woken.set)
         self.number = 0
 
-    def ask(self, message: LoadAdapter | UnloadAdapter, in_use: tuple[str, ...] = ()) -> str:
+    def ask(self, message: LoadAdapter | UnloadAdapter) -> str:
         """Returns the error of the answer; empty if it was done."""
         self.woken.clear()
         self.adapters.begin(LINK, message)
-        while not (answers := self.adapters.take(in_use)):
+        while not (answers := self.take()):
             assert self.woken.wait(60)
         ((link, answer),) = answers
         assert link is LINK
@@ -59,9 +59,17 @@ class Node:
         assert answer.adapters == self.adapters.listed
         return answer.error
 
+    def take(self, in_use: tuple[str, ...] = (), gateways: tuple[str, ...] = ()) -> list[tuple[object, Adapters]]:
+        """Returns the answers, without what is told to all gateways."""
+        return [one for one in self.adapters.take(in_use, gateways) if one[0] is not None]
+
     def load(self, name: str, path: str) -> str:
         self.number += 1
-        return self.ask(LoadAdapter(name, path, self.number))
+        return self.ask(LoadAdapter(name, path, self.number, self.number))
+
+    def unload(self, name: str) -> str:
+        self.number += 1
+        return self.ask(UnloadAdapter(name, self.number, self.number))
 
     @property
     def names(self) -> list[str]:
@@ -127,7 +135,7 @@ def test_more_adapters_than_the_limit_are_refused_until_one_is_unloaded(folder: 
     assert node.load("a", "a") == node.load("b", "bb") == ""
     assert "--max-loaded-loras" in node.load("c", "ccc")
     assert node.load("a", "a") == "", "the same again takes no more room"
-    assert node.ask(UnloadAdapter("a")) == ""
+    assert node.unload("a") == ""
     assert node.load("c", "ccc") == ""
     assert node.names == ["b", "c"]
 
@@ -137,44 +145,103 @@ def test_a_name_keeps_its_content_until_it_is_unloaded(folder: Path) -> None:
     node.load("a", "a")
     assert "another adapter a" in node.load("a", "bb")
     before = node.adapters.listed
-    node.ask(UnloadAdapter("a"))
+    node.unload("a")
     assert node.load("a", "bb") == ""
     assert node.adapters.listed != before
 
 
-def test_an_unloaded_adapter_takes_no_requests_and_goes_with_the_last_one_that_has_it(folder: Path) -> None:
+def test_a_withdrawn_adapter_is_told_to_all_and_goes_with_the_last_request_on_the_node(folder: Path) -> None:
     node = Node(folder)
     node.load("a", "a")
-    adapter = node.adapters.listed[0].id
-    node.adapters.begin(LINK, UnloadAdapter("a", 7))
-    assert adapter not in node.adapters
-    assert node.adapters.take([adapter]) == []
-    assert adapter in node.engine.adapters, "a request still has it"
+    (loaded,) = node.adapters.listed
+    assert (loaded.path, loaded.change) == ("a", 1)
+    node.adapters.begin(LINK, UnloadAdapter("a", 2, number=7))
+    ((link, news),) = node.adapters.take([loaded.id], [])
+    assert link is None
+    assert news == Adapters((Adapter("a", loaded.digest, "a", 2, is_withdrawn=True),))
+    assert loaded.id in node.adapters, "requests may still come, from a gateway's queue for example"
+    node.adapters.begin(LINK, LoadAdapter("a", "a", 3))
+    ((_, refused),) = node.adapters.take([loaded.id], [])
+    assert "is being unloaded" in refused.error
+    node.adapters.begin(LINK, UnloadAdapter("a", 3, number=8))
+    assert node.adapters.take([loaded.id], []) == []
     assert node.adapters.has_news
-    node.adapters.begin(LINK, UnloadAdapter("a", 8))
-    assert [answer.number for _, answer in node.adapters.take([])] == [7, 8]
+    answers = node.take()
+    assert answers == [(LINK, Adapters((), {"a": 3}, number=number)) for number in (7, 8)]
     assert node.engine.adapters == {}
+    assert loaded.id not in node.adapters
     assert not node.adapters.has_news
 
 
-def test_unloading_what_the_node_does_not_have_is_done(folder: Path) -> None:
-    assert Node(folder).ask(UnloadAdapter("a")) == ""
+def test_a_withdrawn_adapter_stays_until_every_registered_gateway_has_no_request_for_it(folder: Path) -> None:
+    node = Node(folder)
+    node.load("a", "a")
+    node.load("b", "a")
+    a, b = (one.id for one in node.adapters.listed)
+    node.adapters.begin(LINK, UnloadAdapter("a", 3))
+    assert node.take(gateways=("first", "second")) == []
+    node.adapters.unused("first", a)
+    node.adapters.unused("second", b)
+    assert node.take(gateways=("first", "second")) == []
+    assert node.take(gateways=("first", "third")) == [], "a gateway that comes meanwhile has a say"
+    assert node.take(gateways=("first",)) == [(LINK, Adapters(node.adapters.listed, {"a": 3}))], "the others are lost"
+    assert [one.id for one in node.adapters.listed] == [b]
+
+
+def test_a_change_that_another_one_has_overtaken_is_refused(folder: Path) -> None:
+    node = Node(folder)
+    assert node.ask(LoadAdapter("a", "a", 5)) == ""
+    assert "has come later" in node.ask(UnloadAdapter("a", 4))
+    assert node.ask(LoadAdapter("a", "./a", 6)) == "", "the same content from another path"
+    assert [(one.path, one.change) for one in node.adapters.listed] == [("./a", 6)]
+    assert node.ask(UnloadAdapter("a", 7)) == ""
+    assert "has come later" in node.ask(LoadAdapter("a", "a", 6))
+    assert node.adapters.state == Adapters((), {"a": 7})
+    assert node.ask(LoadAdapter("a", "a", 8)) == ""
+    assert node.adapters.unloaded == {}
+
+
+@pytest.mark.parametrize("is_unload_first", [False, True])
+def test_of_a_load_and_an_unload_with_one_number_the_unload_counts_in_either_order(
+    folder: Path, is_unload_first: bool
+) -> None:
+    node = Node(folder)
+    changes = [LoadAdapter("a", "a", 1), UnloadAdapter("a", 1)]
+    errors = [node.ask(change) for change in (reversed(changes) if is_unload_first else changes)]
+    assert [bool(error) for error in errors] == [False, is_unload_first]
+    assert node.adapters.state == Adapters((), {"a": 1})
+
+
+def test_unloading_what_the_node_does_not_have_is_done_and_remembered(folder: Path) -> None:
+    node = Node(folder)
+    assert not node.adapters.has_changed
+    assert node.unload("a") == ""
+    assert node.adapters.unloaded == {"a": 1}
+    assert node.adapters.has_changed
+
+
+def test_the_oldest_of_very_many_unloaded_names_is_forgotten(folder: Path) -> None:
+    node = Node(folder)
+    for number in range(MAX_UNLOADED + 1):
+        node.unload(f"a{number}")
+    assert len(node.adapters.unloaded) == MAX_UNLOADED
+    assert "a0" not in node.adapters.unloaded
 
 
 def test_an_adapter_is_not_unloaded_while_it_is_loaded_and_several_gateways_may_load_it(folder: Path) -> None:
     node = Node(folder, max_loaded_loras=1)
     node.engine.may_read.clear()
     for number in (1, 2):
-        node.adapters.begin(LINK, LoadAdapter("a", "a", number))
-    assert "is being loaded" in node.ask(UnloadAdapter("a", 3))
+        node.adapters.begin(LINK, LoadAdapter("a", "a", 1, number))
+    assert "is being loaded" in node.ask(UnloadAdapter("a", 2, 3))
     node.engine.may_read.set()
     answers = []
     while len(answers) < 2:
         assert node.woken.wait(60)
         node.woken.clear()
-        answers += [(answer.number, answer.error) for _, answer in node.adapters.take([])]
+        answers += [(answer.number, answer.error) for _, answer in node.take()]
     assert answers == [(1, ""), (2, "")]
-    assert node.ask(UnloadAdapter("a", 4)) == ""
+    assert node.ask(UnloadAdapter("a", 2, 4)) == ""
     node.adapters.close()
 
 

@@ -39,9 +39,9 @@ from common.step_plan import PageDelta, Row, StepPlan
 from common.wire.messages import Abort, Generate, LayoutMessage, Peer
 from decode_node.factory import build as build_decode
 from kv_transfer.transports.negotiation import NegotiatingReader
-from scripts.simulator.inprocess_transport import InProcessReader, Wire
 from scripts.simulator.main import main
 from scripts.simulator.replay import replay
+from scripts.simulator.service.inprocess_transport import InProcessReader, Wire
 
 HEADER = frames.RecordingHeader(
     version=frames.VERSION,

@@ -59,6 +59,7 @@ def test_a_gateway_is_told_what_the_requests_of_the_others_cost():
     node.take(B, "y").num_computed = 2
     assert node.owners.load_of_others(A, node.requests) == OtherLoad(0, 10)
     assert node.owners.load_of_others(B, node.requests) == OtherLoad(4, 20)
+    assert node.owners.load_of_others(B, node.requests, most_held_tokens=6) == OtherLoad(4, 12)
     node.requests["x", 1].expected_output = 3
     finish(node, "x2")
     assert node.owners.load_of_others(B, node.requests) == OtherLoad(2, 5)

@@ -1,5 +1,6 @@
 """The node process: its sizes, its engine thread and its event loop."""
 
+import contextlib
 import os
 import platform
 import select
@@ -7,9 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -20,7 +23,7 @@ from common.cache.page_allocator import PageAllocator
 from common.cache.page_layout import PageLayout
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
-from common.discovery.gateway_directory import FixedGateways
+from common.discovery.gateway_directory import MAX_GATEWAYS, FixedGateways
 from common.errors import ConfigError
 from common.finish_reason import finish_reason
 from common.node import worker_main as process
@@ -28,6 +31,7 @@ from common.node.adapters import NodeAdapters
 from common.node.endpoint import ControlEndpoint, listen_mailbox
 from common.node.engine_thread import EngineThread
 from common.node.event_loop import EventLoop
+from common.node.gateways.gateway_link import GatewayLink
 from common.node.gateways.outbox import Outbox
 from common.node.loading import model_loading
 from common.node.loading.device_plan import DeviceReserve
@@ -43,9 +47,21 @@ from common.node.worker_context import WorkerContext, make_cache
 from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
-from common.wire.messages import Connect, Generate, Peer, Ping, PrefillNodes
+from common.wire.messages import (
+    Adapter,
+    Adapters,
+    AdapterUnused,
+    Connect,
+    Generate,
+    Message,
+    Peer,
+    Ping,
+    PrefillNodes,
+    Registered,
+    UnloadAdapter,
+)
 from decode_node.factory import build
-from scripts.simulator.inprocess_transport import InProcessReader, Wire
+from scripts.simulator.service.inprocess_transport import InProcessReader, Wire
 
 TINY = PageLayout(num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")
 
@@ -323,6 +339,44 @@ def test_prefill_nodes_are_those_of_all_gateways() -> None:
     context.term()
 
 
+def test_a_withdrawn_adapter_waits_for_every_registered_gateway_and_is_told_to_one_that_registers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine()
+    thread = EngineThread(engine)
+    adapters = NodeAdapters(engine, NodeConfig(), thread.notify)
+    adapter = Adapter("a", "0" * 32)
+    adapters._serving["a"] = adapter
+    engine.drop_adapter = lambda dropped: None  # type: ignore[attr-defined]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
+    node = EventLoop(
+        Watched(), thread, register=lambda: None, gateways=FixedGateways(("127.0.0.1:1", "127.0.0.1:2")),
+        orphan_timeout_s=1.0, room=1, endpoint=endpoint, clock=MonotonicClock(), adapters=adapters,
+    )  # type: ignore[arg-type]  # fmt: skip
+    sent: list[tuple[GatewayLink, Message]] = []
+    monkeypatch.setattr(GatewayLink, "send", lambda self, *messages: sent.extend((self, one) for one in messages))
+    first, second = node._links
+    node._on_gateway(first, "1" * 32, Registered(1, 1.0), 0.0)
+    assert sent == [], "nothing has changed"
+    node._on_gateway(first, "1" * 32, UnloadAdapter("a", 1, number=5), 0.0)
+    node._change_adapters()
+    withdrawn = Adapters((msgspec.structs.replace(adapter, change=1, is_withdrawn=True),))
+    assert sent == [(first, withdrawn), (second, withdrawn)]
+    node._on_gateway(second, "2" * 32, Registered(1, 1.0), 0.0)
+    assert sent[2:] == [(second, withdrawn)]
+    for gateway, link in ("1" * 32, first), ("2" * 32, second):
+        node._change_adapters()
+        assert len(sent) == 3, "a gateway may still send requests with the adapter"
+        node._on_gateway(link, gateway, AdapterUnused(adapter.id), 0.0)
+    node._change_adapters()
+    assert sent[3:] == [(first, Adapters((), {"a": 1}, number=5)), (second, Adapters((), {"a": 1}))]
+    node.close("the test is over")
+    engine.may_run.set()
+    thread.close()
+    context.term()
+
+
 class Directory:
     """Gateways that come and go."""
 
@@ -336,25 +390,47 @@ class Directory:
         return self.known
 
 
-def test_a_node_ends_once_every_announced_gateway_has_refused_it() -> None:
-    engine, role, directory = Engine(), Watched(), Directory("127.0.0.1:1", "127.0.0.1:2")
+@contextlib.contextmanager
+def node_of(directory: Directory) -> Iterator[EventLoop]:
+    """A node that finds its gateways in a directory; its loop does not run."""
+    engine = Engine()
     thread = EngineThread(engine)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
     node = EventLoop(
-        role, thread, register=lambda: None, gateways=directory, orphan_timeout_s=1.0, room=1,
+        Watched(), thread, register=lambda: None, gateways=directory, orphan_timeout_s=1.0, room=1,
         endpoint=endpoint, clock=MonotonicClock(), adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
     )  # type: ignore[arg-type]  # fmt: skip
-    assert node.gateway_address == "127.0.0.1:1,127.0.0.1:2"
-    node._on_refused(node._links[1], "it serves another model")
-    assert node.refused is None
-    directory.known = ("127.0.0.1:2",)
-    node._follow_directory()
-    assert (node.gateway_address, node.refused) == ("", "it serves another model")
-    node.close("the test is over")
-    engine.may_run.set()
-    thread.close()
-    context.term()
+    try:
+        yield node
+    finally:
+        node.close("the test is over")
+        engine.may_run.set()
+        thread.close()
+        context.term()
+
+
+def test_a_node_ends_once_every_announced_gateway_has_refused_it() -> None:
+    directory = Directory("127.0.0.1:1", "127.0.0.1:2")
+    with node_of(directory) as node:
+        assert node.gateway_address == "127.0.0.1:1,127.0.0.1:2"
+        node._on_refused(node._links[1], "it serves another model")
+        assert node.refused is None
+        directory.known = ("127.0.0.1:2",)
+        node._follow_directory()
+        assert (node.gateway_address, node.refused) == ("", "it serves another model")
+
+
+def test_links_to_gateways_are_bounded_and_end_unless_they_are_announced_or_have_accepted_the_node() -> None:
+    directory = Directory("127.0.0.1:1", "127.0.0.1:2")
+    with node_of(directory) as node:
+        for link in node._links:
+            link.is_dialling = False
+        node._links[1].is_registered = True
+        directory.known = tuple(f"127.0.0.1:{port}" for port in range(3, MAX_GATEWAYS + 10))
+        node._follow_directory()
+        assert len(node._links) == MAX_GATEWAYS
+        assert [link.address for link in node._links][:2] == ["127.0.0.1:2", "127.0.0.1:3"]
 
 
 def test_a_process_ends_although_a_thread_of_it_never_does() -> None:

@@ -1,18 +1,21 @@
 """LoRA adapters are models of their own names, and are loaded and unloaded on all nodes."""
 
 import asyncio
+import time
 
-import msgspec
 import pytest
 from support.gateway.fake_nodes import adapter, echo, error_of, folder, running, silent, start_request
 
-from common.wire.messages import Adapters, LoadAdapter, UnloadAdapter
+from common.wire.messages import AdapterUnused, LoadAdapter, UnloadAdapter
 from gateway.http.routes import adapters
+from gateway.workers import adapter_changes
 
 __all__ = ["folder"]
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SQL = {"lora_name": "sql", "lora_path": "sql-v1"}
+#: The number of a change that is made after those of a test.
+LATER = 1 << 60
 ASK = {"model": "sql", "prompt": "a summer's day", "max_tokens": 4}
 
 
@@ -157,16 +160,151 @@ async def test_a_node_that_comes_back_with_an_unloaded_adapter_drops_it(stack):
     assert await names(stack) == ["tiny"]
 
 
+async def told(node, kind):
+    """The messages of a kind that a node has received, without their numbers."""
+    await node.round_trip()
+    return [(message.name, message.change) for message in node.received if isinstance(message, kind)]
+
+
+async def test_a_gateway_that_starts_has_nodes_load_what_others_have_had_loaded_before_it_came(folder):
+    old = adapter("sql", "sql-v1", path="sql-v1", change=3)
+    async with running(folder) as stack:
+        lacking = await stack.node("decode", adapters=(adapter("given", "x"),))
+        await stack.node("prefill", adapters=(old, adapter("given", "x")))
+        assert await told(lacking, LoadAdapter) == [("sql", 3)]
+        await lacking.round_trip()
+        assert await names(stack) == ["tiny", "given", "sql"]
+        late = await stack.node("decode", "decode-1", adapters=(adapter("given", "x"),))
+        assert await told(late, LoadAdapter) == [("sql", 3)]
+        assert (await stack.post("/v1/completions", ASK))[0] == 200
+        assert (await stack.post(UNLOAD, {"lora_name": "sql"}))[0] == 200
+        ((name, number),) = await told(late, UnloadAdapter)
+        assert name == "sql"
+        assert number > 3, "a later change has a higher number"
+
+
+@pytest.mark.parametrize("is_stale_first", [False, True])
+async def test_a_gateway_that_starts_learns_what_was_unloaded_from_any_node(folder, is_stale_first):
+    stale = {"adapters": (adapter("sql", "sql-v1", path="sql-v1", change=3),)}
+    nodes = [("prefill", stale), ("decode", {"unloaded": {"sql": 4}})]
+    async with running(folder) as stack:
+        for role, fields in nodes if is_stale_first else reversed(nodes):
+            await stack.node(role, **fields)
+        by_role = {node.role: node for node in stack.nodes}
+        await by_role["decode"].round_trip()
+        assert await told(by_role["prefill"], UnloadAdapter) == [("sql", 4)]
+        await by_role["prefill"].round_trip()
+        assert by_role["prefill"].register.adapters == ()
+        assert await names(stack) == ["tiny"]
+
+
+@pytest.mark.parametrize("is_unload_first", [False, True])
+async def test_of_a_load_and_an_unload_with_one_number_the_unload_counts_in_either_order(folder, is_unload_first):
+    loaded = {"adapters": (adapter("sql", "sql-v1", path="sql-v1", change=3),)}
+    nodes = [("prefill", loaded), ("decode", {"unloaded": {"sql": 3}})]
+    async with running(folder) as stack:
+        for role, fields in reversed(nodes) if is_unload_first else nodes:
+            await stack.node(role, **fields)
+        by_role = {node.role: node for node in stack.nodes}
+        await by_role["decode"].round_trip()
+        assert await told(by_role["prefill"], UnloadAdapter) == [("sql", 3)]
+        assert await told(by_role["decode"], LoadAdapter) == []
+        assert await names(stack) == ["tiny"]
+
+
+async def test_a_change_has_a_higher_number_than_an_earlier_one_of_which_only_another_gateway_knows(stack):
+    earlier = time.time() * 1_000
+    assert (await stack.post(LOAD, SQL))[0] == 200
+    assert min(one.change for node in stack.nodes for one in node.register.adapters) >= int(earlier)
+
+
+async def test_the_oldest_of_very_many_unloaded_names_is_forgotten(folder, monkeypatch):
+    monkeypatch.setattr(adapter_changes, "MAX_UNLOADED", 2)
+    async with running(folder) as stack:
+        node = await stack.node("prefill", unloaded={"a": 1, "b": 2})
+        for number in (3, 4):
+            node._change_adapter(UnloadAdapter("c", number))
+            await node.round_trip()
+        assert {name for _, name in stack.gateway._control.adapter_changes._last} == {"b", "c"}
+        assert stack.gateway._models["tiny"].pool.registry.withdrawn == {"b", "c"}
+
+
+async def test_an_adapter_that_was_loaded_again_is_not_unloaded_by_a_node_that_missed_it(folder):
+    async with running(folder) as stack:
+        behind = await stack.node("prefill", unloaded={"sql": 4})
+        ahead = await stack.node("decode", adapters=(adapter("sql", "sql-v2", path="sql-v2", change=5),))
+        assert await told(behind, LoadAdapter) == [("sql", 5)]
+        await behind.round_trip()
+        assert await told(ahead, UnloadAdapter) == []
+        assert await names(stack) == ["tiny", "sql"]
+
+
 async def test_a_gateway_wants_no_adapter_any_more_that_another_one_has_unloaded(stack):
     await stack.post(LOAD, SQL)
     for node in stack.nodes:
-        node.register = msgspec.structs.replace(node.register, adapters=())
-        node.send(Adapters(()))
+        node._change_adapter(UnloadAdapter("sql", LATER))
     while await names(stack) != ["tiny"]:
         await asyncio.sleep(0.01)
     late = await stack.node("decode", "decode-1")
-    await late.round_trip()
-    assert not any(isinstance(message, LoadAdapter) for message in late.received)
+    assert await told(late, LoadAdapter) == []
+
+
+async def test_a_node_that_was_reading_an_adapter_when_the_others_unloaded_it_is_asked_again(folder):
+    async with running(folder) as stack:
+        await stack.node("prefill", unloaded={"sql": 4})
+        reading = await stack.node("decode")
+        reading.set_adapters(adapter("sql", "sql-v1", path="sql-v1", change=3))
+        assert await told(reading, UnloadAdapter) == [("sql", 4)]
+        await reading.round_trip()
+        assert reading.register.adapters == ()
+
+
+async def test_a_node_that_refuses_a_change_is_not_asked_again_and_again(folder):
+    async with running(folder) as stack:
+        await stack.node("prefill", unloaded={"sql": 4})
+        stubborn = await stack.node("decode")
+        stubborn.adapter_error = "no"
+        stubborn.set_adapters(adapter("sql", "sql-v1", path="sql-v1", change=3))
+        for _ in range(3):
+            assert await told(stubborn, UnloadAdapter) == [("sql", 4)]
+
+
+# ---- unloading at another gateway ------------------------------------------------------------------------------------
+
+
+async def test_a_withdrawn_adapter_gets_no_new_requests_and_is_said_to_be_unused_at_once(stack):
+    await stack.post(LOAD, SQL)
+    for node in stack.nodes:
+        node.set_adapters(adapter("sql", "sql-v1", path="sql-v1", change=LATER, is_withdrawn=True))
+        await node.until(lambda node=node: AdapterUnused(adapter("sql", "sql-v1").id) in node.received)
+    assert (await stack.post("/v1/completions", ASK))[0] == 404
+    assert await names(stack) == ["tiny"]
+
+
+async def test_requests_that_wait_for_room_are_served_before_the_adapter_is_unused(folder):
+    loaded = adapter("sql", "sql-v1", path="sql-v1", change=1)
+    withdrawn = adapter("sql", "sql-v1", path="sql-v1", change=2, is_withdrawn=True)
+    async with running(folder, max_dispatch_ahead=0) as stack:
+        nodes = await stack.pair(max_running=1, adapters=(loaded,))
+        for node in nodes:
+            node.on_generate = silent
+        calls = [asyncio.ensure_future(stack.post("/v1/completions", ASK)) for _ in range(4)]
+        while (await stack.get("/server_info"))[1]["num_in_flight"] < len(calls):
+            await asyncio.sleep(0.01)
+        await nodes[1].round_trip()
+        assert len(nodes[1].generates) < len(calls), "some wait at the gateway"
+        for node in nodes:
+            node.set_adapters(withdrawn)
+            await node.round_trip()
+            assert AdapterUnused(withdrawn.id) not in node.received
+        for node in nodes:
+            node.on_generate = echo
+        for node in nodes:
+            for generate in list(node.generates.values()):
+                echo(node, generate)
+        assert [status for status, _ in await asyncio.gather(*calls)] == [200] * len(calls)
+        for node in nodes:
+            await node.until(lambda node=node: AdapterUnused(withdrawn.id) in node.received)
 
 
 # ---- unloading -------------------------------------------------------------------------------------------------------
@@ -184,7 +322,7 @@ async def test_unloading_waits_for_requests_in_flight_while_new_ones_are_not_fou
     assert (await stack.post(LOAD, SQL))[0] == 400
     prefill, decode = stack.nodes
     await decode.round_trip()
-    assert not any(isinstance(message, UnloadAdapter) for message in decode.received)
+    assert not any(isinstance(message, AdapterUnused) for message in decode.received)
     echo(prefill, prefill.generates[rid])
     echo(decode, decode.generates[rid])
     async with await call as answer:
@@ -204,7 +342,7 @@ async def test_unloading_that_takes_too_long_says_how_many_requests_are_left(sta
     call, rid = await start_request(stack, ASK)
     status, answer = await stack.post(UNLOAD, {"lora_name": "sql"})
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
-    assert "1 requests still have the adapter" in answer["error"]["message"]
+    assert "requests still have the adapter sql after 0.05 s, 1 of them at this gateway" in answer["error"]["message"]
     await stack.post("/abort_request", {"rid": rid})
     (await call).close()
     assert (await stack.post(UNLOAD, {"lora_name": "sql"}))[0] == 200
@@ -236,7 +374,8 @@ async def test_an_adapter_can_be_loaded_again_after_its_unloading_took_too_long(
     assert (await stack.post(UNLOAD, {"lora_name": "sql"}))[0] == 504
     for node in stack.nodes:
         node.adapter_error = ""
-        node._change_adapter(UnloadAdapter("sql"))
+        node._change_adapter(UnloadAdapter("sql", LATER))
+        await node.until(lambda node=node: any(isinstance(message, AdapterUnused) for message in node.received))
     await asyncio.gather(*(node.round_trip() for node in stack.nodes))
     assert (await stack.post(LOAD, SQL))[0] == 200
     assert "sql" in await names(stack)

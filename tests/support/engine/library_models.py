@@ -7,8 +7,8 @@ import torch
 from support.engine.reference_models import TINY, draw_weights
 
 #: Layers of both kinds where a model has windows, shorter than most prompts of the tests.
-_WINDOW = 24
-_LAYERS = {"num_hidden_layers": 3, "sliding_window": _WINDOW}
+WINDOW = 24
+_LAYERS = {"num_hidden_layers": 3, "sliding_window": WINDOW}
 _ALTERNATING = {**_LAYERS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -69,7 +69,7 @@ LIBRARY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Olmo3ForCausalLM": ("olmo3", {**_ALTERNATING}),
     "OlmoForCausalLM": ("olmo", {}),
     "OlmoeForCausalLM": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "Phi3ForCausalLM": ("phi3", {"sliding_window": _WINDOW}),
+    "Phi3ForCausalLM": ("phi3", {"sliding_window": WINDOW}),
     "PhiForCausalLM": ("phi", {}),
     "PhimoeForCausalLM": ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Qwen2ForCausalLM": ("qwen2", {**_ALTERNATING, "use_sliding_window": True}),
@@ -85,7 +85,7 @@ LIBRARY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "tie_word_embeddings": True},
     ),
     "StableLmForCausalLM": ("stablelm", {"hidden_size": 64}),
-    "Starcoder2ForCausalLM": ("starcoder2", {"sliding_window": _WINDOW}),
+    "Starcoder2ForCausalLM": ("starcoder2", {"sliding_window": WINDOW}),
 }
 
 

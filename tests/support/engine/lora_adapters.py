@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.engine.models.config import ModelConfig
-from common.engine.models.lora_checkpoint import MODULES, shape_of
-
-ALL = tuple(module.split(".")[1] for module in MODULES)
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -35,6 +32,7 @@ def make_adapter(
     """Save a random adapter for the model in ``model`` into ``folder``.
 
     Args:
+        targets: the last parts of the names of the matrices to change.
         tensors: changes to what is stored, by name; an empty tensor removes one.
         config: further keys of ``adapter_config.json``.
     """
@@ -52,17 +50,16 @@ def make_adapter(
         **config,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
-    base = ModelConfig.load(str(model))
     random = torch.Generator().manual_seed(seed)
     stored: Tensors = {}
-    for layer in range(base.num_layers):
-        for module in MODULES:
-            if module.split(".")[1] not in targets:
-                continue
-            outputs, inputs = shape_of(module, base)
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            stored[f"{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=random) * inputs**-0.5
-            stored[f"{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=random) * rank**-0.5 * 0.5
+    for name, weight in sorted(load_file(model / "model.safetensors").items()):
+        matrix = name.removesuffix(".weight")
+        if weight.dim() != 2 or matrix.rpartition(".")[2] not in targets:
+            continue
+        outputs, inputs = weight.shape[::-1] if config.get("fan_in_fan_out") else weight.shape
+        stored[f"base_model.model.{matrix}.lora_A.weight"] = torch.randn(rank, inputs, generator=random) * inputs**-0.5
+        half = torch.randn(outputs, rank, generator=random) * rank**-0.5 * 0.5
+        stored[f"base_model.model.{matrix}.lora_B.weight"] = half
     stored |= tensors or {}
     save_file({name: tensor for name, tensor in stored.items() if tensor.numel()}, folder / "adapter_model.safetensors")
     return folder
@@ -78,6 +75,7 @@ def merge(folder: Path, model: Path, adapter: Path) -> Path:
         if ".lora_A." in name:
             b = pairs[name.replace("lora_A", "lora_B")]
             target = name.removeprefix("base_model.model.").replace(".lora_A", "")
-            weights[target] = weights[target].float() + scale * (b.double() @ a.double()).float()
+            change = scale * (b.double() @ a.double()).float()
+            weights[target] = weights[target].float() + (change.T if config.get("fan_in_fan_out") else change)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -12,8 +12,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from common.engine.attention import resolve_attention
 from common.engine.batch import RowArrays
 from common.engine.kv_pool import KVPool
+from common.engine.models.checkpoints.weights import load_weights
 from common.engine.models.config import ModelConfig
-from common.engine.models.weights import load_weights
 from common.engine.tensor_parallel.group import RankGroup, open_group
 from common.engine.tensor_parallel.rank_executor import RankExecutor
 from common.engine.tensor_parallel.shard import Shard

@@ -19,10 +19,10 @@ from common.engine.attention.torch_sdpa import TorchAttention
 from common.engine.batch import DecodeRows, StepBatch
 from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import KVPool
+from common.engine.models.checkpoints.weights import load_weights
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder
 from common.engine.models.layers import TorchOperations
-from common.engine.models.weights import load_weights
 from common.engine.sampling.grammar import load_compiler
 
 #: A function of torch or a kernel of Triton with its arguments, and what it returned.

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from support.engine.reference_models import EXPERTS, make_model
 from torch import Tensor
 
+from common.engine.models.checkpoints.weights import load_weights
 from common.engine.models.config import ModelConfig
 from common.engine.models.expert_config import ExpertConfig
 from common.engine.models.layers import TorchOperations
-from common.engine.models.weights import load_weights
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 from common.errors import ConfigError, UnsupportedModelError
 

@@ -16,7 +16,7 @@ from common.engine.models.linear import Linear, quantized_product
 from common.engine.models.quantization import QuantizedWeight, TorchQuantizedProduct, quantize_weight
 from common.errors import ConfigError
 from common.sampling_params import SamplingParams
-from scripts.benchmarks.quantization import measure_errors
+from scripts.benchmarks.engines.quantization import measure_errors
 
 
 def test_int8_rounds_each_output_to_127_steps_on_both_sides_of_zero() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.engine.models.feed_forward import ExpertLoop, make_expert_product
 from common.engine.models.layers import TorchOperations
 from common.engine.models.routing import Routing
-from scripts.benchmarks.launches import META, counting_kernels
+from scripts.benchmarks.engines.launches import META, counting_kernels
 
 if not find_spec("triton"):
     pytest.skip("needs triton", allow_module_level=True)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.reference_models import make_model
 
+from common.engine.models.checkpoints.weights import load_weights
 from common.engine.models.config import ModelConfig
 from common.engine.models.expert_config import QWEN_EXPERTS, ExpertConfig
 from common.engine.models.feed_forward import Mlp
-from common.engine.models.weights import load_weights
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard, check_divisible
 from common.errors import ConfigError
 

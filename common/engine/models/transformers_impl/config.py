@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from common.engine.models.base_config import LENGTH_DEPENDENT_ROPE, BaseModelConfig, LayerAttention
-from common.engine.models.checkpoint import StoredTensor, locate, read_json, stored_tensors
-from common.engine.models.config import digest_of, eos_token_ids, generation_defaults, main_dtype
+from common.engine.models.checkpoints.checkpoint import StoredTensor, locate, read_json, stored_tensors
+from common.engine.models.checkpoints.quantized.config import CheckpointQuantization, parse_quantization
+from common.engine.models.config import digest_of, eos_token_ids, generation_defaults, main_dtype, named_dtype
 from common.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from common.engine.models.transformers_attention import AttentionHook
+    from common.engine.models.transformers_impl.attention import AttentionHook
 
 #: Architectures whose tiny models give the library's tokens, token for token, in Baton's tests. Of others, a reduced
 #: copy is compared at each start.
@@ -83,6 +84,7 @@ class TransformersConfig(BaseModelConfig):
         overrides: keys of config.json that have other values than in the file.
         trust_remote_code: whether code of the checkpoint may run.
         layer_attention: how each layer attends.
+        quantization: of the checkpoint, whose matrices are decoded when they are loaded; None: they are plain.
         has_unseen_window: whether the library may apply a window that it does not name to the attention function, as
             classes do whose windows are only in their masks.
     """
@@ -92,6 +94,7 @@ class TransformersConfig(BaseModelConfig):
     trust_remote_code: bool
     layer_attention: tuple[LayerAttention, ...]
     values_per_head: int
+    quantization: CheckpointQuantization | None = None
     has_unseen_window: bool = False
 
     @property
@@ -114,20 +117,28 @@ class TransformersConfig(BaseModelConfig):
         revision: str | None = None,
         overrides: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
+        has_dummy_weights: bool = False,
     ) -> "TransformersConfig":
         """Read a model's configuration from a local folder or from the Hugging Face hub.
 
+        Args:
+            has_dummy_weights: there need be no weights.
         Raises:
             ConfigError: the folder or model does not exist, or a file is damaged.
             UnsupportedModelError: the model cannot be computed over pages; the message says why.
         """
-        folder = locate(path_or_hub_id, revision, with_code=trust_remote_code)
+        folder = locate(path_or_hub_id, revision, with_weights=not has_dummy_weights, with_code=trust_remote_code)
         overrides = overrides or {}
         stored = {**read_json(folder / "config.json"), **overrides}
         generation = read_json(folder / "generation_config.json", required=False)
-        tensors = stored_tensors(folder)
+        tensors = None if has_dummy_weights else stored_tensors(folder)
         config = load_library_config(folder, overrides, trust_remote_code=trust_remote_code)
         refuse_by_configuration(config, stored, folder)
+        if tensors is None:
+            quantization, dtype = None, named_dtype(stored, folder)
+        else:
+            quantization = parse_quantization(stored.get("quantization_config"), folder)
+            dtype = main_dtype(_numbers(tensors), quantization, folder)
         hook = _make_hook()
         model = make_on_meta(config, folder, hook, trust_remote_code=trust_remote_code)
         shape = observe_attention(model, folder, hook)
@@ -144,7 +155,7 @@ class TransformersConfig(BaseModelConfig):
             intermediate_size=_intermediate_size(config),
             vocab_size=config.vocab_size,
             context_length=context_length,
-            dtype=main_dtype(_numbers(tensors), None, folder),
+            dtype=dtype,
             eos_token_ids=eos_token_ids(generation, {"eos_token_id": config.eos_token_id}),
             generation=generation_defaults(generation),
             digest=digest_of({**stored, "model_impl": "transformers", "code": code}, tensors),
@@ -152,7 +163,9 @@ class TransformersConfig(BaseModelConfig):
             overrides=overrides,
             trust_remote_code=trust_remote_code,
             layer_attention=shape.layers,
+            quantization=quantization,
             has_unseen_window=_has_unseen_window(config, shape.layers, context_length),
+            has_dummy_weights=has_dummy_weights,
         )
 
 
@@ -162,7 +175,7 @@ def _numbers(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
-    """Return the library's own configuration object.
+    """Return the library's own configuration object, of a plain model: Baton decodes quantized ones itself.
 
     Raises:
         ConfigError: transformers is missing, or an override has no effect on this model.
@@ -194,6 +207,8 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
         raise UnsupportedModelError(f"{folder}: transformers cannot read config.json ({reason}){hint}") from error
     if unused := sorted(set(unused) & set(overrides)):
         raise ConfigError(f"--hf-overrides: {', '.join(unused)} is no key of this model's config.json")
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     return config
 
 
@@ -213,8 +228,6 @@ def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path
         reason = "it has parts beside the language model, such as vision or audio; only text models are served"
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
         reason = "transformers has no class for text generation with it"
-    elif stored.get("quantization_config"):
-        reason = "quantized checkpoints are not supported by this implementation"
     elif "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         reason = "its layers attend within chunks, and no attention backend does"
     elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -226,7 +239,7 @@ def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path
 
 
 def _make_hook() -> "AttentionHook":
-    from common.engine.models.transformers_attention import AttentionHook
+    from common.engine.models.transformers_impl.attention import AttentionHook
 
     return AttentionHook()
 
@@ -240,7 +253,7 @@ def make_on_meta(config: Any, folder: Path, hook: "AttentionHook", *, trust_remo
     import torch
     from transformers import AutoModelForCausalLM
 
-    from common.engine.models.transformers_attention import freeze_rope
+    from common.engine.models.transformers_impl.attention import freeze_rope
 
     config._experts_implementation = "batched_mm"  # the others wait for numbers, which the meta device does not have
     try:

@@ -6,8 +6,8 @@
 
 from torch import Tensor
 
-from common.engine.models.quantized_checkpoints.config import CheckpointQuantization
-from common.engine.models.quantized_checkpoints.packing import Parts, spread
+from common.engine.models.checkpoints.quantized.config import CheckpointQuantization
+from common.engine.models.checkpoints.quantized.packing import Parts, spread
 
 
 def decode_fp8(parts: Parts, shape: tuple[int, ...], quantization: CheckpointQuantization) -> Tensor:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from common.config.node import NodeConfig
-from common.engine.models import weight_version
-from common.engine.models.checkpoint import weight_files
-from common.engine.models.weight_version import fingerprint
+from common.engine.models.checkpoints import weight_version
+from common.engine.models.checkpoints.checkpoint import weight_files
+from common.engine.models.checkpoints.weight_version import fingerprint
 from common.errors import ConfigError
 
 

@@ -8,8 +8,10 @@ The library's class is not changed, except that on a CPU its linear layers are r
 projection to the vocabulary runs apart from the layers, only for the rows that need logits.
 """
 
+import contextlib
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +23,13 @@ from common.config.shared import WeightDtype
 from common.engine.attention.protocol import AttentionParams, LayerParams, StepAttention
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.kv_pool import TORCH_DTYPES
+from common.engine.models.checkpoints.quantized.late_tensors import LateTensor, decoded_tensors
+from common.engine.models.dummy_weights import dummy_tensor
 from common.engine.models.linear import Linear
-from common.engine.models.lora import StepAdapters
-from common.engine.models.transformers_attention import AttentionHook, freeze_rope
-from common.engine.models.transformers_config import TransformersConfig, load_library_config
+from common.engine.models.lora.adapters import Addition, LoraWeights, StepAdapters, make_unmerged_lora
+from common.engine.models.lora.checkpoint import AdapterCheckpoint
+from common.engine.models.transformers_impl.attention import AttentionHook, freeze_rope
+from common.engine.models.transformers_impl.config import TransformersConfig, load_library_config
 from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -44,6 +49,7 @@ class TransformersModel:
         self._dtype = dtype
         self._layers = model.base_model
         self._head = model
+        self._linear_layers = _named_linear_layers(model)
         setattr(model, model.base_model_prefix, _GivenHiddenStates())
         self.attention_params: LayerParams = self._attention_params()
 
@@ -56,13 +62,24 @@ class TransformersModel:
         *,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
-        assert adapters is None, "only the native decoder has LoRA adapters"
-        hidden = self._hook.run(self._layers, tokens, positions, _PagedCalls(attention, self._dtype))
+        with contextlib.ExitStack() as added:
+            for name, additions in ({} if adapters is None else adapters.matrices()).items():
+                layer, _ = self._linear_layers[str(name)]
+                added.enter_context(layer.register_forward_hook(functools.partial(_add, additions)))
+            hidden = self._hook.run(self._layers, tokens, positions, _PagedCalls(attention, self._dtype))
         return hidden if keep is None else hidden[keep]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits.float() if out is None else out.copy_(logits)
+
+    @property
+    def adaptable(self) -> dict[str, tuple[int, int]]:
+        return {name: shape for name, (_, shape) in self._linear_layers.items()}
+
+    def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
+        weight = next(self._layers.parameters())
+        return make_unmerged_lora(adapter, self._dtype, weight.device)
 
     def _attention_params(self) -> LayerParams:
         params = []
@@ -79,6 +96,32 @@ class TransformersModel:
             if getattr(module, "layer_idx", None) == layer and name in dict(module.named_parameters(recurse=False))
         )
         return found
+
+
+def _named_linear_layers(model: Any) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
+    """Return the linear layers with their outputs and inputs, by their names in checkpoints; none beside experts.
+
+    An adapter adds rows by the tokens of a step, and experts compute only some of them.
+    """
+    found: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
+    for name, layer in model.base_model.named_modules():
+        if "expert" in name:
+            return {}
+        if isinstance(layer, PackedLinear):
+            found[f"{model.base_model_prefix}.{name}"] = layer, layer.shape
+        elif type(layer) in (nn.Linear, Conv1D):
+            found[f"{model.base_model_prefix}.{name}"] = layer, _shape_of(layer)
+    return found
+
+
+def _add(
+    additions: Sequence[tuple[Addition, Tensor | None]], _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> None:
+    """After a linear layer: add to its output what adapters add."""
+    x = inputs[0].reshape(-1, inputs[0].shape[-1]).contiguous()
+    rows = output.view(len(x), -1)
+    for addition, tokens in additions:
+        addition.add_to(rows, x, tokens)
 
 
 class _PagedCalls:
@@ -127,27 +170,25 @@ def load_transformers_model(
 ) -> TransformersModel:
     """Load the checkpoint in ``config.folder`` onto ``device``, converted to ``dtype`` (a resolved name).
 
-    On a CPU weights stay in the mapped files until they are packed, one after the other.
+    On a CPU weights stay in the mapped files until they are packed, one after the other; quantized ones are decoded
+    first.
 
     Raises:
         ConfigError: a tensor is missing or of the wrong shape; the message names it.
     """
     library_config = load_library_config(config.folder, config.overrides, trust_remote_code=config.trust_remote_code)
     hook = AttentionHook()
-    try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            config.folder,
-            config=library_config,
-            dtype=TORCH_DTYPES[dtype],
-            attn_implementation=hook.name,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (ValueError, RuntimeError, KeyError, OSError) as error:
-        raise ConfigError(f"{config.folder}: transformers cannot load the weights ({error})") from error
-    _check_tensors(config, loading)
+    options = {
+        "dtype": TORCH_DTYPES[dtype],
+        "attn_implementation": hook.name,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if config.has_dummy_weights:
+        model = AutoModelForCausalLM.from_config(library_config, **options)
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(dummy_tensor(name, tuple(parameter.shape)))
+    else:
+        model = _load_weights(config, library_config, options)
     freeze_rope(model)
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
@@ -155,13 +196,42 @@ def load_transformers_model(
     return TransformersModel(config, model, hook, TORCH_DTYPES[dtype])
 
 
-def _check_tensors(config: TransformersConfig, loading: Mapping[str, Any]) -> None:
+def _load_weights(config: TransformersConfig, library_config: Any, options: Mapping[str, Any]) -> Any:
+    source: dict[str, Any] = {"pretrained_model_name_or_path": config.folder}
+    kind: Any = AutoModelForCausalLM
+    decoded = None if config.quantization is None else decoded_tensors(config.folder, config.quantization)
+    if decoded is not None:
+        source = {"pretrained_model_name_or_path": None, "state_dict": decoded}
+        with torch.device("meta"):  # only the class itself takes tensors that are no files
+            kind = type(AutoModelForCausalLM.from_config(library_config, **options))
+    try:
+        model, loading = kind.from_pretrained(
+            **source,
+            config=library_config,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
+        raise ConfigError(f"{config.folder}: transformers cannot load the weights ({error})") from error
+    _check_tensors(config, loading, decoded or {})
+    return model
+
+
+def _check_tensors(config: TransformersConfig, loading: Mapping[str, Any], decoded: Mapping[str, LateTensor]) -> None:
     if missing := sorted(loading["missing_keys"]):
         raise ConfigError(
             f"{config.folder}: the tensors do not match config.json: {', '.join(missing[:5])} missing"
             + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         )
-    if unused := sorted(loading["unexpected_keys"]):
+    # AutoGPTQ gives every matrix a bias.
+    unused = sorted(loading["unexpected_keys"])
+    biases = [name for name in unused if name in decoded and name.endswith(".bias")]
+    if lost := [name for name in biases if decoded[name][...].any()]:
+        raise ConfigError(f"{config.folder}: the model has no {', '.join(lost[:5])}, which are not zero")
+    unused = [name for name in unused if name not in biases]
+    if unused:
         log.warning("%s: transformers has no use for %d tensors, such as %s", config.folder, len(unused), unused[0])
 
 
@@ -169,11 +239,16 @@ def _check_tensors(config: TransformersConfig, loading: Mapping[str, Any]) -> No
 
 
 class PackedLinear(nn.Module):
-    """A linear layer in the form in which this machine multiplies fastest."""
+    """A linear layer in the form in which this machine multiplies fastest.
 
-    def __init__(self, linear: Linear) -> None:
+    Args:
+        shape: outputs and inputs.
+    """
+
+    def __init__(self, linear: Linear, shape: tuple[int, int]) -> None:
         super().__init__()
         self._linear = linear
+        self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -196,7 +271,13 @@ def pack(model: Any, dtype: WeightDtype = "auto") -> None:
                 continue
             is_tied = layer.weight is embedding
             linear.pack(at_least_int8 if layer is head else dtype, memory=memory, keep_weight=is_tied)
-            setattr(parent, name, PackedLinear(linear))
+            setattr(parent, name, PackedLinear(linear, _shape_of(layer)))
+
+
+def _shape_of(layer: Any) -> tuple[int, int]:
+    """Return outputs and inputs of a linear layer."""
+    rows, columns = layer.weight.shape
+    return (columns, rows) if type(layer) is Conv1D else (rows, columns)
 
 
 def _linear_of(layer: nn.Module) -> Linear | None:

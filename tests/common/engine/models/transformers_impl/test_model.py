@@ -13,15 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engine.engine_driver import Driver
 from support.engine.library_models import LIBRARY_MODELS, make_library_model
+from support.engine.lora_adapters import make_adapter, merge
 from support.engine.reference_models import VOCAB_SIZE, draw_prompts, load_reference, prompt_logprobs
 from tokenizers import Tokenizer
 
 from common.config.shared import SMALL_MODEL
 from common.engine.executor import TorchExecutor, load_executor
-from common.engine.models import transformers_check
 from common.engine.models.implementation import ModelSource, load_config
-from common.engine.models.transformers_config import TESTED, TransformersConfig
-from common.engine.models.transformers_model import PackedLinear, TransformersModel
+from common.engine.models.transformers_impl import check as transformers_check
+from common.engine.models.transformers_impl.config import TESTED, TransformersConfig
+from common.engine.models.transformers_impl.model import PackedLinear, TransformersModel
 from common.errors import ConfigError, UnsupportedModelError
 from common.sampling_params import SamplingParams
 
@@ -34,11 +35,9 @@ def load(folder: Path, attention: str = "auto", **options: Any) -> TorchExecutor
     return load_executor(
         load_config(ModelSource(str(folder), implementation="transformers")),
         device="cpu",
-        num_slots=8,
-        num_pages=120,
         page_size=PAGE_SIZE,
         attention=attention,
-        **{"dtype": "float32", **options},
+        **{"dtype": "float32", "num_slots": 8, "num_pages": 120, **options},
     )
 
 
@@ -135,10 +134,59 @@ def test_other_formats_of_numbers_give_nearly_the_same_logits(
     assert plain.token == pytest.approx(rounded.token, abs=0.7)
 
 
-def test_lora_adapters_are_refused(tmp_path: Path) -> None:
-    executor = load(make_library_model(tmp_path, "OlmoForCausalLM"))
-    with pytest.raises(ConfigError, match="a model that transformers computes has no LoRA adapters"):
-        executor.read_adapter(tmp_path, max_rank=8)
+#: Matrices of an architecture that adapters change: merged ones, those of GPT-2 that are stored [in, out], and others.
+ADAPTED: dict[str, tuple[str, ...]] = {
+    "OlmoForCausalLM": ("q_proj", "v_proj", "down_proj"),
+    "Gemma2ForCausalLM": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "Phi3ForCausalLM": ("qkv_proj", "gate_up_proj"),
+    "GPTNeoXForCausalLM": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "Starcoder2ForCausalLM": ("o_proj", "c_fc", "c_proj"),
+    "GPT2LMHeadModel": ("c_attn", "c_fc", "c_proj"),
+}
+
+
+@pytest.mark.parametrize("architecture", ADAPTED)
+def test_requests_of_the_model_and_of_two_adapters_in_one_batch_equal_the_merged_models(
+    tmp_path: Path, architecture: str
+) -> None:
+    folder = make_library_model(tmp_path / "model", architecture, seed=7)
+    cases = [("", *case) for case in draw_prompts(folder, LENGTHS, MAX_NEW, seed=7)]
+    config = {"targets": ADAPTED[architecture], "fan_in_fan_out": architecture == "GPT2LMHeadModel"}
+    for seed, name in enumerate(("a", "b")):
+        adapter = make_adapter(tmp_path / name, folder, seed=seed, rank=4 + seed, **config)
+        merged = merge(tmp_path / f"merged-{name}", folder, adapter)
+        cases += [(name, *case) for case in draw_prompts(merged, LENGTHS, MAX_NEW, seed=7)]
+    assert len({expected for _, prompt, expected in cases if len(prompt) == LENGTHS[-1]}) == 3
+    executor = load(folder, num_slots=16, num_pages=200)
+    for name in ("a", "b"):
+        executor.adapters[name] = executor.read_adapter(tmp_path / name, max_rank=8)
+    for chunk in (0, 24):
+        driver = Driver(executor)
+        texts = [driver.start(slot, prompt, adapter=name) for slot, (name, prompt, _) in enumerate(cases)]
+        driver.finish(texts, MAX_NEW, chunk=chunk)
+        assert [tuple(text.output) for text in texts] == [expected for *_, expected in cases]
+    alone = Driver(executor)
+    text = alone.start(0, cases[-1][1], adapter="b")
+    alone.finish([text], MAX_NEW)
+    assert tuple(text.output) == cases[-1][2], "all tokens of a step have the adapter"
+    executor.close()
+
+
+def test_an_adapter_that_does_not_fit_is_refused_with_the_names_of_the_matrices(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path / "model", "OlmoForCausalLM")
+    name = "base_model.model.lm_head.lora_A.weight"
+    adapter = make_adapter(tmp_path / "a", folder, targets=("q_proj",), tensors={name: torch.zeros(8, 48)})
+    executor = load(folder)
+    with pytest.raises(ConfigError, match=r"lm_head\.lora_A.* changes nothing .* model\.layers\.N\.mlp\.down_proj"):
+        executor.read_adapter(adapter, max_rank=8)
+    executor.close()
+
+
+def test_adapters_of_a_model_with_experts_are_refused(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path / "model", "OlmoeForCausalLM")
+    executor = load(folder)
+    with pytest.raises(ConfigError, match="this one has experts"):
+        executor.read_adapter(make_adapter(tmp_path / "a", folder, targets=("q_proj",)), max_rank=8)
     executor.close()
 
 
@@ -299,6 +347,22 @@ def test_a_window_that_only_the_library_s_masks_apply_is_refused(tmp_path: Path,
     folder = make_library_model(tmp_path, architecture, **changes)
     with pytest.raises(UnsupportedModelError, match="logits over pages differ from the library's"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "window"),
+    [
+        ("MistralForCausalLM", {}, 24),
+        ("MistralForCausalLM", {"sliding_window": 1024}, None),  # the whole context
+        ("Gemma2ForCausalLM", {}, None),
+        ("LlamaForCausalLM", {}, None),
+    ],
+)
+def test_a_model_has_a_window_if_every_layer_has_one(
+    tmp_path: Path, architecture: str, overrides: dict[str, Any], window: int | None
+) -> None:
+    folder = make_library_model(tmp_path, architecture, **overrides)
+    assert load_config(ModelSource(str(folder), implementation="transformers")).window == window
 
 
 def test_masks_in_an_old_checkpoint_are_not_its_weights(tmp_path: Path) -> None:

@@ -21,14 +21,14 @@ from common.engine.attention.protocol import AttentionBackend
 from common.engine.batch import RowArrays, make_batch
 from common.engine.kv_pool import KVPool
 from common.engine.models.protocol import CausalModel
-from common.engine.models.transformers_attention import AttentionHook, freeze_rope
-from common.engine.models.transformers_config import (
+from common.engine.models.transformers_impl.attention import AttentionHook, freeze_rope
+from common.engine.models.transformers_impl.config import (
     TransformersConfig,
     load_library_config,
     make_on_meta,
     observe_attention,
 )
-from common.engine.models.transformers_model import TransformersModel
+from common.engine.models.transformers_impl.model import TransformersModel
 from common.errors import UnsupportedModelError
 
 log = logging.getLogger(__name__)

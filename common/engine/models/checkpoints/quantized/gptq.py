@@ -8,8 +8,8 @@ stores zero points less 1, modulo the number of values; ``gptq_v2`` stores them 
 import torch
 from torch import Tensor
 
-from common.engine.models.quantized_checkpoints.config import CheckpointQuantization
-from common.engine.models.quantized_checkpoints.packing import Parts, bits_of, unpack_words
+from common.engine.models.checkpoints.quantized.config import CheckpointQuantization
+from common.engine.models.checkpoints.quantized.packing import Parts, bits_of, unpack_words
 
 
 def decode_gptq(parts: Parts, shape: tuple[int, ...], quantization: CheckpointQuantization) -> Tensor:

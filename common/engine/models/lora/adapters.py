@@ -1,10 +1,10 @@
-"""LoRA adapters on the linear layers of a decoder, several in one step (Hu et al., arXiv 2106.09685).
+"""LoRA adapters on the linear layers of a model, several in one step (Hu et al., arXiv 2106.09685).
 
 An adapter adds ``(x @ A.T) @ B.T`` to the result of a matrix, for the rows of the requests that have it. Rows without
 an adapter, and those of other adapters, are left as they are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from common.engine.models.config import ModelConfig
 from common.engine.models.feed_forward import Mlp
 from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.linear import Linear
-from common.engine.models.lora_checkpoint import AdapterCheckpoint, LowRankPair, shape_of
+from common.engine.models.lora.checkpoint import AdapterCheckpoint, LowRankPair
 
 #: The matrices of ``LayerWeights``, and the matrices of a checkpoint that each is merged of.
 MERGED: Mapping[str, tuple[str, ...]] = {
@@ -31,10 +31,10 @@ MERGED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What one adapter adds to one matrix of ``LayerWeights``.
+    """What one adapter adds to one matrix.
 
     Attributes:
-        down: ``[ranks, in]``, the A of all merged matrices below each other.
+        down: ``[ranks, in]``, the A of all matrices below each other that are merged into this one.
         up: ``[out, ranks]``, their B as blocks, the adapter's scale included.
     """
 
@@ -45,6 +45,13 @@ class Addition:
         """Map ``[rows, in]`` to ``[rows, out]``."""
         return self.up(self.down(x))
 
+    def add_to(self, y: Tensor, x: Tensor, tokens: Tensor | None) -> None:
+        """Add to ``y`` ``[rows, out]`` what ``x`` ``[rows, in]`` gives for these tokens; None: for all."""
+        if tokens is None:
+            y += self(x)
+        else:
+            y.index_add_(0, tokens, self(x[tokens]).to(y.dtype))
+
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class LoraWeights:
@@ -52,26 +59,52 @@ class LoraWeights:
 
     Attributes:
         digest: as in ``AdapterCheckpoint``.
-        layers: of each layer, what is added to its matrices, by their names in ``MERGED``.
+        additions: what is added to matrices: of the native decoder by layer and name in ``MERGED``, of others by name.
     """
 
     digest: str
-    layers: Sequence[Mapping[str, Addition]]
+    additions: Mapping[Hashable, Addition]
+
+
+def native_matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return outputs and inputs of the matrices of a native model that adapters may change, by their names.
+
+    There are none if it has experts.
+    """
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    hidden, wide = model.hidden_size, model.intermediate_size
+    shapes = {
+        "self_attn.q_proj": (heads, hidden),
+        "self_attn.k_proj": (kv_heads, hidden),
+        "self_attn.v_proj": (kv_heads, hidden),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
+    }
+    num_layers = model.num_layers if model.experts is None else 0
+    return {f"model.layers.{layer}.{name}": shape for layer in range(num_layers) for name, shape in shapes.items()}
 
 
 def make_lora(adapter: AdapterCheckpoint, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoraWeights:
     """Merge the parts of an adapter as those of the model's matrices are, and pack them for this machine."""
-
-    def layer(index: int) -> dict[str, Addition]:
-        found: dict[str, Addition] = {}
+    shapes = native_matrices(model)
+    found: dict[Hashable, Addition] = {}
+    for layer in range(model.num_layers):
         for matrix, modules in MERGED.items():
-            parts = [adapter.pairs.get((index, module)) for module in modules]
+            names = [f"model.layers.{layer}.{module}" for module in modules]
+            parts = [adapter.pairs.get(name) for name in names]
             if any(parts):
-                sizes = [shape_of(module, model)[0] for module in modules]
-                found[matrix] = _merged(parts, sizes, dtype, device)
-        return found
+                found[layer, matrix] = _merged(parts, [shapes[name][0] for name in names], dtype, device)
+    return LoraWeights(adapter.digest, found)
 
-    return LoraWeights(adapter.digest, [layer(index) for index in range(model.num_layers)])
+
+def make_unmerged_lora(adapter: AdapterCheckpoint, dtype: torch.dtype, device: torch.device) -> LoraWeights:
+    """Pack an adapter for a model whose matrices are those of its checkpoint."""
+    found: dict[Hashable, Addition] = {}
+    for name, pair in adapter.pairs.items():
+        found[name] = _merged([pair], [len(pair.b)], dtype, device)
+    return LoraWeights(adapter.digest, found)
 
 
 def _merged(
@@ -123,10 +156,7 @@ class AdaptedLinear(Linear):
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         y = super().__call__(x, dtype, out)
         for addition, tokens in self._additions:
-            if tokens is None:
-                y += addition(x)
-            else:
-                y.index_add_(0, tokens, addition(x[tokens]).to(y.dtype))
+            addition.add_to(y, x, tokens)
         return y
 
 
@@ -163,6 +193,14 @@ class StepAdapters:
             qkv = _adapted(layer.qkv, "qkv", index, self._all)
             yield replace(layer, qkv=qkv, o=_adapted(layer.o, "o", index, later), mlp=mlp)
 
+    def matrices(self) -> dict[Hashable, list[tuple[Addition, Tensor | None]]]:
+        """Return what is added to each matrix of a model whose layers all compute every token."""
+        found: dict[Hashable, list[tuple[Addition, Tensor | None]]] = {}
+        for share in self._all:
+            for matrix, addition in share.adapter.additions.items():
+                found.setdefault(matrix, []).append((addition, share.tokens))
+        return found
+
 
 def _shares(distinct: Sequence[LoraWeights], of_token: NDArray[np.int64], device: torch.device) -> list[Share]:
     shares: list[Share] = []
@@ -175,5 +213,5 @@ def _shares(distinct: Sequence[LoraWeights], of_token: NDArray[np.int64], device
 
 
 def _adapted(base: Linear, matrix: str, index: int, shares: Sequence[Share]) -> Linear:
-    found = [(addition, share.tokens) for share in shares if (addition := share.adapter.layers[index].get(matrix))]
+    found = [(addition, share.tokens) for share in shares if (addition := share.adapter.additions.get((index, matrix)))]
     return AdaptedLinear(base, found) if found else base

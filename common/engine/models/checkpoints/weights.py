@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from common.engine.kv_pool import TORCH_DTYPES
-from common.engine.models.checkpoint import StoredTensor, stored_tensors
+from common.engine.models.checkpoints.checkpoint import StoredTensor, stored_tensors
+from common.engine.models.checkpoints.quantized.config import CheckpointQuantization
+from common.engine.models.checkpoints.quantized.sources import QuantizedMatrix, quantized_names
+from common.engine.models.checkpoints.tensor_sources import CheckpointFiles, TensorSource, plain_sources
 from common.engine.models.config import STORED_DTYPES, ModelConfig
 from common.engine.models.decoder import DecoderWeights, allocate_weights
-from common.engine.models.quantized_checkpoints.config import CheckpointQuantization
-from common.engine.models.quantized_checkpoints.sources import QuantizedMatrix, quantized_names
-from common.engine.models.tensor_sources import CheckpointFiles, TensorSource, plain_sources
+from common.engine.models.dummy_weights import DummyTensor
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 from common.errors import ConfigError
 from common.reminder import Reminder
@@ -40,14 +41,14 @@ def load_weights(config: ModelConfig, dtype: str, device: torch.device, shard: S
     _, whole = allocate_weights(config, TORCH_DTYPES[dtype], torch.device("meta"))
     own = shard.config_of(config)
     weights, parts = allocate_weights(own, TORCH_DTYPES[dtype], device, has_head=shard.rank == 0)
-    stored = stored_tensors(config.folder)
+    stored = {} if config.has_dummy_weights else stored_tensors(config.folder)
     if config.is_tied:
         stored.pop("lm_head.weight", None)  # a copy of the embedding that some exporters add
     files = CheckpointFiles(stored)
     sources = _find_sources(config, stored, {name: tuple(part.shape) for name, part in whole.items()}, files)
     _check(whole, sources, config.folder)
     progress = _Progress(len(parts))
-    for name in sorted(parts, key=lambda name: (stored[sources[name].stored[0]].file, name)):
+    for name in sorted(parts, key=lambda name: ([stored[one].file for one in sources[name].stored[:1]], name)):
         if shard.has(name):
             _fill(parts[name], sources[name].read(files), shard)
         else:
@@ -66,6 +67,8 @@ def _find_sources(
     Args:
         shapes: of the model's tensors.
     """
+    if config.has_dummy_weights:
+        return {name: DummyTensor(name, shape) for name, shape in shapes.items()}
     names = [name for name in stored if not name.endswith(_IGNORED_ENDINGS)]
     if config.quantization is None:
         return plain_sources(stored, names, config.experts)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from common.errors import ConfigError, UnsupportedModelError
 from common.model_folder import find_checkpoint
 
-FETCHED_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+FETCHED_FILES = ["*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+WEIGHT_FILES = ["*.safetensors"]
 CODE_FILES = ["*.py"]
 MAX_HEADER_BYTES = 100 << 20
 
@@ -23,15 +24,19 @@ class StoredTensor(NamedTuple):
     num_bytes: int = 0
 
 
-def locate(path_or_hub_id: str, revision: str | None = None, *, with_code: bool = False) -> Path:
+def locate(
+    path_or_hub_id: str, revision: str | None = None, *, with_weights: bool = True, with_code: bool = False
+) -> Path:
     """Return the checkpoint's folder; download the checkpoint if ``path_or_hub_id`` is not a local folder.
 
     Args:
+        with_weights: download the weights.
         with_code: download Python files too.
     Raises:
         ConfigError: neither a folder nor a model of that name exists.
     """
-    return find_checkpoint(path_or_hub_id, revision, patterns=FETCHED_FILES + CODE_FILES * with_code)
+    patterns = FETCHED_FILES + WEIGHT_FILES * with_weights + CODE_FILES * with_code
+    return find_checkpoint(path_or_hub_id, revision, patterns=patterns)
 
 
 def read_json(file: Path, *, required: bool = True) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def read_json(file: Path, *, required: bool = True) -> dict[str, Any]:
         content = json.loads(file.read_text("utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: missing; --model must name the folder of a checkpoint") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected a JSON object, found {type(content).__name__}")
@@ -101,7 +106,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         }
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: missing, although the index names it") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ConfigError(f"{file}: damaged safetensors header ({error})") from error
 
 

@@ -7,8 +7,8 @@
 import torch
 from torch import Tensor
 
-from common.engine.models.quantized_checkpoints.config import CheckpointQuantization
-from common.engine.models.quantized_checkpoints.packing import Parts, spread, unpack_words
+from common.engine.models.checkpoints.quantized.config import CheckpointQuantization
+from common.engine.models.checkpoints.quantized.packing import Parts, spread, unpack_words
 
 #: The output, among the eight of a word, that stands in each run of four bits, from the lowest bits on.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

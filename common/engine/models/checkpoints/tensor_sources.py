@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.engine.models.checkpoint import StoredTensor
+from common.engine.models.checkpoints.checkpoint import StoredTensor
 from common.engine.models.expert_config import ExpertConfig
 from common.errors import ConfigError
 

@@ -7,8 +7,8 @@ zero points ``[out / n, groups]`` along the outputs. ``weight_g_idx`` ``[in]`` i
 import torch
 from torch import Tensor
 
-from common.engine.models.quantized_checkpoints.config import CheckpointQuantization
-from common.engine.models.quantized_checkpoints.packing import Parts, bits_of, spread, unpack_words
+from common.engine.models.checkpoints.quantized.config import CheckpointQuantization
+from common.engine.models.checkpoints.quantized.packing import Parts, bits_of, spread, unpack_words
 
 
 def decode_compressed(parts: Parts, shape: tuple[int, ...], quantization: CheckpointQuantization) -> Tensor:

@@ -17,11 +17,11 @@ from support.engine.reference_models import EXPERTS, draw_prompts, make_model
 from torch import Tensor
 
 from common.engine.executor import load_executor
+from common.engine.models.checkpoints.weights import load_weights
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import DecoderWeights
 from common.engine.models.feed_forward import ExpertLoop, Experts, FeedForward, Mlp
 from common.engine.models.linear import Linear
-from common.engine.models.weights import load_weights
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 from common.errors import ConfigError, UnsupportedModelError
 

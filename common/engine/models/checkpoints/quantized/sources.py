@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.engine.models.quantized_checkpoints.awq import decode_awq
-from common.engine.models.quantized_checkpoints.compressed_tensors import decode_compressed
-from common.engine.models.quantized_checkpoints.config import MARKERS, CheckpointQuantization
-from common.engine.models.quantized_checkpoints.fp8 import decode_fp8
-from common.engine.models.quantized_checkpoints.gptq import decode_gptq
-from common.engine.models.quantized_checkpoints.packing import Parts
-from common.engine.models.tensor_sources import CheckpointFiles
+from common.engine.models.checkpoints.checkpoint import StoredTensor
+from common.engine.models.checkpoints.quantized.awq import decode_awq
+from common.engine.models.checkpoints.quantized.compressed_tensors import decode_compressed
+from common.engine.models.checkpoints.quantized.config import MARKERS, CheckpointQuantization
+from common.engine.models.checkpoints.quantized.fp8 import decode_fp8
+from common.engine.models.checkpoints.quantized.gptq import decode_gptq
+from common.engine.models.checkpoints.quantized.packing import Parts
+from common.engine.models.checkpoints.tensor_sources import CheckpointFiles
 from common.errors import ConfigError
 
 DECODERS: dict[str, Callable[[Parts, tuple[int, ...], CheckpointQuantization], Tensor]] = {
@@ -69,3 +70,26 @@ def quantized_names(names: Iterable[str], quantization: CheckpointQuantization) 
             base, part = matrix
             found.setdefault(base, {})[part] = name
     return {base: parts for base, parts in found.items() if any(marker in parts for marker in MARKERS)}
+
+
+def stored_shape(
+    parts: Mapping[str, str], stored: Mapping[str, StoredTensor], files: CheckpointFiles
+) -> tuple[int, ...]:
+    """Return the shape of a matrix as its own tensors tell it, for a model whose names may be others.
+
+    Raises:
+        ConfigError: they do not tell it.
+    """
+    shapes = {part: stored[name].shape for part, name in parts.items()}
+    try:
+        if "weight" in shapes:
+            return shapes["weight"]
+        if "weight_shape" in parts:
+            num_out, num_in = files.tensor(parts["weight_shape"]).tolist()
+            return num_out, num_in
+        rows, columns = shapes["qweight"]
+        num_out = shapes["scales"][1]
+        # AWQ packs outputs in qweight and in qzeros, GPTQ inputs in qweight, and outputs in qzeros.
+        return (num_out, rows) if columns < num_out else (num_out, rows * num_out // shapes["qzeros"][1])
+    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ConfigError(f"{', '.join(parts.values())} do not tell the shape of their matrix") from error

@@ -16,8 +16,8 @@ from support.engine.reference_models import FAMILIES, draw_prompts, make_model
 from common.engine.cpu.kernels import load_kernels
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
-from common.engine.models.lora import make_lora
-from common.engine.models.lora_checkpoint import read_adapter
+from common.engine.models.lora.adapters import make_lora, native_matrices
+from common.engine.models.lora.checkpoint import read_adapter
 from common.errors import ConfigError
 
 LENGTHS, MAX_NEW = [1, 17, 64, 130], 8
@@ -38,7 +38,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(folder: Path, model: Path, max_rank: int = 64, root: Path | None = None) -> Any:
-    return read_adapter(folder, ModelConfig.load(str(model)), max_rank=max_rank, root=root)
+    return read_adapter(folder, native_matrices(ModelConfig.load(str(model))), max_rank=max_rank, root=root)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -97,7 +97,6 @@ def test_a_damaged_file_is_refused(small: Path, tmp_path: Path, damage: bytes) -
         ({"lora_bias": True}, "lora_bias"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"a_setting_of_tomorrow": 1}, "a_setting_of_tomorrow"),
@@ -127,7 +126,7 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(
         ({NAME: torch.zeros(8, 49)}, "[8, 49] float32; a model of this shape and r 8 need [8, 48]"),
         ({NAME: torch.zeros(4, 48)}, "[4, 48] float32"),
         ({NAME: torch.zeros(8, 48, dtype=torch.int64)}, "int64"),
-        ({NAME: NONE}, "layer 0 has self_attn.q_proj without its other half"),
+        ({NAME: NONE}, "model.layers.0.self_attn.q_proj is without its other half"),
     ],
 )
 def test_tensors_that_do_not_fit_the_model_are_refused_by_name(
@@ -169,10 +168,10 @@ def test_merged_parts_add_the_sum_of_their_products(small: Path, tmp_path: Path)
     model = ModelConfig.load(str(small))
     folder = make_adapter(tmp_path / "a", small, rank=3, alpha=6, targets=("q_proj", "v_proj", "down_proj"))
     lora = make_lora(read(folder, small), model, torch.float32, torch.device("cpu"))
-    assert [sorted(layer) for layer in lora.layers] == [["down", "qkv"]] * 2
+    assert lora.additions.keys() == {(layer, matrix) for layer in range(2) for matrix in ("down", "qkv")}
     stored = load_file(folder / "adapter_model.safetensors")
     x = torch.randn(4, 48)
-    added = lora.layers[1]["qkv"](x).split([128, 64, 64], dim=1)
+    added = lora.additions[1, "qkv"](x).split([128, 64, 64], dim=1)
     for part, name in zip(added, ("q_proj", None, "v_proj"), strict=True):
         if name is None:
             assert part.count_nonzero() == 0
@@ -304,4 +303,4 @@ def test_a_stored_configuration_may_name_the_matrices_in_any_way(small: Path, tm
         folder = make_adapter(tmp_path / str(number), small, targets=("q_proj",))
         config = json.loads((folder / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": targets}))
-        assert read(folder, small).pairs.keys() == {(0, "self_attn.q_proj"), (1, "self_attn.q_proj")}
+        assert read(folder, small).pairs.keys() == {f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)}

@@ -1,0 +1,1 @@
+"""Reading of checkpoints: files, tensors, formats of quantized weights, fingerprints."""

@@ -1,0 +1,1 @@
+"""LoRA adapters: their files, and their products beside those of the model."""
