@@ -140,8 +140,8 @@ class PageMapping:
         if count == 1:
             self.slice_pairs = (None,)
 
-    def max_target_pages(self, num_tokens: int | None, num_source_pages: int) -> int:
-        """Pages of the decode node that a prompt can fill: of ``num_tokens`` or, if None, of any that fits here."""
+    def max_target_pages(self, num_tokens: int | None, max_source_pages: int) -> int:
+        """Pages of the decode node that a prompt can fill: of ``num_tokens`` or, if None, of the longest here."""
         if num_tokens is not None:
             return self.theirs.num_pages(num_tokens)
-        return self.units.num_target_pages(num_source_pages * self.units.per_source)
+        return self.units.num_target_pages(max_source_pages * self.units.per_source)

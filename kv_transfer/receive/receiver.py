@@ -105,15 +105,29 @@ class Receiver:
         self._drop_connection(peer, is_all=False)
         return self._connections.offer(peer, name or peer[:8], num_ranks)
 
-    def begin(self, key: RequestKey, peer: str, *, first: int, pages: Sequence[int], num_tokens: int) -> None:
+    def begin(
+        self,
+        key: RequestKey,
+        peer: str,
+        *,
+        first: int,
+        pages: Sequence[int],
+        num_tokens: int,
+        num_cached: int | None = None,
+    ) -> None:
         """Expect a prompt of ``num_tokens`` from this peer; its pages from index ``first`` on go to ``pages``.
 
         ``pages`` are owned as ``GRANT``, one for each that the prompt lacks. They are granted as soon as the prefill
         node is connected.
+
+        Args:
+            num_cached: how many of the pages before ``first`` are cached here; None: all.
         """
         assert key not in self._table.sessions, f"{key} has begun already"
         session = ReceiveSession(key, peer, first=first, pages=pages, num_tokens=num_tokens, page_size=self._page_size)
         self._table.sessions[key] = session
+        if num_cached is not None:
+            session.num_cached = num_cached
         connection = self._connections.by_peer.get(peer)
         if connection is not None and connection.refusal:
             self._table.fail(session, ReceiveEvent.CLOSE, ErrorCode.TRANSFER_FAILED, connection.refusal)
@@ -360,7 +374,7 @@ class Receiver:
                 self._complete(session)
 
     def _complete(self, session: ReceiveSession) -> None:
-        self._totals["bytes_saved_by_cache"] += session.first * self._transport.store.layout.page_bytes
+        self._totals["bytes_saved_by_cache"] += session.num_cached * self._transport.store.layout.page_bytes
         self._messages.append((session.peer, TransferAck(*session.key)))
         self._table.complete(session)
 

@@ -20,6 +20,7 @@ class ReceiveSession:
     Attributes:
         key, peer: which transfer, and the incarnation of the prefill node.
         first: index of the first page that is shipped; of the first that is left after ``take_arrived``.
+        num_cached: pages before it that were cached.
         pages: destinations of index ``first`` and on, up to the end of the prompt.
         num_tokens, num_pages: of the whole prompt.
         epoch: of the connection when the pages were granted; 0 before.
@@ -36,7 +37,7 @@ class ReceiveSession:
         self.key = key
         self.peer = peer
         self.state = ReceiveState.RESERVED
-        self.first = first
+        self.first = self.num_cached = first
         self.pages = list(pages)
         self.epoch = 0
         self.num_stretches = self.num_parts = 1

@@ -59,12 +59,20 @@ class Sender:
         digest: of our model; a decode node with another is refused. Empty: not compared.
         checksums: which pages get one; more of them if the decode node wants more.
         clock: measures how long writes take.
+        max_pages: of the longest prompt; 0: as many as the pool has.
     """
 
     def __init__(
-        self, transport: WriterTransport, *, digest: str = "", checksums: Coverage = "off", clock: Clock | None = None
+        self,
+        transport: WriterTransport,
+        *,
+        digest: str = "",
+        checksums: Coverage = "off",
+        clock: Clock | None = None,
+        max_pages: int = 0,
     ) -> None:
         self._transport = transport
+        self._max_pages = max_pages or transport.store.num_pages
         self._connections = DecodeConnections(transport, digest, checksums=checksums)
         self._queue = WriteQueue(transport, clock or MonotonicClock(), self._connections)
         self._table = SendTable()
@@ -246,12 +254,13 @@ class Sender:
         if session.is_repeated(grant.epoch, grant.first, grant.pages):
             self._totals["stale_messages"] += 1
             return
-        problem, code = connection.problem(session, grant, self._transport.store.num_pages)
+        problem, code = connection.problem(session, grant, self._max_pages)
         if problem:
             self._refuse(session, problem, code)
             return
         session.grant(grant.epoch, grant.first, grant.pages, connection.mapping.units)
         connection.granted.update(grant.pages)
+        self._transport.prepare(peer, grant.pages)
         self._table.resume(session)
         prefill_done = self._table.prefill_dones.pop(key, None)
         if prefill_done is not None:

@@ -130,6 +130,10 @@ class WriterTransport(Transport, Protocol):
         """Attachments that have succeeded or failed since the last call; one that had succeeded may fail later."""
         ...
 
+    def prepare(self, peer: str, pages: Sequence[int]) -> None:
+        """These pages of the attached peer will be written later. By default nothing is done with that."""
+        return
+
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         """Begin to copy pages (ours, the attached peer's), or a slice of each; None: whole pages to whole pages.
 

@@ -1,7 +1,8 @@
 """Which transports have broken for which peers, so that others carry their pages for a while. Pure.
 
 A transport rests for a peer once it has broken, or could not be attached again when its rest was over. Each rest is
-twice as long as the one before, unless the transport has worked for longer than that in between.
+twice as long as the one before, unless the transport has worked for longer than that in between. When a pair must be
+mended, a transport that could not be attached is tried last, since waiting for it again would hold up transfers.
 """
 
 from collections.abc import Sequence
@@ -26,10 +27,12 @@ class BrokenTransports:
     def __init__(self) -> None:
         self._rests: dict[tuple[str, str], Rest] = {}  # by peer and transport, the latest last
         self._carrying: dict[str, tuple[str, float]] = {}  # by peer: the transport that was attached last, and when
+        self._failed: dict[tuple[str, str], float] = {}  # when a transport that never broke could not be attached
 
     def attached(self, peer: str, transport: str, now: float) -> None:
         self._carrying.pop(peer, None)
         self._carrying[peer] = (transport, now)
+        self._failed.pop((peer, transport), None)
         if len(self._carrying) > MAX_REMEMBERED:
             del self._carrying[next(iter(self._carrying))]
 
@@ -44,9 +47,14 @@ class BrokenTransports:
             self._rest(peer, transport, now, worked_s=now - attached_at)
 
     def could_not_attach(self, peer: str, transport: str, now: float) -> None:
-        """A transport rests once more if it has broken before; others are tried at every attachment."""
+        """A transport rests once more if it has broken before."""
         if (peer, transport) in self._rests:
             self._rest(peer, transport, now, worked_s=0.0)
+            return
+        self._failed.pop((peer, transport), None)
+        self._failed[peer, transport] = now
+        if len(self._failed) > MAX_REMEMBERED:
+            del self._failed[next(iter(self._failed))]
 
     def _rest(self, peer: str, transport: str, now: float, *, worked_s: float) -> None:
         before = self._rests.pop((peer, transport), None)
@@ -60,6 +68,11 @@ class BrokenTransports:
     def is_resting(self, peer: str, transport: str, now: float) -> bool:
         rest = self._rests.get((peer, transport))
         return rest is not None and now < rest.until
+
+    def has_failed_lately(self, peer: str, transport: str, now: float) -> bool:
+        """Whether a transport could not be attached lately, though it has never broken."""
+        failed_at = self._failed.get((peer, transport))
+        return failed_at is not None and now < failed_at + MAX_REST_S
 
     def due(self, peer: str, transports: Sequence[str], now: float) -> str:
         """The first of these transports that has broken and whose rest is over; empty for none."""

@@ -15,12 +15,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from common.config.node import NodeConfig
-from common.config.shared import IN_PROCESS
+from common.config.shared import IN_PROCESS, UCX
 from common.errors import ConfigError
 from common.wire.address import is_loopback
 from common.wire.messages import Connect
@@ -35,6 +35,7 @@ from kv_transfer.transports.base import (
     WriterTransport,
 )
 from kv_transfer.transports.broken_transports import BrokenTransports
+from kv_transfer.transports.nixl.devices import restrict_to
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
 
@@ -64,6 +65,7 @@ class TransportSettings:
         host: address on which a reader listens for pages.
         cluster_key: empty: none.
         gpu_direct: with NIXL, pages leave from and arrive in a GPU's own memory.
+        nixl_backend: what moves pages for NIXL.
     """
 
     name: str = "auto"
@@ -71,11 +73,12 @@ class TransportSettings:
     host: str = "127.0.0.1"
     cluster_key: bytes = field(default=b"", repr=False)
     gpu_direct: bool = False
+    nixl_backend: str = UCX
 
     @classmethod
     def of(cls, config: NodeConfig, incarnation: str) -> "TransportSettings":
         key = (config.cluster_key or "").encode()
-        return cls(config.transport, incarnation, config.data_host, key, config.gpu_direct)
+        return cls(config.transport, incarnation, config.data_host, key, config.gpu_direct, config.nixl_backend)
 
 
 def open_reader(store: PageStore, settings: TransportSettings) -> "NegotiatingReader":
@@ -95,7 +98,7 @@ def open_reader(store: PageStore, settings: TransportSettings) -> "NegotiatingRe
         if name == "nixl":
             from kv_transfer.transports.nixl.reader import NixlReader
 
-            return NixlReader(store, settings.incarnation, key=settings.cluster_key, is_direct=settings.gpu_direct)
+            return NixlReader(store, settings.incarnation, **_nixl_options(settings))
         if name in ("gloo", "nccl"):
             from kv_transfer.transports.torch_distributed import GroupReader
 
@@ -118,7 +121,7 @@ def open_writer(store: PageStore, settings: TransportSettings) -> "NegotiatingWr
         if name == "nixl":
             from kv_transfer.transports.nixl.writer import NixlWriter
 
-            return NixlWriter(store, settings.incarnation, key=settings.cluster_key, is_direct=settings.gpu_direct)
+            return NixlWriter(store, settings.incarnation, **_nixl_options(settings))
         if name in ("gloo", "nccl"):
             from kv_transfer.transports.torch_distributed import GroupWriter
 
@@ -126,6 +129,12 @@ def open_writer(store: PageStore, settings: TransportSettings) -> "NegotiatingWr
         return TcpWriter(store, key=settings.cluster_key)
 
     return NegotiatingWriter(_available(store, settings, make))
+
+
+def _nixl_options(settings: TransportSettings) -> dict[str, Any]:
+    """What both ends of NIXL are told. The devices that it may use are chosen before its library starts."""
+    restrict_to(settings.host)
+    return {"key": settings.cluster_key, "is_direct": settings.gpu_direct, "backend": settings.nixl_backend}
 
 
 def _available(store: PageStore, settings: TransportSettings, make: Callable[[str], T]) -> list[T]:
@@ -136,7 +145,7 @@ def _available(store: PageStore, settings: TransportSettings, make: Callable[[st
     if settings.gpu_direct and is_loopback(settings.host):
         raise ConfigError(
             "--gpu-direct is about NIXL, which --transport auto leaves out while pages stay on this machine: add "
-            "--transport nixl, or --data-host with the address of an interface"
+            "--transport nixl, or --data-interface with the address of an interface"
         )
     found = []
     for candidate in LOCAL_TRANSPORTS if is_loopback(settings.host) else TRANSPORTS:
@@ -236,11 +245,13 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
     def _attempt(
         self, peer: str, connect: Connect, offers: dict[str, str], candidates: list[WriterTransport]
     ) -> _Attempt:
-        """An attempt that tries transports that rest after all others."""
+        """An attempt that tries transports that rest after all others, and those before them that could not attach."""
         now = self._clock()
         resting = [one for one in candidates if self._broken.is_resting(peer, one.name, now)]
         others = [one for one in candidates if one not in resting]
         failures = [f"{one.name}: it has broken lately" for one in resting] if others else []
+        if connect.resumes:
+            others.sort(key=lambda one: self._broken.has_failed_lately(peer, one.name, now))
         return _Attempt(connect, offers, [*others, *resting], failures)
 
     def _try_next(self, peer: str, attempt: _Attempt) -> None:
@@ -332,6 +343,11 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
             del self._attempts[peer]
             return [Attached(peer, attempt.connect.epoch, str(error))]
         return []
+
+    def prepare(self, peer: str, pages: Sequence[int]) -> None:
+        attempt = self._attempts[peer]
+        assert attempt.is_attached and attempt.current is not None
+        attempt.current.prepare(peer, pages)
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         attempt = self._attempts[peer]

@@ -33,6 +33,21 @@ class ChaosConfig:
     namespaces: bool = option(
         False, "Run each node in a network namespace of its own, so that the network can have faults. Needs root."
     )
+    mtu: int = option(
+        1500, "With --namespaces: bytes of the largest packet between two hosts.", minimum=576, maximum=65_520
+    )
+    packet_loss: float = option(
+        0.0, "With --namespaces: percentage of the packets between two hosts that are lost.", minimum=0, maximum=50
+    )
+    packet_delay: float = option(
+        0.0, "With --namespaces: milliseconds that a packet takes from host to host.", minimum=0, maximum=10_000
+    )
+    clock_step: int = option(
+        0,
+        "With --namespaces: seconds by which the clock of each host is ahead of that of the host before it.",
+        minimum=0,
+        maximum=1_000_000,
+    )
     requests: int = option(1000, "Requests to send, not counting those of hostile clients.", minimum=1)
     duration: float | None = option(None, "Stop sending after so many seconds.", minimum=1)
     concurrency: int = option(16, "Requests in flight at any time.", minimum=1, maximum=10_000)
@@ -60,5 +75,8 @@ class ChaosConfig:
     progress: bool = option(True, "Show progress on standard error, if that is a terminal.")
 
     def __post_init__(self) -> None:
-        if self.namespaces and self.transport not in ("auto", "tcp"):
-            raise ConfigError(f"--transport {self.transport} does not work between --namespaces; use tcp")
+        if self.namespaces and self.transport == "shm":
+            raise ConfigError("--transport shm does not work between --namespaces; use auto, nixl or tcp")
+        for name in ("mtu", "packet_loss", "packet_delay", "clock_step"):
+            if not self.namespaces and getattr(self, name) != self.__dataclass_fields__[name].default:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --namespaces")

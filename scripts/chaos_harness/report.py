@@ -16,6 +16,8 @@ def figures(tally: Tally, found: Findings, *, broken: Sequence[str], injected: S
     return {
         "took_s": took_s,
         "sent": tally.num_sent,
+        "output_tokens_per_s": tally.num_tokens / found.load_s if found.load_s else None,
+        "switches_s": list(found.switches_s),
         "equal": verdicts[Verdict.EQUAL],
         "other_tokens_by_rounding": verdicts[Verdict.ROUNDED],
         "agreeing_tokens": tally.num_agreeing / tally.num_tokens if tally.num_tokens else None,
@@ -46,6 +48,7 @@ def table(shown: Figures, repeat: str) -> list[str]:
     errors = ", ".join(f"{code} {count:,}" for code, count in shown["errors"].items()) or "none"
     rows = [
         ("sent", f"{shown['sent']:,} in {shown['took_s']:.0f} s"),
+        ("throughput", f"{shown['output_tokens_per_s'] or 0:,.0f} output tokens/s"),
         ("equal", f"{shown['equal']:,}"),
         ("recovered", f"{shown['recovered']:,}"),
         ("sent again", f"{shown['sent_to_another_gateway']:,}"),
@@ -60,8 +63,11 @@ def table(shown: Figures, repeat: str) -> list[str]:
     if rounded := shown["other_tokens_by_rounding"]:
         of_all = 1 - rounded / (shown["equal"] + rounded)
         rows.insert(
-            2, ("agreement", f"{of_all:.1%} of answers, {shown['agreeing_tokens']:.1%} of tokens; others by rounding")
+            3, ("agreement", f"{of_all:.1%} of answers, {shown['agreeing_tokens']:.1%} of tokens; others by rounding")
         )
+    if switches_s := shown["switches_s"]:
+        p50, _, longest = quantiles(switches_s)
+        rows.append(("switches", f"of {len(switches_s)} transports in s: p50 {p50:.2f}, longest {longest:.2f}"))
     lines = ["", *(f"{name:12}{value}" for name, value in rows)]
     if shown["pauses_s"]:
         lines += ["", f"{'pauses in s':14}{'streams':>9}{'p50':>9}{'p99':>9}{'max':>9}"]

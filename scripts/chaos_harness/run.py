@@ -13,8 +13,9 @@ from common.errors import BatonError
 from scripts.chaos_harness.answers import Answer, smallest_margin
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.faults.base import Fault, Site
+from scripts.chaos_harness.faults.network import Reset
 from scripts.chaos_harness.faults.table import FAULTS
-from scripts.chaos_harness.hosts import Hosts
+from scripts.chaos_harness.hosts import Hosts, Link
 from scripts.chaos_harness.load import Load
 from scripts.chaos_harness.pauses import Injected, pauses_by_kind
 from scripts.chaos_harness.process_resources import num_descriptors
@@ -51,7 +52,7 @@ class Run:
         self._reference: dict[int, Answer] = {}
         self._service: ChaosService
         self._site: Site
-        self._began_at = 0.0
+        self._began_at = self._load_s = 0.0
         self._is_stopping = False
         self._undoing: set[asyncio.Task[None]] = set()
         self._injected: list[Injected] = []
@@ -96,6 +97,7 @@ class Run:
         try:
             await load.run(draws(self._requests, self._config.seed))
         finally:
+            self._load_s = time.monotonic() - self._began_at
             self._is_stopping = True
             faults.cancel()
             await asyncio.gather(faults, return_exceptions=True)
@@ -116,7 +118,7 @@ class Run:
             dtype=config.dtype,
             device="cpu",
             threads=1,
-            transport="tcp" if config.namespaces else config.transport,
+            transport=config.transport,
             cluster_key="c" * 32 if config.namespaces else None,
             max_total_tokens=config.max_total_tokens,
             chunked_prefill_size=64,
@@ -128,11 +130,15 @@ class Run:
         )
 
     def _hosts(self, stack: contextlib.ExitStack) -> Hosts | None:
-        if not self._config.namespaces:
+        config = self._config
+        if not config.namespaces:
             return None
-        names = [f"prefill-{i}" for i in range(self._config.prefill)]
-        names += [f"decode-{i}" for i in range(self._config.decode)]
-        hosts = Hosts(names)
+        names = [f"prefill-{i}" for i in range(config.prefill)]
+        names += [f"decode-{i}" for i in range(config.decode)]
+        link = Link(config.mtu, config.packet_loss / 100, config.packet_delay / 1_000, config.clock_step)
+        hosts = Hosts(names, link)
+        if not hosts.has_bridge:
+            self._say("packets go through a relay in user space, since this kernel has no netem")
         stack.callback(hosts.close)
         return hosts
 
@@ -278,6 +284,8 @@ class Run:
         await asyncio.sleep(0.5)  # until the gateway has seen the connections close
         after = self._open_descriptors()
         problems = list(self._site.problems)
+        if Reset.name in self.injected and not self._site.switches_s:
+            problems.append("reset: no pair was seen to go on by another transport")
         problems += [f"the log of {name} has a traceback" for name in service.tracebacks()]
         return Findings(
             pages=pages,
@@ -289,6 +297,8 @@ class Run:
             pauses=pauses_by_kind(self._injected, self.tally.streams),
             marks=self._marks(),
             num_recovered=service.num_recovered,
+            load_s=self._load_s,
+            switches_s=self._site.switches_s,
         )
 
     async def _unreleased(self) -> dict[str, str]:

@@ -52,6 +52,7 @@ class Node:
 
     Attributes:
         port: HTTP port of a gateway.
+        data_port: of a prefill node.
         fault: the fault that it is hit by now; empty without one.
         may_end: a fault explains its end, and whatever it has open then.
         is_registered: every gateway that answers has it in rotation, by its present process. Of a gateway: it serves.
@@ -65,6 +66,7 @@ class Node:
     log: Path
     role: str
     port: int = 0
+    data_port: int = 0
     process: "subprocess.Popen[bytes] | None" = None
     fault: str = ""
     may_end: bool = False
@@ -117,6 +119,7 @@ class ChaosService:
         self.temporary.mkdir(parents=True)
         self._on_event = on_event
         controls = [free_port("127.0.0.1", 0, "--control-port") for _ in range(num_gateways)]
+        data_ports = [free_port("127.0.0.1", 0, "--data-port") for _ in range(config.prefill)]
         places = [GatewayPlace(f"{GATEWAY}-{i}", control) for i, control in enumerate(controls)]
         self.nodes = {
             child.name: Node(
@@ -129,11 +132,16 @@ class ChaosService:
             for child in children(config, [Share(1)] * (config.prefill + config.decode), places)
         }
         for node in self.nodes.values():
+            if hosts is not None:  # shared memory of another host is out of reach
+                node.env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0"}
             if node.role == GATEWAY:
                 node.port = free_port("127.0.0.1", 0, "--port")
                 node.argv.append(f"--port={node.port}")
             else:
                 node.argv += node_flags
+            if node.role == "prefill":  # a fixed port, so that it comes back at the same address
+                node.data_port = data_ports.pop()
+                node.argv.append(f"--data-port={node.data_port}")
         self.clients = {gateway.name: Client("127.0.0.1", gateway.port) for gateway in self.gateways}
         self.crashes: list[str] = []
         self.failed_checks: dict[str, int] = {}  # by name and process
@@ -143,17 +151,15 @@ class ChaosService:
         self._is_stopping = False
 
     def _address_flags(self, name: str, controls: Sequence[int]) -> list[str]:
-        """A fixed port, so that a node comes back at the same address; and the addresses of hosts."""
-        is_prefill = name.startswith("prefill")
-        flags = [f"--data-port={free_port('127.0.0.1', 0, '--data-port')}"] if is_prefill else []
+        """The addresses of hosts."""
         if self.hosts is None:
-            return flags
+            return []
         bridge = self.hosts.bridge_address
         if name.startswith(GATEWAY):
             return [f"--control-host={bridge}"]
         address = self.hosts.address(name)
-        flags += [f"--gateway={','.join(f'{bridge}:{port}' for port in controls)}", f"--advertise-host={address}"]
-        return flags if is_prefill else [*flags, f"--data-interface={address}"]
+        flags = [f"--gateway={','.join(f'{bridge}:{port}' for port in controls)}", f"--advertise-host={address}"]
+        return flags if name.startswith("prefill") else [*flags, f"--data-interface={address}"]
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,8 @@ class Findings:
         pauses: longest gaps of streams in flight, by the name of the fault.
         marks: longest pause, p99, by the name of the fault; only kinds with a mark.
         num_recovered: further attempts that the gateways have made.
+        load_s: how long the load took.
+        switches_s: how long pairs whose connections were reset took to go on by another transport.
     """
 
     pages: Mapping[str, str] = field(default_factory=dict)
@@ -78,6 +80,8 @@ class Findings:
     pauses: Mapping[str, Sequence[float]] = field(default_factory=dict)
     marks: Mapping[str, float] = field(default_factory=dict)
     num_recovered: int = 0
+    load_s: float = 0.0
+    switches_s: Sequence[float] = ()
 
 
 def broken_invariants(tally: Tally, found: Findings) -> list[str]:

@@ -58,3 +58,28 @@ def test_a_fault_that_does_not_exist_is_refused_by_name() -> None:
     found = subprocess.run([*WORDS, "--faults=flood"], capture_output=True, text=True, cwd=ROOT, env=environment())
     assert found.returncode == 2
     assert "--faults flood is not a fault; choose from kill" in found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_a_short_run_between_hosts_that_lose_packets_keeps_every_invariant(tmp_path: Path) -> None:
+    link = ["--namespaces", "--mtu=1400", "--packet-loss=1", "--packet-delay=50", "--clock-step=200"]
+    options = ["--gateways=1", "--requests=60", "--concurrency=6", "--kill-every=6", "--fault-every=4", "--seed=1"]
+    report = tmp_path / "report.json"
+    found = subprocess.run(
+        [*WORDS, *link, *options, "--faults=kill,reset,pair-cut", f"--json={report}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+    )
+    if "no network namespaces here" in found.stderr:
+        pytest.skip(found.stderr)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    shown = json.loads(report.read_text())
+    assert shown["sent"] == shown["equal"] == 60
+    assert shown["output_tokens_per_s"] > 0
+    assert shown["faults"]["reset"] > 0
+    assert len(shown["switches_s"]) > 0
+    assert shown["broken"] == []

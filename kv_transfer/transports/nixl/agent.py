@@ -25,9 +25,11 @@ writers that writes which failed or hang on their side cannot reach us any more,
 When a reader on another host dies during a write, no report of that ever comes. Its writes count as under way for good,
 which costs the writer a handle each and no page; see ``Sender``.
 
+All of this is known of UCX. With another back-end nothing is taken back by invalidation.
+
 NIXL authenticates no peer: a process that knows the metadata, which only ``Connect`` carries, may write. An offer is
 sealed with the cluster's key, so that no other process can mislead a writer. Use NIXL on a trusted interface only
-(``UCX_NET_DEVICES``). ``UCX_TLS`` and similar variables belong to UCX and are left alone.
+(``devices``). ``UCX_TLS`` and similar variables belong to UCX and are left alone.
 """
 
 import base64
@@ -39,6 +41,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from common.config.shared import UCX
 from common.errors import ConfigError
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import PageStore, address_of
@@ -123,7 +126,7 @@ class Agent:
         ConfigError: NIXL is not installed, or finds no way to transfer on this machine.
     """
 
-    def __init__(self, store: PageStore, name: str, probe: ProbeMemory) -> None:
+    def __init__(self, store: PageStore, name: str, probe: ProbeMemory, backend: str = UCX) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # its default level logs to stdout
         try:
             import nixl
@@ -136,12 +139,18 @@ class Agent:
         self.pool = _on_device(store.device_pages) if probe.is_direct else MemoryRegion(address_of(store.memory))
         num_bytes = store.layout.pool_bytes(store.num_pages)
         # NIXL's progress thread spins for ever; ours runs only while there is something to do.
-        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
         try:
             self.nixl = nixl.nixl_agent(name, config)
+            known = self.nixl.get_plugin_list()
+            if backend not in known:
+                raise ConfigError(f"--nixl-backend {backend} is not one that NIXL has here: {', '.join(sorted(known))}")
+            self.nixl.create_backend(backend)
             runs = (self.pool.run(0, num_bytes), probe.region.run(0, probe.num_bytes))
             self._registered = self.nixl.register_memory([(*run, "") for run in runs], self.pool.kind)
             self.metadata = base64.b64encode(self.nixl.get_agent_metadata()).decode()
+        except ConfigError:
+            raise
         except Exception as error:  # NIXL's own errors have no common root
             what = "the GPU's memory (--gpu-direct)" if probe.is_direct else "the pool"
             raise ConfigError(f"--transport nixl cannot register {what}: {error}") from error

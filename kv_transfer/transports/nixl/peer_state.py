@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from common.config.shared import UCX
 from common.wire.messages import Connect
 from kv_transfer.transports.shm.reader import is_dead
 
@@ -48,6 +49,7 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         watch_address: where writers of its host ask to be watched.
         host: its ``host_id``.
         voided: offers under epochs up to this one reach its memory no more.
+        backend: of NIXL.
         seal: over all the rest; see ``sealed``.
     """
 
@@ -59,6 +61,7 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     voided: int = 0
     kind: Kind = "DRAM"
     device: Annotated[int, msgspec.Meta(ge=0, le=1_023)] = 0
+    backend: Annotated[str, msgspec.Meta(max_length=64)] = UCX
     seal: str = ""
 
     @property

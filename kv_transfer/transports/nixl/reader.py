@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from common.config.shared import UCX
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import Fenced, InPlace, PageStore, ReaderTransport
@@ -45,6 +46,7 @@ class NixlReader(ReaderTransport):
     Args:
         key: the cluster's; offers are sealed with it.
         is_direct: pages arrive in the GPU's own memory.
+        backend: of NIXL.
 
     Raises:
         ConfigError: NIXL is not installed or does not work here, or not for this pool.
@@ -52,7 +54,16 @@ class NixlReader(ReaderTransport):
 
     name = "nixl"
 
-    def __init__(self, store: PageStore, incarnation: str = "", *, key: bytes = b"", is_direct: bool = False) -> None:
+    def __init__(
+        self,
+        store: PageStore,
+        incarnation: str = "",
+        *,
+        key: bytes = b"",
+        is_direct: bool = False,
+        backend: str = UCX,
+    ) -> None:
+        self._backend = backend
         # outlives the agents, since a late writer of this host may still use its address
         self._probe = ProbeMemory(store, is_direct=is_direct)
         self.store: PageStore = InPlace(store) if is_direct else store
@@ -75,14 +86,15 @@ class NixlReader(ReaderTransport):
         self._num_invalidations = 0
         self._area = 0  # that was handed out last
         self._closing_until = self._renewed_at = 0.0
-        self._is_wanted_back = self._has_failed = False
+        self._is_wanted_back = False
+        self._has_failed = backend != UCX  # invalidation proves nothing, as far as is known
         self._is_open = True
         self._is_awake = threading.Event()
         self._thread = threading.Thread(target=self._progress, name="nixl-receive", daemon=True)
         self._thread.start()
 
     def _make_agent(self) -> Agent:
-        return Agent(self.store, f"decode-{self._incarnation}-{secrets.token_hex(4)}", self._probe)
+        return Agent(self.store, f"decode-{self._incarnation}-{secrets.token_hex(4)}", self._probe, self._backend)
 
     def offer(self, peer: str, epoch: int) -> str:
         self.withdraw(peer)
@@ -103,6 +115,7 @@ class NixlReader(ReaderTransport):
             self._voided,
             kind=pool.kind,
             device=pool.device,
+            backend=self._backend,
         )
         return sealed(endpoint, self._key)
 

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from common.config.shared import UCX
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
@@ -48,6 +49,7 @@ class NixlWriter(WriterTransport):
     Args:
         key: the cluster's; offers that were not sealed with it are refused.
         is_direct: pages leave from the GPU's own memory.
+        backend: of NIXL; that of the reader must be the same.
 
     Raises:
         ConfigError: NIXL is not installed or does not work here, or not for this pool.
@@ -55,12 +57,21 @@ class NixlWriter(WriterTransport):
 
     name = "nixl"
 
-    def __init__(self, store: PageStore, incarnation: str = "", *, key: bytes = b"", is_direct: bool = False) -> None:
+    def __init__(
+        self,
+        store: PageStore,
+        incarnation: str = "",
+        *,
+        key: bytes = b"",
+        is_direct: bool = False,
+        backend: str = UCX,
+    ) -> None:
+        self._backend = backend
         self.store = store
         self._key = key
         self._page_bytes, self._is_staged = store.layout.page_bytes, not (store.is_mapped or is_direct)
         probe = ProbeMemory(store, is_direct=is_direct)
-        self._agent = Agent(store, f"prefill-{incarnation}-{secrets.token_hex(4)}", probe)
+        self._agent = Agent(store, f"prefill-{incarnation}-{secrets.token_hex(4)}", probe, backend)
         self._sources = self._agent.page_list("NIXL_INIT_AGENT", self._agent.pool, store.num_pages, self._page_bytes)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._peers: dict[str, PeerState] = {}
@@ -88,6 +99,8 @@ class NixlWriter(WriterTransport):
         try:
             endpoint = opened(connect.endpoint, self._key)
             metadata = base64.b64decode(endpoint.agent, validate=True)
+            if endpoint.backend != self._backend:
+                raise ValueError(f"it has --nixl-backend {endpoint.backend}, and this prefill node {self._backend}")
         except ValueError as error:
             raise AttachError(f"the endpoint offered by {connect.name} is not one of nixl: {error}") from error
         peer_state = PeerState(peer, connect, endpoint, ATTACH_TIMEOUT_S)

@@ -5,6 +5,7 @@ piece of a write is in place. Once ``PeerPool.shut`` has returned True, nothing 
 page of ours is read for it.
 """
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -19,6 +20,9 @@ from kv_transfer.page_slices import SlicePair, copy
 from kv_transfer.transports.base import PageStore, address_of, stage
 
 log = logging.getLogger(__name__)
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels refuse it, and pages are provided when they are written
+_libc = ctypes.CDLL(None)  # mmap.madvise would keep the interpreter's lock
 
 
 class PeerPool(ABC):
@@ -40,6 +44,10 @@ class PeerPool(ABC):
     @abstractmethod
     def put(self, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> int:
         """Copy pages (ours, theirs) and return the number of bytes. All of them are in place then."""
+
+    def prepare(self, page: int) -> None:
+        """Make the first write to a page faster, if that is possible; its bytes stay as they are."""
+        return
 
     @abstractmethod
     def release(self) -> bool:
@@ -66,6 +74,12 @@ class MappedPool(PeerPool):
     def put(self, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> int:
         return sum(self._copy(source, target, slices) for source, target in pages)
 
+    def prepare(self, page: int) -> None:
+        """Have the operating system provide and map the page's memory, which takes longer than to copy it."""
+        first = page * self._page_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        length = (page + 1) * self._page_bytes - first
+        _libc.madvise(ctypes.c_void_p(self._at + first), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+
     def _copy(self, source: int, target: int, slices: SlicePair | None) -> int:
         if slices is not None or not self._our_at:
             return self._copy_view(source, target, slices)
@@ -91,16 +105,22 @@ class MappedPool(PeerPool):
         return True
 
 
+_Job = tuple[PeerPool, int, Sequence[tuple[int, int]], SlicePair | None]  # with a ticket
+_PREPARE = 0  # instead of a ticket
+
+
 class CopyThread:
-    """Copies piece after piece, ticket after ticket, and writes to the eventfd ``wake`` after each ticket."""
+    """Copies piece after piece, ticket after ticket, and writes to the eventfd ``wake`` after each ticket.
+
+    While there is nothing to copy, it prepares pages that will be written later, one after the other.
+    """
 
     def __init__(self, name: str, num_pages: int, wake: int) -> None:
         self.num_bytes = 0  # copied
         self._num_pages = num_pages  # of our own pool
         self._wake = wake
-        self._jobs: queue.SimpleQueue[tuple[PeerPool, int, Sequence[tuple[int, int]], SlicePair | None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._expected: deque[tuple[PeerPool, int]] = deque()  # pages to prepare; of the thread
         self._done: deque[int] = deque()
         self._thread = threading.Thread(target=self._run, name=f"{name}-copy", daemon=True)
         self._thread.start()
@@ -111,6 +131,10 @@ class CopyThread:
         """Copy pages (ours, theirs). The ticket is never reported if the pool is shut first or a copy fails."""
         assert all(0 <= s < self._num_pages and 0 <= t < pool.num_pages for s, t in pages), "no such page"
         self._jobs.put((pool, ticket, pages, slices))
+
+    def prepare(self, pool: PeerPool, pages: Sequence[int]) -> None:
+        """Prepare a pool's pages when there is nothing to copy."""
+        self._jobs.put((pool, _PREPARE, [(0, page) for page in pages], None))
 
     def done(self) -> list[int]:
         """Tickets whose pages are all in place, each once."""
@@ -124,8 +148,11 @@ class CopyThread:
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             pool, ticket, pages, slices = job
+            if ticket == _PREPARE:
+                self._expected.extend((pool, page) for _, page in pages)
+                continue
             pieces = [pages[at : at + pool.pages_at_once] for at in range(0, len(pages), pool.pages_at_once)]
             try:
                 is_whole = all(self._copy(pool, piece, slices) for piece in pieces)
@@ -136,6 +163,17 @@ class CopyThread:
             if is_whole:
                 self._done.append(ticket)
             os.eventfd_write(self._wake, 1)
+
+    def _next(self) -> _Job | None:
+        """Wait for a job, and prepare pages meanwhile."""
+        while self._expected:
+            with contextlib.suppress(queue.Empty):
+                return self._jobs.get_nowait()
+            pool, page = self._expected.popleft()
+            with pool.lock:
+                if pool.is_open:
+                    pool.prepare(page)
+        return self._jobs.get()
 
     def _copy(self, pool: PeerPool, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> bool:
         """Copy one piece of a write. False: the pool is shut, or an earlier copy into it failed."""

@@ -170,6 +170,9 @@ class LocalWriter(WriterTransport):
         self._attachments[peer] = _Attachment(connection, connect.epoch, who, pool)
         return True
 
+    def prepare(self, peer: str, pages: Sequence[int]) -> None:
+        self._copy_thread.prepare(self._attachments[peer].pool, pages)
+
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         self._num_tickets += 1
         self._copy_thread.begin(self._attachments[peer].pool, self._num_tickets, pages, slices)

@@ -20,6 +20,8 @@ import re
 import socket
 import struct
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 MAGIC = b"batontcp"
 TOKEN_BYTES = NONCE_BYTES = PROOF_BYTES = 32
@@ -120,11 +122,28 @@ class PayloadMac:
         return self._hmac.digest()[:MAC_BYTES]
 
 
+@cache
+def grants_large_buffers() -> bool:
+    """Whether this machine lets a socket have buffers of ``SOCKET_BUFFER_BYTES``."""
+    try:
+        return all(
+            int(Path(f"/proc/sys/net/core/{name}").read_text()) >= SOCKET_BUFFER_BYTES
+            for name in ("rmem_max", "wmem_max")
+        )
+    except (OSError, ValueError):  # a container may not see them
+        return False
+
+
 def tune(connection: socket.socket) -> None:
-    """Disable Nagle's algorithm, enlarge the buffers, and detect a peer that has vanished."""
+    """Disable Nagle's algorithm, enlarge the buffers, and detect a peer that has vanished.
+
+    Where the machine does not grant such buffers, they are left to the kernel: a size that is set, and cut to 208 KiB
+    by the usual limits, stays, while the kernel's own grow with the delay between hosts.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+    if grants_large_buffers():
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 2)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 6)

@@ -20,6 +20,7 @@ class Site:
     Attributes:
         disk: a small disk, on which ``disk_user`` keeps its log and recording; None without one.
         problems: what a fault has found wrong; each of them fails the run.
+        switches_s: how long pairs took to go on by another transport.
     """
 
     config: ChaosConfig
@@ -28,6 +29,7 @@ class Site:
     disk: Path | None = None
     disk_user: str = ""
     problems: list[str] = field(default_factory=list)
+    switches_s: list[float] = field(default_factory=list)
 
 
 def unnoticed_s(config: ChaosConfig) -> tuple[float, float]:

@@ -1,9 +1,17 @@
 """Faults of the network between namespaces: loss, delay, a host cut off, two nodes that cannot reach each other."""
 
+import asyncio
+import re
+import time
+
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.faults.base import Fault, Site, noticed_s, unnoticed_s
 from scripts.chaos_harness.hosts import Hosts
 from scripts.chaos_harness.service import Node
+
+#: How long a write may take to come, with which NIXL notices a lost connection, and another transport after that.
+SWITCH_S = 15.0
+NO_PREFILL = "there is no prefill node to cut off from it"
 
 
 class NetworkFault(Fault):
@@ -17,7 +25,17 @@ class NetworkFault(Fault):
         return site.service.hosts
 
 
-class Loss(NetworkFault):
+class BridgeFault(NetworkFault):
+    """A fault of a host's connection to the bridge."""
+
+    @classmethod
+    def why_not(cls, site: Site) -> str:
+        if (why := super().why_not(site)) or cls.hosts(site).has_bridge:
+            return why
+        return "needs a bridge, or netem in this kernel beside --packet-loss and --packet-delay"
+
+
+class Loss(BridgeFault):
     """One packet in ten is lost; where the kernel has no ``netem``, a narrow link loses what is sent too fast."""
 
     name = "loss"
@@ -46,7 +64,7 @@ class Delay(Loss):
         return f"packets of {node.name} are late ({how})"
 
 
-class Flap(NetworkFault):
+class Flap(BridgeFault):
     """A host is cut off for less than --node-timeout."""
 
     name = "flap"
@@ -89,10 +107,54 @@ class PairCut(NetworkFault):
         return (2.0, config.node_timeout + 2.0)
 
     async def inject(self, site: Site, node: Node) -> str:
-        self._peer = next(other.name for other in site.service.workers if other.role == "prefill")
+        self._peer = next((other.name for other in site.service.workers if other.role == "prefill"), "")
+        if not self._peer:
+            return f"{self.name} at {node.name}: {NO_PREFILL}"
         self.hosts(site).block(node.name, self._peer)
         return f"{node.name} cannot reach {self._peer}"
 
     async def undo(self, site: Site, node: Node) -> None:
         if self._peer:
             self.hosts(site).unblock(node.name, self._peer)
+
+
+class Reset(NetworkFault):
+    """The data connections of a pair are reset, and with them the transfers under way; the pair goes on by the next
+    transport that works.
+    """
+
+    name = "reset"
+    roles = ("decode",)
+
+    @classmethod
+    def lasts_s(cls, config: ChaosConfig) -> tuple[float, float]:
+        return (0.0, 0.0)
+
+    async def inject(self, site: Site, node: Node) -> str:
+        prefills = (other for other in site.service.workers if other.data_port and other.role == "prefill")
+        if (peer := next(prefills, None)) is None:
+            return f"{self.name} at {node.name}: {NO_PREFILL}"
+        starts = node.num_starts, peer.num_starts
+        log_bytes = peer.log.stat().st_size
+        began_at = time.monotonic()
+        noticed_at = 0.0
+        await asyncio.to_thread(self.hosts(site).reset, node.name, peer.name, spared_port=peer.data_port)
+        broke = re.compile(rf"connection to decode node {re.escape(node.name)}\b.* broke: ".encode())
+        attached = re.compile(rf"pages go to decode node {re.escape(node.name)} by (\w+)".encode())
+        what = f"data connections from {peer.name} to {node.name} were reset"
+        while time.monotonic() - (noticed_at or began_at) < SWITCH_S:
+            with peer.log.open("rb") as log:
+                log.seek(log_bytes)
+                lines = log.read()
+            if not noticed_at and broke.search(lines):
+                noticed_at = time.monotonic()
+            if noticed_at and (found := attached.search(lines)):
+                took_s = time.monotonic() - noticed_at
+                site.switches_s.append(took_s)
+                return f"{what}; pages go by {found[1].decode()} {took_s:.2f} s after a write has failed"
+            await asyncio.sleep(0.01)
+        if not noticed_at:
+            return f"{what}; no page was to be sent"
+        if starts == (node.num_starts, peer.num_starts) and peer.is_running and not peer.fault:
+            site.problems.append(f"{self.name}: {what}, and pages went by no transport {SWITCH_S:g} s later")
+        return f"{what}; pages go by no transport"

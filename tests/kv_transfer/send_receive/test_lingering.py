@@ -16,7 +16,7 @@ from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.send.tombstones import TransferEnd
 from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
-from scripts.simulator.inprocess_transport import Wire
+from scripts.simulator.service.inprocess_transport import Wire
 
 
 def in_flight(*others: RequestKey) -> TransferPair:

@@ -17,7 +17,7 @@ from kv_transfer.receive.connections import (
 )
 from kv_transfer.states import RESUME_LEASE_S
 from kv_transfer.transports.base import Fenced
-from scripts.simulator.inprocess_transport import Fault, Wire
+from scripts.simulator.service.inprocess_transport import Fault, Wire
 
 
 @pytest.fixture

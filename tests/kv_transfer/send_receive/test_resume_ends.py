@@ -11,7 +11,7 @@ from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.receive.connections import ANSWER_S, BACKOFF_S, MAX_TRIES
 from kv_transfer.states import RESUME_LEASE_S
 from kv_transfer.transports.base import Fenced
-from scripts.simulator.inprocess_transport import Fault, Wire
+from scripts.simulator.service.inprocess_transport import Fault, Wire
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from common.request import RequestKey
 from common.wire.messages import Message
 from kv_transfer.events import Completed
 from kv_transfer.send.tombstones import Reason
-from scripts.simulator.inprocess_transport import Fault, Wire
+from scripts.simulator.service.inprocess_transport import Fault, Wire
 
 Faults = Mapping[int, Fault]
 

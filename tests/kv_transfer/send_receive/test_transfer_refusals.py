@@ -20,7 +20,7 @@ from common.wire.messages import (
 from kv_transfer.events import Completed
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.states import ReceiveState
-from scripts.simulator.inprocess_transport import InProcessReader
+from scripts.simulator.service.inprocess_transport import InProcessReader
 
 __all__ = ["pair"]
 

@@ -30,7 +30,7 @@ from support.kv.shm_ends import (
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.errors import ErrorCode
-from common.wire.messages import Connected, PrefillDone
+from common.wire.messages import Connected, Grant, Message, PrefillDone
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
@@ -84,6 +84,26 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
     sender.close()
     receiver.poll(0.0)
     assert not receiver.is_connected(PREFILL)
+
+
+def test_a_page_has_its_memory_when_it_is_granted(reader: ShmReader, store: MemfdStore, writer: ShmWriter) -> None:
+    sender = Sender(writer, digest="model")
+    receiver = Receiver(reader, PageAllocator(NUM_PAGES), name="decode-0", digest="model")
+    connect = receiver.connect(PREFILL)
+    sender.on_message(DECODE, connect, 0.0)
+    messages: list[tuple[str, Message]] = []
+    until = time.monotonic() + 60
+    while not messages and time.monotonic() < until:
+        receiver.poll(0.0)
+        sender.pump(0.0)
+        messages, _ = sender.take()
+    assert isinstance(messages[0][1], Connected)
+    assert os.fstat(store.fd).st_blocks == 0, "the pool was touched before"
+    sender.open(KEY, DECODE)
+    sender.on_message(DECODE, Grant(*KEY, connect.epoch, 0, (3,)), 0.0)
+    while os.fstat(store.fd).st_blocks == 0:
+        assert time.monotonic() < until
+    assert set(store.read(3)) == {0}
 
 
 def test_attaching_waits_for_a_busy_reader(reader: ShmReader, writer: ShmWriter) -> None:

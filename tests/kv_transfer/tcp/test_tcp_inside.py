@@ -1,6 +1,7 @@
 """Authenticated TCP connections: where a writer can put bytes, invalid frames, and revoked permissions."""
 
 import contextlib
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -29,7 +30,7 @@ from support.kv.raw_tcp_peer import (
 from kv_transfer.page_mapping import PageMapping
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import Fenced
-from kv_transfer.transports.tcp import TcpReader, TcpWriter
+from kv_transfer.transports.tcp import TcpReader, TcpWriter, protocol
 from kv_transfer.transports.tcp.protocol import MAC_BYTES, PAGE_FRAME_BYTES
 from kv_transfer.transports.tcp.receive_thread import ReceiveThread
 
@@ -279,3 +280,19 @@ def test_random_bytes_end_the_connection_and_change_no_page(noise: bytes) -> Non
         raw_peer.connection.close()
         reader.close()
         store.close()
+
+
+# ---- socket options ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_buffers_are_enlarged_only_where_the_machine_grants_it(
+    monkeypatch: pytest.MonkeyPatch, is_granted: bool
+) -> None:
+    monkeypatch.setattr(protocol, "grants_large_buffers", lambda: is_granted)
+    monkeypatch.setattr(protocol, "SOCKET_BUFFER_BYTES", 100_000)
+    with socket.socket() as tuned, socket.socket() as plain:
+        protocol.tune(tuned)
+        for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            size = tuned.getsockopt(socket.SOL_SOCKET, name)
+            assert size == (200_000 if is_granted else plain.getsockopt(socket.SOL_SOCKET, name))

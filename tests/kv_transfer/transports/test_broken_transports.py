@@ -75,6 +75,16 @@ def test_what_is_remembered_of_peers_is_bounded(broken: BrokenTransports) -> Non
         broken.attached(f"peer-{number}", "fast", 0.0)
         broken.broke(f"peer-{number}", 1.0)
         broken.attached(f"peer-{number}", "slow", 1.0)
+        broken.could_not_attach(f"peer-{number}", "none", 1.0)
     assert not broken.is_resting("peer-0", "fast", 1.0)
     assert broken.is_resting(f"peer-{MAX_REMEMBERED}", "fast", 1.0)
-    assert len(broken._rests) == len(broken._carrying) == MAX_REMEMBERED
+    assert len(broken._rests) == len(broken._carrying) == len(broken._failed) == MAX_REMEMBERED
+
+
+def test_a_transport_that_never_attached_counts_as_failed_for_a_while(broken: BrokenTransports) -> None:
+    broken.could_not_attach("peer", "fast", 0.0)
+    assert broken.has_failed_lately("peer", "fast", MAX_REST_S - 1)
+    assert not broken.has_failed_lately("peer", "fast", MAX_REST_S)
+    assert not broken.has_failed_lately("other", "fast", 0.0)
+    broken.attached("peer", "fast", 1.0)
+    assert not broken.has_failed_lately("peer", "fast", 1.0)

@@ -15,7 +15,7 @@ from kv_transfer.transports.negotiation import (
     open_reader,
     open_writer,
 )
-from scripts.simulator.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
+from scripts.simulator.service.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
 
 
 class Ends:

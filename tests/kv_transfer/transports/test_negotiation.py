@@ -206,6 +206,13 @@ def test_a_pair_whose_transport_breaks_goes_on_with_the_next(pair: Pair) -> None
     assert pair.attach(resumes=True).transport == "c"
 
 
+def test_a_transport_that_could_not_attach_does_not_hold_up_the_pair_when_another_breaks(pair: Pair) -> None:
+    assert pair.attach(resumes=False, works="bc").transport == "b"
+    assert pair.attach(resumes=True).why == "the first that worked; b: it has broken lately"
+    pair.writer.detach(DECODE)
+    assert pair.attach(resumes=False).transport == "a"
+
+
 def test_a_peer_that_begins_from_scratch_has_broken_nothing(pair: Pair) -> None:
     assert pair.attach(resumes=False).transport == "a"
     assert pair.attach(resumes=False).transport == "a"

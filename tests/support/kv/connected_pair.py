@@ -5,7 +5,7 @@ from support.kv.kv_fakes import DECODE, TransferPair
 
 from common.request import RequestKey
 from kv_transfer.events import TransferFailed
-from scripts.simulator.inprocess_transport import Wire
+from scripts.simulator.service.inprocess_transport import Wire
 
 KEY = ("r", 0)
 

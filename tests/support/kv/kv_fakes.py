@@ -15,7 +15,7 @@ from kv_transfer.events import Completed, Event, PairLost, Released
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter, Wire
+from scripts.simulator.service.inprocess_transport import InProcessReader, InProcessWriter, Wire
 
 PREFILL = "p" * 32
 DECODE = "d" * 32

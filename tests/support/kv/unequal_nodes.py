@@ -14,7 +14,7 @@ from common.wire.messages import Coverage, Message, PrefillDone
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from scripts.simulator.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
+from scripts.simulator.service.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
 
 LAYOUT = PageLayout(num_layers=2, num_kv_heads=2, head_dim=1, page_size=4, dtype="float32")
 

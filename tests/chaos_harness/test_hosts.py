@@ -1,0 +1,158 @@
+"""Hosts as network namespaces: their links, clocks and identities."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from common.config.options import options_of
+from common.errors import ConfigError
+from scripts.chaos_harness import hosts as hosts_module
+from scripts.chaos_harness import relay
+from scripts.chaos_harness.config import ChaosConfig
+from scripts.chaos_harness.hosts import Hosts, Link, NoNamespaces
+
+#: Sends datagrams to an address, or counts those that come within a second of the last.
+SEND = """
+import socket, sys
+to = (sys.argv[1], 5_000)
+sender = socket.socket(type=socket.SOCK_DGRAM)
+for number in range(int(sys.argv[2])):
+    sender.sendto(bytes(int(sys.argv[3])), to)
+"""
+COUNT = """
+import socket, sys
+listener = socket.socket(type=socket.SOCK_DGRAM)
+listener.bind((sys.argv[1], 5_000))
+print("ready", flush=True)
+listener.settimeout(30)
+sizes = []
+try:
+    while True:
+        sizes.append(len(listener.recv(65_536)))
+        listener.settimeout(1)
+except TimeoutError:
+    print(len(sizes), max(sizes, default=0))
+"""
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[Link], Hosts]]:
+    made: list[Hosts] = []
+
+    def begin(link: Link) -> Hosts:
+        try:
+            made.append(Hosts(["a", "b"], link))
+        except NoNamespaces as error:
+            pytest.skip(str(error))
+        return made[-1]
+
+    yield begin
+    for hosts in made:
+        hosts.close()
+
+
+def run_on(hosts: Hosts, name: str, *words: object) -> str:
+    found = subprocess.run(hosts.command(name, *words), capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def received(hosts: Hosts, count: int, size: int) -> tuple[int, int]:
+    """How many of so many datagrams of a size come from a to b, and the largest."""
+    words = hosts.command("b", sys.executable, "-c", COUNT, hosts.address("b"))
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as counter:
+        assert counter.stdout is not None
+        assert counter.stdout.readline() == "ready\n"
+        run_on(hosts, "a", sys.executable, "-c", SEND, hosts.address("b"), count, size)
+        number, largest = counter.stdout.read().split()
+    return int(number), int(largest)
+
+
+def test_packets_are_lost_and_larger_ones_are_divided_by_the_mtu(make: Callable[[Link], Hosts]) -> None:
+    hosts = make(Link(mtu=1_400, loss=0.3, delay_s=0.01))
+    count, _ = received(hosts, 200, 100)
+    assert 100 < count < 180
+    assert "mtu 1400" in run_on(hosts, "a", "ip", "link", "show", "eth0")
+
+
+def test_a_link_without_faults_loses_nothing(make: Callable[[Link], Hosts]) -> None:
+    assert received(make(Link(mtu=9_000)), 5, 8_000) == (5, 8_000)
+
+
+@pytest.mark.parametrize("link", [Link(clock_step_s=200), Link(loss=0.01, clock_step_s=200)], ids=["bridge", "lossy"])
+def test_hosts_have_clocks_and_boot_ids_of_their_own(make: Callable[[Link], Hosts], link: Link) -> None:
+    hosts = make(link)
+    clock = "import time; print(time.monotonic())"
+    first, second = (float(run_on(hosts, name, sys.executable, "-c", clock)) for name in ("a", "b"))
+    assert 195 < second - first < 260
+    boot_ids = {run_on(hosts, name, "cat", "/proc/sys/kernel/random/boot_id") for name in ("a", "b")}
+    assert len(boot_ids) == 2
+
+
+def test_nothing_of_the_hosts_is_left_behind(make: Callable[[Link], Hosts]) -> None:
+    hosts = make(Link(loss=0.01))
+    names = [hosts.namespace(name) for name in ("a", "b")]
+    process = hosts._relay
+    hosts.close()
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert not any(name in listed for name in names)
+    assert process is None or process.poll() is not None
+
+
+def test_a_fault_of_one_link_leaves_those_of_every_link_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the commands show it: many kernels have no ``netem``."""
+    said: list[str] = []
+
+    def run(*words: str) -> str:
+        said.append(" ".join(words))
+        return ""
+
+    monkeypatch.setattr(hosts_module, "run", run)
+    hosts = Hosts(["a"], Link(loss=0.5, delay_s=0.1))
+    permanent = [words.partition("root ")[2] for words in said if "qdisc" in words][-2:]
+    assert permanent == [" ".join(Link(loss=0.5, delay_s=0.1).netem)] * 2
+    assert hosts.shape("a", ("netem", "loss", "10%")) == "netem loss 10%"
+    hosts.unshape("a")
+    hosts.close()
+    changes = [words for words in said if "qdisc replace" in words]
+    assert [words.partition("root ")[2] for words in changes[-4:]] == ["netem loss 10%"] * 2 + permanent
+
+
+def test_the_relay_delivers_by_destination_and_drops_what_has_none() -> None:
+    """Pairs of sockets stand for the devices."""
+
+    def packet(to: str, body: bytes) -> bytes:
+        return bytes(16) + socket.inet_aton(to) + body
+
+    ends = [socket.socketpair(type=socket.SOCK_SEQPACKET) for _ in range(2)]
+    (a, inner_a), (b, inner_b) = ends
+    b.settimeout(30)
+    pid = os.fork()
+    if pid == 0:
+        devices = {"10.0.0.1": inner_a.fileno(), "10.0.0.2": inner_b.fileno()}
+        try:
+            relay.relay({socket.inet_aton(address): number for address, number in devices.items()}, 0.02, 0.0)
+        finally:
+            os._exit(1)
+    try:
+        a.send(packet("10.0.0.9", b"to no device"))
+        for number in range(3):
+            a.send(packet("10.0.0.2", bytes([number])))
+        assert [b.recv(100)[-1] for _ in range(3)] == [0, 1, 2]
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        for end in (a, b, inner_a, inner_b):
+            end.close()
+
+
+@pytest.mark.parametrize("name", ["mtu", "packet_loss", "packet_delay", "clock_step"])
+def test_options_of_the_network_need_namespaces(name: str) -> None:
+    flag = options_of(ChaosConfig)[name].flag
+    with pytest.raises(ConfigError, match=f"{flag} needs --namespaces"):
+        ChaosConfig(**{name: 1_400})  # type: ignore[arg-type]
+    assert ChaosConfig(**{name: 1_400}, namespaces=True).namespaces  # type: ignore[arg-type]

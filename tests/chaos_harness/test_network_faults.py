@@ -1,0 +1,59 @@
+"""Faults of the network say what they have seen, and what they have found wrong."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scripts.chaos_harness.faults import network
+from scripts.chaos_harness.faults.base import Fault
+from scripts.chaos_harness.faults.network import PairCut, Reset
+
+BROKE = "the nixl connection to decode node decode-0 broke: reset\n"
+ATTACHED = "pages go to decode node decode-0 by tcp\n"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "SWITCH_S", 0.05)
+
+
+def inject(fault: Fault, log: Path, said: str, *, role: str = "prefill", ends: bool = False) -> tuple[str, Any]:
+    """Returns what the fault says of a reset after which the prefill node logs this, and the site."""
+    log.write_text("")
+    peer = SimpleNamespace(name="prefill-0", role=role, data_port=1, log=log, num_starts=1, is_running=True, fault="")
+
+    def reset(*_: object, **__: object) -> None:
+        log.write_text(said)
+        peer.num_starts += ends
+
+    service = SimpleNamespace(workers=[peer], hosts=SimpleNamespace(reset=reset))
+    site: Any = SimpleNamespace(service=service, problems=[], switches_s=[])
+    node: Any = SimpleNamespace(name="decode-0", num_starts=1)
+    return asyncio.run(fault.inject(site, node)), site
+
+
+@pytest.mark.parametrize(
+    ("said", "ends", "shown", "num_switches", "num_problems"),
+    [
+        (BROKE + ATTACHED, False, "pages go by tcp", 1, 0),
+        (ATTACHED, False, "no page was to be sent", 0, 0),
+        (BROKE, False, "pages go by no transport", 0, 1),
+        (BROKE, True, "pages go by no transport", 0, 0),
+    ],
+)
+def test_a_pair_that_goes_on_by_no_transport_fails_the_run_unless_a_node_has_ended(
+    tmp_path: Path, said: str, ends: bool, shown: str, num_switches: int, num_problems: int
+) -> None:
+    text, site = inject(Reset(), tmp_path / "log", said, ends=ends)
+    assert shown in text
+    assert (len(site.switches_s), len(site.problems)) == (num_switches, num_problems)
+
+
+@pytest.mark.parametrize("fault", [Reset, PairCut])
+def test_without_a_prefill_node_no_pair_is_cut(tmp_path: Path, fault: type[Fault]) -> None:
+    text, site = inject(fault(), tmp_path / "log", "", role="decode")
+    assert "there is no prefill node" in text
+    assert site.problems == []
