@@ -15,6 +15,7 @@ Usage: baton COMMAND [OPTIONS]
   gateway   the gateway; nodes on any machine connect to it
   prefill   one prefill node
   decode    one decode node
+  cluster   gateways and nodes on the hosts of a Ray cluster
   apikey    an API key for clients, and its entry in the gateway's file of keys
   keygen    keys for a gateway and nodes on several machines
   loadtest  load test of an OpenAI-compatible server
@@ -41,6 +42,10 @@ def _run(words: list[str]) -> int:
         from scripts.serving.serve import main as serve
 
         return serve(rest)
+    if command == "cluster":
+        from scripts.cluster_manager.main import main as cluster
+
+        return cluster(rest)
     if command == "apikey":
         from scripts.apikey import main as apikey
 

@@ -1,0 +1,62 @@
+"""Turns the gateways' advice into the count of a group. Pure.
+
+The advice changes from second to second. More nodes are started once more have been advised for ``up_after_s`` without
+a break, and only as many as were advised all that time. Nodes are stopped once fewer have been advised for
+``down_after_s`` without a break, and only as many as were too many all that time. A time without any advice is a break.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from scripts.cluster_manager.config import AutoscaleTimes, Bounds
+
+#: Gateways are asked every two seconds.
+BREAK_S = 10.0
+
+
+@dataclass(slots=True)
+class Autoscaler:
+    """The count of one group."""
+
+    bounds: Bounds
+    times: AutoscaleTimes
+    _advice: deque[tuple[float, int]] = field(default_factory=deque)
+    _above_since: float | None = None
+    _below_since: float | None = None
+    _heard_at: float = 0.0
+
+    def count(self, current: int, advised: int, now: float) -> int:
+        """The count that the group should have, given the nodes that it has and those that are advised."""
+        if now - self._heard_at > BREAK_S:
+            self._begin_again()
+        self._heard_at = now
+        wanted = min(max(advised, self.bounds.min), self.bounds.max)
+        self._advice.append((now, wanted))
+        if wanted > current:
+            self._below_since = None
+            self._above_since = now if self._above_since is None else self._above_since
+            return self._change(current, self._since(self._above_since), now, self._above_since, self.times.up_after_s)
+        self._above_since = None
+        if wanted < current:
+            self._below_since = now if self._below_since is None else self._below_since
+            return self._change(
+                current, self._since(self._below_since), now, self._below_since, self.times.down_after_s
+            )
+        self._below_since = None
+        self._advice.clear()
+        return current
+
+    def _since(self, instant: float) -> list[int]:
+        while self._advice and self._advice[0][0] < instant:
+            self._advice.popleft()
+        return [wanted for _, wanted in self._advice]
+
+    def _change(self, current: int, wanted: list[int], now: float, since: float, after_s: float) -> int:
+        if now - since < after_s:
+            return current
+        self._begin_again()
+        return min(wanted) if min(wanted) > current else max(wanted)
+
+    def _begin_again(self) -> None:
+        self._above_since = self._below_since = None
+        self._advice.clear()

@@ -1,0 +1,293 @@
+"""``cluster``: gateways and nodes on the hosts of a Ray cluster, kept running and ready by a supervisor there."""
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.errors import BatonError, ConfigError
+from scripts.cluster_manager.config import ROLES, ClusterConfig, read_cluster_file
+from scripts.cluster_manager.status import Status, is_settled, table
+
+HELP = """Run gateways and nodes on the hosts of a Ray cluster.
+
+  cluster up --config cluster.toml      place and start everything, and wait until it serves
+  cluster scale --decode 12             change counts; --autoscale follows the gateways' advice
+  cluster upgrade --config cluster.toml replace all processes, one after the other, by drain
+  cluster status                        the processes: where they are, and how they are
+  cluster logs [NAME] [-f]              lines of one process, of the supervisor, or of all
+  cluster down                          drain and stop everything
+
+Baton must be installed, with the extra ray, in the environment of ray start on every host. Secrets (BATON_API_KEY,
+BATON_CLUSTER_KEY) are those of that environment."""
+CALL_S, POLL_S = 30.0, 1.0
+SUPERVISOR = "supervisor"
+
+
+class ClusterFailed(BatonError):
+    """The cluster does not do what a command asks for."""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        config = read_cluster_file(options.config) if getattr(options, "config", None) else None
+        name = options.name or (config.name if config else "baton")
+        if config is not None and name != config.name:
+            raise ConfigError(f"--name {name} contradicts name = {config.name!r} in {options.config}; give one of them")
+        cluster = Cluster(name, options.address)
+        command: Callable[[Cluster, argparse.Namespace, ClusterConfig | None], int] = options.run
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints warnings there, and programs read what we print
+            try:
+                return command(cluster, options, config)
+            finally:
+                cluster.close()
+    except ConfigError as error:
+        print(f"cluster: {error}", file=sys.stderr)
+        return 2
+    except BatonError as error:
+        print(f"cluster: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="baton cluster", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[..., int], help: str, *, waits: bool = False) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=help, description=help)
+        found.set_defaults(run=run)
+        found.add_argument(
+            "--address",
+            default=os.environ.get("RAY_ADDRESS", "auto"),
+            help="of Ray's head, HOST:PORT, or auto: that of this host [default: RAY_ADDRESS, or auto]",
+        )
+        found.add_argument("--name", help='the cluster, if Ray has several [default: "baton", or as in --config]')
+        if waits:
+            found.add_argument(
+                "--timeout", type=float, default=900.0, metavar="S", help="seconds to wait for the end [default: 900]"
+            )
+        return found
+
+    up = command("up", _up, "Place and start everything, and wait until it serves.", waits=True)
+    up.add_argument("--config", type=Path, required=True, metavar="FILE", help="the groups of the cluster, in TOML")
+    up.add_argument("--autoscale", action="store_true", help="follow the gateways' advice within the groups' bounds")
+    scale = command("scale", _scale, "Change how many processes the groups have.")
+    for role in ROLES:
+        scale.add_argument(f"--{role}", type=int, metavar="N")
+    scale.add_argument("--autoscale", action=argparse.BooleanOptionalAction, help="follow the gateways' advice, or not")
+    upgrade = command("upgrade", _upgrade, "Replace all processes, one after the other, by drain.", waits=True)
+    upgrade.add_argument("--config", type=Path, metavar="FILE", help="new groups; without it, everything starts afresh")
+    status = command("status", _status, "Show the processes.")
+    status.add_argument("--json", action="store_true", help="as JSON")
+    logs = command("logs", _logs, "Show what processes wrote last.")
+    logs.add_argument("process", nargs="?", metavar="NAME", help=f"a process, or {SUPERVISOR}; without it, all")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
+    logs.add_argument(
+        "-n", "--lines", type=int, default=50, metavar="N", help="lines of each to begin with [default: 50]"
+    )
+    command("down", _down, "Drain and stop everything.", waits=True)
+    return parser
+
+
+class NoCluster(ClusterFailed):
+    """No cluster of this name runs, or it has ended."""
+
+
+class Cluster:
+    """The actors of a cluster, which are reached when the first one is called."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name = name
+        self._output = sys.stdout
+        self._address = address
+
+    @functools.cached_property
+    def _ray(self) -> Any:
+        """Ray, connected. Raises ConfigError: it is not installed, or not there."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError("cluster needs the extra ray: pip install 'baton[ray]'") from error
+        from scripts.cluster_manager.state import NAMESPACE
+
+        try:
+            ray.init(address=self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
+            raise ConfigError(
+                f"--address {self._address}: no Ray cluster answers ({_first_line(error)}); start one with ray start"
+            ) from None
+        return ray
+
+    def start(self, config: ClusterConfig, *, is_autoscaling: bool) -> None:
+        """Raises ConfigError: it is up already, or Ray would refuse a group."""
+        ray = self._ray
+        from scripts.cluster_manager.instances import check_with_ray  # which imports it, too
+        from scripts.cluster_manager.supervisor_actor import ClusterSupervisor
+
+        options = ray.remote(ClusterSupervisor).options(
+            name=self.name,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=8,
+        )
+        check_with_ray(config)
+        try:
+            options.remote(self.name, msgspec.json.encode(config), is_autoscaling)
+        except ValueError:
+            raise ConfigError(
+                f"the cluster {self.name!r} is up already; change it with cluster upgrade, or end it with cluster down"
+            ) from None
+
+    def call(self, method: str, *words: Any, process: str = "") -> Any:
+        """Call a method of the supervisor, or of a process's actor. Raises ClusterFailed."""
+        ray = self._ray
+        actor_name = f"{self.name}/{process}" if process else self.name
+        try:
+            actor = ray.get_actor(actor_name)
+            return ray.get(getattr(actor, method).remote(*words), timeout=CALL_S)
+        except ValueError:
+            if process:
+                raise ClusterFailed(
+                    f"the cluster {self.name!r} has no process {process!r}; see cluster status"
+                ) from None
+            raise NoCluster(f"there is no cluster {self.name!r}; cluster up starts one") from None
+        except ray.exceptions.RayError as error:
+            if not process and isinstance(error, ray.exceptions.ActorDiedError):  # its supervisor ends with it
+                raise NoCluster(f"the cluster {self.name!r} has ended") from None
+            raise ClusterFailed(
+                f"{actor_name} does not answer ({_first_line(error)}); try again when its host is back"
+            ) from None
+
+    def close(self) -> None:
+        """Disconnect, after which Ray prints no more."""
+        if "_ray" in self.__dict__:
+            self._ray.shutdown()
+
+    def print(self, text: str) -> None:
+        """Write a line to standard output."""
+        print(text, file=self._output, flush=True)
+
+    def status(self) -> Status:
+        return msgspec.json.decode(self.call("status"), type=Status)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+# ---- the commands ---------------------------------------------------------------------------------------------------
+
+
+def _up(cluster: Cluster, options: argparse.Namespace, config: ClusterConfig | None) -> int:
+    assert config is not None
+    if options.autoscale and not (config.prefill.autoscale or config.decode.autoscale):
+        raise ConfigError("--autoscale needs bounds: add prefill.autoscale or decode.autoscale to the file")
+    cluster.start(config, is_autoscaling=options.autoscale)
+    _wait(cluster, options.timeout, is_settled, "ready", fails=True)
+    for row in cluster.status().rows:
+        if row.role == "gateway":
+            cluster.print(f"ready {row.url}")
+    return 0
+
+
+def _scale(cluster: Cluster, options: argparse.Namespace, config: ClusterConfig | None) -> int:
+    counts = {role: count for role in ROLES if (count := getattr(options, role)) is not None}
+    if not counts and options.autoscale is None:
+        raise ConfigError("scale needs --gateway, --prefill or --decode with a number, or --autoscale")
+    for role, count in counts.items():
+        if count < 0:
+            raise ConfigError(f"--{role} must be at least 0, not {count}")
+    if problem := cluster.call("scale", counts, options.autoscale):
+        raise ConfigError(problem)
+    return 0
+
+
+def _upgrade(cluster: Cluster, options: argparse.Namespace, config: ClusterConfig | None) -> int:
+    if problem := cluster.call("upgrade", None if config is None else msgspec.json.encode(config)):
+        raise ConfigError(problem)
+    _wait(cluster, options.timeout, is_settled, "upgraded", fails=True)
+    cluster.print("upgraded")
+    return 0
+
+
+def _status(cluster: Cluster, options: argparse.Namespace, config: ClusterConfig | None) -> int:
+    status = cluster.status()
+    cluster.print(msgspec.json.format(msgspec.json.encode(status)).decode() if options.json else table(status))
+    return 0
+
+
+def _logs(cluster: Cluster, options: argparse.Namespace, config: ClusterConfig | None) -> int:
+    names = [options.process] if options.process else [SUPERVISOR, *(row.name for row in cluster.status().rows)]
+    since = dict.fromkeys(names, -options.lines)
+    width = max(map(len, names)) if len(names) > 1 else 0
+    try:
+        while True:
+            for name in names:
+                try:
+                    since[name], lines = _lines(cluster, name, since[name])
+                except ClusterFailed as error:
+                    if options.process:
+                        raise
+                    lines = [f"({error})"] if not options.follow else []
+                for line in lines:
+                    cluster.print(f"{name:{width}} | {line}" if width else line)
+            if not options.follow:
+                return 0
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _lines(cluster: Cluster, name: str, since: int) -> tuple[int, list[str]]:
+    found: tuple[int, list[str]] = (
+        cluster.call("events", since) if name == SUPERVISOR else cluster.call("logs", since, process=name)
+    )
+    return found
+
+
+def _down(cluster: Cluster, options: argparse.Namespace, config: ClusterConfig | None) -> int:
+    try:
+        cluster.call("down")
+    except NoCluster as error:
+        print(f"cluster: {error}", file=sys.stderr)
+        return 0
+    with contextlib.suppress(NoCluster):  # the supervisor ends last
+        _wait(cluster, options.timeout, lambda _: False, "down", fails=False)
+    return 0
+
+
+def _wait(cluster: Cluster, timeout_s: float, is_done: Callable[[Status], bool], what: str, *, fails: bool) -> None:
+    """Return once it is done; shows what the supervisor does meanwhile.
+
+    Args:
+        fails: a failure of a process ends the wait.
+    Raises:
+        ClusterFailed: it failed, or it is not done in time.
+    """
+    ends_at = time.monotonic() + timeout_s
+    since = -1
+    while not is_done(status := cluster.status()):
+        since, lines = cluster.call("events", since)
+        for line in lines:
+            print(f"cluster: {line}", file=sys.stderr)
+        if fails and status.failures:
+            reasons = "\n".join(status.failures.values())
+            raise ClusterFailed(
+                f"not {what}: {reasons}\n"
+                "The supervisor tries again; correct it with cluster upgrade, or end it with cluster down"
+            )
+        if time.monotonic() > ends_at:
+            raise ClusterFailed(f"not {what} after --timeout {timeout_s:g} s:\n{table(status)}")
+        time.sleep(POLL_S)

@@ -1,0 +1,89 @@
+"""The command line of ``cluster``, as far as it needs no Ray cluster."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from scripts.cluster_manager import main as main_module
+from scripts.cluster_manager.main import Cluster, NoCluster, main
+from scripts.cluster_manager.status import Row, Status, table
+
+LEAST = "[gateway]\ncount = 1\n[prefill]\ncount = 1\n[decode]\ncount = 2\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "cluster.toml"
+    path.write_text(LEAST)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["scale"], "cluster: scale needs --gateway, --prefill or --decode with a number"),
+        (["scale", "--decode", "-1"], "--decode must be at least 0, not -1"),
+        (["up", "--config", "nowhere.toml"], "--config nowhere.toml cannot be read"),
+        (["up", "--config", "CONFIG", "--autoscale"], "--autoscale needs bounds"),
+        (["up", "--config", "CONFIG", "--name", "other"], "--name other contradicts name = 'baton'"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_needs_no_ray(
+    config: str, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main([config if word == "CONFIG" else word for word in words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_the_extra_its_name_is_said(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["up", "--config", config]) == 2
+    assert "pip install 'baton[ray]'" in capsys.readouterr().err
+
+
+def test_the_table_has_a_row_for_each_process_and_what_is_desired() -> None:
+    rows = [
+        Row(role="gateway", name="gateway-0", host="10.0.0.2", state="ready", restarts=0, age_s=3_725.0, revision=1,
+            url="http://10.0.0.2:8000", problem=""),
+        Row(role="decode", name="decode-4", host="", state="placing", restarts=0, age_s=61.0, revision=1, url="",
+            problem="no host has room for 4 CPU"),
+    ]  # fmt: skip
+    status = Status(name="baton", revision=1, counts={"gateway": 1, "prefill": 0, "decode": 1}, is_autoscaling=True,
+                    advised={"decode": 2, "prefill": 1}, rows=rows, failures={}, is_upgrading=False,
+                    host="10.0.0.3")  # fmt: skip
+    assert table(status).splitlines() == [
+        "ROLE     NAME       HOST      STATE    RESTARTS  SINCE",
+        "gateway  gateway-0  10.0.0.2  ready    0         1 h 2 min  http://10.0.0.2:8000",
+        "decode   decode-4   -         placing  0         1 min 1 s  no host has room for 4 CPU",
+        "",
+        "baton (supervisor on 10.0.0.3), revision 1: 1 gateway, 0 prefill, 1 decode desired; advised: 2 decode, "
+        "1 prefill; autoscaling",
+    ]
+
+
+class EndingCluster(Cluster):
+    """A cluster whose supervisor answers so many calls, and has ended then."""
+
+    def __init__(self, num_answers: int) -> None:
+        super().__init__("baton", "auto")
+        self.num_answers = num_answers
+
+    def call(self, method: str, *words: Any, process: str = "") -> Any:
+        if self.num_answers == 0:
+            raise NoCluster("there is no cluster 'baton'")
+        self.num_answers -= 1
+        status = Status(name="baton", revision=1, counts={}, is_autoscaling=False, advised={}, rows=[], failures={},
+                        is_upgrading=False, host="10.0.0.3")  # fmt: skip
+        return {"status": msgspec.json.encode(status), "events": (0, [])}.get(method)
+
+
+@pytest.mark.parametrize("num_answers", range(5))
+def test_down_has_succeeded_once_the_supervisor_is_no_more(num_answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main_module, "POLL_S", 0.0)
+    assert main_module._down(EndingCluster(num_answers), argparse.Namespace(timeout=60.0), None) == 0

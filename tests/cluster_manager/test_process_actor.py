@@ -1,0 +1,141 @@
+"""The actor that runs a process, without Ray: a real gateway, which is killed, refused and stopped."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.service.processes import descendants
+from support.service.service import SMALL_MODEL
+
+from scripts.cluster_manager import process_actor
+from scripts.cluster_manager.command_line import ProcessSpec
+from scripts.cluster_manager.process_actor import MAX_LINES, Deaths, LogBuffer, ProcessActor, Report
+
+
+def gateway(**values: Any) -> ProcessActor:
+    spec = ProcessSpec(name="gateway-0", role="gateway", values={"model": str(SMALL_MODEL), "port": 0, **values})
+    return ProcessActor(msgspec.json.encode(spec), "127.0.0.1")
+
+
+async def report(actor: ProcessActor) -> Report:
+    return msgspec.json.decode(await actor.report([]), type=Report)
+
+
+async def until(actor: ProcessActor, condition: Callable[[Report], object]) -> Report:
+    for _ in range(1_200):
+        if condition(found := await report(actor)):
+            return found
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"{found}\n{await actor.logs(0)}")
+
+
+def of_actor(actor: ProcessActor, pids: list[int]) -> list[int]:
+    port = actor._ports.control
+    return [pid for pid in pids if f"--control-port={port}" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+async def test_a_process_that_is_killed_comes_back_at_its_address_and_ends_when_it_is_stopped() -> None:
+    actor = gateway(drain_timeout=0)
+    first = await until(actor, lambda found: found.is_healthy)
+    assert first.num_restarts == 0 and not first.is_ready, "it has no nodes"
+    assert first.gateway and first.url.startswith("http://127.0.0.1:")
+    [pid] = of_actor(actor, descendants(os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    again = await until(actor, lambda found: found.num_restarts and found.is_healthy)
+    assert (again.url, again.gateway, again.num_restarts) == (first.url, first.gateway, 1)
+    await actor.stop()
+    await actor.stop()
+    last = await until(actor, lambda found: found.has_ended)
+    assert (last.failure, last.is_healthy) == ("", False)
+    assert of_actor(actor, descendants(os.getpid())) == []
+    assert any("listening http://127.0.0.1" in line for line in (await actor.logs(-50))[1])
+
+
+async def test_a_process_that_answers_no_more_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = gateway(drain_timeout=0)
+    await until(actor, lambda found: found.is_healthy)
+    monkeypatch.setattr(process_actor, "UNHEALTHY_S", 0.5)
+    monkeypatch.setattr(process_actor, "PROBE_TIMEOUT_S", 0.5)
+    [pid] = of_actor(actor, descendants(os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    await until(actor, lambda found: found.num_restarts == 1)
+    monkeypatch.setattr(process_actor, "UNHEALTHY_S", 60.0)
+    monkeypatch.setattr(process_actor, "PROBE_TIMEOUT_S", 5.0)
+    await until(actor, lambda found: found.is_healthy)
+    await actor.stop()
+    await until(actor, lambda found: found.has_ended)
+
+
+async def test_a_process_that_dies_again_and_again_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_actor, "MAX_DEATHS", 2)
+    actor = gateway(drain_timeout=0)
+    await until(actor, lambda found: found.is_healthy)
+    for _ in range(2):
+        await until(actor, lambda _: of_actor(actor, descendants(os.getpid())))
+        [pid] = of_actor(actor, descendants(os.getpid()))
+        os.kill(pid, signal.SIGKILL)
+        await until(actor, lambda found, pid=pid: pid not in descendants(os.getpid()))
+    found = await until(actor, lambda found: found.has_ended)
+    assert "gateway-0 has died 2 times in a row" in found.failure
+    assert "listening http://127.0.0.1" in found.failure, "the end of its log"
+    assert of_actor(actor, descendants(os.getpid())) == []
+
+
+def test_deaths_are_forgiven_once_a_process_has_been_healthy_for_a_minute() -> None:
+    deaths = Deaths()
+    assert deaths.seen(0, is_healthy=True, now=0.0) == 0
+    assert deaths.seen(3, is_healthy=False, now=10.0) == 3
+    assert deaths.seen(3, is_healthy=True, now=20.0) == 3
+    assert deaths.seen(4, is_healthy=True, now=79.0) == 4, "it has died and come back between two questions"
+    assert deaths.seen(4, is_healthy=True, now=138.0) == 4
+    assert deaths.seen(4, is_healthy=True, now=139.0) == 0
+    assert deaths.seen(5, is_healthy=False, now=140.0) == 1
+
+
+async def test_a_process_that_refuses_its_options_has_failed_with_its_reason() -> None:
+    actor = gateway(chat_template="/nowhere.jinja")
+    found = await until(actor, lambda found: found.has_ended)
+    assert "gateway-0 ended with status 2" in found.failure
+    assert "/nowhere.jinja" in found.failure
+
+
+@pytest.mark.parametrize(
+    ("role", "option", "flag"), [("gateway", "port", "--port"), ("decode", "http_port", "--http-port")]
+)
+async def test_a_port_in_use_is_a_failure_with_its_flag(role: Any, option: str, flag: str) -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    spec = ProcessSpec(name=f"{role}-0", role=role, values={"model": str(SMALL_MODEL), option: port})
+    found = await report(ProcessActor(msgspec.json.encode(spec), "127.0.0.1"))
+    server.close()
+    assert found.has_ended and f"{flag} {port}: Address already in use" in found.failure
+
+
+async def test_nodes_read_the_gateways_whole_from_the_file_that_they_inherit() -> None:
+    actor = gateway()
+    actor._has_ended = True  # nothing is started
+    path = Path(f"/proc/self/fd/{actor._gateway_fd}")
+    await actor.report(["10.0.0.1:8001", "10.0.0.2:8001"])
+    assert path.read_text().split() == ["10.0.0.1:8001", "10.0.0.2:8001"]
+    await actor.report(["10.0.0.9:1"])
+    assert path.read_text().split() == ["10.0.0.9:1"]
+
+
+def test_the_log_keeps_the_last_lines_and_numbers_them_all() -> None:
+    log = LogBuffer()
+    for number in range(MAX_LINES + 10):
+        log.relay("gateway-0", f"line {number}")
+    assert log.since(-2) == (MAX_LINES + 10, [f"line {MAX_LINES + 8}", f"line {MAX_LINES + 9}"])
+    assert log.since(MAX_LINES + 9) == (MAX_LINES + 10, [f"line {MAX_LINES + 9}"])
+    assert log.since(MAX_LINES + 10) == (MAX_LINES + 10, [])
+    assert len(log.since(0)[1]) == MAX_LINES
+
+
+@pytest.mark.parametrize("since", [0, -5])
+def test_an_empty_log_has_no_lines(since: int) -> None:
+    assert LogBuffer().since(since) == (0, [])

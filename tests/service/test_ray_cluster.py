@@ -1,0 +1,289 @@
+"""``cluster`` on a real Ray cluster: a raylet in each of several network namespaces, real nodes, real load.
+
+The hosts are host-a (the head, which runs none of Baton's processes), host-b, host-c and host-d.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.service.processes import ROOT, environment, free_port, spawn
+from support.service.ray_hosts import HAS_RAY, RayHosts
+from support.service.steady_load import Load, until
+
+from scripts.chaos_harness.hosts import Hosts, NoNamespaces
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not HAS_RAY, reason="needs the extra ray, and nsenter"),
+]
+
+PORT = 8000
+SECRETS = {"BATON_API_KEY": "k", "BATON_CLUSTER_KEY": "c" * 32}
+CLUSTER = """
+lost-after-s = 8
+surge-wait-s = 5
+
+[options]
+keys = "{keys}"
+served-model-name = "m"
+
+[gateway]
+count = {gateways}
+options = {{ host = "0.0.0.0", port = 8000, drain-timeout = 5, advice-window = 5, advice-hold = 5 }}
+
+[prefill]
+count = 1
+options = {{ dtype = "float32", max-total-tokens = 2048, transport = "tcp", node-timeout = 3, drain-timeout = 10 }}
+
+[decode]
+count = {decode}
+autoscale = {{ min = 1, max = 4 }}
+options = {{ dtype = "float32", max-total-tokens = 2048, transport = "tcp", node-timeout = 3, drain-timeout = 10 }}
+
+[autoscale]
+up-after-s = 3
+down-after-s = 3
+"""
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    try:
+        made = Hosts(("host-a", "host-b", "host-c", "host-d"))
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ray_hosts(hosts: Hosts, tmp_path: Path) -> Iterator[RayHosts]:
+    made = RayHosts(hosts, tmp_path / "hosts", variables=SECRETS)
+    yield made
+    made.close()
+
+
+def write_config(folder: Path, *, gateways: int = 1, decode: int = 1, more: str = "") -> Path:
+    keys = folder / "keys"
+    if not keys.exists():
+        keygen = [sys.executable, "-m", "scripts.cli", "keygen", str(keys), "all"]
+        subprocess.run(keygen, check=True, cwd=ROOT, env=environment())
+    path = folder / "cluster.toml"
+    path.write_text(CLUSTER.format(keys=keys / "all", gateways=gateways, decode=decode) + more)
+    return path
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended may stay as a zombie: the first process of these hosts does not wait for orphans."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Watched:
+    """The cluster as ``cluster status`` shows it, asked on one host."""
+
+    def __init__(self, ray: RayHosts, asked_on: str) -> None:
+        self.ray = ray
+        self.asked_on = asked_on
+
+    def run(self, *words: object) -> str:
+        found = self.ray.cluster(self.asked_on, *words)
+        assert found.returncode == 0, f"{found.stdout}{found.stderr}\n{self.ray.logs()}"
+        return found.stdout + found.stderr
+
+    def status(self) -> dict[str, Any]:
+        found = self.ray.cluster(self.asked_on, "status", "--json")
+        return dict(json.loads(found.stdout)) if found.returncode == 0 else {"rows": []}
+
+    def rows(self, role: str = "", state: str = "ready") -> list[dict[str, Any]]:
+        rows = self.status()["rows"]
+        return [row for row in rows if role in ("", row["role"]) and row["state"] == state]
+
+    def until_ready(self, count: int, role: str, *, without: str = "") -> None:
+        """Returns once the group has exactly so many instances, all ready, and a certain one is not among them."""
+
+        def is_so() -> bool:
+            rows = [row for row in self.status()["rows"] if row["role"] == role]
+            ready = [row for row in rows if row["state"] == "ready" and row["name"] != without]
+            return len(ready) == count == len(rows)
+
+        until(is_so, f"{count} {role}", self.explain)
+
+    def explain(self) -> str:
+        return self.ray.cluster(self.asked_on, "logs", "supervisor").stdout + self.ray.logs()
+
+    def host_of(self, address: str) -> str:
+        return next(
+            name for name in ("host-a", "host-b", "host-c", "host-d") if self.ray.hosts.address(name) == address
+        )
+
+
+def test_every_command_of_the_page_succeeds_with_a_token(hosts: Hosts, tmp_path: Path) -> None:
+    page = (ROOT / "docs/ray.md").read_text()
+    lines = [shlex.split(line) for line in re.findall(r"^\$ ./scripts/cluster (.*)$", page, re.M)]
+    assert {words[0] for words in lines} == {"up", "status", "logs", "scale", "upgrade", "down"}
+    variables = SECRETS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 32}
+    config = write_config(tmp_path)
+    made = RayHosts(hosts, tmp_path / "hosts", variables=variables)
+    try:
+        made.start("host-a", cpus=8, labels="accelerator=none", is_head=True)
+        for words in lines:
+            words = [str(config) if word == "docs/examples/cluster.toml" else word for word in words]
+            found = made.run("host-a", ROOT / "scripts/cluster", *words)
+            assert found.returncode == 0, f"{words}\n{found.stdout}{found.stderr}\n{made.logs()}"
+        stranger = made.run("host-a", "env", "-u", "RAY_AUTH_MODE", "-u", "RAY_AUTH_TOKEN", sys.executable, "-m",
+                            "scripts.cli", "cluster", "status", timeout_s=300)  # fmt: skip
+        assert stranger.returncode == 2 and "no Ray cluster answers" in stranger.stderr, stranger.stderr
+    finally:
+        made.close()
+
+
+def test_scaling_and_upgrades_under_load_lose_no_request(ray_hosts: RayHosts, tmp_path: Path) -> None:
+    ray_hosts.start("host-a", cpus=0, is_head=True)
+    for name in ("host-b", "host-c"):
+        ray_hosts.start(name, cpus=5)
+    config = write_config(tmp_path, gateways=2)
+    cluster = Watched(ray_hosts, "host-a")
+    said = cluster.run("up", "--config", config)
+    addresses = [ray_hosts.hosts.address(name) for name in ("host-b", "host-c")]
+    assert [line for line in said.splitlines() if line.startswith("ready")] == [
+        f"ready http://{row['host']}:{PORT}" for row in cluster.rows("gateway")
+    ]
+    assert sorted(row["host"] for row in cluster.rows("gateway")) == addresses
+    assert "is up already" in ray_hosts.cluster("host-a", "up", "--config", config).stderr
+    with Load(addresses, PORT) as load:
+        cluster.run("scale", "--decode", "3")
+        cluster.until_ready(3, "decode")
+        load.until_more()
+        cluster.run("scale", "--decode", "1")
+        cluster.until_ready(1, "decode")
+        load.until_more()
+        before = {row["name"] for row in cluster.rows()}
+        assert "upgraded" in cluster.run("upgrade")
+        assert not before & {row["name"] for row in cluster.rows()}, "a process was not replaced"
+        assert {row["revision"] for row in cluster.rows()} == {2}
+        load.until_more()
+        cluster.run("scale", "--decode", "3", "--autoscale")
+        until(lambda: cluster.status()["counts"]["decode"] < 3, "fewer nodes by advice", cluster.explain)
+        load.until_more()
+        cluster.run("scale", "--decode", "1", "--no-autoscale")
+        cluster.until_ready(1, "decode")
+    assert not load.failures
+    shown = ray_hosts.cluster("host-c", "status", "--address", ray_hosts.address).stdout
+    assert "revision 2: 2 gateway, 1 prefill, 1 decode desired" in shown
+    name = cluster.rows("decode")[0]["name"]
+    assert "registered" in cluster.run("logs", name)
+    assert f"{name} is ready" in cluster.run("logs", "supervisor", "--lines", "1000")
+    cluster.run("down")
+    assert "there is no cluster 'baton'" in ray_hosts.cluster("host-a", "status").stderr
+    for host in ("host-b", "host-c"):
+        assert not ray_hosts.pids(host, "serving.worker") + ray_hosts.pids(host, "-m gateway")
+
+
+def test_lost_processes_actors_and_hosts_are_replaced_and_requests_go_on(ray_hosts: RayHosts, tmp_path: Path) -> None:
+    ray_hosts.start("host-a", cpus=0, is_head=True)
+    for name in ("host-b", "host-c", "host-d"):
+        ray_hosts.start(name, cpus=6)
+    config = write_config(tmp_path, decode=2)
+    cluster = Watched(ray_hosts, "host-a")
+    cluster.run("up", "--config", config)
+    addresses = [ray_hosts.hosts.address(name) for name in ("host-b", "host-c", "host-d")]
+    with Load(addresses, PORT, may_lose_gateways=True) as load:
+        first = cluster.rows("decode")[0]
+        for pid in ray_hosts.pids(cluster.host_of(first["host"]), f"--name={first['name']}"):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: cluster.rows("decode")[0]["restarts"] == 1, "a restart in its place", cluster.explain)
+        cluster.until_ready(2, "decode")
+        load.until_more()
+
+        before = sorted((row["name"], row["restarts"]) for row in cluster.rows())
+        [pid] = ray_hosts.pids(cluster.host_of(cluster.status()["host"]), "ray::ClusterSupervisor")
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: "has started again" in cluster.explain(), "the supervisor to start again", cluster.explain)
+        until(lambda: len(cluster.rows()) == 4, "all to be found again", cluster.explain)
+        assert sorted((row["name"], row["restarts"]) for row in cluster.rows()) == before
+        load.until_more()
+
+        first = cluster.rows("prefill")[0]
+        [child] = ray_hosts.pids(cluster.host_of(first["host"]), f"--name={first['name']}")
+        actor = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(actor, signal.SIGKILL)
+        cluster.until_ready(1, "prefill", without=first["name"])
+        assert not is_running(child), "the process outlived its actor"
+        load.until_more()
+
+        first = cluster.rows("decode")[-1]
+        cut = cluster.host_of(first["host"])
+        names = [row["name"] for row in cluster.rows() if row["host"] == first["host"]]
+        ray_hosts.hosts.cut(cut)
+        until(lambda: not {row["name"] for row in cluster.rows()} & set(names), "the loss to be seen", cluster.explain)
+        cluster.until_ready(2, "decode", without=first["name"])
+        cluster.until_ready(1, "gateway")
+        load.until_more()
+        ray_hosts.hosts.heal(cut)
+        until(lambda: not ray_hosts.pids(cut, "serving.worker"), "the host's old nodes to end", cluster.explain)
+
+        gateway = cluster.rows("gateway")[0]
+        ray_hosts.kill(cluster.host_of(gateway["host"]))
+        cluster.until_ready(1, "gateway", without=gateway["name"])
+        cluster.until_ready(2, "decode")
+        assert cluster.rows("gateway")[0]["host"] != gateway["host"]
+        load.until_more()
+    assert not load.failures
+
+
+def test_with_redis_the_loss_of_the_head_stops_nothing_and_it_comes_back(hosts: Hosts, tmp_path: Path) -> None:
+    if shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server")
+    port = free_port()
+    redis_words = ["redis-server", "--port", str(port), "--bind", hosts.bridge_address, "--protected-mode", "no"]
+    redis = spawn([*redis_words, "--save", "", "--dir", str(tmp_path)], tmp_path / "redis.log")
+    variables = SECRETS | {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+    made = RayHosts(hosts, tmp_path / "hosts", variables=variables, redis=f"{hosts.bridge_address}:{port}")
+    try:
+        made.start("host-a", cpus=0, is_head=True)
+        for name in ("host-b", "host-c"):
+            made.start(name, cpus=5)
+        cluster = Watched(made, "host-b")
+        cluster.run("up", "--config", write_config(tmp_path))
+        before = {row["name"]: row["restarts"] for row in cluster.rows()}
+        with Load([row["host"] for row in cluster.rows("gateway")], PORT) as load:
+            made.kill("host-a")
+            load.until_more(20)
+            made.start("host-a", cpus=0, is_head=True)
+            load.until_more()
+            until(lambda: cluster.rows(), "the supervisor to answer", cluster.explain)
+            assert {row["name"]: row["restarts"] for row in cluster.rows()} == before
+            cluster.run("scale", "--decode", "2")
+            cluster.until_ready(2, "decode")
+            load.until_more()
+        assert not load.failures
+        cluster.run("down")
+    finally:
+        made.close()
+        redis.terminate()
+        redis.wait(60)
+
+
+def test_without_redis_nodes_stop_when_the_head_is_lost(ray_hosts: RayHosts, tmp_path: Path) -> None:
+    ray_hosts._variables["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"
+    ray_hosts.start("host-a", cpus=0, is_head=True)
+    ray_hosts.start("host-b", cpus=5)
+    Watched(ray_hosts, "host-b").run("up", "--config", write_config(tmp_path))
+    assert ray_hosts.pids("host-b", "serving.worker")
+    nodes = ray_hosts.pids("host-b", "serving.worker") + ray_hosts.pids("host-b", "-m gateway")
+    ray_hosts.kill("host-a")
+    until(lambda: not any(map(is_running, nodes)), "the nodes to stop", ray_hosts.logs)

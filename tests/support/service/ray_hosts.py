@@ -1,0 +1,151 @@
+"""Hosts of a Ray cluster: raylets in network and process namespaces of this machine. Needs root, Ray and nsenter.
+
+Killing a host's first process makes the kernel kill all others in its process namespace, as when a host loses power.
+"""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.service.processes import ROOT, environment, spawn
+
+from scripts.chaos_harness.hosts import Hosts
+
+HAS_RAY = importlib.util.find_spec("ray") is not None and shutil.which("nsenter") is not None
+START_TIMEOUT_S = 120.0
+GCS_PORT = 6379  # in the head's own network namespace
+#: Small raylets, and dead hosts noticed within about ten seconds.
+RAY_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "1500",
+    "RAY_health_check_timeout_ms": "2500",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+class RayHosts:
+    """Starts raylets on hosts; the first host is the head.
+
+    Args:
+        variables: of the environment of every host, such as secrets.
+        redis: the address of Redis, for the head's store; empty without it.
+    """
+
+    def __init__(
+        self, hosts: Hosts, folder: Path, *, variables: Mapping[str, str] | None = None, redis: str = ""
+    ) -> None:
+        self.hosts = hosts
+        self._folder = folder
+        self._variables = {**environment(), **RAY_VARIABLES, **(variables or {})}
+        self._redis = redis
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.head = ""
+
+    def start(self, name: str, *, cpus: int = 8, labels: str = "", is_head: bool = False) -> None:
+        """Start a raylet; returns once it runs."""
+        ray = Path(sys.executable).parent / "ray"
+        address = self.hosts.address(name)
+        words = [
+            *(str(ray), "start", "--block", f"--node-ip-address={address}", f"--num-cpus={cpus}", "--num-gpus=0"),
+            *("--object-store-memory=80000000", "--memory=4000000000", "--disable-usage-stats"),
+        ]
+        if labels:
+            words.append(f"--labels={labels}")
+        if is_head:
+            self.head = name
+            words += ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
+        else:
+            words.append(f"--address={self.address}")
+        mine = self._folder / name
+        mine.mkdir(parents=True, exist_ok=True)
+        os.makedirs("/tmp/ray", exist_ok=True)
+        log = self._folder / f"{name}.log"
+        variables = self._variables | ({"RAY_REDIS_ADDRESS": self._redis} if is_head and self._redis else {})
+        shell = f'mount --bind "{mine}" /tmp/ray && exec "$@"'
+        in_namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", shell, "sh"]
+        with contextlib.suppress(FileNotFoundError):
+            log.unlink()
+        self._processes[name] = spawn(self.hosts.command(name, *in_namespaces, *words), log, variables)
+        ends = time.monotonic() + START_TIMEOUT_S
+        while "Ray runtime started" not in log.read_text():
+            process = self._processes[name]
+            assert process.poll() is None and time.monotonic() < ends, log.read_text()
+            time.sleep(0.1)
+
+    @property
+    def address(self) -> str:
+        """Of the head."""
+        return f"{self.hosts.address(self.head)}:{GCS_PORT}"
+
+    def run(self, name: str, *words: object, timeout_s: float = 180.0) -> "subprocess.CompletedProcess[str]":
+        """Run a command on a host."""
+        return subprocess.run(
+            self._enter(name, words), capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=self._variables
+        )
+
+    def begin(self, name: str, *words: object) -> "subprocess.Popen[str]":
+        """Start a command on a host."""
+        return subprocess.Popen(
+            self._enter(name, words),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=self._variables,
+        )
+
+    def _enter(self, name: str, words: Sequence[object]) -> list[str]:
+        init = self._init(name)
+        return ["nsenter", "--target", str(init), "--net", "--pid", "--mount", f"--wdns={ROOT}", *map(str, words)]
+
+    def cluster(self, name: str, *words: object, timeout_s: float = 180.0) -> "subprocess.CompletedProcess[str]":
+        """Run ``baton cluster`` on a host."""
+        return self.run(name, sys.executable, "-m", "scripts.cli", "cluster", *words, timeout_s=timeout_s)
+
+    def _init(self, name: str) -> int:
+        """The first process of the host's process namespace."""
+        unshare = self._processes[name].pid
+        [child] = (Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split())[:1]
+        return int(child)
+
+    def pids(self, name: str, part: str) -> list[int]:
+        """Processes of a host whose command line contains a text, in this machine's numbers."""
+        found: list[int] = []
+        try:
+            space = os.readlink(f"/proc/{self._init(name)}/ns/pid")
+        except (OSError, ValueError):  # all of them have ended, as when Ray has given up a host that was cut off
+            return found
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdigit() and os.readlink(folder / "ns/pid") == space:
+                    if part in (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"):
+                        found.append(int(folder.name))
+        return found
+
+    def kill(self, name: str) -> None:
+        """End all processes of a host at once."""
+        process = self._processes.pop(name)
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+
+    def close(self) -> None:
+        for name in list(self._processes):
+            self.kill(name)
+        self.hosts.close()
+        with contextlib.suppress(OSError):
+            os.rmdir("/tmp/ray")
+
+    def logs(self) -> str:
+        """What the raylets and Baton's processes wrote, for a failed test."""
+        found: list[Any] = [*self._folder.glob("*.log"), *self._folder.glob("*/session_*/logs/worker-*")]
+        return "\n".join(f"== {path}\n{path.read_text(errors='replace')[-3000:]}" for path in found)
