@@ -40,7 +40,9 @@ class Request:
         watch: cached length on this node, while the request waits.
         is_charged: whether the prompt has been charged to tenant and class.
         pages: page table; page i holds the KV of tokens from ``i * page_size`` on.
-        own: the entries of ``pages`` that belong to the request (``Owner.REQUEST``) and not to the radix cache.
+        own: the last entries of ``pages``, which belong to the request (``Owner.REQUEST``) and not to the radix cache.
+        is_wrapped: the entries of ``pages`` before ``own`` are outside the model's window and hold other tokens, or
+            none; see ``common/cache/kv_window.py``. A request that is not wrapped has cached pages there.
         node: radix node whose path is locked for this request.
         num_computed: tokens whose KV is in ``pages`` after all committed steps.
         num_scheduled: tokens whose KV is in ``pages`` after all planned steps; at least ``num_computed``.
@@ -82,6 +84,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
+    is_wrapped: bool = False
     node: "TreeNode | None" = None
     num_computed: int = 0
     num_scheduled: int = 0

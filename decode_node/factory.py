@@ -39,6 +39,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
         clip_tokens=context.constants.clip,
         max_skip_ahead=config.max_skip_ahead,
         long_prompts=context.long_prompts,
+        window=context.window,
         is_retracted_by_priority=config.is_retracted_by_priority,
         resume_tokens=config.resume_prefill_threshold,
         reserved_tokens=config.num_reserved_decode_tokens,
@@ -61,7 +62,13 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
     )
 
     def open_sender() -> Sender:
-        return Sender(ends.writer, digest=context.digest, checksums=context.checksums, clock=context.clock)
+        return Sender(
+            ends.writer,
+            digest=context.digest,
+            checksums=context.checksums,
+            clock=context.clock,
+            max_pages=context.layout.num_pages(context.longest_tokens),
+        )
 
     return DecodeRole(
         scheduler,

@@ -1,16 +1,19 @@
 """Page reservations for prompts that come from prefill nodes. Pure.
 
 A request gets every page that its prompt lacks, or none. A request whose prefix is being received for another request
-waits until the prefix is there, so that a prefix is shipped once. For a retracted request that a prefill node computes
-again, "prompt" means every token before the one sampled last: all that it takes to decode the next token.
+waits until the prefix is there, so that a prefix is shipped once. Of a prompt that is longer than the model's window
+only the pages within the window are reserved and shipped, for this request alone. For a retracted request that a
+prefill node computes again, "prompt" means every token before the one sampled last: all that it takes to decode the
+next token.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from common.cache.kv_window import KVWindow
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import Match, Pending, RadixCache
+from common.cache.radix_cache import Match, Pending, RadixCache, TreeNode
 from common.cache.request_kv import packed_tokens
 from common.errors import invariant
 from common.request import Request, RequestKey
@@ -22,13 +25,15 @@ class Reservation:
     """Pages reserved for one transfer.
 
     Attributes:
-        first: index of the first prompt page that must be shipped; the pages before it are cached here.
+        first: index of the first prompt page that must be shipped.
+        num_cached: pages before it that are cached here; the others are outside the window.
         pages: destinations of page ``first`` and the following ones, owned as ``Owner.GRANT``.
         num_pages: pages of the whole prompt.
         pending: the whole pages among ``pages`` in the radix cache, pending until they have arrived.
     """
 
     first: int
+    num_cached: int
     pages: list[int]
     num_pages: int
     pending: Pending | None = None
@@ -44,7 +49,8 @@ class AllocationFailure(Enum):
 class PageReservations:
     """The reservations of one decode node, by request."""
 
-    def __init__(self, cache: RadixCache, allocator: PageAllocator) -> None:
+    def __init__(self, cache: RadixCache, allocator: PageAllocator, window: KVWindow) -> None:
+        self.window = window
         self._cache = cache
         self._allocator = allocator
         self.by_key: dict[RequestKey, Reservation] = {}
@@ -60,6 +66,8 @@ class PageReservations:
 
     def match(self, request: Request) -> Match:
         """The cached part of the tokens that it takes to decode the request's next token."""
+        if not self.window.is_cached(request.num_decodable):
+            return Match([], 0, TreeNode(None, b"", []))
         return self._cache.match(packed_tokens(request, request.num_decodable), request.salt)
 
     def num_pages(self, request: Request) -> int:
@@ -68,6 +76,8 @@ class PageReservations:
 
     def num_pending(self, request: Request) -> int:
         """How many of those pages are being received for another request."""
+        if not self.window.is_cached(request.num_decodable):
+            return 0
         return self._cache.num_pending(packed_tokens(request, request.num_decodable), request.salt)
 
     def lacks(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> bool:
@@ -92,7 +102,8 @@ class PageReservations:
         if match.pending is not None:
             return AllocationFailure.PREFIX_PENDING
         num_pages = self.num_pages(request)
-        num_needed = num_pages - len(match.pages)
+        first = max(len(match.pages), self.window.first_page(request.num_decodable))
+        num_needed = num_pages - first
         self._cache.lock(match.node)
         room_in_last = num_pages * self.page_size - request.num_decodable
         may_have = (self.num_available - num_needed) * self.page_size + room_in_last >= spare_tokens
@@ -100,12 +111,13 @@ class PageReservations:
         if pages is None:
             self._cache.unlock(match.node)
             return AllocationFailure.SHORT_OF_PAGES
-        reservation = Reservation(len(match.pages), pages, num_pages)
+        reservation = Reservation(first, len(match.pages), pages, num_pages)
         self.by_key[request.key] = reservation
         request.node = match.node
-        request.pages = match.pages + pages
+        request.is_wrapped = not self.window.is_cached(request.num_decodable)
+        request.pages = (pages[:1] * first if request.is_wrapped else match.pages) + pages
         num_whole = request.num_decodable // self.page_size
-        if self._cache.is_enabled and num_whole > len(match.pages):
+        if self._cache.is_enabled and not request.is_wrapped and num_whole > len(match.pages):
             whole = packed_tokens(request, num_whole * self.page_size)
             new = pages[: num_whole - len(match.pages)]
             reservation.pending = self._cache.insert_pending(whole, new, request.salt)
@@ -152,6 +164,7 @@ class PageReservations:
         self._cache.unlock(request.node)
         request.node = None
         request.pages = []
+        request.is_wrapped = False
 
     def check(self, receiving: Sequence[Request]) -> None:
         """Prove that every transfer in progress has all of its pages; raises ``InvariantError``."""

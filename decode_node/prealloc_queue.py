@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from common.cache.kv_window import KVWindow
 from common.decision_log import DecisionLog
 from common.request import Request, RequestKey
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
 from common.scheduling.long_prompts import LongPromptLimits
-from common.scheduling.new_token_ratio import NewTokenRatio, expected_left, expected_tokens
+from common.scheduling.new_token_ratio import NewTokenRatio, expected_room, expected_tokens
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
 from decode_node.page_reservation import AllocationFailure, PageReservations, Reservation
@@ -46,6 +47,7 @@ class DecodeLimits:
             computes it here in any case.
         reserved_tokens: room kept for each request's further output; None keeps as much as it is expected to need.
         long_prompts: how long prompts that are computed here share steps with others.
+        window: which pages a request needs; None: all.
     """
 
     max_running: int
@@ -63,6 +65,7 @@ class DecodeLimits:
     resume_tokens: int | None = None
     reserved_tokens: int | None = None
     long_prompts: LongPromptLimits = field(default_factory=LongPromptLimits)
+    window: KVWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,12 @@ class PreallocQueue:
             return True
         return request.num_decodable - self._reservations.match(request).num_tokens <= limit
 
+    def may_share_prefix(self, request: Request) -> bool:
+        """Whether the request is new and is computed here with the cache, so that it may use another one's prefix."""
+        if self._table.states[request.key] is not State.WAITING or not self.is_computed_here(request):
+            return False
+        return self._reservations.window.is_cached(request.num_tokens)
+
     def sharing(self) -> InBatchPrefixes:
         """The prefixes that are being computed here and that other requests may wait for."""
         return InBatchPrefixes(self._reservations.page_size, self._limits.sharing, self._table.extending.values())
@@ -212,7 +221,7 @@ class PreallocQueue:
             self.totals["resumed_remotely"] += 1
         else:
             request.admitted_at = now
-            num_cached = reservation.first * self._reservations.page_size
+            num_cached = reservation.num_cached * self._reservations.page_size
             self._ordering.admitted(request, num_input=request.num_decodable - num_cached)
         self._table.move(request, Event.GRANT)
         self.totals["skipped_ahead"] += bool(passing)
@@ -229,7 +238,7 @@ class PreallocQueue:
 
     def expected(self, requests: Sequence[Request]) -> int:
         """Output tokens that these requests together are expected to need still."""
-        return expected_tokens(requests, *self.expectation())
+        return expected_tokens(requests, *self.expectation(), self._reservations.window)
 
     def _spare_tokens(self, request: Request, ahead: Sequence[Request]) -> int:
         """Tokens that must stay available beyond the prompt's pages if ``request`` gets them.
@@ -251,12 +260,22 @@ class PreallocQueue:
 
         For a request that waits for a prefix in transfer: for it to be received once the prefix is there.
         """
-        page_size = self._reservations.page_size
-        num_tokens = -(-request.num_tokens // page_size) * page_size
+        page_size, window = self._reservations.page_size, self._reservations.window
+        num_tokens = window.num_pages(request.num_tokens) * page_size - self._num_outside(request)
         if not self.is_computed_here(request):
             num_tokens -= self._reservations.num_pending(request) * page_size
         clip = max(self._limits.clip_tokens, self._limits.reserved_tokens or 0)
-        return num_tokens + math.ceil(expected_left(request, 1.0, clip)) + 1
+        return num_tokens + math.ceil(expected_room(request, 1.0, clip, window)) + 1
+
+    def _num_outside(self, request: Request) -> int:
+        """Tokens for which the request needs no pages at its admission, in whole pages."""
+        window = self._reservations.window
+        if not window.is_bounded or window.is_cached(request.num_tokens):
+            return 0
+        num_pages = window.first_page(request.num_decodable)
+        if self.is_computed_here(request):
+            num_pages = window.num_pages(request.num_tokens) - window.pages_to_compute(request.num_tokens)
+        return num_pages * self._reservations.page_size
 
     def lacks_pages(self, request: Request, without: Sequence[Request] = ()) -> bool:
         """Whether the request would be refused now for want of pages.
@@ -267,11 +286,11 @@ class PreallocQueue:
         gone = {request.key, *(other.key for other in without)}
         others = [other for other in self._table.holders() if other.key not in gone]
         if not others:
-            num_tokens = request.num_tokens + 1
+            num_tokens = request.num_tokens - self._num_outside(request) + 1
         elif self.is_computed_here(request):
             num_tokens = self._need_here(request) + self.expected(others)
         else:
-            num_tokens = request.num_tokens + self.expected([*others, request])
+            num_tokens = request.num_tokens - self._num_outside(request) + self.expected([*others, request])
         return self._reservations.lacks(request, num_tokens, without)
 
     def waits_for_prefix(self, request: Request) -> bool:

@@ -16,7 +16,7 @@ from common.cache.request_kv import release
 from common.request import Request
 from common.scheduling.ordering import RequestOrdering
 from decode_node.prealloc_queue import PreallocQueue
-from decode_node.request_state import Event, State
+from decode_node.request_state import Event
 from decode_node.request_table import RequestTable
 
 
@@ -91,8 +91,9 @@ class Preemptor:
     def _waits_for_another(self, request: Request) -> bool:
         """Whether the request lacks something other than pages."""
         if self._queue.is_computed_here(request):
-            is_new = self._table.states[request.key] is State.WAITING
-            return is_new and self._queue.sharing().holder_of(request, self._cache) is not None
+            if not self._queue.may_share_prefix(request):
+                return False
+            return self._queue.sharing().holder_of(request, self._cache) is not None
         return self._queue.is_full_for(request) or self._queue.waits_for_prefix(request)
 
     def retract(self, request: Request, now: float, reason: str, *args: object) -> None:

@@ -356,13 +356,14 @@ class DecodeRole:
         source = self._scheduler.source(request.key)
         assert source is not None, f"{request.key} is computed here"
         self._totals["granted_tokens"] += request.num_decodable
-        self._totals["pages_cached"] += reservation.first
+        self._totals["pages_cached"] += reservation.num_cached
         if granted.is_resumed:
             self._ask_again(request, source, now)
         self._receiver.begin(
             self._transfer_of(request.key),
             source,
             first=reservation.first,
+            num_cached=reservation.num_cached,
             pages=reservation.pages,
             num_tokens=request.num_decodable,
         )

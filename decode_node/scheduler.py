@@ -14,6 +14,7 @@ it; that row is ignored. Calls queue what follows from them as effects, for the 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from common.cache.kv_window import KVWindow, reuse_page
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import cache_computed, release
@@ -125,11 +126,12 @@ class DecodeScheduler:
         )
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
-        self._capacity = allocator.num_pages * cache.page_size
+        self._window = limits.window or KVWindow(cache.page_size)
+        self._capacity = self._window.max_tokens(allocator.num_pages)
         self._table = RequestTable(limits.max_running, WaitingQueue(ordering, cache))
         self.grammars = self._table.grammars
         self._deadlines = Deadlines(self._table.requests)
-        self._reservations = PageReservations(cache, allocator)
+        self._reservations = PageReservations(cache, allocator, self._window)
         self._queue = PreallocQueue(
             self._reservations, self._table, ordering, limits=limits, ratio=ratio, is_connected=is_connected
         )
@@ -420,6 +422,8 @@ class DecodeScheduler:
     def _grow(self, now: float) -> list[Request]:
         """Give one page to every running request whose last page is full. Retracts requests where pages run short.
 
+        A page of its own that no further token sees is used again, before any other.
+
         A request gets no page now if one lingers for it until an outstanding step is committed, or if all other pages
         are being received or extended.
         """
@@ -429,7 +433,9 @@ class DecodeScheduler:
         full = [r for r in self._growing() if len(r.pages) * page_size <= r.num_scheduled]
         for request in self._ordering.by_effective_priority(full):
             while request.key in self._table.running and len(request.pages) * page_size <= request.num_scheduled:
-                if pages := self._allocate_page(num_awaited):
+                if reuse_page(self._window, request):
+                    grown.append(request)
+                elif pages := self._allocate_page(num_awaited):
                     request.pages += pages
                     request.own += pages
                     grown.append(request)
@@ -437,7 +443,8 @@ class DecodeScheduler:
                     num_awaited += 1
                     break
                 elif victim := self._preemptor.victim():
-                    self._preemptor.retract(victim, now, "a running request needs its {} pages", len(victim.pages))
+                    num_pages = len(set(victim.pages))  # a page of a ring is in the table several times
+                    self._preemptor.retract(victim, now, "a running request needs its {} pages", num_pages)
                     self._ratio.retracted(list(self._table.running.values()))
                 else:
                     break
@@ -500,7 +507,7 @@ class DecodeScheduler:
         self, request: Request, sharing: InBatchPrefixes, lent: dict[RequestKey, int], now: float
     ) -> bool:
         """Whether a prefix of the request is being computed here; the request that does inherits its priority."""
-        if self._table.states[request.key] is not State.WAITING or not self._queue.is_computed_here(request):
+        if not self._queue.may_share_prefix(request):
             return False
         holder = sharing.holder_of(request, self._cache)
         if holder is not None:
@@ -541,6 +548,7 @@ class DecodeScheduler:
             reserve_output=bool(holders),
             running=holders,
             ratio=ratio,
+            window=self._window,
         )
 
     def chunks(self, plan: StepPlan) -> Sequence[Chunk]:
@@ -615,6 +623,8 @@ class DecodeScheduler:
         """
         if len(self._steps) != 1 or self._joining or self._stopping or self._effects or self._queue.short:
             return None
+        if self._window.is_bounded:
+            return None  # ``repeat`` knows nothing of pages that are used again
         (step,) = self._steps
         rows, table = step.rows, self._table
         if not rows or step.chunks or len(rows) != len(table.running) or self.policy.choice or not table.is_settled:

@@ -64,6 +64,7 @@ from gateway.tracing.otlp import OtlpExporter
 from gateway.tracing.timelines import Timelines
 from gateway.tracing.tracer import Tracer
 from gateway.workers.control_plane import ControlPlane, MailboxChannel
+from gateway.workers.invitations import Invitations, make_room
 from gateway.workers.pool import WorkerPools
 from gateway.workers.served_models import ServedModel
 
@@ -108,6 +109,8 @@ class Gateway:
         self._tracer = Tracer(self._exporter, config.trace_sample_rate)
         self._app_plugins = [load_app_plugin(spec) for spec in config.app_plugin]
         self._keys = load_keys(config.keys, is_insecure=config.insecure, role="gateway")
+        if config.listed_nodes and self._keys is not None and not self._keys.permitted:
+            raise ConfigError("--prefill and --decode need the public keys of nodes, in the folder nodes of --keys")
         self._options = ConnectionOptions(
             header_timeout_s,
             body_timeout_s,
@@ -119,6 +122,7 @@ class Gateway:
         if config.tls_cert is not None and config.tls_key is not None:
             self._tls = make_tls_context(config.tls_cert, config.tls_key)
         self._context: zmq.Context[Any] = zmq.Context()
+        make_room(self._context, len(config.listed_nodes))
         self._is_grace_over = False
         self._group = None if config.group is None else GatewayGroup.parse(config.group)
         self._siblings: Siblings | None = None
@@ -129,6 +133,7 @@ class Gateway:
         self._accepting: asyncio.Task[None] | None = None
         self._store = None if config.etcd is None else EtcdStore(config)
         self._announcement: Announcement | None = None
+        self._invitations: Invitations | None = None
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
@@ -148,7 +153,7 @@ class Gateway:
             first_attempt=secrets.randbits(31),
         )
         self._metrics.count_recoveries(self._dispatcher)
-        self._timelines = Timelines(config.timeline_requests, self._dispatcher.streams)
+        self._timelines = Timelines(config.timeline_requests, self._dispatcher.newest_streams)
         if self._exporter is not None:
             self._metrics.count_exported(self._exporter)
         self._control = ControlPlane(
@@ -208,9 +213,18 @@ class Gateway:
         except OSError as error:
             await self.stop()
             raise _cannot_bind("port", config.port, config.host, error) from error
+        port = self._control.address.rpartition(":")[2]
+        announced = f"{in_url(config.announced_host)}:{port}"
         if self._store is not None:
-            port = self._control.address.rpartition(":")[2]
-            self._announcement = Announcement(self._store, f"{in_url(config.announced_host)}:{port}")
+            self._announcement = Announcement(self._store, announced)
+        try:
+            self._invitations = Invitations(
+                self._context, mailbox.incarnation, config.listed_nodes, keys=self._keys, address=announced
+            )
+        except ConfigError:
+            await self.stop()
+            raise
+        self._invitations.start()
 
     async def _start_in_group(self, app: ASGIApp, listener: socket.socket, private: socket.socket | None) -> None:
         """Listens for siblings at once, and accepts clients from the shared socket once a request could be served.
@@ -276,6 +290,8 @@ class Gateway:
         if self._announcement is not None:
             announcement, self._announcement = self._announcement, None
             await asyncio.to_thread(announcement.close)
+        if self._invitations is not None:
+            self._invitations.close()
         if self._accepting is not None:
             self._accepting.cancel()
         servers = [self._http] if self._private is None else [self._private, self._http]

@@ -34,8 +34,15 @@ def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:
         sharing=context.sharing,
         max_skip_ahead=config.max_skip_ahead,
         long_prompts=context.long_prompts,
+        window=context.window,
     )
-    sender = Sender(ends.writer, digest=context.digest, checksums=context.checksums, clock=context.clock)
+    sender = Sender(
+        ends.writer,
+        digest=context.digest,
+        checksums=context.checksums,
+        clock=context.clock,
+        max_pages=context.layout.num_pages(context.longest_tokens),
+    )
     scheduler = PrefillScheduler(
         context.cache,
         context.allocator,

@@ -238,7 +238,8 @@ class PrefillRole:
         request, first = computed.request, computed.first
         self._totals["prompt_tokens_computed"] += computed.num_tokens
         if first is None:
-            self._sender.computed(request.key, request.pages[: computed.num_pages])
+            if not request.is_wrapped:  # otherwise later chunks take the pages of this one
+                self._sender.computed(request.key, request.pages[: computed.num_pages])
             return
         if not first.is_repeat and not is_recomputed(request):
             self._totals["output_tokens"] += 1

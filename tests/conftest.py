@@ -20,6 +20,8 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 #: Several processes run tests at the same time, so that threads of torch in each would mostly wait for one another.
 #: torch reads the variable when it is imported; a test that is about threads sets their number itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+#: Tests beside this one make networks and remove them; UCX, which uses all that it finds, would fail.
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
 #: Without a GPU Triton's kernels are tested in its interpreter, which must be chosen before any test imports triton.
 if not os.path.exists("/proc/driver/nvidia/version"):
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -72,7 +72,6 @@ NO_EQUAL: dict[str, str] = {
     "--pd-disaggregation": "the gateway always pairs prefill and decode nodes; leave it out",
     # weights and tokenizer
     "--quantization": _AS_STORED,
-    "--load-format": _AS_STORED,
     "--tokenizer-mode": "the tokenizer is always that of tokenizer.json; leave it out",
     **dict.fromkeys(("--speculative-algorithm", "--speculative-config", "--speculative-draft-model-path"), _NO_DRAFTS),
     **dict.fromkeys(("--lora-paths", "--lora-modules"), _ADAPTERS),

@@ -9,10 +9,18 @@ from common.config.access import AccessOptions, check_access
 from common.config.discovery import DiscoveryOptions, check_discovery
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions, check_scheduling, is_user_defined
-from common.config.shared import NEEDS_KEYS, DrainOptions, LocalPrefill, ModelOptions, check_keys, check_revision
+from common.config.shared import (
+    NEEDS_KEYS,
+    DrainOptions,
+    LocalPrefill,
+    ModelOptions,
+    Role,
+    check_keys,
+    check_revision,
+)
 from common.config.tenancy import TenantOptions, check_tenancy
 from common.errors import ConfigError
-from common.wire.address import check_reach, is_host, is_unspecified
+from common.wire.address import check_reach, host_and_port, is_host, is_loopback, is_unspecified
 
 #: Name, index and count of ``--group``.
 GROUP = re.compile(r"([0-9a-f]{8,64}):([0-9]{1,3})/([0-9]{1,3})")
@@ -203,9 +211,16 @@ class GatewayConfig(
     control_port: int = option(
         8001, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
     )
+    prefill: tuple[str, ...] = option(
+        (),
+        "--advertise-host and --data-port of a prefill node that was started with --gateway listed, and so waits until "
+        "a gateway names it. May be given more than once.",
+        metavar="HOST:PORT",
+    )
+    decode: tuple[str, ...] = option((), "The same of a decode node. May be given more than once.", metavar="HOST:PORT")
     advertise_control_host: str | None = option(
         None,
-        "Address that is announced in etcd, at which nodes reach --control-port. Without it: --control-host.",
+        "Address at which nodes of --etcd, --prefill and --decode reach --control-port. Without it: --control-host.",
         metavar="ADDRESS",
     )
     group: str | None = option(
@@ -226,7 +241,13 @@ class GatewayConfig(
         check_http(self)
         check_group(self)
         check_discovery(self)
+        check_listed(self)
         check_announced(self)
+
+    @property
+    def listed_nodes(self) -> dict[str, Role]:
+        """The roles of --prefill and --decode by address."""
+        return {**dict.fromkeys(self.prefill, "prefill"), **dict.fromkeys(self.decode, "decode")}
 
     @property
     def announced_host(self) -> str:
@@ -234,21 +255,40 @@ class GatewayConfig(
         return self.advertise_control_host or self.control_host
 
 
+def check_listed(config: GatewayConfig) -> None:
+    """Raises ConfigError: an address of --prefill or --decode is none, is given twice, or must not be dialled."""
+    for flag, addresses in (("--prefill", config.prefill), ("--decode", config.decode)):
+        for address in addresses:
+            host, _ = host_and_port(address, flag)
+            if not (is_loopback(host) or config.insecure or config.keys):
+                remedy = f"{NEEDS_KEYS}connect without authentication with --insecure"
+                raise ConfigError(f"{flag} {address} is on another machine: {remedy}")
+            if (config.prefill + config.decode).count(address) > 1:
+                raise ConfigError(f"--prefill and --decode name the node at {address} twice; leave one of them out")
+
+
 def check_announced(config: GatewayConfig) -> None:
-    """Raises ConfigError: nodes would find an address in etcd that leads nowhere, or an announcement is not wanted."""
-    if config.etcd is None:
+    """Raises ConfigError: nodes would be told an address that leads nowhere, or are told none."""
+    if config.etcd is None and not config.listed_nodes:
         if config.advertise_control_host is not None:
-            raise ConfigError("--advertise-control-host is announced in etcd, and needs --etcd")
+            raise ConfigError("--advertise-control-host needs --etcd, --prefill or --decode, whose nodes are told it")
     elif is_unspecified(config.announced_host) or config.announced_host == "*":
         raise ConfigError(
-            f"--control-host {config.control_host} means every address of this machine: give the one to announce in "
-            "etcd with --advertise-control-host"
+            f"--control-host {config.control_host} means every address of this machine: give the one at which nodes "
+            "reach it with --advertise-control-host"
         )
     elif config.announced_host.startswith("[") or not is_host(config.announced_host):
         flag = "--control-host" if config.advertise_control_host is None else "--advertise-control-host"
         raise ConfigError(
             f"{flag} {config.announced_host} is no address that nodes can dial; give a name or an IP address"
         )
+    elif is_loopback(config.announced_host):
+        far = (address for address in config.listed_nodes if not is_loopback(host_and_port(address, "")[0]))
+        if (address := next(far, None)) is not None:
+            raise ConfigError(
+                f"the node at {address} cannot reach the control port at {config.announced_host}: give the address at "
+                "which it can with --control-host, or with --advertise-control-host"
+            )
 
 
 def check_group(config: Any) -> None:

@@ -25,6 +25,8 @@ from common.errors import ConfigError
 from common.wire.address import check_reach, host_and_port, is_loopback
 
 DEFAULT_GATEWAY = "127.0.0.1:8001"
+#: The value of --gateway of a node that waits for gateways to name it.
+LISTED = "listed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +48,16 @@ class NodeConfig(
     role: Role = "prefill"
     gateway: str = option(
         DEFAULT_GATEWAY,
-        "Address of the gateway's control port; with several gateways, all of them, separated by commas. With --etcd, "
+        "Address of the gateway's control port; with several gateways, all of them, separated by commas. listed: "
+        "gateways that name --advertise-host and --data-port of this node with --prefill or --decode. With --etcd, "
         "gateways are found there instead.",
-        metavar="HOST:PORT[,...]",
+        metavar="HOST:PORT[,...]|listed",
+    )
+    gateway_file: str | None = option(
+        None,
+        "File with such addresses instead, one in each line. It is read again every 2 s, so that gateways may come, "
+        "move and go while the node runs.",
+        metavar="FILE",
     )
     orphan_timeout: float = option(
         10.0,
@@ -88,8 +97,18 @@ class NodeConfig(
         check_lora(self)
         check_node_http(self)
         check_discovery(self)
-        if self.etcd is not None and self.gateway != DEFAULT_GATEWAY:
-            raise ConfigError("--gateway and --etcd both say where gateways are; give one of them")
+        sources = {
+            "--gateway": self.gateway != DEFAULT_GATEWAY,
+            "--etcd": self.etcd,
+            "--gateway-file": self.gateway_file,
+        }
+        given = [flag for flag, value in sources.items() if value]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both say where gateways are; give one of them")
+        if self.is_listed and not self.data_port:
+            raise ConfigError(
+                "--gateway listed needs --data-port, the port that gateways name with --prefill or --decode"
+            )
         for address in self.gateways:
             self.check_gateway(address)
         has_keys = self.insecure or bool(self.keys)
@@ -100,8 +119,13 @@ class NodeConfig(
             check_reach("--data-interface", self.data_interface, self.insecure, "set --cluster-key, or ")
 
     @property
+    def is_listed(self) -> bool:
+        """Whether gateways name this node, and not the reverse."""
+        return self.gateway == LISTED
+
+    @property
     def gateways(self) -> tuple[str, ...]:
-        return tuple(self.gateway.split(","))
+        return () if self.is_listed else tuple(self.gateway.split(","))
 
     def check_gateway(self, address: str) -> None:
         """Raises ConfigError: this is not the address of a gateway to which this node may connect."""

@@ -14,7 +14,7 @@ SERVING: Groups = {
     ),
     "Model": (
         "model", "revision", "served_model_name", "also_serve", "weight_version", "dtype", "weight_dtype",
-        "context_length", "lora", "lora_dir", "max_loaded_loras", "max_lora_rank",
+        "load_format", "context_length", "lora", "lora_dir", "max_loaded_loras", "max_lora_rank",
         "tokenizer", "model_impl", "trust_remote_code", "hf_overrides",
         "chat_template", "tool_call_parser", "reasoning_parser",
     ),
@@ -47,10 +47,10 @@ SERVING: Groups = {
     ),
     "Network": (
         "host", "port", "group", "listen_fd", "control_host", "control_port", "advertise_control_host", "gateway",
-        "orphan_timeout", "etcd", "etcd_prefix", "etcd_ca", "etcd_cert", "etcd_cert_key",
+        "gateway_file", "orphan_timeout", "etcd", "etcd_prefix", "etcd_ca", "etcd_cert", "etcd_cert_key",
         "advertise_host", "data_port", "data_interface",
         "http_host", "http_port", "health_timeout",
-        "transport", "gpu_direct", "kv_checksum", "heartbeat_interval", "node_timeout",
+        "transport", "gpu_direct", "nixl_backend", "kv_checksum", "heartbeat_interval", "node_timeout",
         "recovery_timeout",
     ),
     "Security": (
@@ -108,7 +108,8 @@ SIMULATE: Groups = {
 }  # fmt: skip
 
 CHAOS: Groups = {
-    "Service": ("prefill", "decode", "gateways", "model", "dtype", "transport", "max_total_tokens", "namespaces"),
+    "Service": ("prefill", "decode", "gateways", "model", "dtype", "transport", "max_total_tokens"),
+    "Network": ("namespaces", "mtu", "packet_loss", "packet_delay", "clock_step"),
     "Load": ("requests", "duration", "concurrency", "distinct", "request_timeout", "seed"),
     "Faults": (
         "faults", "kill_every", "fault_every", "node_timeout", "drain_timeout", "max_kill_pause", "check_pauses",

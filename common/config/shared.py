@@ -18,6 +18,8 @@ LogFormat = Literal["console", "json"]
 LocalPrefill = Literal["never", "auto", "always"]
 WeightDtype = Literal["auto", "int8", "int4"]
 ModelImplementation = Literal["auto", "native", "transformers"]
+#: Values of ``--load-format``. Others name formats that are not read, and are refused by ``check_model_source``.
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 #: The small model of the repository, the default of --model.
 SMALL_MODEL = str(Path(__file__).resolve().parents[2] / "scripts" / "models" / "small_model")
@@ -45,6 +47,9 @@ NEEDS_KEYS = "give it keys of baton keygen with --keys, or "
 
 #: Why nodes refuse ``--transport inprocess``.
 IN_PROCESS = "connects nodes of one process, in tests and in the simulator; give another transport"
+
+#: The back-end of NIXL whose fences are known; see ``kv_transfer.transports.nixl.agent``.
+UCX = "UCX"
 
 #: Why nodes refuse ``--weight-dtype`` on CUDA.
 ONLY_ON_CPUS = "runs on CPUs only so far; add --device cpu"
@@ -112,6 +117,12 @@ class EngineOptions:
         None,
         "Keys of config.json with other values than in the file, as a JSON object. All nodes of a model must agree.",
         metavar="JSON",
+    )
+    load_format: str = option(
+        "auto",
+        "Where the weights come from: auto and safetensors read *.safetensors files; dummy draws random numbers, the"
+        " same on all nodes, for benchmarks with config.json and tokenizer.json alone.",
+        metavar="{auto,safetensors,dummy}",
     )
     weight_dtype: WeightDtype = option(
         "auto",
@@ -195,6 +206,13 @@ class EngineOptions:
         "With --transport nixl, or auto between machines, on CUDA: transfer KV pages from GPU memory to GPU memory"
         " (RDMA, or NVLink on one host) and not through host memory. Not tested on a GPU yet.",
     )
+    nixl_backend: str = option(
+        UCX,
+        "What moves pages for --transport nixl, by NIXL's name: UCX, or LIBFABRIC and others that are installed. Only "
+        "UCX has been tested; with another one, pages granted to a prefill node of another host that dies stay in "
+        "quarantine.",
+        metavar="NAME",
+    )
     cluster_key: str | None = option(
         None,
         "Secret shared by all nodes. It authenticates tcp, gloo and nccl data connections, and the addresses that nixl"
@@ -276,6 +294,11 @@ def check_engine(config: Any) -> None:
 
 
 def check_model_source(config: Any) -> None:
+    if config.load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"--load-format {config.load_format}: only safetensors files are read; convert the checkpoint, and give one"
+            f" of {', '.join(LOAD_FORMATS)}"
+        )
     if config.model_impl == "native" and config.trust_remote_code:
         raise ConfigError("--trust-remote-code has no effect with --model-impl native; leave one out")
     if config.tp > 1 and config.model_impl == "transformers":

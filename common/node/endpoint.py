@@ -8,10 +8,13 @@ import zmq
 from common.config.node import NodeConfig
 from common.errors import ConfigError
 from common.wire.address import in_url
-from common.wire.curve import CurveKeys
+from common.wire.curve import CurveKeys, fingerprint
 from common.wire.mailbox import SILENCE_S, Mailbox
-from common.wire.messages import FromDecode
+from common.wire.messages import ToListeningNode
 from common.wire.process_id import new_incarnation
+
+#: A mailbox to each of 1,024 prefill nodes, and some; each has three sockets. ZMQ's own limit is 1,023.
+MAX_SOCKETS = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class ControlEndpoint:
     Attributes:
         context: of all sockets.
         incarnation: drawn at each start of a process, and again for each other role that it takes.
-        listen: mailbox on which decode nodes reach this node, to receive pages.
+        listen: mailbox on which decode nodes reach this node, to receive pages, and gateways that list this node.
         keys: of this process; None: connections are neither encrypted nor authenticated.
         node_timeout_s: silence after which a connection is closed.
     """
@@ -36,6 +39,10 @@ class ControlEndpoint:
         """Close the listening socket, then the context with any socket that is still open, for which it would wait."""
         self.listen.close()
         self.context.destroy()
+
+    def is_gateway(self, incarnation: str) -> bool:
+        """Whether a process that has connected has the gateway's key; without keys, whether it may have it."""
+        return self.keys is None or incarnation.startswith(fingerprint(self.keys.gateway))
 
     def dial(self, accepts: Any, address: str, server_key: bytes) -> Mailbox:
         """A mailbox connected to ``address``, which accepts only the owner of ``server_key`` as its server."""
@@ -58,9 +65,12 @@ def open_endpoint(config: NodeConfig, keys: CurveKeys | None) -> ControlEndpoint
     """
     incarnation = new_incarnation("" if keys is None else keys.fingerprint)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     try:
         host, port, silence_s = config.advertise_host, config.data_port, config.node_timeout
-        mailbox = listen_mailbox(context, incarnation, host, port, keys=keys, silence_s=silence_s)
+        mailbox = listen_mailbox(
+            context, incarnation, host, port, keys=keys, silence_s=silence_s, admits_gateway=config.is_listed
+        )
     except ConfigError:
         context.term()
         raise
@@ -75,16 +85,22 @@ def listen_mailbox(
     *,
     keys: CurveKeys | None,
     silence_s: float = SILENCE_S,
+    admits_gateway: bool = False,
 ) -> Mailbox:
     """The socket on which decode nodes reach this node, to receive pages; port 0 takes any free one.
+
+    Args:
+        admits_gateway: the owner of the gateway's key may connect, too.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
     try:
-        curve = None if keys is None else keys.server
+        curve = None
+        if keys is not None:
+            curve = keys.server_for_gateway if admits_gateway else keys.server
         bind = f"tcp://{in_url(host)}:{port}"
-        return Mailbox(context, incarnation, FromDecode, bind=bind, curve=curve, silence_s=silence_s)
+        return Mailbox(context, incarnation, ToListeningNode, bind=bind, curve=curve, silence_s=silence_s)
     except zmq.ZMQError as error:
         raise ConfigError(
             f"cannot bind --advertise-host {host} --data-port {port}: {error.strerror or error}"

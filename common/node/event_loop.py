@@ -14,7 +14,7 @@ import zmq
 
 from common.clock import Clock
 from common.config.shared import Role as RoleName
-from common.discovery.gateway_directory import GatewayDirectory
+from common.discovery.gateway_directory import MAX_GATEWAYS, GatewayDirectory
 from common.errors import ErrorCode, InvariantError
 from common.node.adapters import NodeAdapters
 from common.node.departure import Departure, DepartureStep, Remainder
@@ -31,6 +31,7 @@ from common.wire.mailbox import PROBE_EVERY_S, Mailbox
 from common.wire.messages import (
     Abort,
     Adapters,
+    AdapterUnused,
     ChangeRole,
     Deregister,
     Done,
@@ -44,6 +45,7 @@ from common.wire.messages import (
     Generate,
     Heartbeat,
     HeartbeatAck,
+    Invite,
     KeptOutput,
     LoadAdapter,
     Message,
@@ -221,14 +223,15 @@ class EventLoop:
                 self._role.grammar_compiled(grammar, now)
 
     def _change_adapters(self) -> None:
-        """Tell every gateway of the adapters that have come or gone, and the one that asked, how that went."""
+        """Tell every gateway of the adapters that come, are withdrawn or go, and the one that asked, how that went."""
         in_use = {request.adapter for request in self._role.requests().values()}
-        for asker, answer in self._adapters.take(in_use):
+        gateways = [link.incarnation for link in self._links if link.is_registered]
+        for asker, answer in self._adapters.take(in_use, gateways):
             for link in self._links:
                 if link is asker:
                     link.send(answer)
                 elif not answer.error:
-                    link.send(Adapters(answer.adapters))
+                    link.send(Adapters(answer.adapters, answer.unloaded))
 
     def _start_step(self, now: float) -> None:
         """Give the engine its next steps, as far as it has room and there are any."""
@@ -370,6 +373,8 @@ class EventLoop:
             if self._departure is not None:
                 self._departure.registered()
                 link.send(Deregister())
+            if self._adapters.has_changed:  # since the registration was sent, perhaps
+                link.send(self._adapters.state)
             if self._credit is not None:
                 self._credit.join(sender)
         elif isinstance(message, HeartbeatAck):
@@ -393,6 +398,8 @@ class EventLoop:
             self._engine.profile(message)
         elif isinstance(message, LoadAdapter | UnloadAdapter):
             self._adapters.begin(link, message)
+        elif isinstance(message, AdapterUnused):
+            self._adapters.unused(sender, message.adapter)
         elif isinstance(message, PrefillNodes):
             link.on_prefill_nodes(message)
             nodes = {peer.incarnation: peer for one in self._links for peer in one.prefill_nodes}
@@ -426,20 +433,21 @@ class EventLoop:
         self._leave(link)
 
     def _follow_directory(self) -> None:
-        """Dial gateways that are new in the directory, and leave those that are neither in it nor connected.
+        """Dial gateways that are new in the directory, and leave those that are not in it.
 
-        A connected gateway stays, since the directory may be wrong for a time: etcd drops what it has not heard from.
+        One that has accepted this node stays: the directory may be wrong for a time, as etcd drops what it has not
+        heard from.
         """
         addresses = self._gateways.addresses()
         for address in [address for address in self._refusals if address not in addresses]:
             del self._refusals[address]  # another gateway may come there
-        for link in [link for link in self._links if link.address not in addresses and link.is_dialling]:
+        for link in [link for link in self._links if not (link.address in addresses or link.is_registered)]:
             log.info("the gateway at %s is not announced any more", link.address)
             self._leave(link)
         dialled = {link.address for link in self._links}
-        for address in addresses:
-            if address not in dialled and address not in self._refusals:
-                self._dial(address)
+        new = [address for address in addresses if address not in dialled and address not in self._refusals]
+        for address in new[: max(MAX_GATEWAYS - len(self._links), 0)]:
+            self._dial(address)
         if addresses and not self._links:
             self.refused = self._refusals[addresses[-1]]
 
@@ -505,7 +513,10 @@ class EventLoop:
     def _receive_from_decode_nodes(self, now: float) -> None:
         known = frozenset(self._role.peers())
         for letter in self._listen.receive(is_known=known.__contains__):
-            if not isinstance(letter.message, Ping):
+            if isinstance(letter.message, Invite):
+                if self._endpoint.is_gateway(letter.sender):
+                    self._gateways.invited(letter.message)
+            elif not isinstance(letter.message, Ping):
                 self._role.on_peer(letter.sender, letter.message, now)
         for peer in self._listen.lost_peers(self._role.peers()):
             log.warning("decode node %s is gone", self._name_of(peer))
@@ -537,7 +548,8 @@ class EventLoop:
         requests = self._role.requests()
         for link in self._links:
             if link.is_registered:
-                link.tell_other_load(self._owners.load_of_others(link.incarnation, requests))
+                load = self._owners.load_of_others(link.incarnation, requests, link.most_held_tokens)
+                link.tell_other_load(load)
 
     def _send(self, now: float) -> None:
         self._flush()

@@ -178,7 +178,12 @@ def check_pages(allocator: PageAllocator, cache: RadixCache, requests: Iterable[
     """Check allocator and cache, and that every page owned by a request is owned by one of ``requests``."""
     allocator.check()
     cache.check()
-    num_own = sum(len(request.own) for request in requests)
+    num_own = 0
+    for request in requests:
+        num_own += len(request.own)
+        if request.is_wrapped and request.own:
+            last = request.pages[len(request.pages) - len(request.own) :]
+            invariant(request.own == last, f"{request.key}'s own pages are not the end of its page table")
     invariant(allocator.count(Owner.REQUEST) == num_own, "a page is owned by an unknown request")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.cache.kv_window import UNBOUNDED, KVWindow
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.page_layout import PageLayout
 from common.cache.radix_cache import RadixCache
@@ -61,6 +62,28 @@ class WorkerContext:
     def sharing(self) -> InBatchPrefixLimits:
         """Raises ConfigError: a variable is no such number."""
         return prefix_limits_from_environ(self.environ)
+
+    @property
+    def window(self) -> KVWindow:
+        """Which pages a request of this model needs in this role."""
+        capacity, page_size = self.capacity, self.config.page_size
+        most_at_once = capacity.alignment.most_at_once(capacity.chunk_tokens, page_size)
+        if self.config.role == "prefill":
+            return KVWindow.of_prefill(page_size, capacity.window, most_at_once)
+        return KVWindow.of_decode(page_size, capacity.window, most_at_once, self.allocator.num_pages)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt and output of the longest request that the pool can serve."""
+        longest = self.window.max_tokens(self.allocator.num_pages)
+        context_length = self.capacity.context_length
+        return longest if context_length is None or longest < UNBOUNDED else context_length
+
+    @property
+    def most_held_tokens(self) -> int:
+        """Tokens of the pool that one request holds at most, however long it gets; 0: all of its tokens."""
+        window = self.window
+        return window.max_held * window.page_size if window.is_bounded else 0
 
     @property
     def long_prompts(self) -> LongPromptLimits:

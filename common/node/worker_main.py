@@ -20,7 +20,13 @@ from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.config.shared import Role as RoleName
 from common.discovery.etcd import EtcdStore
-from common.discovery.gateway_directory import EtcdGateways, FixedGateways
+from common.discovery.gateway_directory import (
+    EtcdGateways,
+    FileGateways,
+    FixedGateways,
+    ListedGateways,
+    WatchedGateways,
+)
 from common.errors import BatonError, ConfigError
 from common.logs import configure_logging
 from common.node.adapters import NodeAdapters
@@ -33,6 +39,7 @@ from common.node.monitoring.http_server import listen
 from common.node.profiler import Profiler
 from common.node.tensor_parallel.rank_processes import RankProcesses
 from common.node.worker_context import WorkerContext, make_cache
+from common.open_files import raise_open_file_limit
 from common.plugins import load_policy
 from common.scheduling.policies.factory import NEED_CACHE
 from common.wire.key_folder import load_keys
@@ -53,6 +60,7 @@ def run(config: NodeConfig, factories: Mapping[RoleName, RoleFactory], rank_modu
     Returns:
         The exit status: 0 stopped on purpose, 1 failed, 2 refused.
     """
+    raise_open_file_limit()
     writer = configure_logging(config.node_name, level=config.log_level, log_format=config.log_format)
     try:
         return _serve(config, factories, rank_module)
@@ -135,8 +143,12 @@ def _serve_model(
         engine.close()
 
 
-def open_directory(config: NodeConfig) -> FixedGateways | EtcdGateways:
+def open_directory(config: NodeConfig) -> FixedGateways | ListedGateways | WatchedGateways:
     """Return where the node learns of its gateways. Raises ConfigError: the extra etcd is not installed."""
+    if config.is_listed:
+        return ListedGateways(config.role, config.check_gateway, MonotonicClock())
+    if config.gateway_file is not None:
+        return FileGateways(Path(config.gateway_file), config.check_gateway)
     if config.etcd is None:
         return FixedGateways(config.gateways)
     return EtcdGateways(EtcdStore(config), config.check_gateway)

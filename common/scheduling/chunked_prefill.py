@@ -33,6 +33,11 @@ class ChunkAlignment:
         """A prompt may be cut at multiples of this many tokens."""
         return math.lcm(page_size, self.align_tokens)
 
+    def most_at_once(self, chunk_tokens: int | None, page_size: int) -> int | None:
+        """The most tokens of one prompt in a step, which may exceed a chunk by less than a unit; None: any number."""
+        unit = self.unit(page_size)
+        return None if chunk_tokens is None else max(chunk_tokens, unit) + unit - 1
+
 
 def prefill_work(crossover: float, start: int, num_tokens: int) -> float:
     """The work of computing ``num_tokens`` tokens behind ``start`` others, in attended tokens."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.cache.kv_window import UNBOUNDED
 from common.cache.radix_cache import TreeNode
 from common.request import Request
 
@@ -27,6 +28,7 @@ class Growth:
         num_left: tokens that it still produces.
         num_private: pages that are returned when it ends.
         is_late: it may end later than its token count says.
+        max_pages: it takes no page beyond so many; see ``KVWindow.max_pages``.
     """
 
     num_tokens: int
@@ -34,11 +36,12 @@ class Growth:
     num_left: int
     num_private: int
     is_late: bool = False
+    max_pages: int = UNBOUNDED
 
     @classmethod
-    def of(cls, request: Request, num_left: int, *, is_late: bool) -> "Growth":
+    def of(cls, request: Request, num_left: int, *, is_late: bool, max_pages: int = UNBOUNDED) -> "Growth":
         num_private = len(request.own) + num_private_pages(request.node)
-        return cls(request.num_tokens, len(request.pages), num_left, num_private, is_late)
+        return cls(request.num_tokens, len(request.pages), num_left, num_private, is_late, max_pages)
 
 
 def is_extending(request: Request) -> bool:
@@ -58,10 +61,11 @@ def fits(growths: Sequence[Growth], num_available: int, page_size: int) -> bool:
     held = np.array([growth.num_pages for growth in order], np.int64)
     left = np.array([growth.num_left for growth in order], np.int64)
     is_late = np.array([growth.is_late for growth in order])
+    most = np.array([growth.max_pages for growth in order], np.int64)
     returned = np.where(is_late, 0, [growth.num_private for growth in order])
     # One row per moment, one column per request.
     grown = np.minimum(left[:, None], left[None, :])
-    pages = np.maximum(-(-(tokens + grown) // page_size) - held, 0)
+    pages = np.maximum(np.minimum(-(-(tokens + grown) // page_size), most) - held, 0)
     is_present = np.tri(len(order), dtype=bool).T | is_late
     needed = np.where(is_present, pages, 0).sum(axis=1)
     returned_before = np.cumsum(returned) - returned

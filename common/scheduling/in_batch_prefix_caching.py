@@ -56,7 +56,8 @@ class InBatchPrefixes:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        self._add(packed_tokens(request, len(request.prompt)), request)
+        if not request.is_wrapped:  # otherwise its prefix will not be cached
+            self._add(packed_tokens(request, len(request.prompt)), request)
 
     def holder_of(self, request: Request, cache: RadixCache) -> Request | None:
         """The request that is computing a prefix which ``request`` should wait for; None if it should not wait."""

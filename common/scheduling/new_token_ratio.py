@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from common.cache.kv_window import NO_WINDOW, KVWindow
 from common.errors import ConfigError
 from common.request import Request
 
@@ -90,8 +91,16 @@ def expected_left(request: Request, ratio: float, clip: int) -> float:
     return min(num_left, num_predicted) if num_predicted > 0 else num_left * ratio
 
 
-def expected_tokens(requests: Iterable[Request], ratio: float, clip: int) -> int:
-    """Output tokens that all these requests together are still expected to produce, rounded up."""
+def expected_room(request: Request, ratio: float, clip: int, window: KVWindow) -> float:
+    """Tokens of room that a request is still expected to need for its output."""
+    num_left = expected_left(request, ratio, clip)
+    return min(num_left, window.room_left(request)) if window.is_bounded else num_left
+
+
+def expected_tokens(requests: Iterable[Request], ratio: float, clip: int, window: KVWindow = NO_WINDOW) -> int:
+    """Tokens of room that all these requests together are still expected to need, rounded up."""
+    if window.is_bounded:
+        return math.ceil(sum(expected_room(request, ratio, clip, window) for request in requests))
     return math.ceil(sum(expected_left(request, ratio, clip) for request in requests))
 
 

@@ -9,7 +9,9 @@
 
 All three are spent in whole pages. Names and rules are those of SGLang's ``PrefillAdder``, with two differences. Each
 step is filled to the chunk budget instead of serving one cut request alone. Admission allocates the pages for all of a
-request's tokens at once, so that a request never waits for memory between its first chunk and its first token.
+request's tokens at once, so that a request never waits for memory between its first chunk and its first token. Where
+every layer attends within a window and the pages do not suffice for the whole prompt, these are the pages of a ring
+(``common/cache/kv_window.py``).
 """
 
 import math
@@ -17,14 +19,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from common.cache.kv_window import KVWindow, ring_table
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import Match, RadixCache
+from common.cache.radix_cache import Match, RadixCache, TreeNode
 from common.cache.request_kv import packed_tokens
 from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
 from common.scheduling.ignore_eos_admission import Growth, fits, is_extending, num_private_pages
-from common.scheduling.new_token_ratio import CLIP_TOKENS, expected_left
+from common.scheduling.new_token_ratio import CLIP_TOKENS, expected_left, expected_room
 from common.step_plan import Admit, Row, StepResult
 
 
@@ -144,6 +147,7 @@ class PrefillAdder:
         running: requests that decode on this node, for the proof of ``ignore_eos_admission``. ``budgets`` already
             accounts for their expected needs.
         ratio: the share of its remaining output that a request without ``ignore_eos`` is expected to produce.
+        window: of the model; None: its layers see all tokens.
     """
 
     def __init__(
@@ -157,6 +161,7 @@ class PrefillAdder:
         reserve_output: bool,
         running: Sequence[Request] = (),
         ratio: float = 1.0,
+        window: KVWindow | None = None,
     ) -> None:
         self.chunks: list[Chunk] = []
         self.total_left = budgets.total_tokens
@@ -174,6 +179,7 @@ class PrefillAdder:
         self._reserve_output = reserve_output
         self._running = running
         self._ratio = ratio
+        self._window = window or KVWindow(cache.page_size)
 
     @property
     def tokens_left(self) -> int | None:
@@ -215,7 +221,23 @@ class PrefillAdder:
             return AddResult.OTHER
         if self.total_left <= 0 and not self._proves(request):
             return AddResult.NO_TOKEN
-        match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
+        window, length = self._window, request.num_tokens
+        if window.is_cached(length):
+            match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
+            result = self._add(request, match, window.num_pages(length) - len(match.pages), most)
+            if result is not AddResult.NO_TOKEN or not window.prefers_ring(length, match, self._allocator.num_pages):
+                return result
+        nothing = Match([], 0, TreeNode(None, b"", []))
+        return self._add(request, nothing, window.pages_to_compute(length), most, is_ring=True)
+
+    def _add(
+        self, request: Request, match: Match, num_pages: int, most: int | None, *, is_ring: bool = False
+    ) -> AddResult:
+        """Admit a request with its cached prefix and so many pages beside it; see ``add_one_req``.
+
+        Args:
+            is_ring: the pages are a ring, which nothing is cached of.
+        """
         length = request.num_tokens - match.num_tokens
         num_tokens = self._fit(match.num_tokens, length, most=most, is_first=not self.chunks)
         if num_tokens == 0:
@@ -224,12 +246,12 @@ class PrefillAdder:
         self._cache.lock(match.node)
         # What is locked can no longer be evicted, so the budget is tested only now.
         self.total_left -= (num_locked := self._tokens(num_evictable - self._cache.num_evictable_pages))
-        own = self._allocate(request, match)
+        own = self._allocate(request, match, num_pages)
         if own is None:
             self.total_left += num_locked
             self._cache.unlock(match.node)
             return AddResult.NO_TOKEN
-        self._admit(request, match, own)
+        self._admit(request, match, own, is_ring=is_ring)
         self._take(request, match.num_tokens, num_tokens)
         return AddResult.CONTINUE
 
@@ -285,12 +307,10 @@ class PrefillAdder:
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def _allocate(self, request: Request, match: Match) -> list[int] | None:
-        """Allocate pages for the tokens that are not cached, evicting as needed; None if the request does not fit."""
-        num_tokens = self._rounded(request.num_tokens - match.num_tokens)
-        if not self._may_spend(request, match, num_tokens):
+    def _allocate(self, request: Request, match: Match, count: int) -> list[int] | None:
+        """Allocate pages beside the cached ones, evicting as needed; None if the request does not fit."""
+        if not self._may_spend(request, match, self._tokens(count)):
             return None
-        count = num_tokens // self.page_size
         missing = count - self._allocator.num_free
         if missing > self._cache.num_evictable_pages:
             return None
@@ -316,19 +336,24 @@ class PrefillAdder:
 
     def _never_runs_out(self, request: Request, match: Match, count: int) -> bool:
         """Whether all running requests and this one can grow to their ends in the available memory."""
-        others = [Growth.of(other, self._expected(other), is_late=is_extending(other)) for other in self._running]
+        others = [self._growth(other, is_late=is_extending(other)) for other in self._running]
         running = {id(other) for other in self._running}
         for chunk in self.chunks:
             if id(chunk.request) not in running:
-                others.append(Growth.of(chunk.request, self._expected(chunk.request), is_late=not chunk.is_last))
+                others.append(self._growth(chunk.request, is_late=not chunk.is_last))
         if not others:
             return True  # the only request gains nothing by waiting
         num_private = count + num_private_pages(match.node)
-        num_held = len(match.pages) + count
+        num_held, max_pages = self._window.num_pages(request.num_tokens), self._window.max_pages(request)
         # Chunking may make it end later than its token count says, so it counts as late.
-        mine = Growth(request.num_tokens, num_held, self._expected(request), num_private, is_late=True)
+        mine = Growth(
+            *(request.num_tokens, num_held, self._expected(request), num_private), is_late=True, max_pages=max_pages
+        )
         num_available = self._allocator.num_free + self._cache.num_evictable_pages - count
         return fits([*others, mine], num_available, self.page_size)
+
+    def _growth(self, request: Request, *, is_late: bool) -> Growth:
+        return Growth.of(request, self._expected(request), is_late=is_late, max_pages=self._window.max_pages(request))
 
     def _expected(self, request: Request) -> int:
         """Output tokens that a request will produce (``ignore_eos``) or is expected to produce."""
@@ -339,11 +364,13 @@ class PrefillAdder:
     def _reserve(self, request: Request) -> int:
         if not self._reserve_output:
             return 0
-        return math.ceil(expected_left(request, 1.0, self._clip))
+        return math.ceil(expected_room(request, 1.0, self._clip, self._window))
 
-    def _admit(self, request: Request, match: Match, own: list[int]) -> None:
-        request.pages = match.pages + own
-        request.own = own
+    def _admit(self, request: Request, match: Match, own: list[int], *, is_ring: bool) -> None:
+        num_pages = self._window.num_pages(request.num_tokens)
+        request.pages = ring_table(own, num_pages) if is_ring else match.pages + own
+        request.own = request.pages[num_pages - len(own) :]
+        request.is_wrapped = is_ring
         request.node = match.node
         request.num_computed = request.num_scheduled = match.num_tokens
         request.num_to_compute = request.num_tokens - match.num_tokens

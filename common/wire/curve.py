@@ -73,6 +73,11 @@ class CurveKeys:
     def server(self) -> CurveServer:
         return CurveServer(self.secret, self.permitted)
 
+    @property
+    def server_for_gateway(self) -> CurveServer:
+        """As ``server``, for a node to which the gateway may connect, too."""
+        return CurveServer(self.secret, {**self.permitted, self.gateway: "gateway"})
+
     def client(self, server: bytes) -> CurveClient:
         return CurveClient(self.secret, server)
 

@@ -20,7 +20,7 @@ from common.stage_spans import StageSpan
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -35,7 +35,10 @@ EndReason = Literal["aborted", "stopped", "finished", "continued"]  # why an att
 NumRanks = Annotated[int, Meta(ge=1, le=1_024)]
 AdapterName = Annotated[str, Meta(pattern=f"^{ADAPTER_NAME}$")]
 AdapterList = Annotated[tuple["Adapter", ...], Meta(max_length=1_024)]
+UnloadedAdapters = Annotated[dict[AdapterName, Count], Meta(max_length=1_024)]  # changes that unloaded them, by name
 PublicKey = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]  # of CURVE; empty without keys
+
+NixlSettings = Annotated[dict[Id, Sentence], Meta(max_length=128)]
 
 MAX_SECONDS = 1e10
 MAX_AMOUNT = 1 << 53
@@ -93,11 +96,21 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: AdapterName
     digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]  # of its content
+    path: Text = ""  # from which a gateway had it loaded; empty: the node has had it since its start
+    change: Count = 0  # number of the change that loaded or withdrew it; later changes of a name have higher ones
+    is_withdrawn: bool = False  # no gateway takes new requests for it, and it goes with the last one that has it
 
     @property
     def id(self) -> str:
         """What requests and caches know it by."""
         return adapter_id(self.name, self.digest)
+
+
+class Invite(Message, frozen=True, tag="invite"):
+    """gateway -> node: register with this gateway. Sent again and again to nodes that the gateway lists."""
+
+    role: Role  # that the gateway expects of the node
+    address: Annotated[str, Meta(min_length=1, max_length=256)]  # "host:port" of the gateway's control socket
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -129,6 +142,10 @@ class Register(Message, frozen=True, tag="register"):
     share: Count | None = None  # as in ``Heartbeat``
     num_ranks: NumRanks = 1  # processes among which the node divides its model
     adapters: AdapterList = ()
+    longest_tokens: Count = 0  # prompt and output of the longest request that fits; 0: as many as the pool has
+    nixl: NixlSettings = {}  # of a node that has NIXL: its back-end, and the variables of UCX by their names
+    unloaded: UnloadedAdapters = {}
+    most_held_tokens: Count = 0  # of the pool that one request holds, however long it gets; 0: all of its tokens
 
 
 class Registered(Message, frozen=True, tag="registered"):
@@ -159,7 +176,7 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     step_s: Seconds = 0.0  # a step that computes no prompt
     prompt_token_s: Seconds = 0.0  # what a prompt token adds to a step
-    transfer_bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0  # pages to decode nodes, while any are under way
+    transfer_bytes_per_s: Amount = 0.0  # pages to decode nodes, while any are under way
 
 
 class ClientLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -287,20 +304,29 @@ class LoadAdapter(Message, frozen=True, tag="load_adapter"):
 
     name: AdapterName
     path: Text
+    change: Count
     number: Count = 0
 
 
 class UnloadAdapter(Message, frozen=True, tag="unload_adapter"):
-    """gateway -> node: take no more requests for an adapter, and drop it once those that have it have ended."""
+    """gateway -> node: withdraw an adapter: tell every gateway, and drop it once each has sent ``AdapterUnused``."""
 
     name: AdapterName
+    change: Count
     number: Count = 0
+
+
+class AdapterUnused(Message, frozen=True, tag="adapter_unused"):
+    """gateway -> node: no request of this gateway has the adapter, which is withdrawn, and none will have it."""
+
+    adapter: ShortText  # ``Adapter.id``
 
 
 class Adapters(Message, frozen=True, tag="adapters"):
     """node -> gateway, after each change: all adapters of the node; and the answer to the gateway that asked for it."""
 
     adapters: AdapterList
+    unloaded: UnloadedAdapters = {}
     error: Sentence = ""  # why nothing has changed
     number: Count = 0  # of the question, to the gateway that asked
 
@@ -655,7 +681,10 @@ FromGateway = (
     | StopProfile
     | LoadAdapter
     | UnloadAdapter
+    | AdapterUnused
     | Ping
 )
 FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Ping
+#: What may come to the socket on which a node listens.
+ToListeningNode = FromDecode | Invite
 FromPrefill = Connected | AttachFailed | Refused | PagesWritten | PrefillDone | Closed | Ping

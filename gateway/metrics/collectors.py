@@ -23,6 +23,8 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 COUNTED_AT_ONCE = 128
 #: They are counted sooner if they have so many prompt tokens together, since they stay in memory until then.
 COUNTED_TOKENS = 200_000
+#: Of more nodes the gateway shows no series of their own: writing them would take a second. The nodes show them too.
+MAX_NODES = 128
 #: Labels ``end`` of outputs that did not fail.
 FINISHED = frozenset({"stop", "length"})
 #: Stage labels of ``baton_stage_seconds``, by their names in ``OutputStream.timings``.
@@ -270,7 +272,7 @@ class _NodeCollector:
             for advice in pool.advisor.advice.roles:
                 advised.add_metric([pool.model, advice.role], advice.advised)
         yield advised
-        yield from node_families(map(_state_of, nodes))
+        yield from node_families(map(_state_of, nodes if len(nodes) <= MAX_NODES else ()))
         dropped = CounterMetricFamily("baton_control_messages_dropped", "Control messages dropped.", labels=["reason"])
         for reason, count in self._mailbox.dropped.items():
             dropped.add_metric([reason], count)

@@ -14,7 +14,7 @@ puts it back into the queue, and the next attempt continues after the tokens tha
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, groupby
+from itertools import chain, count, groupby
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -49,7 +49,7 @@ from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, re
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool
-from gateway.workers.router import WorkerPair
+from gateway.workers.routing.router import WorkerPair
 
 #: Outputs, and tokens of their prompts, that are sent before the event loop gets a turn.
 SENT_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 17
@@ -114,6 +114,10 @@ class Dispatcher:
     def streams(self) -> Iterator[OutputStream]:
         """All outputs in flight, oldest first."""
         return (flight.stream for flight in self._in_flight.values())
+
+    def newest_streams(self) -> Iterator[OutputStream]:
+        """The same, newest first."""
+        return (flight.stream for flight in reversed(self._in_flight.values()))
 
     def _streams(self, pool: WorkerPool) -> Iterator[OutputStream]:
         return (flight.stream for flight in self._in_flight.values() if flight.pool is pool)
@@ -305,6 +309,7 @@ class Dispatcher:
             num_input = len(request.prompt) if pair.prefill is None else pair.num_compute
             pool.queue.order.admitted(flight.queued, num_input=num_input)
         nodes = [pool.registry.workers[incarnation] for incarnation in pair.nodes]
+        self._in_flight.place(flight, pair.nodes)
         flight.begin_attempt(pair, nodes, next(self._attempts), now)
         self.decisions.note(now, request.rid, "send", SENT[len(nodes)], now - stream.started_at, *nodes)
         return True
@@ -487,6 +492,7 @@ class Dispatcher:
             self._fail(flight, error)
             return
         self._release_nodes(flight, flight.pair)
+        self._in_flight.place(flight, ())
         wait_s = self._further.wait(flight, backoff_s, now)
         self.decisions.note(now, rid, "recover", "after {} tokens: {}", len(flight.stream.ids), end.message)
         if wait_s:
@@ -509,7 +515,9 @@ class Dispatcher:
     # ---- moves away from draining nodes -----------------------------------------------------------------------------
 
     def _order_moves(self, pool: WorkerPool, now: float) -> None:
-        flights = (flight for flight in self._in_flight.values() if flight.pool is pool)
+        if not pool.registry.draining:
+            return
+        flights = chain.from_iterable(map(self._in_flight.at, sorted(pool.registry.draining)))
         for order in self._moves.begin(pool, flights):
             attempt = self._in_flight[order.rid].attempt
             self.decisions.note(now, order.rid, "move", "to {}, since its node drains", order.target.name)
@@ -528,7 +536,8 @@ class Dispatcher:
             self._recover(flight, AttemptEnd(ErrorCode.NODE_LOST, message, is_seen=True))
             return
         self._end_attempt(flight, flight.pair)
-        flight.pair, flight.nodes, flight.attempt = move.pair, move.pair.nodes, move.attempt
+        self._in_flight.place(flight, move.pair.nodes)
+        flight.pair, flight.attempt = move.pair, move.attempt
         flight.num_continued, flight.began_at, flight.is_prefill_counted = len(stream.ids), now, True
         stream.attempt = flight.attempt
         stream.num_attempts += 1
@@ -601,10 +610,13 @@ class Dispatcher:
         """
         now = self._clock.now()
         self._moves.lose_target(incarnation)
-        for flight in list(self._in_flight.values()):
+        there = self._in_flight.at(incarnation)
+        for flight in self._further.recovering():
             error = confirm_loss(flight, incarnation, alive_until, now)
             if error is not None:
                 self._fail(flight, error)
+        for flight in there:
+            if flight.stream.is_ended:
                 continue
             end = end_by_loss(flight, incarnation, name, is_empty=is_empty, alive_until=alive_until)
             if end is not None:

@@ -11,7 +11,7 @@ from gateway.requests.attempts.recovery import Recovery
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
-from gateway.workers.router import WorkerPair
+from gateway.workers.routing.router import WorkerPair
 
 
 class Timer(Protocol):
@@ -24,7 +24,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
     Attributes:
         siblings: pairs chosen for the outputs of the same HTTP request, by prompt number.
         queued: the request as the queue knows it; None if it never waited and its service is not accounted.
-        pair, nodes: None and empty while it waits.
+        pair, nodes: None and empty while it waits. Only ``InFlightTable.place`` sets the nodes.
         attempt: nodes know the request by this number and its rid.
         revision: configuration and weights of its nodes.
         num_continued: output tokens that the stream had when the attempt began.
@@ -79,7 +79,6 @@ class InFlightRequest(msgspec.Struct, eq=False):
         """Notes that an attempt is sent to a pair, which has these nodes."""
         stream = self.stream
         self.siblings[stream.request.prompt_number] = self.pair = pair
-        self.nodes = tuple([node.incarnation for node in nodes])
         self.attempt, self.began_at = attempt, now
         self.num_continued = len(stream.ids)
         self.is_prefill_counted = True
@@ -142,9 +141,32 @@ def what_is_sent(flight: InFlightRequest) -> tuple[Any, ...]:
 class InFlightTable(dict[str, InFlightRequest]):
     """All requests in flight by rid, oldest first."""
 
-    def num_at(self, incarnation: str) -> int:
+    def __init__(self) -> None:
+        super().__init__()
+        self._at: dict[str, dict[str, InFlightRequest]] = {}  # by node and rid
+
+    def __delitem__(self, rid: str) -> None:
+        self.place(self[rid], ())
+        super().__delitem__(rid)
+
+    def place(self, flight: InFlightRequest, nodes: tuple[str, ...]) -> None:
+        """Sets the nodes that work on a request."""
+        rid = flight.stream.request.rid
+        for incarnation in flight.nodes:
+            there = self._at[incarnation]
+            del there[rid]
+            if not there:
+                del self._at[incarnation]
+        flight.nodes = nodes
+        for incarnation in nodes:
+            self._at.setdefault(incarnation, {})[rid] = flight
+
+    def at(self, incarnation: str) -> list[InFlightRequest]:
         """Requests that a node works on, or whose pages it still sends."""
-        return sum(incarnation in flight.nodes for flight in self.values())
+        return list(self._at.get(incarnation, {}).values())
+
+    def num_at(self, incarnation: str) -> int:
+        return len(self._at.get(incarnation, ()))
 
     def matching(self, request_id: str | None, tenant: str | None) -> list[InFlightRequest]:
         """A request, or all outputs of a batch, by the id that the client knows; None matches all."""

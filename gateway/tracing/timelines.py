@@ -6,6 +6,7 @@ came (``gateway.workers.clock_offset``).
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -148,7 +149,7 @@ class Timelines:
 
     Args:
         capacity: of ended outputs; 0 keeps none.
-        running: all outputs in flight.
+        running: all outputs in flight, newest first.
     """
 
     def __init__(self, capacity: int, running: Callable[[], Iterable[OutputStream]]) -> None:
@@ -179,19 +180,34 @@ class Timelines:
 
     def newest(self, scope: str | None = None) -> Iterator[Timeline]:
         """The timelines of one tenant, newest first; empty for those without a tenant, None for all."""
-        running = [Timeline.of(stream) for stream in self._running()]
-        for timeline in (*reversed(running), *reversed(self._ended.values())):
-            if scope is None or timeline.tenant == scope:
-                yield timeline
+        yield from map(Timeline.of, self._running_of(scope))
+        yield from self._ended_of(scope)
+
+    def last(self, limit: int, scope: str | None = None) -> list[Timeline]:
+        """Those of them that began last, the last one first."""
+        running = map(Timeline.of, islice(self._running_of(scope), limit))
+        return sorted([*running, *self._ended_of(scope)], key=lambda one: -one.started_at)[:limit]
+
+    def _running_of(self, scope: str | None) -> Iterator[OutputStream]:
+        return (stream for stream in self._running() if scope is None or stream.request.tenant == scope)
+
+    def _ended_of(self, scope: str | None) -> Iterator[Timeline]:
+        return (one for one in reversed(self._ended.values()) if scope is None or one.tenant == scope)
 
     def find(self, request_id: str, scope: str | None = None) -> Timeline | None:
         """The newest timeline with the id of an output, or of the first output with the id of an HTTP request."""
-        matching = [one for one in self.newest(scope) if request_id in (one.rid, one.request_id)]
+        running = [
+            stream
+            for stream in self._running_of(scope)
+            if request_id in (stream.request.rid, stream.request.request_id)
+        ]
+        ended = [one for one in self._ended_of(scope) if request_id in (one.rid, one.request_id)]
+        matching = [*map(Timeline.of, running), *ended]
         return next((one for one in matching if one.rid == request_id), matching[-1] if matching else None)
 
-    def since(self, instant: float, scope: str | None = None) -> list[Timeline]:
-        """The timelines of outputs that were in flight at this instant or later, newest first."""
-        return [one for one in self.newest(scope) if not one.ended_at or one.ended_at >= instant]
+    def since(self, instant: float, limit: int, scope: str | None = None) -> list[Timeline]:
+        """The newest timelines of outputs that were in flight at this instant or later, newest first."""
+        return list(islice((one for one in self.newest(scope) if not one.ended_at or one.ended_at >= instant), limit))
 
 
 def summary_of(timeline: Timeline, now: float, unix_now: float) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from common.wire.messages import Role
 from gateway.workers.registry import Worker
-from gateway.workers.router import Router
+from gateway.workers.routing.router import Router
 
 HOUR_S = 3_600.0
 #: The time over which load is averaged; a decision needs a whole window with the same nodes in the same roles.

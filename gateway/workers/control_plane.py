@@ -57,6 +57,9 @@ from gateway.workers.rpc import NodeRpc
 log = logging.getLogger(__name__)
 
 RECEIVE_AT_ONCE = 1_000
+#: Changes of the prefill nodes within this time are announced together, since each announcement sends the whole list to
+#: every decode node.
+ANNOUNCE_AFTER_S = 0.1
 #: A node with the name of a registered one waits this long for the old one's loss to be noticed, before it is refused.
 NAMESAKE_WAIT_S = 0.5
 
@@ -182,6 +185,7 @@ class ControlPlane:
         self.role_changes = RoleChanges(pools, self._rpc)
         self.adapter_changes = AdapterChanges(self._rpc, channel.send, dispatcher)
         self._is_probe_due = False
+        self._unannounced: set[str] = set()  # models whose prefill nodes have changed
         self._tick_handle: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Tokens: dispatcher.on_tokens,
@@ -251,6 +255,7 @@ class ControlPlane:
         self._dispatcher.tick(self._clock.now())
         self._review.tick(self._clock.now())
         self.role_changes.tick(self._clock.now())
+        self.adapter_changes.tick(self.pools)
         for pool in self.pools:  # last: it depends on what nodes say, and nothing depends on it
             workers = list(pool.registry.workers.values())
             num_in_flight, num_waiting = pool.admission.num_in_flight, len(pool.queue)
@@ -263,7 +268,9 @@ class ControlPlane:
         else:
             acknowledged = HeartbeatAck(self._clock.now(), pool.admission.num_in_flight, pool.advisor.load)
             self._channel.send(acknowledged, sender)
-            if pool.registry.on_heartbeat(sender, message, self._clock.now()):
+            takes_more = pool.registry.on_heartbeat(sender, message, self._clock.now())
+            pool.router.observe(pool.registry.workers[sender])
+            if takes_more:
                 self._dispatcher.on_workers_added(pool)
 
     def _on_other_load(self, sender: str, message: OtherLoad) -> None:
@@ -300,7 +307,7 @@ class ControlPlane:
         node = pool.registry.workers[sender]
         if message.error:
             log.warning("node %s: %s", node.name, message.error)
-        self.adapter_changes.changed(pool, node, message.adapters)
+        self.adapter_changes.changed(pool, node, message)
         self._dispatcher.on_workers_added(pool)
         self._rpc.on_answer(sender, message)
 
@@ -312,10 +319,22 @@ class ControlPlane:
             self.lose(namesake.incarnation)
             self._admit(sender, message)
         elif self._channel.ping(namesake.incarnation):  # the old node may have died a moment ago
-            self._loop.call_later(NAMESAKE_WAIT_S, self._admit, sender, message)
+            self._loop.call_later(NAMESAKE_WAIT_S, self._admit_later, sender, message)
         else:
             self.lose(namesake.incarnation)
             self._admit(sender, message)
+
+    def _admit_later(self, sender: str, message: Register) -> None:
+        """Probes the old node once more, and then admits or refuses the new one.
+
+        If many nodes are lost at once, the first probes do not reach all of them.
+        """
+        if self._channel.is_closed:
+            return
+        namesake = self.pools.namesake(message)
+        if namesake is not None and namesake.incarnation != sender and not self._channel.ping(namesake.incarnation):
+            self.lose(namesake.incarnation)
+        self._admit(sender, message)
 
     def _admit(self, sender: str, message: Register) -> None:
         if self._channel.is_closed:
@@ -346,13 +365,31 @@ class ControlPlane:
             changed: incarnation of the node that has come or drains; of a new decode node, nothing changes for the
                 others.
         """
-        workers = pool.registry.workers
-        came = workers.get(changed)
-        is_new = came is not None and came.register.role == "decode" and not came.is_draining
-        for node in [came] if came is not None and is_new else list(workers.values()):
-            if node.register.role == "decode":
-                peers = tuple(other.peer for other in pool.registry.prefill_nodes(node))
+        came = pool.registry.workers.get(changed)
+        if came is not None and came.register.role == "decode" and not came.is_draining:
+            self._tell_prefill_nodes(pool, [came])
+        elif pool.model not in self._unannounced:
+            self._unannounced.add(pool.model)
+            self._loop.call_later(ANNOUNCE_AFTER_S, self._announce_now, pool)
+
+    def _announce_now(self, pool: WorkerPool) -> None:
+        self._unannounced.discard(pool.model)
+        if not self._channel.is_closed:
+            decodes = [node for node in pool.registry.workers.values() if node.register.role == "decode"]
+            self._tell_prefill_nodes(pool, decodes)
+
+    def _tell_prefill_nodes(self, pool: WorkerPool, decodes: Sequence[Worker]) -> None:
+        sources = pool.registry.page_sources()
+        alike: dict[str, list[str]] = {}  # by revision
+        for node in decodes:
+            if node.is_draining:
+                peers = tuple([other.peer for other in sources[node.revision] if other is not node])
                 self._channel.send(PrefillNodes(peers), node.incarnation)
+            else:
+                alike.setdefault(node.revision, []).append(node.incarnation)
+        for revision, incarnations in alike.items():
+            peers = tuple([node.peer for node in sources.get(revision, ())])
+            self._channel.send(PrefillNodes(peers), *incarnations)
 
     def _on_leave(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)
@@ -423,8 +460,12 @@ class ControlPlane:
         answers = await self._rpc.call(self.pools[model].registry.workers, Find(tuple(keys)), Found, timeout_s)
         return {incarnation: answer.outputs for incarnation, answer in answers.items()}
 
-    def describe(self, node: Worker) -> dict[str, Any]:
-        """One row of ``GET /v1/workers``."""
+    def describe(self, node: Worker, *, has_all_pairs: bool = True) -> dict[str, Any]:
+        """One row of ``GET /v1/workers``.
+
+        Args:
+            has_all_pairs: also those pairs that work.
+        """
         register, now = node.register, self._clock.now()
         pool = self.pools[register.model]
         return {
@@ -443,7 +484,8 @@ class ControlPlane:
             "load_tokens": pool.router.load(node.incarnation),
             "register": register,
             "heartbeat": node.heartbeat,
-            "pairs": node.pairs,
+            "num_pairs": len(node.pairs),
+            "pairs": [pair for pair in node.pairs if has_all_pairs or pair.problem],
             "failed_pairs": [
                 {
                     "peer": self._name_of(pool, pair.decode if pair.prefill == node.incarnation else pair.prefill),

@@ -19,7 +19,7 @@ from gateway.requests.admission.request_queue import RequestQueue
 from gateway.requests.attempts.retry_budget import RetryBudget
 from gateway.workers.auto_roles import AutoRoles
 from gateway.workers.registry import Registry, Worker
-from gateway.workers.router import Router
+from gateway.workers.routing.router import Router
 
 MAX_QUEUED_REQUESTS = 512
 

@@ -15,10 +15,10 @@ import msgspec
 
 from common.cache.page_layout import layout_conflict
 from common.errors import ErrorCode, RequestError
-from common.wire.messages import Adapter, Heartbeat, PairState, Peer, Refused, Register, Registered, Role
+from common.wire.messages import MAX_SECONDS, Adapter, Heartbeat, PairState, Peer, Refused, Register, Registered, Role
 from gateway.workers.clock_offset import ClockOffset
-from gateway.workers.pair_health import PairHealth, PairKey
-from gateway.workers.router import can_pair
+from gateway.workers.routing.candidates import can_pair
+from gateway.workers.routing.pair_health import PairHealth, PairKey
 
 #: Fields that must be equal on all nodes, and their names in error messages.
 AGREE = {
@@ -47,7 +47,8 @@ class Worker:
         is_reserved: it serves a request that may have killed other nodes, and gets no new ones meanwhile.
         revision: configuration digest and weight version.
         is_empty: it drains, and is done with all requests.
-        adapters: ids of its LoRA adapters, by name.
+        adapters: ids of its LoRA adapters, by name, those included that are withdrawn.
+        kind: nodes of one kind give the same answer in ``_conflict``.
     """
 
     incarnation: str
@@ -68,21 +69,28 @@ class Worker:
     name: str = field(init=False)
     peer: Peer = field(init=False)
     capacity_tokens: int = field(init=False)
+    longest_tokens: int = field(init=False)
+    most_held_tokens: int = field(init=False)
     max_running: int = field(init=False)
     revision: str = field(init=False)
     adapters: Mapping[str, str] = field(init=False)
+    kind: tuple[object, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.capacity_tokens = self.register.num_pages * self.register.layout.page_size
+        self.longest_tokens = max(self.register.longest_tokens, self.capacity_tokens)
+        self.most_held_tokens = self.register.most_held_tokens
         self.max_running = self.register.max_running if self.register.share is None else self.register.share
         self.name = self.register.name
         register = self.register
         self.peer = Peer(self.name, self.incarnation, register.address, register.public_key, register.num_ranks)
         self.revision = sys.intern(f"{self.register.digest}/{self.register.weight_version}")
-        self.set_adapters(register.adapters)
+        agreed = [str(getattr(register, name)) for name in AGREE]
+        self.kind = (register.role, self.revision, *agreed, register.layout, register.transports)
+        self.set_adapters(register.adapters, register.unloaded)
 
-    def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
-        self.register = msgspec.structs.replace(self.register, adapters=adapters)
+    def set_adapters(self, adapters: tuple[Adapter, ...], unloaded: dict[str, int]) -> None:
+        self.register = msgspec.structs.replace(self.register, adapters=adapters, unloaded=unloaded)
         self.adapters = {adapter.name: adapter.id for adapter in adapters}
 
     def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
@@ -90,7 +98,8 @@ class Worker:
         costs = heartbeat.costs
         self.step_s, self.prompt_token_s = costs.step_s, costs.prompt_token_s
         if costs.transfer_bytes_per_s:
-            self.send_token_s = self.register.layout.layout().bytes_per_token / costs.transfer_bytes_per_s
+            send_token_s = self.register.layout.layout().bytes_per_token / costs.transfer_bytes_per_s
+            self.send_token_s = min(send_token_s, MAX_SECONDS)
 
 
 class SamplingDefaults(NamedTuple):
@@ -115,8 +124,8 @@ class ServingLimits:
 
     Attributes:
         context_length: tokens of prompt and output together.
-        prompt_tokens: capacity of the largest pool that takes prompts.
-        total_tokens, common_tokens: capacity of the largest and of the smallest decode pool.
+        prompt_tokens: of the longest prompt that the pool of any node can take.
+        total_tokens, common_tokens: of the longest request that the largest and the smallest decode pool can take.
         defaults: the model's own sampling defaults.
         max_running: requests that all decode nodes run at once.
     """
@@ -140,14 +149,16 @@ class Registry:
 
     Attributes:
         workers: by incarnation, in order of arrival.
-        prefills, decodes: those that take new requests.
+        prefills, decodes: those that take new requests. A change of a worker that the router does not observe makes
+            new tuples.
+        draining: incarnations of those that drain.
         limits: None while the workers cannot serve a request.
         accepted: the limits of new requests: those of the workers, or the last ones while a request may still wait for
             workers to come back; None if new requests are refused.
         health: of the pairs; only this class changes it.
         adapters: ids of the LoRA adapters that new requests may have, by name: nodes that can serve a request together
             have equal ones.
-        withdrawn: names of those that are being unloaded.
+        withdrawn: names of those that are being unloaded, or have been.
     """
 
     def __init__(
@@ -167,8 +178,11 @@ class Registry:
         self._lost_after_s = lost_after_s
         self._starts: dict[str, dict[str, int]] = {}  # by name: incarnation -> number of that start
         self.workers: dict[str, Worker] = {}
-        self.prefills: list[Worker] = []
-        self.decodes: list[Worker] = []
+        self.prefills: tuple[Worker, ...] = ()
+        self.decodes: tuple[Worker, ...] = ()
+        self.draining: frozenset[str] = frozenset()
+        self._limiting: tuple[Worker, ...] = ()  # decode nodes whose capacity the limits count
+        self._holders: dict[str, tuple[tuple[Worker, ...], tuple[Worker, ...]]] = {}  # of adapters, as in ``able``
         self.limits: ServingLimits | None = None
         self.accepted: ServingLimits | None = None
         self._recovery_timeout_s = recovery_timeout_s
@@ -218,11 +232,9 @@ class Registry:
         starts = self._starts.get(register.name, {})
         if incarnation in starts and starts[incarnation] < max(starts.values()):
             return f"a later start of node {register.name} has already been here"
-        for other in others:
-            refusal = _conflict(register, other.register)
-            if refusal:
-                return refusal
-        return ""
+        if any(other.name == register.name for other in others):
+            return f"a node named {register.name} is registered already; give this one another --name"
+        return _first_conflict(register, others)
 
     def named(self, name: str) -> Worker | None:
         return next((node for node in self.workers.values() if node.name == name), None)
@@ -232,8 +244,9 @@ class Registry:
         node = self.workers[incarnation]
         before = node.max_running
         node.max_running = node.register.max_running if heartbeat.share is None else heartbeat.share
-        if node.max_running != before:
-            self._changed()
+        if node.max_running != before and self.limits is not None:
+            self.limits = replace(self.limits, max_running=sum([one.max_running for one in self._limiting]))
+            self.accepted = self.limits
         node.on_heartbeat(heartbeat, now)
         if heartbeat.gateway_sent_at:
             node.clock.sent_by_gateway(heartbeat.gateway_sent_at, heartbeat.received_at, now)
@@ -253,9 +266,9 @@ class Registry:
 
     # ---- LoRA adapters ----------------------------------------------------------------------------------------------
 
-    def set_adapters(self, incarnation: str, adapters: tuple[Adapter, ...]) -> None:
+    def set_adapters(self, incarnation: str, adapters: tuple[Adapter, ...], unloaded: dict[str, int]) -> None:
         """Records the adapters of a worker."""
-        self.workers[incarnation].set_adapters(adapters)
+        self.workers[incarnation].set_adapters(adapters, unloaded)
         self._changed()
 
     def set_withdrawn(self, name: str, *, is_withdrawn: bool) -> None:
@@ -263,15 +276,17 @@ class Registry:
         (self.withdrawn.add if is_withdrawn else self.withdrawn.discard)(name)
         self._changed()
 
-    def able(self, adapter: str) -> tuple[list[Worker], list[Worker]]:
+    def able(self, adapter: str) -> tuple[tuple[Worker, ...], tuple[Worker, ...]]:
         """Those of ``prefills`` and ``decodes`` that have an adapter, by its id; all of them for the model itself."""
         if not adapter:
             return self.prefills, self.decodes
-        name = adapter.rpartition("@")[0]
-        return (
-            [node for node in self.prefills if node.adapters.get(name) == adapter],
-            [node for node in self.decodes if node.adapters.get(name) == adapter],
-        )
+        found = self._holders.get(adapter)
+        if found is None:
+            name = adapter.rpartition("@")[0]
+            prefills = tuple([node for node in self.prefills if node.adapters.get(name) == adapter])
+            decodes = tuple([node for node in self.decodes if node.adapters.get(name) == adapter])
+            found = self._holders[adapter] = prefills, decodes
+        return found
 
     def check_adapter(self, adapter: str) -> None:
         """Raises RequestError: this adapter has been unloaded since a request for it came."""
@@ -378,9 +393,8 @@ class Registry:
         if register.fixed_role:
             return register.fixed_role
         others = [other for other in self.workers.values() if other is not node]
-        for other in others:
-            if conflict := _conflict(msgspec.structs.replace(register, role=role), other.register):
-                return conflict
+        if conflict := _first_conflict(msgspec.structs.replace(register, role=role), others):
+            return conflict
         is_needed = register.role == "decode" or self._needs_prefill
         staying = [other for other in others if other.register.role == register.role and not other.is_draining]
         if is_needed and not staying and not is_forced:
@@ -397,14 +411,13 @@ class Registry:
         self._changed()
         return node
 
-    def prefill_nodes(self, decode: Worker) -> list[Worker]:
-        """The nodes that may send pages to a decode node: prefill nodes, and decode nodes that drain."""
-        return [
-            node
-            for node in self.workers.values()
-            if (node.register.role == "prefill" or (node.is_draining and node is not decode))
-            and node.revision == decode.revision
-        ]
+    def page_sources(self) -> dict[str, list[Worker]]:
+        """The nodes that may send pages to decode nodes, by revision: prefill nodes, and decode nodes that drain."""
+        sources: dict[str, list[Worker]] = {}
+        for node in self.workers.values():
+            if node.register.role == "prefill" or node.is_draining:
+                sources.setdefault(node.revision, []).append(node)
+        return sources
 
     def alive_until(self, node: Worker, now: float) -> float:
         """Until when a worker that is lost now was probably alive: until its next heartbeat was overdue.
@@ -431,14 +444,17 @@ class Registry:
         for node in self.workers.values():
             node.failed_peers = node.reported_peers
         prefills, decodes = self._able()
+        self._limiting = tuple(decodes)
         self.limits = self._limits(prefills, decodes)
         self.adapters = self._adapters(prefills, decodes)
         self.accepted = self.limits or self.accepted
         for node in self.workers.values():
             node.failed_peers = node.reported_peers.union(resting.get(node.incarnation, ()))
         prefills, decodes = self._able()
-        self.prefills = [node for node in prefills if not node.is_reserved]
-        self.decodes = [node for node in decodes if not node.is_reserved]
+        self.prefills = tuple([node for node in prefills if not node.is_reserved])
+        self.decodes = tuple([node for node in decodes if not node.is_reserved])
+        self.draining = frozenset([node.incarnation for node in self.workers.values() if node.is_draining])
+        self._holders.clear()
 
     def _able(self) -> tuple[list[Worker], list[Worker]]:
         """The prefill and the decode nodes that can serve requests together."""
@@ -460,9 +476,9 @@ class Registry:
         return ServingLimits(
             context_length=first.context_length,
             vocab_size=first.vocab_size,
-            prompt_tokens=max(node.capacity_tokens for node in prompts),
-            total_tokens=max(node.capacity_tokens for node in decodes),
-            common_tokens=min(node.capacity_tokens for node in decodes),
+            prompt_tokens=max(node.longest_tokens for node in prompts),
+            total_tokens=max(node.longest_tokens for node in decodes),
+            common_tokens=min(node.longest_tokens for node in decodes),
             defaults=SamplingDefaults.of(first.generation),
             max_running=sum(node.max_running for node in decodes),
         )
@@ -480,10 +496,16 @@ class Registry:
         return "pair of a prefill and a decode node" + (problem and f" that can exchange pages ({problem})")
 
 
+def _first_conflict(new: Register, others: Iterable[Worker]) -> str:
+    """Why a node cannot serve one model with others, as a sentence; empty if it can."""
+    alike: dict[tuple[object, ...], Worker] = {}
+    for other in others:
+        alike.setdefault(other.kind, other)
+    return next(filter(None, (_conflict(new, other.register) for other in alike.values())), "")
+
+
 def _conflict(new: Register, other: Register) -> str:
     """Why two nodes cannot serve one model, as a sentence; empty if they can. Pages go only within a revision."""
-    if new.name == other.name:
-        return f"a node named {new.name} is registered already; give this one another --name"
     for name, words in AGREE.items():
         ours, theirs = getattr(new, name), getattr(other, name)
         if ours != theirs:

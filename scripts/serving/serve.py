@@ -137,7 +137,7 @@ def children(
         environ["BATON_ADMIN_API_KEY"] = config.admin_api_key
     found: list[Child] = []
     for place in gateways:
-        own = {**values, "control_port": place.control}
+        own = {**values, "control_port": place.control, "prefill": (), "decode": ()}  # of serve, these are numbers
         fds: tuple[int, ...] = ()
         if place.group is not None:
             assert listener is not None

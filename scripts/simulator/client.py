@@ -17,10 +17,10 @@ from gateway.requests.input.generate_request import GenerateRequest
 from scripts.load_tester.workload.plan import Plan
 from scripts.load_tester.workload.planned_request import ANSWER, PlannedRequest, Segment, segment_key
 from scripts.load_tester.workload.session_sampling import Session
-from scripts.simulator.engine import END_TOKEN
 from scripts.simulator.event_queue import EventQueue
-from scripts.simulator.gateway import Answer
-from scripts.simulator.node import MODEL
+from scripts.simulator.service.engine import END_TOKEN
+from scripts.simulator.service.gateway import Answer
+from scripts.simulator.service.node import MODEL
 
 #: Token ids below this are never part of a prompt or an answer.
 FIRST_TOKEN = END_TOKEN + 1

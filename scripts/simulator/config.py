@@ -17,11 +17,11 @@ from common.node.loading.memory_plan import Capacity, plan_capacity
 from gateway.workers.pool import WorkerPool, make_pool
 from scripts.load_tester.config import SECONDS, LoadOptions, check_load, check_url, parse_seconds
 from scripts.simulator.costs import Costs
-from scripts.simulator.engine import simulated_layout
 from scripts.simulator.faults import FAULT_NAMES, FaultOptions
 from scripts.simulator.hardware.accelerators import ACCELERATORS
 from scripts.simulator.hardware.model_shape import KNOWN_MODELS
-from scripts.simulator.hardware.node_model import NodeModel, find_hardware
+from scripts.simulator.hardware.node_model import NodeModel, Profile, find_hardware
+from scripts.simulator.service.engine import simulated_layout
 
 POOL_TOKENS = 400_000
 CONTEXT_LENGTH = 131_072
@@ -142,7 +142,8 @@ class _Calibration:
     calibrate: str | None = option(
         None,
         "Measure a live service with one prefill and one decode node, and write a profile to --json FILE, which "
-        "--hardware takes. It must have no other load.",
+        "--hardware takes. It must have no other load. With a profile in --hardware: measure a service with one "
+        "prefill node and two decode nodes that share a processor, and add how much they slow each other.",
         metavar="URL",
     )
     calibrate_seconds: float = option(
@@ -204,9 +205,11 @@ class SimulateConfig(
         check_url(self.calibrate, "--calibrate")
         if self.json is None:
             raise ConfigError("--calibrate needs --json FILE, where it writes the profile")
-        for name in ("plan", "hardware", "trace", "faults"):
+        for name in ("plan", "trace", "faults"):
             if getattr(self, name) != getattr(SimulateConfig, name):
                 raise ConfigError(f"--{name} has no effect with --calibrate; leave one out")
+        if self.hardware is not None and not isinstance(find_hardware(self.hardware, self.model).source, Profile):
+            raise ConfigError(f"--calibrate adds to a profile, which --hardware {self.hardware} is not; leave it out")
 
     def _check_plan(self) -> None:
         if not self.plan:
@@ -287,6 +290,11 @@ class SimulateConfig(
         return self.node_models["decode"].costs_beside if self.node_models else None
 
     @property
+    def costs_beside_decode(self) -> Costs | None:
+        """Costs of steps of a decode node on shared cores while another decode node computes; None if unknown."""
+        return self.node_models["decode"].costs_beside_decode if self.node_models else None
+
+    @property
     def fault_options(self) -> FaultOptions:
         return FaultOptions(self.faults, self.kill_every, self.fault_every, self.node_timeout, self.seed)
 
@@ -318,6 +326,7 @@ class SimulateConfig(
         """Registry, router and admission of the gateway."""
         ours = options_of(SimulateConfig)
         values = {name: getattr(self, name) for name in options_of(GatewayConfig) if name in ours}
+        del values["prefill"], values["decode"]  # numbers of nodes here, and addresses there
         values["tenant_header"] = True  # requests of the plan carry their tenant
         values |= {f"slo_{name}_ms": limit * 1_000 for name, limit in self.slos.items() if name in ("ttft", "itl")}
         return make_pool(GatewayConfig(**values), model, 1)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from common.config.shared import Role
 from scripts.chaos_harness.schedule import FaultKind, NodeState, PlannedFault, choose_target, fault_schedule
-from scripts.simulator.cluster import Cluster
-from scripts.simulator.node import Node
+from scripts.simulator.service.cluster import Cluster
+from scripts.simulator.service.node import Node
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 SLOWNESS = 5.0

@@ -20,8 +20,8 @@ from common.node.worker_context import WorkerContext, make_cache
 from decode_node.factory import build as build_decode
 from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
 from prefill_node.factory import build as build_prefill
-from scripts.simulator.engine import EmptyPageStore
 from scripts.simulator.event_queue import EventQueue
+from scripts.simulator.service.engine import EmptyPageStore
 
 #: Result types of a transport's methods, by end and name.
 RESULTS: dict[tuple[str, str], Any] = {

@@ -14,8 +14,8 @@ from scripts.load_tester.analysis.stats import QUANTILES
 from scripts.load_tester.reporting.formats import milliseconds, per_second, percent
 from scripts.load_tester.workload.request_classes import RequestClass
 from scripts.simulator.client import Outcome
-from scripts.simulator.cluster import Cluster
-from scripts.simulator.node import Node
+from scripts.simulator.service.cluster import Cluster
+from scripts.simulator.service.node import Node
 
 Figures = dict[str, Any]
 WIDTH = 80

@@ -10,13 +10,13 @@ from gateway.requests.admission.priority import PriorityResolver
 from gateway.requests.admission.priority_review import INTERVAL_S, PriorityReview
 from scripts.load_tester.workload.plan import Plan
 from scripts.simulator.client import Client, PlannedTokens
-from scripts.simulator.cluster import Cluster
 from scripts.simulator.config import CONTEXT_LENGTH, SimulateConfig
-from scripts.simulator.engine import END_TOKEN, EmptyPageStore, ScriptedEngine
 from scripts.simulator.faults import FaultInjector
-from scripts.simulator.gateway import Answer
-from scripts.simulator.node import MODEL, NodeSettings
 from scripts.simulator.report import Figures, Objectives, figures
+from scripts.simulator.service.cluster import Cluster
+from scripts.simulator.service.engine import END_TOKEN, EmptyPageStore, ScriptedEngine
+from scripts.simulator.service.gateway import Answer
+from scripts.simulator.service.node import MODEL, NodeSettings
 
 VOCAB_SIZE = 32_000
 LOOK_EVERY = 2_000  # events
@@ -47,6 +47,7 @@ class Simulation:
             ),
             num_cores=config.cores,
             costs_beside=config.costs_beside,
+            costs_beside_decode=config.costs_beside_decode,
         )
         self.cluster = Cluster(
             settings, config.pool(MODEL), num_prefill=config.prefill, num_decode=config.decode, on_end=self._on_end

@@ -8,7 +8,7 @@ import pytest
 from support.engine.library_models import LIBRARY_MODELS, make_library_model
 
 from common.engine.models.config import ARCHITECTURES
-from common.engine.models.transformers_config import TransformersConfig
+from common.engine.models.transformers_impl.config import TransformersConfig
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+(?:ForCausalLM|LMHeadModel))` \| (.* \| .*) \|$", PAGE, flags=re.M))

@@ -105,8 +105,9 @@ async def test_a_node_that_drains_says_so_and_gets_no_new_requests(tmp_path: Pat
             await stream.has(3)
             answer = await drain(client, "decode-0", 60)
             assert (answer["worker"], answer["is_draining"], answer["num_requests"]) == ("decode-0", True, 1)
-            worker = (await client.workers())["decode-0"]
-            assert (worker["is_draining"], worker["num_requests"]) == (True, 1)
+            while not (worker := (await client.workers())["decode-0"])["is_draining"]:  # until the node has said so
+                await asyncio.sleep(0.01)
+            assert worker["num_requests"] == 1
             async with client.session.get("/ready") as ready:
                 assert ready.status == 503
             await stream.end()

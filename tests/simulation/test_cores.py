@@ -1,25 +1,41 @@
 """Cores that nodes share: who is done when, worked out by hand."""
 
+from collections.abc import Collection
 from functools import partial
 
 import pytest
 
 from common.config.cli import parse
+from common.config.shared import Role
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
-from scripts.simulator.cores import STAY_S, WAKE_S, Cores
 from scripts.simulator.event_queue import EventQueue
+from scripts.simulator.service.cores import STAY_S, WAKE_S, Cores
 from scripts.simulator.simulation import Simulation
 
+SAME: dict[Role, float] = {"prefill": 1.0, "decode": 1.0}
 
-def ends_of(count: int, steps: dict[str, tuple[float, float]], *, slower_beside: float = 1.0) -> dict[str, float]:
-    """When each step ends, of (begin, seconds alone)."""
+
+def ends_of(
+    count: int,
+    steps: dict[str, tuple[float, float]],
+    *,
+    slower_beside: dict[Role, float] = SAME,
+    prefill: Collection[str] = (),
+) -> dict[str, float]:
+    """When each step ends, of (begin, seconds alone).
+
+    Args:
+        slower_beside: factor of the seconds, by the role of the other node.
+        prefill: steps of prefill nodes; the others are of decode nodes.
+    """
     events = EventQueue()
     cores = Cores(events, count)
     ends: dict[str, float] = {}
     for name, (begin_s, seconds) in steps.items():
         end = partial(lambda name: ends.setdefault(name, events.now()), name)
-        events.at(begin_s, cores.run, seconds, slower_beside * seconds, end)
+        beside_s = {role: factor * seconds for role, factor in slower_beside.items()}
+        events.at(begin_s, cores.run, "prefill" if name in prefill else "decode", seconds, beside_s, end)
     while len(ends) < len(steps):
         events.step()
     return ends
@@ -30,8 +46,23 @@ def test_steps_on_cores_of_their_own_do_not_delay_each_other() -> None:
 
 
 def test_steps_beside_others_take_longer_even_on_a_core_of_their_own() -> None:
-    found = ends_of(2, {"a": (0.0, 1.0), "b": (0.0, 2.0)}, slower_beside=1.5)
+    found = ends_of(2, {"a": (0.0, 1.0), "b": (0.0, 2.0)}, slower_beside={"prefill": 1.0, "decode": 1.5})
     assert found == pytest.approx({"a": 1.5, "b": 2.5})  # b does two thirds of a second's work in the first 1.5 s
+
+
+def test_the_role_of_the_other_node_says_how_much_longer() -> None:
+    slower: dict[Role, float] = {"prefill": 2.0, "decode": 4.0}
+    found = ends_of(2, {"a": (0.0, 1.0), "b": (0.0, 1.0)}, slower_beside=slower, prefill="a")
+    # In 2 s beside a prefill node b is done; a has then done half of its work beside a decode node.
+    assert found == pytest.approx({"a": 2.5, "b": 2.0})
+
+
+def test_a_core_that_two_nodes_share_slows_the_other_core_by_their_mean() -> None:
+    slower: dict[Role, float] = {"prefill": 2.0, "decode": 4.0}
+    # In the first turn, a and c share a core and b has the other one.
+    short = 0.1 * STAY_S
+    found = ends_of(2, {"a": (0.0, 1.0), "b": (0.0, short), "c": (0.0, 1.0)}, slower_beside=slower, prefill="a")
+    assert found["b"] == pytest.approx(3.0 * short)
 
 
 def test_a_step_that_comes_later_slows_the_one_on_its_core() -> None:
@@ -60,9 +91,9 @@ def test_a_waking_thread_waits_while_all_cores_compute() -> None:
     cores = Cores(events, 2)
     assert cores.wait_s == 0.0
     ended: list[str] = []
-    cores.run(1.0, 1.0, lambda: ended.append("a"))
+    cores.run("decode", 1.0, SAME, lambda: ended.append("a"))
     assert cores.wait_s == 0.0
-    cores.run(2.0, 2.0, lambda: ended.append("b"))
+    cores.run("decode", 2.0, SAME, lambda: ended.append("b"))
     assert cores.wait_s == WAKE_S
     while not ended:
         events.step()

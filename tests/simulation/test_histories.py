@@ -19,7 +19,7 @@ from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
 from common.scheduling.long_prompts import LongPromptLimits
 from common.wire.messages import Closed, Flush, GetDecisions, Grant, Reprioritize, Resume
-from scripts.simulator.inprocess_transport import Fault, Wire
+from scripts.simulator.service.inprocess_transport import Fault, Wire
 
 ROOTS = (prompt_of(40, 0), prompt_of(40, 1), (*prompt_of(12, 0), *prompt_of(28, 5)))
 

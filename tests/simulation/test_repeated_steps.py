@@ -13,7 +13,7 @@ from common.config.scheduling import POLICIES
 from common.step_plan import StepPlan, StepResult
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
-from scripts.simulator.engine import ScriptedEngine
+from scripts.simulator.service.engine import ScriptedEngine
 from scripts.simulator.simulation import Simulation
 
 

@@ -1,5 +1,7 @@
 """Both roles under random events, on an engine whose tokens depend on the content of every page."""
 
+from typing import ClassVar
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -17,6 +19,9 @@ class Cluster(RuleBasedStateMachine):
     priorities: PriorityRules | None = None
     resume_tokens: int | None = None
     conservativeness = 1.0
+    window: int | None = None
+    decode_page_size = 4
+    pages: ClassVar[dict[str, int]] = {"prefill": 20, "decode": 14}
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,13 +33,16 @@ class Cluster(RuleBasedStateMachine):
             num_decode=2,
             page_size=4,
             chunk_tokens=8,
-            prefill_pages=20,
-            decode_pages=14,
+            prefill_pages=self.pages["prefill"],
+            decode_pages=self.pages["decode"],
             max_running=3,
             latency=2,
             rules=self.priorities,
             resume_tokens=self.resume_tokens,
             conservativeness=self.conservativeness,
+            window=self.window,
+            decode_page_size=self.decode_page_size,
+            wants_checksums=self.decode_page_size != 4,
         )
 
     @rule(
@@ -95,7 +103,7 @@ class Cluster(RuleBasedStateMachine):
         nodes = self.cluster.prefill if role == "prefill" else self.cluster.decode
         member = nodes[index]
         self.cluster.kill(member)
-        self.cluster.replace(member, 20 if role == "prefill" else 14)
+        self.cluster.replace(member, self.pages[role])
 
     @invariant()
     def books_balance(self) -> None:
@@ -114,13 +122,14 @@ class Cluster(RuleBasedStateMachine):
         prompt, max_new = self.wanted[rid]
         if rid in self.aborted:
             return
-        expected = expected_output(prompt, max_new)
+        expected = expected_output(prompt, max_new, self.window)
         if answer.error is None:
             assert answer.output == expected
             return
         got = tuple(answer.tokens[i] for i in range(len(answer.tokens)) if i in answer.tokens)
         assert got == expected[: len(got)], "wrong tokens before the error"
-        assert answer.error.code in (ErrorCode.NODE_LOST, ErrorCode.OUT_OF_PAGES)
+        is_lost = answer.error.code is ErrorCode.NODE_LOST
+        assert is_lost or (answer.error.code is ErrorCode.OUT_OF_PAGES and self.window is None)
 
 
 class UrgentCluster(Cluster):
@@ -137,8 +146,34 @@ class UrgentCluster(Cluster):
     conservativeness = 0.0  # admits so many requests that some are retracted
 
 
+class WindowCluster(Cluster):
+    """A model whose layers all attend within a window, and pools that are smaller than many requests."""
+
+    window = 11
+    pages: ClassVar[dict[str, int]] = {"prefill": 8, "decode": 7}
+
+
+class WideWindowCluster(Cluster):
+    """Decode nodes have larger pages, and no room for cached pages beside a ring."""
+
+    window = 30
+    decode_page_size = 8
+    pages: ClassVar[dict[str, int]] = {"prefill": 14, "decode": 7}
+
+
+class UrgentWindowCluster(UrgentCluster):
+    window = 6
+    pages: ClassVar[dict[str, int]] = {"prefill": 7, "decode": 10}
+
+
 SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestCluster = Cluster.TestCase
 TestCluster.settings = SETTINGS
 TestUrgentCluster = UrgentCluster.TestCase
 TestUrgentCluster.settings = SETTINGS
+TestWindowCluster = WindowCluster.TestCase
+TestWindowCluster.settings = SETTINGS
+TestWideWindowCluster = WideWindowCluster.TestCase
+TestWideWindowCluster.settings = SETTINGS
+TestUrgentWindowCluster = UrgentWindowCluster.TestCase
+TestUrgentWindowCluster.settings = SETTINGS

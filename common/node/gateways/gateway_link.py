@@ -51,6 +51,7 @@ class GatewayLink:
         is_registered, is_dialling: whether the gateway has accepted this node, and whether it is not even connected.
         heartbeat_s: seconds between two heartbeats that the gateway wants.
         prefill_nodes: those that the gateway knows.
+        most_held_tokens: as the node registered with it last.
         other_load: what it was told last of the load of the other gateways.
         client_load: what clients ask of it, as it said last; nothing while it is not registered.
     """
@@ -74,6 +75,7 @@ class GatewayLink:
         self.is_registered = False
         self.is_dialling = True
         self.prefill_nodes: tuple[Peer, ...] = ()
+        self.most_held_tokens = 0
         self.other_load = NO_LOAD
         self.client_load = ClientLoad()
 
@@ -82,7 +84,9 @@ class GatewayLink:
 
     def register(self) -> None:
         """Registers the node, for no request until the gateway knows its share, if it must share the node."""
-        self.send(structs.replace(self._register(), share=None if self._is_alone else 0))
+        register = self._register()
+        self.most_held_tokens = register.most_held_tokens
+        self.send(structs.replace(register, share=None if self._is_alone else 0))
 
     def follow(self, now: float) -> str:
         """Follows the connection. Returns the incarnation of a gateway that was lost with it; empty if none was."""

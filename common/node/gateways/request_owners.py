@@ -75,11 +75,14 @@ class RequestOwners:
         """Requests by gateway, those included that have left since the last ``sweep``."""
         return Counter(owned.gateway for owned in self._requests.values() if owned.ended_at is None)
 
-    def load_of_others(self, gateway: str, requests: Mapping[RequestKey, Request]) -> OtherLoad:
+    def load_of_others(
+        self, gateway: str, requests: Mapping[RequestKey, Request], most_held_tokens: int = 0
+    ) -> OtherLoad:
         """What the requests of all gateways but one cost, as routers count it.
 
         Args:
             requests: those on this node.
+            most_held_tokens: of the pool that one request holds; 0: all of its tokens.
         """
         num_to_compute = num_to_hold = 0
         for key, request in requests.items():
@@ -87,7 +90,8 @@ class RequestOwners:
             if owned is not None and owned.gateway != gateway:
                 num_to_compute += max(request.num_uncached, 0)
                 num_new = request.sampling.max_new_tokens
-                num_to_hold += len(request.prompt) + (min(request.expected_output, num_new) or num_new)
+                num_tokens = len(request.prompt) + (min(request.expected_output, num_new) or num_new)
+                num_to_hold += min(num_tokens, most_held_tokens or num_tokens)
         return OtherLoad(num_to_compute, num_to_hold)
 
     def add(self, message: Generate, gateway: str, requests: Mapping[RequestKey, Request], *, is_whole: bool) -> None:

@@ -48,6 +48,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     num_threads: int
     log_level: LogLevel
     log_format: LogFormat
+    has_dummy_weights: bool = False
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

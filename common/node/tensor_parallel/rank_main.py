@@ -74,7 +74,7 @@ def _serve(channel: RankChannel, load: Load, serve_transfers: ServeTransfers | N
     from common.engine.models.config import ModelConfig
 
     try:
-        config = ModelConfig.load(load.folder)
+        config = ModelConfig.load(load.folder, has_dummy_weights=load.has_dummy_weights)
         weights = _load_weights(load, config)
     except (BatonError, MemoryError) as error:
         channel.send(Loaded(str(error) or "it has too little memory"))
@@ -121,7 +121,7 @@ def _load_weights(load: Load, config: "ModelConfig") -> "DecoderWeights":
     """Raises ConfigError: the weights do not match the model, or the device has too little memory."""
     import torch
 
-    from common.engine.models.weights import load_weights
+    from common.engine.models.checkpoints.weights import load_weights
     from common.engine.tensor_parallel.shard import Shard
 
     torch.set_num_threads(load.num_threads)

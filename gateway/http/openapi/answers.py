@@ -148,6 +148,7 @@ class Worker(msgspec.Struct, kw_only=True):
     load_tokens: float
     register: dict[str, Any]
     heartbeat: dict[str, Any] | None
+    num_pairs: int
     pairs: Any
     failed_pairs: list[FailedPair]
 
@@ -162,7 +163,10 @@ class Draining(Answer):
 
 
 class WorkerList(Answer):
+    """Nodes, ``limit`` of ``num_workers``. Pairs that work are left out if the listed nodes have very many."""
+
     workers: list[Worker]
+    num_workers: int
     num_in_flight: int
     num_waiting: int
     model: str

@@ -36,7 +36,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     @router.get("/v1/requests", **described(RequestList, summary="List the last requests, newest first"))
     async def list_requests(caller: KnownCaller, limit: Limit = REQUESTS) -> Response:
         now, unix_now = clock.now(), time.time()
-        newest = sorted(timelines.newest(caller.scope), key=lambda one: -one.started_at)[:limit]
+        newest = timelines.last(limit, caller.scope)
         return JsonResponse({"requests": [summary_of(one, now, unix_now) for one in newest]})
 
     @router.get(
@@ -54,7 +54,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     async def show_trace(caller: KnownCaller, seconds: Seconds = SECONDS) -> Response:
         async with one_at_a_time:
             now = clock.now()
-            shown = timelines.since(now - seconds, caller.scope)[:MAX_TRACED]
+            shown = timelines.since(now - seconds, MAX_TRACED, caller.scope)
             return await run_in_threadpool(lambda: JsonResponse(chrome_trace(shown, now)))
 
     return router

@@ -21,7 +21,12 @@ ANSWER_TIMEOUT_S = 5.0
 OWN_DECISIONS = "gateway"
 DECISIONS, MAX_DECISIONS = 100, 1_000
 
+#: Nodes that one answer lists, and pairs up to which it shows also those that work.
+MAX_LISTED, MAX_PAIRS = 2_000, 10_000
+
 Limit = Annotated[int, Query(ge=1, le=MAX_DECISIONS)]
+Listed = Annotated[int, Query(ge=1, le=MAX_LISTED)]
+Offset = Annotated[int, Query(ge=0)]
 
 
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
@@ -36,11 +41,14 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         raise RequestError(ErrorCode.NOT_FOUND, f"no node has the name or the incarnation {name[:200]!r}")
 
     @router.get("/v1/workers", **described(WorkerList, summary="List the nodes"))
-    async def list_workers() -> Response:
-        models = services.models
+    async def list_workers(limit: Listed = MAX_LISTED, offset: Offset = 0) -> Response:
+        models, workers = services.models, services.control.pools.workers()
+        listed = workers[offset : offset + limit]
+        has_all_pairs = sum([len(node.pairs) for node in listed]) <= MAX_PAIRS
         return JsonResponse(
             {
-                "workers": [services.control.describe(node) for node in services.control.pools.workers()],
+                "workers": [services.control.describe(node, has_all_pairs=has_all_pairs) for node in listed],
+                "num_workers": len(workers),
                 "num_in_flight": services.dispatcher.num_in_flight,
                 "num_waiting": sum(len(model.pool.queue) for model in models),
                 "model": models[0].name,

@@ -15,6 +15,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Sized
+from itertools import islice
 from typing import NamedTuple
 
 from common.errors import ErrorCode, RequestError
@@ -23,6 +24,8 @@ from gateway.requests.output_processor import OutputStream
 #: Ended requests whose times are remembered. ``pace`` needs as many as the second number, the last one as late.
 NUM_SAMPLES, NUM_RELIABLE, RELIABLE_S = 64, 16, 30.0
 MAX_RETRY_AFTER_S = 60.0
+#: Outputs in flight, the oldest first, from whose progress a time is estimated.
+MAX_ESTIMATED = 1_000
 
 
 class Pace(NamedTuple):
@@ -165,7 +168,7 @@ def _seconds_served(in_flight: Iterable[OutputStream]) -> float | None:
     An output without a predicted length is assumed to grow to twice its present length, within its maximum.
     """
     estimates = []
-    for stream in in_flight:
+    for stream in islice(in_flight, MAX_ESTIMATED):
         num_tokens, request = len(stream.ids), stream.request
         if num_tokens > 1:
             num_left = request.expected_output - num_tokens

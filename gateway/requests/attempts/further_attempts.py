@@ -12,9 +12,10 @@ from common.wire.messages import Failed
 from gateway.requests.attempts.recovery import AttemptEnd, Recovery
 from gateway.requests.in_flight import InFlightRequest
 from gateway.requests.output_processor import OutputStream
-from gateway.workers.pair_health import PairKey
 from gateway.workers.pool import WorkerPool
-from gateway.workers.router import WorkerPair
+from gateway.workers.routing.candidates import Among
+from gateway.workers.routing.pair_health import PairKey
+from gateway.workers.routing.router import WorkerPair
 
 #: How the last attempt ended at an output that another gateway has begun.
 TAKEN_OVER = AttemptEnd(ErrorCode.TAKEN_OVER, "another gateway has begun the output")
@@ -29,15 +30,20 @@ class FurtherAttempts:
 
     def __init__(self) -> None:
         self.num_by_cause: Counter[tuple[str, ErrorCode]] = Counter()
+        self._recovering: dict[str, InFlightRequest] = {}  # all that have had a further attempt, or wait for one
         self._waiting: dict[str, InFlightRequest] = {}
         self._looked_at = 0.0
 
-    @staticmethod
-    def attempt_ended(flight: InFlightRequest, end: AttemptEnd, now: float) -> float | RequestError:
+    def recovering(self) -> list[InFlightRequest]:
+        """All requests in flight of which an attempt has ended without their fault."""
+        return list(self._recovering.values())
+
+    def attempt_ended(self, flight: InFlightRequest, end: AttemptEnd, now: float) -> float | RequestError:
         """The seconds until a request may be tried again, or the error with which it ends."""
         num_output = len(flight.stream.ids)
         if flight.recovery is None:
             flight.recovery = Recovery(end, now, num_output)
+            self._recovering[flight.stream.request.rid] = flight
         backoff_s = flight.recovery.ended(end, num_output=num_output, revision=flight.revision, now=now)
         return flight.recovery.verdict(now, timeout_s=flight.pool.recovery_timeout_s) or backoff_s
 
@@ -46,7 +52,7 @@ class FurtherAttempts:
         or longer if the retry budget is used up."""
         pool, recovery = flight.pool, flight.recovery
         assert recovery is not None
-        flight.pair, flight.nodes, flight.failed_at = None, (), ""
+        flight.pair, flight.failed_at = None, ""
         flight.stream.drop_early()
         budget_s = pool.budget.take(now, num_in_flight=pool.admission.num_in_flight)
         recovery.waits(budget_s)
@@ -63,6 +69,7 @@ class FurtherAttempts:
     def drop(self, rid: str) -> None:
         """A request has ended, waiting or not."""
         self._waiting.pop(rid, None)
+        self._recovering.pop(rid, None)
 
     def expired(self, now: float) -> Iterator[tuple[InFlightRequest, RequestError]]:
         """Requests that have waited longer than the recovery timeout, with their errors.
@@ -163,23 +170,18 @@ def choose_next_pair(
     request, output = stream.request, stream.ids
     recovery = recovery or Recovery(TAKEN_OVER, 0.0, len(output))
     prefills, decodes = pool.registry.able(request.adapter)
-    if recovery.revision:
-        prefills = [node for node in prefills if node.revision == recovery.revision]
-        decodes = [node for node in decodes if node.revision == recovery.revision]
-    if recovery.is_suspect:
-        prefills = [node for node in prefills if not pool.router.load(node.incarnation)] or prefills
-        decodes = [node for node in decodes if not pool.router.num_requests(node.incarnation)] or decodes
     last = recovery.last
-    others = [node for node in prefills if node.incarnation not in last.avoid]
-    kept = [node for node in decodes if node.incarnation == last.decode]
-    calm = [node for node in decodes if node.incarnation not in last.avoid]
+    among = Among(recovery.revision, prefers_idle=recovery.is_suspect)
+    calm = among._replace(avoid=last.avoid)
+    choices = [(calm, False)] if last.avoid else []
+    if last.decode is not None:
+        choices.insert(0, (calm._replace(decode=last.decode), False))
     tokens = (*request.prompt, *output[:-1])
     num_new = request.sampling.max_new_tokens - len(output) + bool(output)
-    choices = ((others, kept, False), (others, calm, False), (prefills, decodes, False), ((), decodes, True))
-    for able_prefills, able_decodes, is_local in choices:
+    for nodes, is_local in (*choices, (among, False), (among, True)):
         pair = pool.router.choose(
-            able_prefills, able_decodes, tokens, num_new=num_new,
-            num_expected=max(request.expected_output - len(output), 0), salt=request.salt, is_local=is_local, now=now,
+            prefills, decodes, tokens, num_new=num_new, among=nodes, is_local=is_local,
+            num_expected=max(request.expected_output - len(output), 0), salt=request.salt, now=now,
         )  # fmt: skip
         if pair is not None:
             return pair

@@ -13,7 +13,7 @@ from gateway.requests.in_flight import InFlightRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
-from gateway.workers.router import WorkerPair
+from gateway.workers.routing.router import WorkerPair
 
 #: Requests of one node that move at the same time.
 MAX_AT_ONCE = 8
@@ -62,7 +62,7 @@ class Moves:
 
     def begin(self, pool: WorkerPool, flights: Iterable[InFlightRequest]) -> list[MoveOrder]:
         """Moves to order now: of requests that decode on draining nodes, as far as others have room."""
-        draining = {node.incarnation for node in pool.registry.workers.values() if node.is_draining}
+        draining = sorted(pool.registry.draining)
         orders: list[MoveOrder] = []
         if not draining or not pool.registry.decodes:
             return orders

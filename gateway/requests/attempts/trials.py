@@ -5,8 +5,8 @@ killed those before. Meanwhile the pair, or the nodes, get no new requests.
 """
 
 from gateway.requests.in_flight import InFlightRequest
-from gateway.workers.pair_health import PairKey
-from gateway.workers.router import WorkerPair
+from gateway.workers.routing.pair_health import PairKey
+from gateway.workers.routing.router import WorkerPair
 
 
 def begin_trial(flight: InFlightRequest, pair: WorkerPair) -> None:

@@ -31,6 +31,8 @@ BATCHES = (2, 4, 8, 16, 32)
 BATCHES_BESIDE, PROMPTS_BESIDE = (1, 4, 12), 2
 #: Lengths of prompts beside outputs: long enough to keep a node busy, short enough for one chunk.
 LENGTHS_BESIDE = (64, 512)
+#: Tokens of an output on one of two decode nodes: so many that prompts are rare.
+PAIR_OUTPUT = 256
 NUM_ROWS = 5_000  # of a designed trace, more than any service answers in time
 
 
@@ -81,12 +83,15 @@ def service_size(server: ServerInfo, workers: Any) -> ServiceSize:
         raise ConfigError(f"--calibrate: /v1/workers has an unknown form ({error!r})") from None
 
 
-def ask_service(config: LoadtestConfig) -> tuple[ServerInfo, ServiceSize]:
-    """Ask the service for its size. Raises ConfigError: it does not answer, or has several nodes of a kind."""
+def ask_service(config: LoadtestConfig, *, num_decode: int = 1) -> tuple[ServerInfo, ServiceSize]:
+    """Ask the service for its size. Raises ConfigError: it does not answer, or has other numbers of nodes."""
     headers = common_headers(config)
     server = fetch_server_info(config.url, headers)
     size = service_size(server, get_json(urlsplit(config.url), "/v1/workers", headers, True))
-    refuse_several(size)
+    if num_decode == 1:
+        refuse_several(size)
+    else:
+        refuse_other_pairs(size)
     return server, size
 
 
@@ -96,6 +101,15 @@ def refuse_several(size: ServiceSize) -> None:
         raise ConfigError(
             f"--calibrate needs one prefill and one decode node, and the service has {size.num_prefill} and "
             f"{size.num_decode}: start one with fewer"
+        )
+
+
+def refuse_other_pairs(size: ServiceSize) -> None:
+    """Raise ConfigError unless there are two decode nodes, each of which gets half of the requests."""
+    if (size.num_prefill, size.num_decode) != (1, 2):
+        has = f"{size.num_prefill} and {size.num_decode}" if size.num_decode else "nodes that it does not name"
+        raise ConfigError(
+            f"--calibrate with --hardware PROFILE needs one prefill and two decode nodes, and the service has {has}"
         )
 
 
@@ -129,7 +143,10 @@ def measure(
     driver = Driver(base, server, size, say)
     for number in range(num_rounds):
         say(f"round {number + 1} of {num_rounds}")
-        driver.measure_round(seconds / num_rounds)
+        if size.num_decode > 1:
+            driver.measure_decode_nodes(BESIDE_SHARE * seconds / num_rounds)
+        else:
+            driver.measure_round(seconds / num_rounds)
     return driver.samples
 
 
@@ -163,6 +180,20 @@ class Driver:
         for batch in batches:
             self._say(f"prompts beside {batch} outputs")
             samples.add_beside(*self._send_beside(batch, beside_s / len(batches)))
+
+    def measure_decode_nodes(self, seconds: float) -> None:
+        """Send outputs to two decode nodes, of which each computes half."""
+        batches = [one for one in BATCHES_BESIDE if one <= max(self._batches, default=1)]
+        for batch in batches:
+            self._say(f"{batch} outputs at once on each of two decode nodes")
+            self.samples.add_on_two_nodes(self._send_pairs(batch, seconds / len(batches)))
+
+    def _send_pairs(self, batch: int, seconds: float) -> list[StreamedRequest]:
+        """Send so many outputs to each of two decode nodes at once, until ``seconds`` are over."""
+        size, length = self._size, self._lengths[0]
+        room = (size.pool_tokens // 2 or MAX_PROMPT) // batch - length
+        num_output = max(BATCH_OUTPUT, min(PAIR_OUTPUT, room, size.context_length // 2))
+        return self._send(designed_rows([length], num_output), concurrency=2 * batch, seconds=seconds)
 
     def _send_alone(self, seconds: float | None) -> list[StreamedRequest]:
         """Send one request after another for ``seconds``; None sends each length twice."""

@@ -58,6 +58,13 @@ def fit_costs(samples: Samples, kv_bytes_per_token: int) -> Fit:
     return Fit(costs, errors, counts, beside)
 
 
+def fit_beside_decode(samples: Samples) -> tuple[Costs, float]:
+    """Fit the costs of decode steps beside those of another decode node; also returns the median relative error."""
+    if len(samples.steps_beside_decode) < MIN_STEPS:
+        raise TooFewSamples(f"{len(samples.steps_beside_decode)} decode steps beside another decode node were measured")
+    return _fit_steps(samples.steps_beside_decode)
+
+
 def _check(samples: Samples) -> None:
     lengths = len({one.num_input for one in samples.prompts})
     if len(samples.prompts) < MIN_PROMPTS or lengths < MIN_LENGTHS:

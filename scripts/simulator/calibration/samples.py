@@ -48,13 +48,19 @@ class StreamedRequest:
 
 @dataclass(slots=True)
 class Samples:
-    """All measurements; ``steps_beside`` and ``prompts_beside`` are from times in which both nodes computed."""
+    """All measurements.
+
+    Attributes:
+        steps_beside, prompts_beside: from times in which the prefill and the decode node computed.
+        steps_beside_decode: from times in which two decode nodes computed.
+    """
 
     prompts: list[PromptSample] = field(default_factory=list)
     steps: list[StepSample] = field(default_factory=list)
     handoffs: list[HandoffSample] = field(default_factory=list)
     steps_beside: list[StepSample] = field(default_factory=list)
     prompts_beside: list[PromptSample] = field(default_factory=list)
+    steps_beside_decode: list[StepSample] = field(default_factory=list)
 
     def add_alone(self, requests: Iterable[StreamedRequest]) -> None:
         """Add requests that were sent one after another."""
@@ -82,6 +88,13 @@ class Samples:
                 self.prompts_beside.append(PromptSample(one.num_input, ttft_s, one.timings["prefill_s"]))
         last_s = max(one.stamps_s[0] for one in prompts)
         self.steps_beside += self._steps_together(outputs, began_s, min(ended_s, last_s))
+
+    def add_on_two_nodes(self, outputs: Sequence[StreamedRequest]) -> None:
+        """Add outputs of which two decode nodes computed half each. Steps count while all of them were in flight."""
+        together = list(self._steps_together(outputs))
+        most = max((one.num_rows for one in together), default=0)
+        found = [one for one in together if one.num_rows == most]
+        self.steps_beside_decode += [StepSample(most // 2, context // 2, seconds) for _, context, seconds in found]
 
     def _steps_together(
         self, requests: Sequence[StreamedRequest], began_s: float = -math.inf, ended_s: float = math.inf

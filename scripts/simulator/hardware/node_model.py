@@ -31,6 +31,7 @@ class NodeModel:
         num_devices: accelerators of the node.
         price_per_hour: of the whole node, in US dollars; 0 if unknown.
         costs_beside: costs while another node computes on the same processor (``--cores``); None if unknown.
+        costs_beside_decode: costs of a decode node while another decode node computes there; None if unknown.
     """
 
     costs: Costs
@@ -39,6 +40,7 @@ class NodeModel:
     num_devices: int
     price_per_hour: float
     costs_beside: Costs | None = None
+    costs_beside_decode: Costs | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="profile", tag_field="kind"):
@@ -47,6 +49,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
     Attributes:
         costs: parameters of ``Costs`` by name, in seconds and bytes per second.
         beside: those that are others while another node computes on the same processor.
+        beside_decode: those of a decode step that are others while another decode node computes there.
         num_devices: accelerators of the node.
         price_per_hour: of the whole node, in US dollars.
         errors: median relative error of the fit, by what was fitted.
@@ -63,11 +66,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
     errors: dict[str, float] = {}
     samples: dict[str, int] = {}
     beside: dict[str, float] = {}
+    beside_decode: dict[str, float] = {}
 
     def __post_init__(self) -> None:
         names = set(Costs.__dataclass_fields__)
-        for field, costs in (("costs", self.costs), ("beside", self.beside)):
-            for name, value in costs.items():
+        for field in ("costs", "beside", "beside_decode"):
+            for name, value in getattr(self, field).items():
                 if name not in names:
                     raise ValueError(f"{field}.{name} is not a cost; known are {', '.join(sorted(names))}")
                 if not 0 <= value < float("inf"):
@@ -110,7 +114,8 @@ def _of_profile(profile: Profile) -> NodeModel:
     kv_bytes = _rounded(profile.kv_bytes_per_token)
     costs = Costs(**profile.costs)
     beside = replace(costs, **profile.beside) if profile.beside else None
-    return NodeModel(costs, kv_bytes, profile.pool_tokens, profile.num_devices, profile.price_per_hour, beside)
+    decode = replace(beside or costs, **profile.beside_decode) if profile.beside_decode else None
+    return NodeModel(costs, kv_bytes, profile.pool_tokens, profile.num_devices, profile.price_per_hour, beside, decode)
 
 
 def _of_roofline(device: Accelerator, shape: ModelShape, tp: int, flag: str) -> NodeModel:

@@ -80,7 +80,7 @@ def test_a_missing_file_is_refused():
 
 
 def test_a_misspelt_variable_is_refused_but_not_one_of_another_command(monkeypatch):
-    monkeypatch.setenv("BATON_PREFILL", "2")
+    monkeypatch.setenv("BATON_WORKERS", "2")
     gateway()
     monkeypatch.setenv("BATON_PROT", "2")
     with pytest.raises(ConfigError, match="BATON_PROT is not a known option; did you mean BATON_PORT"):

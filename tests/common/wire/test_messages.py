@@ -19,13 +19,13 @@ from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
 #: The protocol version, and the digest of its messages.
-PINNED = (12, "ff8f56b0525284d3")
+PINNED = (13, "d887a995faab37c9")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,
     messages.FromNode,
     messages.FromGateway,
-    messages.FromDecode,
+    messages.ToListeningNode,
     messages.FromPrefill,
 )
 ON_DATA_CONNECTIONS = (tcp_wire, shm_hello, group_form)

@@ -11,7 +11,7 @@ from common.wire.messages import Tokens
 from gateway.requests.idempotency import IdempotencyStore, identify, with_key
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
-from scripts.simulator.gateway import NoText
+from scripts.simulator.service.gateway import NoText
 
 PATH = "/v1/completions"
 

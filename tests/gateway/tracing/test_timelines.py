@@ -249,6 +249,29 @@ def test_an_id_that_is_used_again_before_any_node_is_listed_as_the_newest() -> N
     assert [one.rid for one in timelines.newest()] == ["a", "b"]
 
 
+def test_the_last_are_those_that_began_last_and_no_others_are_made_of_the_outputs_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running = [ended_stream(f"r{number}") for number in range(100)]
+    for number, stream in enumerate(running):
+        stream.started_at = 10.0 + number
+    timelines = Timelines(3, lambda: reversed(running))
+    timelines.ended(ended_stream("old"))
+    late = ended_stream("late")
+    late.started_at = 108.5
+    timelines.ended(late)
+    made: list[str] = []
+    of = Timeline.of
+    monkeypatch.setattr(Timeline, "of", lambda stream: made.append(stream.request.rid) or of(stream))
+    assert [one.rid for one in timelines.last(3)] == ["r99", "late", "r98"]
+    assert made == ["r99", "r98", "r97"]
+    assert [one.rid for one in timelines.since(0.0, 2)] == ["r99", "r98"]
+    found = timelines.find("r5")
+    assert found is not None and found.rid == "r5"
+    assert len(made) == 6
+    assert timelines.last(3, "other tenant") == []
+
+
 def test_late_spans_are_taken_only_from_the_nodes_of_an_output() -> None:
     timelines = Timelines(1, lambda: ())
     timelines.ended(ended_stream("a", attempt=5, decode="d"))

@@ -21,7 +21,7 @@ from gateway.workers.auto_roles import (
     load_of,
 )
 from gateway.workers.registry import Worker
-from gateway.workers.router import Router
+from gateway.workers.routing.router import Router
 
 TOKENS_PER_S = 1_000.0  # that a busy prefill node computes
 

@@ -3,8 +3,17 @@
 import pytest
 from support.gateway.fake_nodes import make_register
 
-from common.wire.messages import Heartbeat, LayoutMessage, PairState, Refused, Registered
+from common.wire.messages import (
+    MAX_SECONDS,
+    Heartbeat,
+    LayoutMessage,
+    NodeCosts,
+    PairState,
+    Refused,
+    Registered,
+)
 from gateway.workers.registry import Registry
+from gateway.workers.routing.router import Router
 
 A, B, C, D = ("a" * 32, "b" * 32, "c" * 32, "d" * 32)
 
@@ -18,6 +27,15 @@ def pair():
     assert nodes.register(A, make_register("prefill", "p"), 0.0) == Registered(1, 1.0)
     assert nodes.register(B, make_register("decode", "d", num_pages=32), 0.0) == Registered(1, 1.0)
     return nodes
+
+
+def test_what_a_node_says_of_its_pool_and_its_costs_reaches_the_router_in_bounds():
+    nodes = registry()
+    nodes.register(B, make_register("decode", "d", most_held_tokens=128), 0.0)
+    assert nodes.workers[B].most_held_tokens == 128
+    costs = NodeCosts(transfer_bytes_per_s=5e-324)
+    nodes.on_heartbeat(B, Heartbeat(0, 0, 0, 0, 0, {}, costs=costs), 1.0)
+    assert nodes.workers[B].send_token_s == MAX_SECONDS
 
 
 def test_ready_needs_a_node_of_each_role_that_is_not_leaving():
@@ -63,6 +81,18 @@ def test_limits_are_those_of_the_largest_pools():
     assert limits is not None
     assert (limits.prompt_tokens, limits.total_tokens, limits.common_tokens) == (64 * 16, 100 * 16, 32 * 16)
     assert limits.max_running == 16
+
+
+def test_limits_of_a_model_with_windows_are_not_those_of_the_pools():
+    nodes = registry()
+    nodes.register(A, make_register("prefill", "p", num_pages=8, longest_tokens=512), 0.0)
+    nodes.register(B, make_register("decode", "d", num_pages=8, longest_tokens=512), 0.0)
+    nodes.register(C, make_register("decode", "small", num_pages=2, longest_tokens=32), 0.0)
+    limits = nodes.limits
+    assert limits is not None
+    assert (limits.prompt_tokens, limits.total_tokens, limits.common_tokens) == (512, 512, 32)
+    pair = Router().choose(nodes.prefills, nodes.decodes, range(300), num_new=200)
+    assert pair is not None and pair.nodes == (A, B)
 
 
 def test_a_node_with_another_tokenizer_is_refused_and_one_without_is_not() -> None:
@@ -127,7 +157,7 @@ def test_nodes_of_another_revision_serve_the_same_name_once_both_roles_are_there
     assert [node.name for node in nodes.decodes] == ["d"], "it has no prefill node yet"
     assert isinstance(nodes.register(D, make_register("prefill", "new-p", **new), 0.0), Registered)
     assert [node.name for node in nodes.decodes] == ["d", "new-d"]
-    assert [node.name for node in nodes.prefill_nodes(nodes.workers[C])] == ["new-p"]
+    assert [node.name for node in nodes.page_sources()[nodes.workers[C].revision]] == ["new-p"]
     nodes.remove(A)
     assert nodes.is_ready
     assert [node.name for node in nodes.decodes] == ["new-d"]

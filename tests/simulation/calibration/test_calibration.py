@@ -16,8 +16,15 @@ from common.errors import ConfigError
 from scripts.load_tester.client.server_info import ServerInfo
 from scripts.load_tester.workload.plan import Plan
 from scripts.load_tester.workload.planned_request import UNIQUE, PlannedRequest, segment_key
-from scripts.simulator.calibration.drive import ServiceSize, designed_rows, prompt_lengths, refuse_several, service_size
-from scripts.simulator.calibration.fit import TooFewSamples, fit_costs, grouped_fit, non_negative_fit
+from scripts.simulator.calibration.drive import (
+    ServiceSize,
+    designed_rows,
+    prompt_lengths,
+    refuse_other_pairs,
+    refuse_several,
+    service_size,
+)
+from scripts.simulator.calibration.fit import TooFewSamples, fit_beside_decode, fit_costs, grouped_fit, non_negative_fit
 from scripts.simulator.calibration.samples import HandoffSample, PromptSample, Samples, StepSample, StreamedRequest
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.hardware.node_model import Profile, find_hardware
@@ -88,6 +95,32 @@ def test_the_fit_finds_the_costs_beside_another_node(tmp_path: Path) -> None:
     assert fit.beside.row_s == pytest.approx(600e-6, rel=0.1)
     assert fit.beside.prompt_token_s == pytest.approx(400e-6, rel=0.05)
     assert fit.costs.prompt_token_s == pytest.approx(350e-6, rel=0.05)
+
+
+def test_the_fit_finds_the_costs_beside_another_decode_node(tmp_path: Path) -> None:
+    costs = {"step_s": 6e-3, "row_s": 400e-6, "prompt_token_s": 350e-6}
+    beside = {"step_s": 7e-3, "row_s": 600e-6, "prompt_token_s": 400e-6}
+    decode = {"step_s": 9e-3, "row_s": 700e-6}
+    file = tmp_path / "profile.json"
+    file.write_bytes(msgspec.json.encode(Profile("m", costs, KV_BYTES, 100_000, beside=beside, beside_decode=decode)))
+    samples = Samples()
+    for batch in (1, 4, 8):
+        words = [f"--hardware={file}", "--cores=2", "--decode=2", f"--concurrency={2 * batch}"]
+        samples.add_on_two_nodes(simulated(words, [16] * 4 * batch, 100))
+    found, error = fit_beside_decode(samples)
+    assert found.step_s == pytest.approx(9e-3, rel=0.05)
+    assert found.row_s == pytest.approx(700e-6, rel=0.1)
+    assert error < 0.05
+
+
+def test_each_of_two_decode_nodes_computes_half_of_the_rows_while_all_are_in_flight() -> None:
+    first, second = StreamedRequest(100, 0.0, [1.0, 2.0, 3.0, 4.0]), StreamedRequest(50, 0.0, [1.0, 2.0, 3.0])
+    samples = Samples()
+    samples.add_on_two_nodes([first, second])
+    # At 3.0, in the middle of the first's later gaps, the second has ended. At 2.5, of its own, both have 2 tokens.
+    assert samples.steps_beside_decode == [StepSample(1, (102 + 52) // 2, 1.0)]
+    with pytest.raises(TooFewSamples, match="1 decode steps beside another decode node"):
+        fit_beside_decode(samples)
 
 
 def test_only_what_both_nodes_computed_at_once_counts_as_beside() -> None:
@@ -195,6 +228,10 @@ def test_the_command_calibrates_a_live_server(tmp_path: Path, capsys: pytest.Cap
 def test_a_service_with_several_nodes_of_a_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs one prefill and one decode node, and the service has 2 and 1"):
         refuse_several(ServiceSize("m", 512, 2, 1))
+    with pytest.raises(ConfigError, match="needs one prefill and two decode nodes, and the service has 1 and 1"):
+        refuse_other_pairs(ServiceSize("m", 512, 1, 1))
+    with pytest.raises(ConfigError, match="nodes that it does not name"):
+        refuse_other_pairs(ServiceSize("m", 512))
 
 
 @pytest.mark.parametrize(
@@ -204,8 +241,8 @@ def test_a_service_with_several_nodes_of_a_kind_is_refused() -> None:
         (["--calibrate=nowhere", "--json=x"], "--calibrate"),
         (["--calibrate-seconds=5"], "--calibrate-seconds needs --calibrate"),
         (
-            ["--calibrate=http://127.0.0.1:1", "--json=x", "--hardware=h200"],
-            "--hardware has no effect with --calibrate",
+            ["--calibrate=http://127.0.0.1:1", "--json=x", "--hardware=h200", "--model=llama-3.1-8b"],
+            "--calibrate adds to a profile, which --hardware h200 is not",
         ),
     ],
 )

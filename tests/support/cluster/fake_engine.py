@@ -3,6 +3,8 @@
 The "KV" of a position is a running hash over all tokens up to it. The next token is a function of the sum of all
 hashes, read back from the pages as attention would. A page that is stale, overwritten, misplaced or released too soon
 changes every later token, and the output no longer equals ``expected_output``.
+
+With a window, hash and token depend on the positions that the window has, and on no others.
 """
 
 from collections.abc import Sequence
@@ -23,8 +25,15 @@ def mix(state: int, token: int) -> int:
     return value * 0xC2B2AE3D & 0xFFFFFFFF | 1
 
 
-def expected_output(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+def mix_window(seen: NDArray[np.uint32], token: int) -> int:
+    """Return the hash of a token that sees the tokens with these hashes, and itself."""
+    return mix(int(seen.sum(dtype=np.uint64)) & 0xFFFFFFFF, token)
+
+
+def expected_output(prompt: Sequence[int], num_tokens: int, window: int | None = None) -> tuple[int, ...]:
     """Return the tokens that the engine must produce after ``prompt``."""
+    if window is not None:
+        return _expected_within(window, prompt, num_tokens)
     state = total = 0
     for token in prompt:
         state = mix(state, token)
@@ -35,6 +44,16 @@ def expected_output(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         state = mix(state, output[-1])
         total += state
     return tuple(output)
+
+
+def _expected_within(window: int, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    tokens, hashes = list(prompt), np.zeros(len(prompt) + num_tokens, np.uint32)
+    for position in range(len(hashes)):
+        if position >= len(prompt):
+            seen = hashes[max(position - window, 0) : position]
+            tokens.append(int(seen.sum(dtype=np.uint64)) % VOCAB_SIZE)
+        hashes[position] = mix_window(hashes[max(position - window + 1, 0) : position], tokens[position])
+    return tuple(tokens[len(prompt) :])
 
 
 class FakePool:
@@ -62,7 +81,8 @@ class FakePool:
 class FakeExecutor:
     """Runs plans over a ``FakePool`` and asserts that each plan is valid."""
 
-    def __init__(self, num_pages: int, page_size: int, num_slots: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_slots: int, window: int | None = None) -> None:
+        self._window = window
         self.pool = FakePool(num_pages, page_size)
         self._page_size = page_size
         self._tables: dict[int, list[int]] = {}
@@ -87,6 +107,13 @@ class FakeExecutor:
             assert last is not None
             tokens = (last,)
         table = np.array(self._tables[slot])
+        if self._window is not None:
+            self._compute_within(self._window, table, start, tokens)
+            if sample:
+                end = start + len(tokens)
+                seen = self._keys(table, end)[max(end - self._window, 0) :]
+                self._last[slot] = int(seen.sum(dtype=np.uint64)) % VOCAB_SIZE
+            return self._last[slot] if sample else None
         state = int(self._keys(table, start)[-1]) if start else 0
         for position, token in enumerate(tokens, start):
             state = mix(state, token)
@@ -95,6 +122,16 @@ class FakeExecutor:
             return None
         self._last[slot] = int(self._keys(table, start + len(tokens)).sum(dtype=np.uint64)) % VOCAB_SIZE
         return self._last[slot]
+
+    def _compute_within(self, window: int, table: NDArray[np.int64], start: int, tokens: Sequence[int]) -> None:
+        """Compute the hashes of new tokens. As in an engine, all of their places are written before any is read."""
+        places = np.arange(start, start + len(tokens))
+        new = (table[places // self._page_size], places % self._page_size)
+        self.pool.keys[new] = 0
+        hashes = self._keys(table, start + len(tokens)).copy()
+        for position, token in enumerate(tokens, start):
+            hashes[position] = mix_window(hashes[max(position - window + 1, 0) : position], token)
+        self.pool.keys[new] = hashes[start:]
 
     def _keys(self, table: NDArray[np.int64], num_tokens: int) -> NDArray[np.uint32]:
         return self.pool.keys[table].reshape(-1)[:num_tokens]

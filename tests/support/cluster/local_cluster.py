@@ -16,10 +16,12 @@ from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor
 from support.cluster.manual_clock import ManualClock
 from support.cluster.watched_allocator import WatchedAllocator
 
+from common.cache.kv_window import KVWindow
 from common.cache.radix_cache import RadixCache
 from common.config.scheduling import PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
+from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.grammar_queue import CompileGrammar
 from common.scheduling.new_token_ratio import NewTokenRatio, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
@@ -35,7 +37,7 @@ from kv_transfer.send.sender import Sender
 from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 from prefill_node import scheduler as prefill
 from prefill_node.role import PrefillRole
-from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter, Wire
+from scripts.simulator.service.inprocess_transport import InProcessReader, InProcessWriter, Wire
 
 
 @dataclass(slots=True)
@@ -117,6 +119,7 @@ class LocalCluster:
         num_outstanding: steps that a node plans before it commits the first of them. A step runs when it is
             committed, the latest possible moment.
         adapters: folders of LoRA adapters by the ids that requests name.
+        window: tokens that a token sees in every layer; None: all.
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class LocalCluster:
         grammar_ticks: int = 0,
         num_outstanding: int = 1,
         adapters: Mapping[str, Path] | None = None,
+        window: int | None = None,
     ) -> None:
         self._adapters = adapters or {}
         self.clock = ManualClock()
@@ -168,6 +172,7 @@ class LocalCluster:
         self._resume_tokens = resume_tokens
         self._conservativeness = conservativeness
         self._limits = limits or {}
+        self._window = window
         self._options = options
         self._wants_checksums = wants_checksums
         self._stream_interval = stream_interval
@@ -176,11 +181,12 @@ class LocalCluster:
 
     def _load(self, num_pages: int, page_size: int) -> tuple[Any, tuple[int, ...]]:
         if self._folder is None:
-            return FakeExecutor(num_pages, page_size, self._max_running), ()
+            return FakeExecutor(num_pages, page_size, self._max_running, self._window), ()
         from common.engine.executor import load_executor
-        from common.engine.models.config import ModelConfig
+        from common.engine.models.implementation import ModelSource, load_config
 
-        config = ModelConfig.load(str(self._folder))
+        config = load_config(ModelSource(str(self._folder)))
+        assert config.window == self._window
         executor = load_executor(config, dtype="float32", num_pages=num_pages, page_size=page_size, **self._engine)
         for adapter, place in self._adapters.items():
             executor.adapters[adapter] = executor.read_adapter(place, max_rank=64)
@@ -194,15 +200,28 @@ class LocalCluster:
     def _order(self, cache: RadixCache) -> RequestOrdering:
         return RequestOrdering(make_policy(self._policy, cache, options=self._options), self._rules)
 
+    def _sender(self, transport: Any, window: KVWindow) -> Sender:
+        store = transport.store
+        longest = min(window.max_tokens(store.num_pages), 1_000_000)
+        return Sender(
+            transport,
+            digest="model",
+            clock=self.clock,
+            checksums="all" if self._wants_checksums else "off",
+            max_pages=store.layout.num_pages(longest),
+        )
+
     def _prefill_node(self, name: str, num_pages: int) -> Member:
         page_size = self._page_sizes["prefill"]
         executor, eos = self._load(num_pages, page_size)
         allocator = WatchedAllocator(num_pages, page_size)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
-        limits = prefill.PrefillLimits(self._max_running, self._max_queued, chunk_tokens=self._chunk)
+        most_at_once = ChunkAlignment().most_at_once(self._chunk, page_size)
+        window = KVWindow.of_prefill(page_size, self._window, most_at_once)
+        limits = prefill.PrefillLimits(self._max_running, self._max_queued, chunk_tokens=self._chunk, window=window)
         transport = InProcessWriter(self.wire, executor.pool)
         chosen = transport if self.wire.can_recall else NegotiatingWriter([transport])
-        sender = Sender(chosen, digest="model", clock=self.clock, checksums="all" if self._wants_checksums else "off")
+        sender = self._sender(chosen, window)
         scheduler = prefill.PrefillScheduler(
             cache,
             allocator,
@@ -231,6 +250,8 @@ class LocalCluster:
         page_size = self._page_sizes["decode"]
         executor, eos = self._load(num_pages, page_size)
         allocator = WatchedAllocator(num_pages, page_size)
+        most_at_once = ChunkAlignment().most_at_once(self._chunk, page_size)
+        window = KVWindow.of_decode(page_size, self._window, most_at_once, num_pages)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         transport = InProcessReader(self.wire, executor.pool)
         writer = InProcessWriter(self.wire, executor.pool)
@@ -246,6 +267,7 @@ class LocalCluster:
                     chunk_tokens=self._chunk,
                     resume_tokens=self._resume_tokens,
                     is_retracted_by_priority=self._rules is not None,
+                    window=window,
                 )
             ),
             ordering=self._order(cache),
@@ -254,9 +276,7 @@ class LocalCluster:
             is_connected=receiver.is_connected,
         )
         chosen_writer = writer if self.wire.can_recall else NegotiatingWriter([writer])
-        sender = Sender(
-            chosen_writer, digest="model", clock=self.clock, checksums="all" if self._wants_checksums else "off"
-        )
+        sender = self._sender(chosen_writer, window)
         role = DecodeRole(
             scheduler,
             receiver,

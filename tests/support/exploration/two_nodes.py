@@ -25,7 +25,7 @@ from kv_transfer.send.table import EARLY_LEASE_S
 from kv_transfer.send.tombstones import LEASE_S
 from kv_transfer.transports.base import ReaderTransport, WriterTransport
 from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
-from scripts.simulator.inprocess_transport import InProcessReader, Wire
+from scripts.simulator.service.inprocess_transport import InProcessReader, Wire
 
 
 class TwoNodes:

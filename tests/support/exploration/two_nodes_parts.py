@@ -11,7 +11,7 @@ from kv_transfer.page_slices import SlicePair
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import Attached, ReaderTransport, WriterTransport
-from scripts.simulator.inprocess_transport import InProcessReader, InProcessWriter
+from scripts.simulator.service.inprocess_transport import InProcessReader, InProcessWriter
 
 LAYOUT = PageLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, dtype="float16")  # 4 bytes a page
 JUNK = 0xEE

@@ -13,10 +13,10 @@ from common.node.loading.memory_plan import Capacity
 from common.sampling_params import SamplingParams
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.workers.pool import make_pool
-from scripts.simulator.cluster import Cluster
 from scripts.simulator.costs import Costs
-from scripts.simulator.gateway import Answer
-from scripts.simulator.node import MODEL, Engine, NodeSettings
+from scripts.simulator.service.cluster import Cluster
+from scripts.simulator.service.gateway import Answer
+from scripts.simulator.service.node import MODEL, Engine, NodeSettings
 
 #: A step takes 10 ms, and 1 ms for each prompt token or row; a message 1 ms; pages of 32 bytes 1 ms each.
 COSTS = Costs(0.01, 0.001, 0.001, 0.0, 0.001, 0.001, 32_000.0)

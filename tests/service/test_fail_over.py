@@ -1,0 +1,89 @@
+"""A service on two hosts whose data connections break while pages are under way: NIXL, then TCP, then NIXL again.
+
+The hosts are network namespaces with boot ids of their own, so that the nodes share no memory.
+"""
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support.service.client import prompt_of, until
+
+from common.config.serve import ServeConfig
+from kv_transfer.transports.broken_transports import MIN_REST_S
+from scripts.chaos_harness.hosts import Hosts, Link, NoNamespaces
+from scripts.chaos_harness.service import ChaosService
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+PREFILL, DECODE = "prefill-0", "decode-0"
+NUM_NEW = 8
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[ChaosService]:
+    try:
+        hosts = Hosts([PREFILL, DECODE], Link(delay_s=0.05))
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+    try:
+        config = ServeConfig(
+            served_model_name="m", prefill=1, decode=1, dtype="float32", device="cpu", threads=1, cluster_key="c" * 32,
+            max_total_tokens=8192, chunked_prefill_size=64,
+        )  # fmt: skip
+        service = ChaosService(config, tmp_path, hosts=hosts)
+        try:
+            await service.start()
+            yield service
+            assert not service.tracebacks(), service.log_tail()
+            assert await service.stop() == []
+        finally:
+            service.kill_all()
+    finally:
+        hosts.close()
+
+
+def carriers(service: ChaosService) -> list[str]:
+    """The transports by which pages have gone so far, in order."""
+    return re.findall(rf"pages go to decode node {DECODE} by (\w+)", service.nodes[PREFILL].log.read_text())
+
+
+async def generate(service: ChaosService, seed: int) -> list[int]:
+    body = {
+        "input_ids": prompt_of(600, seed),
+        "sampling_params": {"max_new_tokens": NUM_NEW, "ignore_eos": True, "temperature": 0.0},
+    }
+    client = service.clients[service.gateway.name]
+    status, answer = await client.call("POST", "/generate", json.dumps(body).encode(), timeout_s=120)
+    assert status == 200, answer
+    ids: list[int] = json.loads(answer)["output_ids"]
+    return ids
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+async def test_transfers_go_on_by_tcp_when_nixl_breaks_and_the_pair_returns_to_it(service: ChaosService) -> None:
+    assert service.hosts is not None
+    await generate(service, 0)
+    assert carriers(service) == ["nixl"], service.log_tail()
+    settings = service.nodes[DECODE].worker["register"]["nixl"]
+    assert settings == {"backend": "UCX", "UCX_NET_DEVICES": "eth0", "UCX_TLS": "tcp"}
+    data_port = service.nodes[PREFILL].data_port
+    under_way = [asyncio.create_task(generate(service, seed)) for seed in range(1, 9)]
+    await asyncio.sleep(0.4)
+    await asyncio.to_thread(service.hosts.reset, DECODE, PREFILL, spared_port=data_port)
+    disturbed = await asyncio.gather(*under_way)
+    await until(lambda: len(carriers(service)) > 1, 60.0, "the pair has not attached again")
+    assert carriers(service) == ["nixl", "tcp"], service.log_tail()
+    assert "broke: a transfer ended in an error" in service.nodes[PREFILL].log.read_text(), "nothing was under way"
+    await asyncio.sleep(MIN_REST_S)
+    seed = 100
+    while len(carriers(service)) == 2:
+        await generate(service, seed)
+        seed += 1
+        assert seed < 200, service.log_tail()
+    assert carriers(service) == ["nixl", "tcp", "nixl"], service.log_tail()
+    await service.clients[service.gateway.name].call("POST", "/flush_cache")
+    assert [await generate(service, seed) for seed in range(1, 9)] == disturbed
