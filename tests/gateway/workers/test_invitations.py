@@ -1,6 +1,7 @@
 """A gateway asks the nodes that it lists to register, and finds out which keys they have."""
 
 import asyncio
+import socket
 import errno
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -162,18 +163,18 @@ async def test_a_node_that_cannot_be_reached_is_logged_once(
     context: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(invitations, "UNREACHED_S", 0.05)
-    closed = listening(context)
-    address = f"127.0.0.1:{closed.port}"
-    closed.close()
-    asking = inviting(context, {address: "decode"})
-    asking.start()
-    async with asyncio.timeout(60):
-        while not caplog.records:
-            await asyncio.sleep(0.002)
-    assert f"cannot ask the node of --decode at {address} to register: there has been no connection" in caplog.text
-    await asyncio.sleep(0.1)
-    assert len(caplog.records) == 1
-    asking.close()
+    with socket.socket() as held:  # bound, so that no other process takes the port, and not listening
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        asking = inviting(context, {address: "decode"})
+        asking.start()
+        async with asyncio.timeout(60):
+            while not caplog.records:
+                await asyncio.sleep(0.002)
+        assert f"cannot ask the node of --decode at {address} to register: there has been no connection" in caplog.text
+        await asyncio.sleep(0.1)
+        assert len(caplog.records) == 1
+        asking.close()
 
 
 def test_a_context_has_room_for_all_listed_nodes_or_the_start_ends_with_the_reason(node_context: Any) -> None:

@@ -21,11 +21,16 @@ from scripts.chaos_harness.hosts import Hosts
 
 HAS_RAY = importlib.util.find_spec("ray") is not None and shutil.which("nsenter") is not None
 START_TIMEOUT_S = 120.0
+#: Ray gives a raylet 30 seconds to appear, which a busy machine may not keep; users start it again then.
+MAX_STARTS = 3
+#: A command of the manager waits for processes that import torch, one after the other, maybe on a busy machine.
+COMMAND_TIMEOUT_S = 600.0
 GCS_PORT = 6379  # in the head's own network namespace
 #: Small raylets, and dead hosts noticed within about ten seconds.
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1500",
     "RAY_health_check_timeout_ms": "2500",
@@ -73,21 +78,31 @@ class RayHosts:
         variables = self._variables | ({"RAY_REDIS_ADDRESS": self._redis} if is_head and self._redis else {})
         shell = f'mount --bind "{mine}" /tmp/ray && exec "$@"'
         in_namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", shell, "sh"]
-        with contextlib.suppress(FileNotFoundError):
-            log.unlink()
-        self._processes[name] = spawn(self.hosts.command(name, *in_namespaces, *words), log, variables)
+        for _ in range(MAX_STARTS):
+            with contextlib.suppress(FileNotFoundError):
+                log.unlink()
+            self._processes[name] = spawn(self.hosts.command(name, *in_namespaces, *words), log, variables)
+            if self._is_started(name, log):
+                return
+            said = log.read_text()
+            self.kill(name)
+        raise AssertionError(f"Ray did not start {MAX_STARTS} times on {name}:\n{said}\n{self.logs()}")
+
+    def _is_started(self, name: str, log: Path) -> bool:
+        """Waits for a raylet; false if its processes ended or it takes too long."""
         ends = time.monotonic() + START_TIMEOUT_S
         while "Ray runtime started" not in log.read_text():
-            process = self._processes[name]
-            assert process.poll() is None and time.monotonic() < ends, log.read_text()
+            if self._processes[name].poll() is not None or time.monotonic() > ends:
+                return False
             time.sleep(0.1)
+        return True
 
     @property
     def address(self) -> str:
         """Of the head."""
         return f"{self.hosts.address(self.head)}:{GCS_PORT}"
 
-    def run(self, name: str, *words: object, timeout_s: float = 180.0) -> "subprocess.CompletedProcess[str]":
+    def run(self, name: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S) -> "subprocess.CompletedProcess[str]":
         """Run a command on a host."""
         return subprocess.run(
             self._enter(name, words), capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=self._variables
@@ -108,7 +123,7 @@ class RayHosts:
         init = self._init(name)
         return ["nsenter", "--target", str(init), "--net", "--pid", "--mount", f"--wdns={ROOT}", *map(str, words)]
 
-    def cluster(self, name: str, *words: object, timeout_s: float = 180.0) -> "subprocess.CompletedProcess[str]":
+    def cluster(self, name: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S) -> "subprocess.CompletedProcess[str]":
         """Run ``baton cluster`` on a host."""
         return self.run(name, sys.executable, "-m", "scripts.cli", "cluster", *words, timeout_s=timeout_s)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Self
 
 API_KEY = "k"
-WAIT_S = 180.0
+WAIT_S = 300.0
 
 
 class NotTaken(Exception):
