@@ -146,7 +146,7 @@ class ConsoleFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)s {process.replace('%', '%%')} %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        shown = super().formatMessage(record)
+        shown = _harmless(super().formatMessage(record))
         fields = _fields_of(record)
         if fields:
             shown += "".join(f" {name}={_word(value)}" for name, value in fields.items() if value not in (None, ""))
@@ -218,6 +218,16 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -
 def _fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
     fields: Mapping[str, Any] = getattr(record, FIELDS, {})
     return fields
+
+
+def _harmless(text: str) -> str:
+    """A message for the console: its further lines are indented, and what else cannot be printed is escaped, so that
+    text of a client or of another process looks like no line of ours.
+    """
+    if text.isprintable():
+        return text
+    lines = text.rstrip().split("\n")
+    return "\n    ".join("".join(char if char.isprintable() else repr(char)[1:-1] for char in line) for line in lines)
 
 
 def _word(value: Any) -> str:

@@ -4,6 +4,9 @@ The gateway names all prefill nodes that may send pages; they are dialled at onc
 too. A named node that was lost, or did not answer, is dialled again after a pause that doubles with each loss; until it
 answers, its pair has a problem. A node that is no longer named is let go after a grace, when nothing uses it: a gateway
 that has just started names the nodes one after another, as they register.
+
+A node that starts again has the address of the process before it. That process has ended, even if no connection says
+so yet, and is not dialled any more.
 """
 
 import math
@@ -48,6 +51,28 @@ class PrefillPeers:
     def __init__(self) -> None:
         self._peers: dict[str, PrefillPeer] = {}
         self._named: dict[str, None] | None = None  # None: the gateway has named none yet
+        self._newest: dict[str, str] = {}  # the incarnation that was heard of last at each address
+
+    def _know(self, peer: Peer) -> PrefillPeer:
+        if peer.incarnation not in self._peers:
+            self._peers[peer.incarnation] = PrefillPeer(peer)
+            self._newest[peer.address] = peer.incarnation
+        return self._peers[peer.incarnation]
+
+    def _forget(self, incarnation: str) -> None:
+        address = self._peers.pop(incarnation).peer.address
+        if self._newest.get(address) == incarnation:
+            del self._newest[address]
+
+    def has_ended(self, peer: Peer) -> bool:
+        """Whether another process has the address of this one."""
+        is_known = peer.incarnation in self._peers
+        return is_known and self._newest.get(peer.address, peer.incarnation) != peer.incarnation
+
+    def earlier_at(self, peer: Peer) -> list[str]:
+        """Nodes with a connection that had the address of this one before it."""
+        others = [(key, one) for key, one in self._peers.items() if one.is_dialled and key != peer.incarnation]
+        return [key for key, one in others if one.peer.address == peer.address]
 
     def name(self, nodes: Iterable[Peer], now: float) -> None:
         """Take the prefill nodes that the gateway names; they are all that it knows."""
@@ -56,14 +81,14 @@ class PrefillPeers:
         self._named = {}
         for peer in nodes:
             self._named[peer.incarnation] = None
-            self._peers.setdefault(peer.incarnation, PrefillPeer(peer))
+            self._know(peer)
         for incarnation in [key for key, one in self._peers.items() if not one.is_dialled and key not in self._named]:
-            del self._peers[incarnation]
+            self._forget(incarnation)
 
     def dial(self, peer: Peer, now: float) -> bool:
-        """Note that this node is dialled now. False: it is dialled already."""
-        one = self._peers.setdefault(peer.incarnation, PrefillPeer(peer))
-        if one.is_dialled:
+        """Note that this node is dialled now. False: it is dialled already, or has ended."""
+        one = self._know(peer)
+        if one.is_dialled or self.has_ended(peer):
             return False
         one.is_dialled, one.answer_by, one.named_until = True, now + ANSWER_S, now
         return True
@@ -79,7 +104,7 @@ class PrefillPeers:
         if one is None or not one.is_dialled:
             return False
         if self._named is None or incarnation not in self._named:
-            del self._peers[incarnation]
+            self._forget(incarnation)
             return True
         one.is_dialled, one.answer_by, one.problem = False, None, why
         one.dial_at = now + min(FIRST_PAUSE_S * 2 ** min(one.num_losses, 30), MAX_PAUSE_S)
@@ -88,7 +113,8 @@ class PrefillPeers:
 
     def due(self, now: float) -> list[Peer]:
         """The nodes to dial now."""
-        return [one.peer for one in self._peers.values() if not one.is_dialled and one.dial_at <= now]
+        waiting = [one.peer for one in self._peers.values() if not one.is_dialled and one.dial_at <= now]
+        return [peer for peer in waiting if not self.has_ended(peer)]
 
     def overdue(self, now: float) -> list[str]:
         """The nodes that have not answered in time."""

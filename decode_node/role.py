@@ -70,6 +70,7 @@ COUNTERS = (
     "output_tokens",
 )
 
+ADDRESS_TAKEN = "the prefill node has ended: another process has its address"
 #: When pages are sent again, both nodes know the transfer by an attempt that is higher by this, each time.
 RESUMED = 1 << 32
 
@@ -292,9 +293,13 @@ class DecodeRole:
             self.stats.handed_off(request, now)
         if message.prefill is not None:
             self._dial(message.prefill, now)
+            if self._peers.has_ended(message.prefill):
+                self._fail(request, ErrorCode.NODE_LOST, ADDRESS_TAKEN, now)
 
     def _dial(self, peer: Peer, now: float) -> None:
         if self._peers.dial(peer, now):
+            for incarnation in self._peers.earlier_at(peer):
+                self._drop_peer(incarnation, ADDRESS_TAKEN, now)
             self.outbox.dial.append(peer)
             connect = self._receiver.connect(peer.incarnation, peer.name, peer.num_ranks)
             self.outbox.peers.append((peer.incarnation, connect))

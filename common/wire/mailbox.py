@@ -9,6 +9,11 @@ With keys (``common.wire.curve``), connections are encrypted and authenticated a
 for good if its handshake fails or it carries a forged frame, since anyone on the way can cause both; a connecting
 mailbox then dials again.
 
+ZMQ ignores a second connection with the identity of an open one, and a process may well have two to one address: the
+first may have been dialled for a process that had the address before. So every connection of a process has an identity
+of its own, its incarnation and a number. A bound mailbox answers on the newest from which a message has come, and drops
+what still comes over others.
+
 Messages to one peer that are due together share frames, since a frame costs more than the messages in it.
 
 Of a peer that the process does not know yet, a bound mailbox decodes little; see ``common.wire.unknown_peers``.
@@ -18,6 +23,7 @@ ones; the bytes of large ones are counted here until ZMQ has sent them.
 """
 
 import contextlib
+import itertools
 import logging
 import struct
 import time
@@ -46,6 +52,8 @@ SHARED_BYTES = 3_072  # of messages that share a frame, which is then not large
 MAX_DISCARDED = 64  # frames of unknown peers in one call of receive
 MAX_MESSAGES = 1_024  # in one frame
 MAX_HEADERS = 4_096  # kept encoded
+MAX_DIGITS = 18  # of the number of a connection
+MAX_ROUTES = 4_096  # of peers that the process does not know
 NUM_PROBES = 6
 PROBE_EVERY_S = 0.02
 SILENCE_S = 30.0  # unless a mailbox is given another time
@@ -59,6 +67,8 @@ _ACCEPTED, _CONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_HANDSHAKE_SUCCEED
 _DISCONNECTED, _REFUSED = int(zmq.EVENT_DISCONNECTED), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _CLOSED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _EVENT = struct.Struct("=HI")  # number and value
+_NO_ROUTE = (0, b"")
+_CONNECTIONS = itertools.count(1)  # of this process
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # operators of enumerations are slow
 
 
@@ -88,7 +98,7 @@ class Mailbox:
     """A ZMQ socket with a strict codec.
 
     Args:
-        incarnation: incarnation of this process, and the routing identity of a connecting mailbox.
+        incarnation: incarnation of this process, with which the routing identity of a connecting mailbox begins.
         accepts: union of the message types to accept.
         bind, connect: ``tcp://host:port``; exactly one of the two. Port 0 binds a free port, see ``address``.
         curve: the keys; None neither encrypts nor authenticates. A context can have one bound mailbox with keys.
@@ -127,13 +137,15 @@ class Mailbox:
         self._encoder = msgspec.msgpack.Encoder()
         self._headers: dict[str, bytes] = {}  # encoded, by target
         self._unknown = UnknownPeers()
+        self._routes: dict[str, tuple[int, bytes]] = {}  # number and identity of the newest connection, by incarnation
+        self._most_routes = MAX_ROUTES
         self._has_unread = False
         self._num_probes_left = 0
         self._probed_at = 0.0
         self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # unsent messages and bytes, by target
         self._socket = context.socket(zmq.ROUTER if bind else zmq.DEALER)
         self._readable = [(self._socket, int(zmq.POLLIN))]  # for ``zmq_poll``
-        self._configure(self._socket, incarnation, is_bound=self._is_bound, silence_s=silence_s)
+        self._configure(self._socket, is_bound=self._is_bound, silence_s=silence_s)
         self._endpoint = connect
         self._lost_at: float | None = None  # since when a connecting mailbox lacks the connection that it had
         self._num_pending = 0  # connections to a bound mailbox whose handshake is not finished
@@ -155,13 +167,13 @@ class Mailbox:
             if bind:
                 self._socket.bind(bind)
             else:
-                self._socket.connect(connect)
+                self._connect()
         except zmq.ZMQError:
             self.close()
             raise
 
     @staticmethod
-    def _configure(socket: zmq.Socket[bytes], incarnation: str, *, is_bound: bool, silence_s: float) -> None:
+    def _configure(socket: zmq.Socket[bytes], *, is_bound: bool, silence_s: float) -> None:
         socket.set(zmq.LINGER, 200)
         socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.set(zmq.SNDHWM, MAX_WAITING)
@@ -176,9 +188,12 @@ class Mailbox:
         if is_bound:
             socket.set(zmq.ROUTER_MANDATORY, 1)
         else:
-            socket.set(zmq.ROUTING_ID, incarnation.encode())
             socket.set(zmq.RECONNECT_IVL, 50)
             socket.set(zmq.RECONNECT_IVL_MAX, 1_000)
+
+    def _connect(self) -> None:
+        self._socket.set(zmq.ROUTING_ID, f"{self.incarnation}.{next(_CONNECTIONS)}".encode())
+        self._socket.connect(self._endpoint)
 
     @property
     def address(self) -> str:
@@ -226,7 +241,8 @@ class Mailbox:
         socket = self._socket
         try:
             if self._is_bound:
-                socket.send(target.encode(), _SNDMORE)
+                _, identity = self._routes.get(target, _NO_ROUTE)
+                socket.send(identity or target.encode(), _SNDMORE)
             socket.send(header, _SNDMORE)
             tracker = socket.send(body, _NOBLOCK, copy=not is_large, track=is_large)
         except zmq.ZMQError as error:
@@ -262,7 +278,7 @@ class Mailbox:
                 break
             try:
                 first = self._socket.recv(_NOBLOCK, copy=False) if self._is_bound else None
-                if first is None or is_known is None or is_known(first.bytes.decode("latin-1")):
+                if first is None or is_known is None or is_known(_owner_of(first.bytes)[0]):
                     frames = self._socket.recv_multipart(_NOBLOCK)
                 else:
                     frames = self._recv_unknown(first)
@@ -275,6 +291,9 @@ class Mailbox:
             num_frames += 1
             num_bytes += len(frames[-1])
             envelopes += self._decode(None if first is None else self._identity(first), frames)
+        if len(self._routes) > self._most_routes and is_known is not None:
+            self._routes = {peer: route for peer, route in self._routes.items() if is_known(peer)}
+            self._most_routes = len(self._routes) + MAX_ROUTES
         return envelopes
 
     @property
@@ -286,13 +305,13 @@ class Mailbox:
         """The other frames of a message whose sender is not known; none if it has sent too much."""
         frames = self._socket.recv_multipart(_NOBLOCK, copy=False)
         num_bytes = sum(map(len, frames))
-        if not self._unknown.may_send(first.bytes.decode("latin-1"), num_bytes, time.monotonic()):
+        if not self._unknown.may_send(_owner_of(first.bytes)[0], num_bytes, time.monotonic()):
             self._drop("unknown", "a peer that has not registered sends too much")
             return []
         return [frame.bytes for frame in frames]
 
     def _identity(self, first: zmq.Frame) -> bytes:
-        """The incarnation that owns the connection, as the first frame says; empty if its key cannot have it."""
+        """The identity of the connection, as the first frame says; empty if its key cannot have it."""
         identity = first.bytes
         if self._authenticator is not None and not identity.startswith(str(first.get("User-Id")).encode()):
             return b""
@@ -301,31 +320,37 @@ class Mailbox:
     def _decode(self, identity: bytes | None, frames: list[bytes]) -> list[Envelope]:
         if len(frames) != 2:
             return self._drop("frames", f"{len(frames)} frames")
+        owner, number = ("", 0) if identity is None else _owner_of(identity)
         try:
             header = self._header.decode(frames[0])
             if header.version != PROTOCOL_VERSION:
-                if identity == header.sender.encode():
-                    self._refuse_version(header)
+                if identity and owner == header.sender:
+                    self._refuse_version(header, identity)
                 return self._drop("version", f"protocol {header.version}, ours is {PROTOCOL_VERSION}")
-            if identity is not None and header.sender.encode() != identity:
+            if identity is not None and header.sender != owner:
                 return self._drop("sender", "the sender is not the owner of the connection")
             if header.target and header.target != self.incarnation:
                 return self._drop("target", "meant for an earlier start of this process")
             messages = self._messages.decode(frames[1])
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             return self._drop("malformed", str(error))
+        if identity is not None:
+            if number < self._routes.get(owner, _NO_ROUTE)[0]:
+                return self._drop("replaced", "it came over a connection in whose place the sender has another one")
+            self._routes[owner] = (number, identity)
         if not isinstance(messages, list):
             return [Envelope(header.sender, messages)]
         return [Envelope(header.sender, message) for message in messages]
 
-    def _refuse_version(self, header: Header) -> None:
+    def _refuse_version(self, header: Header, identity: bytes) -> None:
         """Send ``Refused`` in the version of a peer that has connected with another one."""
         reason = (
             f"it speaks version {header.version} of the protocol, and this process version {PROTOCOL_VERSION}: run the "
             f"same release of Baton everywhere"
         )
         answer = self._encoder.encode(Header(header.version, self.incarnation, header.sender))
-        self._send(answer, self._encoder.encode(Refused(reason)), header.sender)
+        with contextlib.suppress(zmq.ZMQError):  # it is gone
+            self._socket.send_multipart([identity, answer, self._encoder.encode(Refused(reason))], _NOBLOCK)
 
     def _drop(self, reason: str, detail: str) -> list[Envelope]:
         self.dropped[reason] += 1
@@ -399,7 +424,7 @@ class Mailbox:
         self._lost_at, self._is_connected = time.monotonic(), False
         with contextlib.suppress(zmq.ZMQError):
             self._socket.disconnect(self._endpoint)
-        self._socket.connect(self._endpoint)
+        self._connect()
 
     def _on_refused_key(self, detail: str) -> None:
         self._num_key_refusals += 1
@@ -440,6 +465,13 @@ class Mailbox:
         if self._authenticator is not None:
             self._authenticator.socket.close()
         self._socket.close()
+
+
+def _owner_of(identity: bytes) -> tuple[str, int]:
+    """The incarnation of the process that has made a connection with this identity, and its number there."""
+    owner, _, number = identity.decode("latin-1").rpartition(".")
+    is_numbered = owner and len(number) <= MAX_DIGITS and number.isdecimal() and number.isascii()
+    return (owner, int(number)) if is_numbered else (identity.decode("latin-1"), 0)
 
 
 def _bodies(messages: Iterable[bytes]) -> Iterator[bytes]:

@@ -47,6 +47,14 @@ def test_a_line_of_the_console_shows_fields_as_words_and_cannot_be_forged():
     assert "\n" not in shown
 
 
+def test_text_of_another_process_in_a_message_looks_like_no_line_of_the_console():
+    reason = "no\n12:00:00 ERROR gateway forged\r\x1b[2J\u2028\udcff\n"
+    shown = ConsoleFormatter("gateway").format(record("node d refused: %s", reason))
+    first, second = shown.split("\n")
+    assert first.endswith(" INFO gateway node d refused: no")
+    assert second == r"    12:00:00 ERROR gateway forged\r\x1b[2J\u2028\udcff"
+
+
 def test_line_ends_and_lone_surrogates_stay_inside_of_a_json_line():
     shown = JsonFormatter("p").format(record("a\nb \udcff"))
     assert "\n" not in shown

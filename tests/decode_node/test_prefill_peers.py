@@ -3,7 +3,8 @@
 from support.cluster.fake_engine import expected_output
 from support.cluster.local_cluster import LocalCluster, Member, assert_all_pages_are_released, prompt_of, sampling
 
-from common.wire.messages import Connect, Generate, PairState, Peer, PrefillNodes
+from common.errors import ErrorCode
+from common.wire.messages import Connect, Failed, Generate, PairState, Peer, PrefillNodes
 from decode_node.prefill_peers import ANSWER_S, FIRST_PAUSE_S, MAX_PAUSE_S, UNNAMED_S, PrefillPeers
 
 A, B = Peer("a", "a" * 32, "host:1"), Peer("b", "b" * 32, "host:2")
@@ -84,6 +85,28 @@ def test_a_lost_node_that_is_no_longer_named_is_forgotten() -> None:
     assert (peers.due(1e9), peers.problems("tcp")) == ([], [])
 
 
+def test_a_node_whose_address_another_process_has_is_not_dialled_any_more() -> None:
+    peers, successor = PrefillPeers(), Peer("a", "c" * 32, A.address)
+    peers.name([A, B], 0.0)
+    peers.dial(A, 0.0)
+    assert (peers.has_ended(A), peers.earlier_at(successor)) == (False, [A.incarnation])
+    peers.name([A, B, successor], 0.0)  # a gateway has not noticed yet
+    assert (peers.has_ended(A), peers.has_ended(successor)) == (True, False)
+    assert peers.due(0.0) == [B, successor]
+    assert peers.dial(successor, 0.0)
+    assert peers.lost(A.incarnation, "it has ended", 0.0)
+    assert (peers.earlier_at(successor), peers.dial(A, 1e9), peers.due(1e9)) == ([], False, [B])
+    peers.name([successor], 0.0)
+    assert not peers.has_ended(A), "nothing is known of it any more"
+
+
+def test_a_node_is_dialled_again_when_its_successor_is_forgotten() -> None:
+    peers, successor = PrefillPeers(), Peer("a", "c" * 32, A.address)
+    peers.name([A, successor], 0.0)
+    peers.name([A], 0.0)
+    assert peers.due(0.0) == [A]
+
+
 # ---- the role --------------------------------------------------------------------------------------------------------
 
 
@@ -152,3 +175,27 @@ def test_a_request_dials_a_lost_node_at_once() -> None:
     message = Generate("a", 0, prompt_of(8), sampling(3), prefill.peer, decode.peer, 9.0)
     decode.role.on_gateway(message, cluster.clock.now())
     assert decode.role.outbox.dial[-1] == prefill.peer
+
+
+def test_a_node_that_starts_again_takes_the_place_of_the_process_before_it() -> None:
+    cluster = LocalCluster()
+    [decode], [prefill] = cluster.decode, cluster.prefill
+    before = Peer("prefill-0", "x" * 32, prefill.peer.address)
+    cluster.tell(decode, PrefillNodes((before,)))
+    waiting = Generate("a", 0, prompt_of(8), sampling(3), before, decode.peer, 9.0)
+    decode.role.on_gateway(waiting, cluster.clock.now())
+    cluster.tell(decode, PrefillNodes((before, prefill.peer)))
+    late = Generate("b", 0, prompt_of(8), sampling(3), before, decode.peer, 9.0)
+    decode.role.on_gateway(late, cluster.clock.now())
+    failed = [(one.rid, one.code) for one in decode.role.outbox.gateway if isinstance(one, Failed)]
+    assert failed == [("a", ErrorCode.NODE_LOST), ("b", ErrorCode.NODE_LOST)]
+    assert decode.role.outbox.dial == [before, prefill.peer]
+    assert decode.role.outbox.hang_up == [before.incarnation]
+    decode.role.outbox.gateway.clear()
+    cluster.settle(2)
+    assert [(pair.incarnation, pair.problem) for pair in decode.role.pairs() if not pair.problem] == [
+        (prefill.name, "")
+    ]
+    answer = cluster.submit("c", prompt_of(64), sampling(20))
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(64), 20)

@@ -197,7 +197,7 @@ class Node:
 
     @property
     def peer(self) -> Peer:
-        return Peer(self.incarnation, self.incarnation, "in this process")
+        return Peer(self.incarnation, self.incarnation, f"simulated {self.incarnation}")
 
     # ---- events -----------------------------------------------------------------------------------------------------
 

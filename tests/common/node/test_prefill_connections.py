@@ -1,6 +1,7 @@
-"""A decode node that has no descriptor left to dial a prefill node goes on, and counts that node as lost."""
+"""The connections of a decode node to prefill nodes: one that cannot be dialled, and one that has started again."""
 
 import errno
+import time
 
 import pytest
 import zmq
@@ -8,7 +9,7 @@ import zmq
 from common.node.endpoint import ControlEndpoint
 from common.node.prefill_connections import PrefillConnections
 from common.wire.mailbox import Mailbox
-from common.wire.messages import FromDecode, Peer
+from common.wire.messages import FromDecode, Peer, TransferAck
 from common.wire.process_id import new_incarnation
 
 
@@ -34,3 +35,34 @@ def test_a_node_that_cannot_be_dialled_is_lost_and_leaves_no_socket(monkeypatch:
     connections.hang_up(peer.incarnation)
     listen.close()
     context.term()  # would wait for ever for a socket that is still open
+
+
+def test_a_node_that_starts_again_at_its_address_is_reached_though_the_process_before_it_was_dialled_late() -> None:
+    """ZMQ ignores a second connection of the same peer for as long as the first is open."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    ours = new_incarnation()
+    listen = Mailbox(context, ours, FromDecode, bind="tcp://127.0.0.1:*")
+    connections = PrefillConnections(ControlEndpoint(context, ours, listen), zmq.Poller())
+    restarted = Mailbox(context, new_incarnation(), FromDecode, bind="tcp://127.0.0.1:*")
+    address = f"127.0.0.1:{restarted.port}"
+    before, now = (
+        Peer("prefill-0", incarnation, address) for incarnation in (new_incarnation(), restarted.incarnation)
+    )
+    message = TransferAck("r", 0)
+    ends_at = time.monotonic() + 60
+
+    connections.dial(before)
+    connections.send(before.incarnation, message)
+    while not restarted.dropped["target"]:
+        assert not restarted.receive() and time.monotonic() < ends_at
+    connections.dial(now)
+    connections.send(now.incarnation, message)
+    received: list[object] = []
+    while not received and time.monotonic() < ends_at:
+        received = [letter.message for letter in restarted.receive()]
+    assert received == [message]
+    assert len(connections.mailboxes()) == 1
+    connections.hang_up(now.incarnation)
+    for mailbox in (listen, restarted):
+        mailbox.close()
+    context.term()

@@ -61,7 +61,7 @@ class Member:
 
     @property
     def peer(self) -> Peer:
-        return Peer(self.name, self.name, "here:1")
+        return Peer(self.name, self.name, f"{self.name}:1")
 
 
 @dataclass(slots=True)
