@@ -365,14 +365,14 @@ class Sender:
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def pump(self, now: float, max_pages: int = 64, *, rank: Callable[[RequestKey], float] | None = None) -> bool:
-        """Begin to write up to ``max_pages`` pages, as ``WriteQueue.start`` does, report writes that are over, and end
-        transfers whose lease is over; returns whether more pages could be written at once.
+        """Begin to write half of the due pages, at most ``max_pages``, as ``WriteQueue.start`` does, report writes that
+        are over, and end transfers whose lease is over; returns whether more pages could be written at once.
         """
         self._now = now
         self._poll_connections()
         for expired, end in self._table.expired(now):
             self._end(expired, end)
-        self._queue.start(max_pages, rank)
+        self._queue.start(min(max_pages, self._queue.next_share), rank)
         self._settle_writes()
         return self._queue.has_due
 

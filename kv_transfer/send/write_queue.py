@@ -21,6 +21,8 @@ from kv_transfer.transfer_stats import WriteTime
 from kv_transfer.transports.base import WriterTransport
 
 Sums = dict[int, int]  # unit -> checksum
+#: As many bytes are written at once at least, so that large transfers are not reported page by page.
+LEAST_BYTES = 8 << 20
 
 
 class Write(NamedTuple):
@@ -62,6 +64,15 @@ class WriteQueue:
     @property
     def has_due(self) -> bool:
         return bool(self._due)
+
+    @property
+    def next_share(self) -> int:
+        """Pages to write next: half of those that are due.
+
+        The decode node can compare them while the others are on their way, and few are left to compare at the end.
+        """
+        num_due = sum(session.num_due for session in self._due.values())
+        return max(num_due // 2, LEAST_BYTES // self._page_bytes, 1)
 
     def enqueue(self, session: SendSession) -> None:
         """Note that pages of this session may have come due."""

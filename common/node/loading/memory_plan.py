@@ -10,7 +10,7 @@ from common.scheduling.chunked_prefill import ChunkAlignment
 
 MAX_SLOTS = 256
 MAX_QUEUED = 1_024
-CPU_CHUNK_TOKENS = 512
+CPU_CHUNK_TOKENS = 256
 CUDA_CHUNK_TOKENS = 8_192
 #: Used where the model's shape is not known. A small model has a few thousand, one of 8 billion parameters 27,000.
 CROSSOVER_TOKENS = 16_384.0

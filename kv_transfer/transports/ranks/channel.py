@@ -59,6 +59,7 @@ ARGUMENTS: dict[str, Any] = {
     "close": tuple[()],
     "counters": tuple[()],
     "attach": tuple[str, Connect],
+    "prepare": tuple[str, list[int]],
     "write": tuple[int, str, list[tuple[int, int]], SlicePair | None],
     "detach": tuple[str],
     "source_checksums": tuple[list[int], SlicePair | None],

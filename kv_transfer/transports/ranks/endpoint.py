@@ -130,6 +130,10 @@ class RankEndpoint:
         except AttachError as error:
             self._failed.append(Attached(peer, connect.epoch, str(error)))
 
+    def _prepare(self, peer: str, pages: list[int]) -> None:
+        assert self._writer is not None
+        self._writer.prepare(peer, pages)
+
     def _write(self, ticket: int, peer: str, pages: list[tuple[int, int]], slices: SlicePair | None) -> None:
         assert self._writer is not None
         self._tickets[self._writer.write(peer, pages, slices)] = (ticket, peer)

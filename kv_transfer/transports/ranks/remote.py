@@ -179,6 +179,9 @@ class RemoteWriter(_RemoteEnd, WriterTransport):
         attached, self._attached = self._attached, []
         return attached
 
+    def prepare(self, peer: str, pages: Sequence[int]) -> None:
+        self._connection.post("prepare", peer, list(pages))
+
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         self._num_tickets += 1
         self._connection.post("write", self._num_tickets, peer, list(pages), slices)

@@ -96,6 +96,10 @@ class RanksWriter(RanksEnd[WriterTransport], WriterTransport):
         transport = transports[0] if len(transports) == 1 else "+".join(transport for transport, _ in found)
         return Attached(peer, attachment.epoch, "", transport, "; ".join(filter(None, whys)))
 
+    def prepare(self, peer: str, pages: Sequence[int]) -> None:
+        for source, target in self._attachments[peer].pairs:
+            self._ends[source].prepare(rank_of_peer(peer, target), pages)
+
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
         pair = (0, 0) if slices is None else (slices.source.rank, slices.target.rank)
         own = None if slices is None or slices.is_whole else slices

@@ -1,5 +1,6 @@
 """Transfers between nodes with several ranks: every rank sends and receives its own part of each page."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,17 @@ def test_every_rank_gets_its_heads_of_every_page(make: Make, ranks: tuple[int, i
     assert sent["bytes_sent"] == sent[f"bytes_by_{transport}"] == (3 + NUM_PAGES) * nodes.layouts[0].page_bytes
     assert received["stale_messages"] == sent["stale_messages"] == 0
     assert nodes.sender.pairs()[0].transport == transport
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_memory_of_granted_pages_is_provided_before_they_are_computed(make: Make, ranks: tuple[int, int]) -> None:
+    nodes = make(ranks, transport="shm")
+    key = nodes.begin(8)
+    assert not any(os.fstat(store.fd).st_blocks for store in nodes.target.stores)
+    nodes.until(lambda: all(os.fstat(store.fd).st_blocks for store in nodes.target.stores))
+    nodes.finish(key)
+    nodes.until(lambda: key in nodes.completed and key in nodes.released)
+    nodes.compare(key)
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [((1, 2), (4, 8)), ((2, 1), (8, 4)), ((4, 2), (2, 4)), ((2, 4), (8, 2))])
