@@ -41,8 +41,8 @@ LIBRARY = Library(
     sources=tuple(
         _FOLDER / f"{name}.c"
         for name in (
-            *("kernels", "pack", "linear", "quantized_linear", "paged_attention", "long_attention", "sampling"),
-            "layers",
+            *("kernels", "pack", "linear", "float_linear", "quantized_linear", "paged_attention", "long_attention"),
+            *("sampling", "layers"),
         )
     ),
     headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "parts.h", "dot_attention.h")),
@@ -167,14 +167,14 @@ class Kernels:
         self._silu_and_multiply.argtypes = (c_void_p, c_void_p, c_long, c_long, c_int)
         self._pack_tiles = library.baton_pack_tiles
         self._pack_tiles.argtypes = (c_void_p, c_void_p, c_long, c_long)
-        self._linear_bf16 = library.baton_linear_bf16
-        self._linear_bf16.argtypes = (*(c_void_p,) * 4, *(c_long,) * 3, c_int)
+        self._linear = library.baton_linear
+        self._linear.argtypes = (*(c_void_p,) * 5, *(c_long,) * 3, c_int, c_int)
         self._linear_quantized = library.baton_linear_quantized
         self._linear_quantized.argtypes = (
             *(POINTER(PackedWeight), POINTER(QuantizedRows), c_void_p, c_void_p, c_long, c_int, c_int),
         )
-        self._linear_bf16_grouped = library.baton_linear_bf16_grouped
-        self._linear_bf16_grouped.argtypes = (*(c_void_p,) * 4, c_long, c_void_p, c_long, c_long, c_int)
+        self._linear_grouped = library.baton_linear_grouped
+        self._linear_grouped.argtypes = (*(c_void_p,) * 4, c_long, *(c_void_p,) * 2, c_long, c_long, c_int, c_int)
         self._linear_quantized_grouped = library.baton_linear_quantized_grouped
         self._linear_quantized_grouped.argtypes = (
             *(c_void_p, POINTER(QuantizedRows), *(c_void_p,) * 3, c_long, c_void_p, c_int, c_int),
@@ -201,6 +201,8 @@ class Kernels:
         self.has_amx = bool(library.baton_has_amx())
         #: Whether the processor has a dot product of bfloat16 pairs.
         self.has_bf16_dot = bool(library.baton_has_bf16_dot())
+        #: Formats of weights that ``linear`` multiplies.
+        self.linear_dtypes = [dtype for dtype, number in DTYPES.items() if library.baton_can_multiply(number)]
         #: Whether the processor has dot products of bytes and of pairs of 16-bit integers.
         self.has_int8_dot = bool(library.baton_has_int8_dot())
 
@@ -237,23 +239,35 @@ class Kernels:
 
     def can_multiply(self, weight: Tensor) -> bool:
         """Whether ``linear`` is the fastest product here with a weight ``[out, in]``: with AMX, oneDNN's is."""
-        is_fast = self.has_bf16_dot and not self.has_amx
-        return is_fast and weight.dtype == torch.bfloat16 and weight.shape[0] % LANES == 0 and weight.shape[1] % 2 == 0
+        is_fast = weight.dtype in self.linear_dtypes and not self.has_amx
+        return is_fast and weight.shape[0] % LANES == 0 and weight.shape[1] * weight.itemsize % 4 == 0
 
     def pack_linear(self, weight: Tensor, memory: HugePages) -> Tensor:
-        """Return the weight in the order in which ``linear`` reads it; see linear.c."""
-        packed = memory.empty((weight.shape[0] // LANES, weight.shape[1] // 2, LANES, 2), weight.dtype)
+        """Return the weight in the order in which ``linear`` reads it; see linear.c and float_linear.c."""
+        in_word = 4 // weight.itemsize
+        packed = memory.empty((weight.shape[0] // LANES, weight.shape[1] // in_word, LANES, in_word), weight.dtype)
         self._copy_in_tiles(weight, packed)
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]`` bfloat16, as bfloat16 or float32."""
-        assert x.is_contiguous() and x.dtype == torch.bfloat16
+        """Return ``x @ weight.T + bias`` for contiguous ``x`` ``[rows, in]``, in its dtype or in float32.
+
+        ``x``, weight and bias have one dtype.
+        """
+        assert x.is_contiguous() and x.dtype == packed.dtype
         width = packed.shape[0] * LANES
         out = x.new_empty(x.shape[0], width, dtype=dtype)
+        widened = torch.empty(self.floats_widened(x.numel()))
         biases = None if bias is None else bias.data_ptr()
-        self._linear_bf16(x.data_ptr(), packed.data_ptr(), biases, out.data_ptr(), *x.shape, width, DTYPES[dtype])
+        self._linear(
+            *(x.data_ptr(), packed.data_ptr(), biases, out.data_ptr(), widened.data_ptr()),
+            *(*x.shape, width, DTYPES[x.dtype], DTYPES[dtype]),
+        )
         return out
+
+    def floats_widened(self, numbers: int) -> int:
+        """Return for how many floats ``linear`` needs memory if ``x`` has so many numbers."""
+        return 0 if self.has_bf16_dot else numbers
 
     def can_multiply_quantized(self, weight: QuantizedWeight) -> bool:
         """Whether ``linear_quantized`` computes the product with this weight here."""
@@ -310,9 +324,13 @@ class Kernels:
                 *(DTYPES[x.dtype], DTYPES[dtype]),
             )
             return out
-        assert x.dtype == torch.bfloat16
+        assert x.dtype == first.dtype
         out = x.new_empty(x.shape[0], first.shape[0] * LANES, dtype=dtype)
-        self._linear_bf16_grouped(*taken, len(groups.ends), out.data_ptr(), x.shape[1], out.shape[1], DTYPES[dtype])
+        widened = torch.empty(self.floats_widened(x.numel()))
+        self._linear_grouped(
+            *(*taken, len(groups.ends), out.data_ptr(), widened.data_ptr(), x.shape[1], out.shape[1]),
+            *(DTYPES[x.dtype], DTYPES[dtype]),
+        )
         return out
 
     def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:

@@ -5,7 +5,7 @@
  */
 #include "parts.h"
 
-/* The weight of a matrix product: of linear.c, or of quantized_linear.c if `quantized` is not null. */
+/* The weight of a matrix product: of baton_linear, or of quantized_linear.c if `quantized` is not null. */
 typedef struct {
     const char *weight, *bias;
     const QuantizedWeight *quantized;
@@ -27,7 +27,8 @@ typedef struct {
 typedef struct {
     char *x; /* the residual stream */
     char *normed, *qkv, *attended, *delta, *gate_up, *gated;
-    QuantizedRows rounded;
+    float *widened;        /* rows of a product, for baton_linear */
+    QuantizedRows rounded; /* and for baton_linear_quantized */
     const float *cos, *sin;
     Paged kv; /* without keys and values, which every layer has */
     const Piece *pieces, *long_pieces; /* of baton_paged_attention and of baton_long_attention */
@@ -44,7 +45,7 @@ static void multiply(const Step *step, const Product *by, const char *x, char *o
     if (by->quantized)
         baton_linear_quantized(by->quantized, &step->rounded, x, out, rows, step->dtype, step->dtype);
     else
-        baton_linear_bf16(x, by->weight, by->bias, out, rows, by->inputs, by->outputs, BF16);
+        baton_linear(x, by->weight, by->bias, out, step->widened, rows, by->inputs, by->outputs, step->dtype, step->dtype);
 }
 
 /* Write the KV of all tokens, and their attention into `attended`. */

@@ -1,4 +1,5 @@
-/* Matrix products of a decoder's linear layers with weights that were packed once, in bfloat16.
+/* Matrix products of a decoder's linear layers with weights that were packed once, in bfloat16. float_linear.c has those
+ * for processors without dot products of bfloat16.
  *
  * A vector of the packed weight holds two consecutive inputs of sixteen outputs, which is what the processor's dot
  * product of bfloat16 pairs takes. Three blocks of sixteen outputs stand together, [in / 2, 3, 16, 2], and one or two that
@@ -9,7 +10,7 @@
 
 #ifdef __AVX512BF16__
 
-enum { ROWS = 8, BLOCKS = 3 }; /* 24 sums, 3 weights and one input fit in the 32 registers */
+enum { ROWS = 8 }; /* with 3 blocks 24 sums, 3 weights and one input fit in the 32 registers */
 
 /* `rows` rows of `x` times `blocks` blocks of sixteen outputs. `pairs`: half the number of inputs. */
 INLINE void multiply_tile(const uint32_t *x, const char *weight, const char *bias, char *out, long pairs, long width,
@@ -72,25 +73,33 @@ INLINE void multiply(const char *x, const char *weight, const char *bias, char *
 }
 
 EXPORT int baton_has_bf16_dot(void) { return 1; }
+EXPORT int baton_can_multiply(int dtype) { return dtype == BF16; }
 
-/* out = x @ weight.T + bias. x: [rows, inputs] and bias: [width] (or null) in bfloat16; out: [rows, width] in `dtype`. */
-EXPORT void baton_linear_bf16(const char *x, const char *weight, const char *bias, char *out, long rows, long inputs,
-                              long width, int dtype) {
-    if (dtype == F32) multiply(x, weight, bias, out, rows, inputs, width, F32);
-    if (dtype == BF16) multiply(x, weight, bias, out, rows, inputs, width, BF16);
+EXPORT void baton_linear(const char *x, const char *weight, const char *bias, char *out, float *widened, long rows,
+                         long inputs, long width, int dtype, int out_dtype) {
+    (void)widened, (void)dtype;
+    if (out_dtype == F32) multiply(x, weight, bias, out, rows, inputs, width, F32);
+    if (out_dtype == BF16) multiply(x, weight, bias, out, rows, inputs, width, BF16);
 }
 #else
 EXPORT int baton_has_bf16_dot(void) { return 0; }
-EXPORT void baton_linear_bf16(const char *x, const char *weight, const char *bias, char *out, long rows, long inputs,
-                              long width, int dtype) {
-    (void)x, (void)weight, (void)bias, (void)out, (void)rows, (void)inputs, (void)width, (void)dtype;
+#if !defined(__FMA__) || defined(__AVX512F__)
+EXPORT int baton_can_multiply(int dtype) { return (void)dtype, 0; }
+
+EXPORT void baton_linear(const char *x, const char *weight, const char *bias, char *out, float *widened, long rows,
+                         long inputs, long width, int dtype, int out_dtype) {
+    (void)x, (void)weight, (void)bias, (void)out, (void)widened, (void)rows, (void)inputs, (void)width;
+    (void)dtype, (void)out_dtype;
 }
+#endif
 #endif
 
 /* Several products: the rows of x up to ends[i], from ends[i - 1] on, times weights[chosen[i]], without biases. */
-EXPORT void baton_linear_bf16_grouped(const char *x, const char *const *weights, const long *chosen, const long *ends,
-                                      long groups, char *out, long inputs, long width, int dtype) {
+EXPORT void baton_linear_grouped(const char *x, const char *const *weights, const long *chosen, const long *ends,
+                                 long groups, char *out, float *widened, long inputs, long width, int dtype,
+                                 int out_dtype) {
     for (long i = 0, first = 0; i < groups; first = ends[i++])
-        baton_linear_bf16(x + first * inputs * 2, weights[chosen[i]], 0,
-                          out + first * width * (ptrdiff_t)item_bytes(dtype), ends[i] - first, inputs, width, dtype);
+        baton_linear(x + first * inputs * (ptrdiff_t)item_bytes(dtype), weights[chosen[i]], 0,
+                     out + first * width * (ptrdiff_t)item_bytes(out_dtype), widened, ends[i] - first, inputs, width,
+                     dtype, out_dtype);
 }

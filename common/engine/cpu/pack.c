@@ -1,11 +1,10 @@
-/* The copy of a weight in the order in which linear.c and quantized_linear.c read it.
+/* The copy of a weight in the order in which the products read it.
  *
- * Both take four bytes of each of sixteen rows as one vector: two inputs in bfloat16, or four or eight rounded ones. So
+ * They take four bytes of each of sixteen rows as one vector: an input in float32, two in bfloat16, or four or eight
+ * rounded ones. So
  * squares of sixteen rows and sixteen words are transposed, in registers, because memory is then the limit.
  */
-#include "kernels.h"
-
-enum { BLOCKS = 3 };
+#include "parts.h"
 
 /* Copy `blocks` neighbouring blocks of sixteen rows so that the first vector of each comes first, then the second. */
 INLINE void pack_tile(const uint32_t *from, uint32_t *to, long words, int blocks) {

@@ -1,8 +1,15 @@
-/* The exported functions of other files that layers.c puts together, and the structs of quantized products. */
+/* The exported functions of other files that layers.c puts together, and the form of packed weights. */
 #ifndef BATON_PARTS_H
 #define BATON_PARTS_H
 
 #include "paged.h"
+
+/* Blocks of sixteen outputs that stand together in a packed weight. */
+#ifdef __AVX512VNNI__
+enum { BLOCKS = 3 };
+#else
+enum { BLOCKS = 1 };
+#endif
 
 typedef struct {
     const uint8_t *values;
@@ -24,8 +31,10 @@ void baton_add_rms_norm(char *x, const char *delta, const char *weight, char *ou
 void baton_norm_and_rotate(char *qkv, const char *q_weight, const char *k_weight, const float *cos, const float *sin,
                            long rows, long heads, long kv_heads, long dim, float eps, int dtype);
 void baton_silu_and_multiply(const char *gate_up, char *out, long rows, long width, int dtype);
-void baton_linear_bf16(const char *x, const char *weight, const char *bias, char *out, long rows, long inputs,
-                       long width, int dtype);
+/* out = x @ weight.T + bias. x: [rows, inputs] and bias: [width] (or null) in `dtype`, that of the weight; out: [rows,
+ * width] in `out_dtype`, which is `dtype` or F32. widened: memory for as many floats as x has numbers. */
+void baton_linear(const char *x, const char *weight, const char *bias, char *out, float *widened, long rows,
+                  long inputs, long width, int dtype, int out_dtype);
 void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, const char *x, char *out,
                             long rows, int dtype, int out_dtype);
 void baton_write_kv(const Paged *kv, const int64_t *pages, const int64_t *offsets, long num_tokens, const char *k,

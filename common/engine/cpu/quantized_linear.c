@@ -11,7 +11,7 @@
 
 typedef uint8_t v16u8 __attribute__((vector_size(16)));
 
-enum { ROWS = 8, BLOCKS = 3, WORTH_THREADS = 65536 };
+enum { ROWS = 8, WORTH_THREADS = 65536 };
 
 /* Round `length` numbers to 8 bits, relative to the largest of them, and write four of them every `stride` bytes. */
 INLINE void quantize(const char *x, ptrdiff_t from, long length, int8_t *values, long stride, float *scale,
@@ -190,7 +190,7 @@ EXPORT void baton_linear_quantized(const QuantizedWeight *weight, const Quantize
     multiply(weight, scratch, out, rows, dtype, out_dtype);
 }
 
-/* As baton_linear_bf16_grouped. `scratch` is for the largest group. */
+/* As baton_linear_grouped. `scratch` is for the largest group. */
 EXPORT void baton_linear_quantized_grouped(const QuantizedWeight *const *weights, const QuantizedRows *scratch,
                                            const char *x, const long *chosen, const long *ends, long groups, char *out,
                                            int dtype, int out_dtype) {

@@ -76,7 +76,7 @@ class Linear:
     @property
     def native(self) -> NativeProduct | None:
         """The product for native calls; None if it is none of our kernels."""
-        return self._product.native if isinstance(self._product, _Bf16Product | _QuantizedProduct) else None
+        return self._product.native if isinstance(self._product, _PlainProduct | _QuantizedProduct) else None
 
 
 class GroupedLinear:
@@ -94,9 +94,9 @@ class GroupedLinear:
 def group_linears(linears: Sequence[Linear]) -> GroupedLinear | None:
     """Return the products of packed linear layers without biases; None if they are not computed by our kernels."""
     products = [linear._product for linear in linears]
-    in_bf16 = [product for product in products if isinstance(product, _Bf16Product)]
-    if in_bf16 and len(in_bf16) == len(products):
-        return GroupedLinear(in_bf16[0]._kernels, WeightTable([product._weight for product in in_bf16]))
+    plain = [product for product in products if isinstance(product, _PlainProduct)]
+    if plain and len(plain) == len(products):
+        return GroupedLinear(plain[0]._kernels, WeightTable([product._weight for product in plain]))
     rounded = [product for product in products if isinstance(product, _QuantizedProduct)]
     if rounded and len(rounded) == len(products):
         return GroupedLinear(rounded[0]._kernels, WeightTable([product._weight for product in rounded]))
@@ -115,11 +115,11 @@ def _plain_product(weight: Tensor, bias: Tensor | None, memory: HugePages) -> Pr
     """Return the fastest product with this weight on this CPU; None for ``F.linear``."""
     kernels = load_kernels()
     if kernels is not None and kernels.can_multiply(weight):
-        return _Bf16Product(kernels, kernels.pack_linear(weight, memory), bias)
+        return _PlainProduct(kernels, kernels.pack_linear(weight, memory), bias)
     return _OneDnnProduct(weight, bias) if _is_known_to_onednn(weight.dtype) else None
 
 
-class _Bf16Product:
+class _PlainProduct:
     """Our own kernel: it adds up each row in the same order whatever rows are beside it, and rounds the sum once."""
 
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
@@ -133,8 +133,8 @@ class _Bf16Product:
     @property
     def native(self) -> NativeProduct:
         bias = None if self._bias is None else self._bias.data_ptr()
-        blocks, pairs, lanes, two = self._weight.shape
-        return NativeProduct(self._weight.data_ptr(), bias, None, pairs * two, blocks * lanes)
+        blocks, words, lanes, in_word = self._weight.shape
+        return NativeProduct(self._weight.data_ptr(), bias, None, words * in_word, blocks * lanes)
 
 
 class _QuantizedProduct:

@@ -34,6 +34,7 @@ class Step(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "normed", "qkv", "attended", "delta", "gate_up", "gated")),
+        ("widened", c_void_p),
         ("rounded", QuantizedRows),
         ("cos", c_void_p),
         ("sin", c_void_p),
@@ -108,8 +109,9 @@ class NativeLayers:
     def _place_arrays(self, step: Step, x: Tensor) -> Tensor:
         """Return memory for the arrays between the products, to which ``step`` points afterwards."""
         rows, item = len(x), x.dtype.itemsize
-        names = ("normed", "qkv", "attended", "gate_up", "gated")
+        names = ("normed", "qkv", "attended", "gate_up", "gated", "widened")
         sizes = [rows * width * item for width in self._widths]
+        sizes.append(4 * self._kernels.floats_widened(rows * self._max_inputs))
         sizes += [rows * self._max_inputs, *(4 * rows * self._max_groups,) * 2]
         memory = torch.empty(sum(sizes), dtype=torch.uint8)
         at = memory.data_ptr()

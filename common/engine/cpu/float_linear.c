@@ -1,0 +1,157 @@
+/* Matrix products of a decoder's linear layers in float32, on processors with AVX2 and without AVX-512.
+ *
+ * Weights keep their format, bfloat16 or float32, and are widened in registers. A vector of the packed weight, 64 bytes,
+ * holds two consecutive inputs of sixteen outputs in bfloat16, or one input in float32. Rows of x are widened before, in
+ * tiles of at most ROWS rows: [inputs, rows]. Few rows take as long as memory needs to deliver the weights, many as long as
+ * the products take.
+ *
+ * Each sum adds its products in the order of the inputs, so that a row's result depends on no other row.
+ */
+#include "parts.h"
+
+#if defined(__FMA__) && !defined(__AVX512F__)
+
+enum { ROWS = 6, PARTS = 2 };     /* 12 sums, 2 weights and an input fit in the 16 registers of eight floats */
+enum { MAX_TOGETHER = 4 };        /* blocks of sixteen outputs in a tile of one row */
+enum { CHUNK_BYTES = 384 << 10 }; /* of widened rows, which stay in the second cache meanwhile */
+
+typedef uint32_t v8u __attribute__((vector_size(32)));
+
+/* Some rows times a block of sixteen outputs or several. `ahead`: what to fetch meanwhile, so many bytes in each turn. */
+typedef struct {
+    const float *x; /* [inputs, rows] */
+    const char *weight, *bias, *ahead;
+    char *out;
+    long ahead_step, inputs, width;
+    int out_dtype;
+} Tile;
+
+/* Rows of each tile but the last: as even as possible. */
+INLINE long tile_rows(long rows) {
+    const long tiles = (rows + ROWS - 1) / ROWS;
+    return (rows + tiles - 1) / tiles;
+}
+
+INLINE void widen_tile(const char *x, float *to, long inputs, long rows, int dtype) {
+    const long whole = inputs - inputs % LANES, item = (long)item_bytes(dtype);
+    for (long i = 0; i < whole; i += LANES)
+        for (long row = 0; row < rows; row++) {
+            const vf part = load(x, row * inputs + i, dtype);
+            for (int lane = 0; lane < LANES; lane++) to[(i + lane) * rows + row] = part[lane];
+        }
+    for (long i = whole; i < inputs; i++)
+        for (long row = 0; row < rows; row++) { /* the upper half of a float is a number in bfloat16 */
+            float number = 0.0f;
+            memcpy((char *)&number + 4 - item, x + (row * inputs + i) * item, (size_t)item);
+            to[i * rows + row] = number;
+        }
+}
+
+/* sum += a * b, rounded once. Not by an intrinsic, for which GCC 12 copies the sums of a loop in every turn. */
+INLINE void add_product(__m256 *sum, __m256 a, __m256 b) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
+}
+
+/* Not inlined, since a copy for every size of tile would buy nothing. */
+static __attribute__((noinline)) void write_tile(const Tile *tile, vf sums[ROWS][MAX_TOGETHER], int rows, int blocks) {
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < blocks; j++)
+            if (tile->out_dtype == F32)
+                store(tile->out, i * tile->width + j * LANES, sums[i][j], F32);
+            else
+                store(tile->out, i * tile->width + j * LANES, sums[i][j], BF16);
+}
+
+INLINE void multiply_tile(const Tile *tile, int rows, int blocks, int dtype) {
+    const int each = dtype == BF16 ? 2 : 1; /* inputs in a word of the weight */
+    const ptrdiff_t block_bytes = tile->inputs / each * 64;
+    const char *weight = tile->weight, *ahead = tile->ahead;
+    __m256 sums[ROWS][MAX_TOGETHER * PARTS];
+    vf first[MAX_TOGETHER], totals[ROWS][MAX_TOGETHER];
+    for (int j = 0; j < blocks; j++) first[j] = tile->bias ? load(tile->bias, j * LANES, dtype) : (vf){0};
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < blocks * PARTS; j++) memcpy(&sums[i][j], (const char *)first + j * 32, 32);
+    for (long k = 0; k < tile->inputs; k += each, weight += 64, ahead += tile->ahead_step) {
+        for (int j = 0; j < blocks; j++) __builtin_prefetch(ahead + j * block_bytes, 0, 2);
+#pragma GCC unroll 2
+        for (int one = 0; one < each; one++) {
+            __m256 weights[MAX_TOGETHER * PARTS];
+#pragma GCC unroll 8
+            for (int j = 0; j < blocks * PARTS; j++) {
+                v8u words;
+                memcpy(&words, weight + j / PARTS * block_bytes + j % PARTS * 32, sizeof words);
+                weights[j] = (__m256)(dtype == F32 ? words : one ? words & 0xffff0000 : words << 16);
+            }
+#pragma GCC unroll 6
+            for (int i = 0; i < rows; i++) {
+                const __m256 input = _mm256_broadcast_ss(tile->x + (k + one) * rows + i);
+#pragma GCC unroll 8
+                for (int j = 0; j < blocks * PARTS; j++) add_product(&sums[i][j], weights[j], input);
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < blocks * PARTS; j++) memcpy((char *)totals[i] + j * 32, &sums[i][j], 32);
+    write_tile(tile, totals, rows, blocks);
+}
+
+INLINE void multiply_rows(const Tile *tile, long rows, long blocks, int dtype) {
+    switch (rows * 8 + blocks) {
+#define CASE(rows, blocks) \
+    case rows * 8 + blocks: return multiply_tile(tile, rows, blocks, dtype);
+        CASE(1, 4) CASE(1, 1) CASE(2, 3) CASE(2, 1) CASE(3, 2) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
+#undef CASE
+    }
+}
+
+static void multiply(const float *x, const char *weight, const char *bias, char *out, long rows, long inputs,
+                     long width, int dtype, int out_dtype) {
+    const long most = tile_rows(rows), all_blocks = width / LANES;
+    const long together = rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1; /* enough sums to hide a product's latency */
+    const long fitting = CHUNK_BYTES / 4 / inputs / most * most, chunk = fitting < most ? most : fitting;
+    const long units = (all_blocks + together - 1) / together, chunks = (rows + chunk - 1) / chunk;
+    const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype), out_item = (ptrdiff_t)item_bytes(out_dtype);
+    const ptrdiff_t block_bytes = inputs * LANES * item;
+#pragma omp parallel for schedule(static) if (rows * inputs * width > 1 << 18)
+    for (long unit = 0; unit < chunks * units; unit++) {
+        const long start = unit / units * chunk, end = start + chunk < rows ? start + chunk : rows;
+        const long first = unit % units * together, last = first + together < all_blocks ? first + together : all_blocks;
+        const long count = last - first < together ? 1 : together, passes = (end - start + most - 1) / most;
+        for (long block = first; block < last; block += count)
+            for (long row = start, pass = 0; row < end; row += most, pass++) {
+                Tile tile = {.x = x + row * inputs, .weight = weight + block * block_bytes, .inputs = inputs,
+                             .bias = bias ? bias + block * LANES * item : 0, .width = width, .out_dtype = out_dtype,
+                             .out = out + (row * width + block * LANES) * out_item, .ahead_step = 64 / passes};
+                /* Each of several passes over a block fetches its share of the next one. */
+                tile.ahead = tile.weight + (passes == 1 ? AHEAD / 4 : block_bytes + block_bytes * pass / passes);
+                const long left = rows - row < most ? rows - row : most;
+                if (dtype == F32) /* constants within the parallel part: one from outside of it is a variable */
+                    multiply_rows(&tile, left, count, F32);
+                else
+                    multiply_rows(&tile, left, count, BF16);
+            }
+    }
+}
+
+EXPORT int baton_can_multiply(int dtype) { return dtype == BF16 || dtype == F32; }
+
+EXPORT void baton_linear(const char *x, const char *weight, const char *bias, char *out, float *widened, long rows,
+                         long inputs, long width, int dtype, int out_dtype) {
+    if (rows == 0) return;
+    const long most = tile_rows(rows);
+#pragma omp parallel for schedule(static) if (rows * inputs > 1 << 16)
+    for (long row = 0; row < rows; row += most) {
+        const char *from = x + row * inputs * (ptrdiff_t)item_bytes(dtype);
+        const long count = rows - row < most ? rows - row : most;
+        if (dtype == F32)
+            widen_tile(from, widened + row * inputs, inputs, count, F32);
+        else
+            widen_tile(from, widened + row * inputs, inputs, count, BF16);
+    }
+    multiply(widened, weight, bias, out, rows, inputs, width, dtype, out_dtype);
+}
+#endif
