@@ -3,9 +3,6 @@
 A transport rests for a peer once it has broken, or could not be attached again when its rest was over. Each rest is
 twice as long as the one before, unless the transport has worked for longer than that in between. When a pair must be
 mended, a transport that could not be attached is tried last, since waiting for it again would hold up transfers.
-
-Where all transports rest, one whose connection was cut after it had delivered pages is tried first: it needs no more
-than another connection, whereas one that broke before may still be broken.
 """
 
 from collections.abc import Sequence
@@ -30,41 +27,27 @@ class BrokenTransports:
     def __init__(self) -> None:
         self._rests: dict[tuple[str, str], Rest] = {}  # by peer and transport, the latest last
         self._carrying: dict[str, tuple[str, float]] = {}  # by peer: the transport that was attached last, and when
-        self._delivering: dict[str, None] = {}  # peers to which that transport has delivered pages
-        self._cut: dict[str, str] = {}  # by peer: the transport that broke last, if it had delivered pages
         self._failed: dict[tuple[str, str], float] = {}  # when a transport that never broke could not be attached
 
     def attached(self, peer: str, transport: str, now: float) -> None:
-        self.left(peer)
+        self._carrying.pop(peer, None)
         self._carrying[peer] = (transport, now)
         self._failed.pop((peer, transport), None)
         if len(self._carrying) > MAX_REMEMBERED:
-            self.left(next(iter(self._carrying)))
-
-    def delivered(self, peer: str) -> None:
-        """The attached transport has delivered pages."""
-        self._delivering[peer] = None
+            del self._carrying[next(iter(self._carrying))]
 
     def left(self, peer: str) -> None:
         """The attachment has ended, and not because it broke."""
         self._carrying.pop(peer, None)
-        self._delivering.pop(peer, None)
-        self._cut.pop(peer, None)
 
     def broke(self, peer: str, now: float) -> None:
         """The attachment has ended by a break, unless it was left before."""
-        transport, attached_at = self._carrying.get(peer, ("", now))
-        had_delivered = peer in self._delivering
-        self.left(peer)
+        transport, attached_at = self._carrying.pop(peer, ("", now))
         if transport:
-            if had_delivered:
-                self._cut[peer] = transport
             self._rest(peer, transport, now, worked_s=now - attached_at)
 
     def could_not_attach(self, peer: str, transport: str, now: float) -> None:
         """A transport rests once more if it has broken before."""
-        if self.was_cut(peer, transport):
-            del self._cut[peer]
         if (peer, transport) in self._rests:
             self._rest(peer, transport, now, worked_s=0.0)
             return
@@ -81,10 +64,6 @@ class BrokenTransports:
         self._rests[peer, transport] = Rest(seconds, now + seconds)
         if len(self._rests) > MAX_REMEMBERED:
             del self._rests[next(iter(self._rests))]
-
-    def was_cut(self, peer: str, transport: str) -> bool:
-        """Whether this transport broke last, and had delivered pages before."""
-        return self._cut.get(peer) == transport
 
     def is_resting(self, peer: str, transport: str, now: float) -> bool:
         rest = self._rests.get((peer, transport))

@@ -167,7 +167,7 @@ class _Attempt:
     Attributes:
         rest: transports that are still to be tried.
         failures: sentences about the transports that were tried before ``current``, or that rest.
-        has_written, has_delivered: a write has begun, or ended, since it was attached.
+        has_written: a write has begun since it was attached.
         begun_at: when ``current`` began to attach.
     """
 
@@ -178,7 +178,6 @@ class _Attempt:
     current: WriterTransport | None = None
     is_attached: bool = False
     has_written: bool = False
-    has_delivered: bool = False
     begun_at: float = 0.0
 
 
@@ -246,13 +245,10 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
     def _attempt(
         self, peer: str, connect: Connect, offers: dict[str, str], candidates: list[WriterTransport]
     ) -> _Attempt:
-        """An attempt that tries transports that rest after all others, and those before them that could not attach.
-        Of those that rest, one that was cut comes first.
-        """
+        """An attempt that tries transports that rest after all others, and those before them that could not attach."""
         now = self._clock()
         resting = [one for one in candidates if self._broken.is_resting(peer, one.name, now)]
         others = [one for one in candidates if one not in resting]
-        resting.sort(key=lambda one: not self._broken.was_cut(peer, one.name))
         failures = [f"{one.name}: it has broken lately" for one in resting] if others else []
         if connect.resumes:
             others.sort(key=lambda one: self._broken.has_failed_lately(peer, one.name, now))
@@ -364,12 +360,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
 
     def done(self) -> list[int]:
         over = [(t.name, ticket) for t in self._transports for ticket in t.done()]
-        known = [self._tickets.pop(ticket) for ticket in over if ticket in self._tickets]
-        for _, peer in known:
-            if (attempt := self._attempts.get(peer)) is not None and not attempt.has_delivered:
-                attempt.has_delivered = True
-                self._broken.delivered(peer)
-        return [ticket for ticket, _ in known]
+        return [self._tickets.pop(ticket)[0] for ticket in over if ticket in self._tickets]
 
     def detach(self, peer: str) -> bool:
         self._attempts.pop(peer, None)

@@ -88,22 +88,3 @@ def test_a_transport_that_never_attached_counts_as_failed_for_a_while(broken: Br
     assert not broken.has_failed_lately("other", "fast", 0.0)
     broken.attached("peer", "fast", 1.0)
     assert not broken.has_failed_lately("peer", "fast", 1.0)
-
-
-def test_a_transport_that_was_cut_had_delivered_pages_and_can_be_attached_again(broken: BrokenTransports) -> None:
-    break_after(broken, 1.0, 0.0)
-    assert not broken.was_cut("peer", "fast"), "it has delivered nothing"
-    broken.attached("peer", "slow", 1.0)
-    broken.delivered("peer")
-    broken.broke("peer", 2.0)
-    assert broken.was_cut("peer", "slow") and not broken.was_cut("peer", "fast")
-    broken.could_not_attach("peer", "fast", 2.0)
-    assert broken.was_cut("peer", "slow")
-    broken.could_not_attach("peer", "slow", 2.0)
-    assert not broken.was_cut("peer", "slow")
-    broken.attached("peer", "slow", 3.0)
-    broken.delivered("peer")
-    broken.left("peer")
-    broken.attached("peer", "slow", 4.0)
-    broken.broke("peer", 5.0)
-    assert not broken.was_cut("peer", "slow"), "that was another attachment"
