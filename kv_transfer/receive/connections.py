@@ -1,9 +1,9 @@
 """The decode node's connections to prefill nodes: what was agreed with each, and when to offer the pool again. Pure.
 
 A data connection may break while the control connection holds, and attaching may fail for a cause that passes. As soon
-as it is proven that nothing can be written any more under the old epoch, the pool is offered again under a new one,
-each time after a longer pause. Transfers wait for the first ``MAX_TRIES`` offers; a page that arrives starts the count
-again.
+as it is proven that nothing can be written any more under the old epoch, the pool is offered again under a new one: at
+once, and then each time after a longer pause. Transfers wait for the first ``MAX_TRIES`` offers; a page that arrives
+starts the count again.
 """
 
 import math
@@ -16,8 +16,8 @@ from kv_transfer.transports.base import ReaderTransport
 
 #: Offers without a page in between for which transfers wait.
 MAX_TRIES = 4
-#: Pause before the first of them, which doubles with each up to the limit.
-BACKOFF_S = 0.1
+#: Pause before the second of them, which doubles with each up to the limit.
+BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
 #: How long an answer may take. The first takes longer, since several transports may be tried, and since attaching may
 #: wait for what is left of an earlier connection.
@@ -81,7 +81,9 @@ class PrefillConnection:
     def broke(self, why: str, now: float) -> bool:
         """Nothing can come until the pool is offered again. False: transfers need not wait for that."""
         self.is_attached, self.answer_by, self.drop_reason, self.problem = False, None, "", why
-        self.retry_at = now + min(BACKOFF_S * 2 ** min(self.num_tries, 30), MAX_BACKOFF_S)
+        self.retry_at = now
+        if self.num_tries:
+            self.retry_at += min(BACKOFF_S * 2 ** min(self.num_tries - 1, 30), MAX_BACKOFF_S)
         if self.num_tries >= MAX_TRIES:
             return False
         self.num_tries += 1

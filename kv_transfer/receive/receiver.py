@@ -172,14 +172,14 @@ class Receiver:
             self._fence(fenced.peer, fenced.epoch, fenced.reason)
             if is_now and fenced.is_dead:
                 self._lose(fenced.peer, fenced.reason)
-        offers = self._connections.due_offers(now)
-        self._totals["reconnects"] += len(offers)
-        self._messages += offers
         for peer, connection in self._connections.overdue(now):
             if connection.drop_reason:
                 self._lose(peer, f"{connection.drop_reason}; some of its writes may still be under way")
             else:
                 self._on_broken(peer, connection, "it did not answer", now)
+        offers = self._connections.due_offers(now)
+        self._totals["reconnects"] += len(offers)
+        self._messages += offers
 
     def may_end(self, message: Message) -> bool:
         """Whether a transfer may end with this message; False is always right."""

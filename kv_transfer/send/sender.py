@@ -94,6 +94,11 @@ class Sender:
         if self._connections.is_stale(peer, connect):
             self._totals["stale_messages"] += 1
             return
+        connection = self._connections.by_peer.get(peer)
+        if connect.resumes and connection is not None and connection.is_attached:
+            self._totals["broken_pairs"] += 1
+            where = f"the {connection.transport} connection to decode node {connection.name}"
+            log.warning("%s broke: the decode node has noticed it first, and offers its pool again", where)
         end = TransferEnd("failed", "the decode node has connected again")
         self._sever(peer, end, is_all=False, is_resumed=connect.resumes)
         refused = self._connections.attach(peer, connect)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import importlib.util
 import os
 import sys
 import time
@@ -25,9 +26,13 @@ HELP = """Run gateways and nodes on the hosts of a Ray cluster.
   cluster logs [NAME] [-f]              lines of one process, of the supervisor, or of all
   cluster down                          drain and stop everything
 
-Baton must be installed, with the extra ray, in the environment of ray start on every host. Secrets (BATON_API_KEY,
-BATON_CLUSTER_KEY) are those of that environment."""
+Run these on a host of the Ray cluster or, with --address ray://HEAD:10001, on any other. Baton must be installed,
+with the extra ray, in the environment of ray start on every host. Secrets (BATON_API_KEY, BATON_CLUSTER_KEY) are
+those of that environment."""
 CALL_S, POLL_S = 30.0, 1.0
+CLIENT = "ray://"
+#: Ray's server of clients starts a process for each by forking beside gRPC's threads, which now and then fails.
+CLIENT_TRIES = 3
 SUPERVISOR = "supervisor"
 
 
@@ -69,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         found.add_argument(
             "--address",
             default=os.environ.get("RAY_ADDRESS", "auto"),
-            help="of Ray's head, HOST:PORT, or auto: that of this host [default: RAY_ADDRESS, or auto]",
+            help="of Ray's head: HOST:PORT or auto on a host of the Ray cluster, ray://HOST:10001 on any other "
+            "[default: RAY_ADDRESS, or auto]",
         )
         found.add_argument("--name", help='the cluster, if Ray has several [default: "baton", or as in --config]')
         if waits:
@@ -110,6 +116,7 @@ class Cluster:
         self.name = name
         self._output = sys.stdout
         self._address = address
+        self._supervisor: Any = None
 
     @functools.cached_property
     def _ray(self) -> Any:
@@ -119,15 +126,29 @@ class Cluster:
             import ray
         except ImportError as error:
             raise ConfigError("cluster needs the extra ray: pip install 'baton[ray]'") from error
-        from scripts.cluster_manager.state import NAMESPACE
-
+        is_client = self._address.startswith(CLIENT)
+        if is_client and importlib.util.find_spec("grpc") is None:
+            raise ConfigError(f"--address {self._address} needs grpcio: pip install 'baton[ray]'")
         try:
-            ray.init(address=self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+            self._connect(ray)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
+            where = " on the head, with grpcio installed there" if is_client else ""
             raise ConfigError(
                 f"--address {self._address}: no Ray cluster answers ({_first_line(error)}); start one with ray start"
+                f"{where}"
             ) from None
         return ray
+
+    def _connect(self, ray: Any) -> None:
+        from scripts.cluster_manager.state import NAMESPACE
+
+        for tries_left in reversed(range(CLIENT_TRIES)):
+            try:
+                ray.init(address=self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+                break
+            except ConnectionAbortedError:
+                if not tries_left:
+                    raise
 
     def start(self, config: ClusterConfig, *, is_autoscaling: bool) -> None:
         """Raises ConfigError: it is up already, or Ray would refuse a group."""
@@ -143,19 +164,25 @@ class Cluster:
             max_concurrency=8,
         )
         check_with_ray(config)
+        is_up = ConfigError(
+            f"the cluster {self.name!r} is up already; change it with cluster upgrade, or end it with cluster down"
+        )
+        with contextlib.suppress(ValueError):
+            ray.get_actor(self.name)
+            raise is_up
         try:
             options.remote(self.name, msgspec.json.encode(config), is_autoscaling)
-        except ValueError:
-            raise ConfigError(
-                f"the cluster {self.name!r} is up already; change it with cluster upgrade, or end it with cluster down"
-            ) from None
+        except ValueError:  # another command was faster
+            raise is_up from None
 
     def call(self, method: str, *words: Any, process: str = "") -> Any:
         """Call a method of the supervisor, or of a process's actor. Raises ClusterFailed."""
         ray = self._ray
         actor_name = f"{self.name}/{process}" if process else self.name
         try:
-            actor = ray.get_actor(actor_name)
+            # Found once: from outside of the Ray cluster this takes a task, which fails while a cluster ends.
+            actor = ray.get_actor(actor_name) if process or self._supervisor is None else self._supervisor
+            self._supervisor = self._supervisor if process else actor
             return ray.get(getattr(actor, method).remote(*words), timeout=CALL_S)
         except ValueError:
             if process:

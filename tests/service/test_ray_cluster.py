@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from support.service.processes import ROOT, environment, free_port, spawn
-from support.service.ray_hosts import HAS_RAY, RayHosts
+from support.service.ray_hosts import HAS_RAY, HAS_RAY_CLIENT, RayHosts
 from support.service.steady_load import Load, until
 
 from scripts.chaos_harness.hosts import Hosts, NoNamespaces
@@ -191,6 +191,48 @@ def test_scaling_and_upgrades_under_load_lose_no_request(ray_hosts: RayHosts, tm
     assert "there is no cluster 'baton'" in ray_hosts.cluster("host-a", "status").stderr
     for host in ("host-b", "host-c"):
         assert not ray_hosts.pids(host, "serving.worker") + ray_hosts.pids(host, "-m gateway")
+
+
+@pytest.mark.skipif(not HAS_RAY_CLIENT, reason="needs grpcio")
+def test_a_host_outside_of_the_ray_cluster_runs_the_commands(hosts: Hosts, tmp_path: Path) -> None:
+    ray_hosts = RayHosts(
+        hosts, tmp_path / "hosts", variables=SECRETS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 32}
+    )
+    config = write_config(tmp_path)
+
+    def run(*words: object) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "scripts.cli", "cluster", *words, "--address", ray_hosts.client_address]
+        return ray_hosts.run_beside("host-d", *command)
+
+    def outside(*words: object) -> str:
+        found = run(*words)
+        assert found.returncode == 0, f"{words}\n{found.stdout}{found.stderr}\n{ray_hosts.logs()}"
+        return found.stdout
+
+    def num_ready(role: str) -> int:
+        rows = json.loads(outside("status", "--json"))["rows"]
+        return sum((row["role"], row["state"]) == (role, "ready") for row in rows)
+
+    try:
+        ray_hosts.start("host-a", cpus=0, is_head=True)
+        ray_hosts.start("host-b", cpus=5)
+        assert f"ready http://{hosts.address('host-b')}:{PORT}" in outside("up", "--config", config)
+        again = run("up", "--config", config)
+        assert again.returncode == 2 and "is up already" in again.stderr, again.stderr
+        with Load([hosts.address("host-b")], PORT) as load:
+            outside("scale", "--decode", "2")
+            until(lambda: num_ready("decode") == 2, "2 decode nodes", ray_hosts.logs)
+            load.until_more()
+        assert not load.failures
+        assert "upgraded" in outside("upgrade")
+        assert "upgrading to revision 2" in outside("logs", "supervisor", "--lines", "1000")
+        assert "registered" in outside("logs", "prefill-1")
+        outside("down")
+        ended = run("status")
+        assert ended.returncode == 1 and "there is no cluster 'baton'" in ended.stderr, ended.stderr
+        assert not ray_hosts.pids("host-b", "serving.worker") + ray_hosts.pids("host-b", "-m gateway")
+    finally:
+        ray_hosts.close()
 
 
 def test_lost_processes_actors_and_hosts_are_replaced_and_requests_go_on(ray_hosts: RayHosts, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ One thread per connection sends; everything else, acknowledgements included, hap
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import select
@@ -19,6 +20,7 @@ from enum import Enum, auto
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair, whole_pages
 from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
+from kv_transfer.transports.tcp.alarm import Alarm
 from kv_transfer.transports.tcp.protocol import (
     DONE,
     DONE_FRAME_BYTES,
@@ -41,6 +43,9 @@ from kv_transfer.transports.tcp.send_thread import SendThread
 log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 10.0
+#: A connection that has not formed by then is dialled again, each time after twice as long: where packets are lost, the
+#: kernel itself repeats the first one only after a second.
+REDIAL_S = 0.25
 _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: on close, drop what has not been sent
 
 
@@ -54,11 +59,18 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class TcpConnection:
-    """One connection. ``pending``: (ticket, page of the peer, bytes) given to its thread and not acknowledged."""
+    """One connection.
+
+    Attributes:
+        redial_at, patience_s: when it is dialled again unless it has formed, and how long after it was dialled.
+        pending: (ticket, page of the peer, bytes) given to its thread and not acknowledged.
+    """
 
     index: int
     sock: socket.socket
     nonce: bytes
+    redial_at: float
+    patience_s: float = REDIAL_S
     stage: Stage = Stage.DIALLING
     terms: Terms | None = None
     inbox: bytearray = field(default_factory=bytearray)
@@ -102,6 +114,9 @@ class TcpWriter(WriterTransport):
         self._epoll = select.epoll()
         self._results = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # set while a result waits for its caller
         self._epoll.register(self._results, select.EPOLLIN)
+        self._alarm = Alarm()
+        self._epoll.register(self._alarm, select.EPOLLIN)
+        self._rings_at = math.inf
         self._peers: dict[str, PeerState] = {}
         self._by_descriptor: dict[int, tuple[PeerState, TcpConnection]] = {}  # by descriptor
         self._leaving: dict[str, PeerState] = {}  # detached peers for which our pages are still being read
@@ -130,33 +145,75 @@ class TcpWriter(WriterTransport):
             raise AttachError(
                 f"{peer_state.who} cannot be reached by {self.name}: {error.strerror or error}"
             ) from error
+        now = time.monotonic()
+        self._set_alarm(min(self._rings_at, now + REDIAL_S), now)
 
     def _dial(self, peer_state: PeerState, index: int) -> None:
-        sock = socket.socket(family_of(peer_state.address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        sock = self._connect(peer_state.address)
+        nonce, redial_at = secrets.token_bytes(NONCE_BYTES), time.monotonic() + REDIAL_S
+        connection = TcpConnection(index, sock, nonce, redial_at)
+        peer_state.connections.append(connection)
+        self._watch(peer_state, connection)
+
+    @staticmethod
+    def _connect(address: tuple[str, int]) -> socket.socket:
+        """A socket that connects, which ``_watch`` notices."""
+        sock = socket.socket(family_of(address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             tune(sock)
             with contextlib.suppress(BlockingIOError):
-                sock.connect(peer_state.address)
+                sock.connect(address)
         except BaseException:
             sock.close()
             raise
-        connection = TcpConnection(index, sock, secrets.token_bytes(NONCE_BYTES))
-        peer_state.connections.append(connection)
-        self._by_descriptor[sock.fileno()] = (peer_state, connection)
-        self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
+        return sock
+
+    def _watch(self, peer_state: PeerState, connection: TcpConnection) -> None:
+        self._by_descriptor[connection.sock.fileno()] = (peer_state, connection)
+        self._epoll.register(connection.sock, select.EPOLLIN | select.EPOLLOUT)
+
+    def _dial_again(self, peer_state: PeerState, now: float) -> float:
+        """Dial connections again that have not formed in time. Returns when to look next."""
+        dialling = [one for one in peer_state.connections if one.stage is Stage.DIALLING]
+        for connection in dialling:
+            if connection.redial_at > now:
+                continue
+            try:
+                sock = self._connect(peer_state.address)
+            except OSError as error:
+                self._break(peer_state, error.strerror or str(error))
+                return math.inf
+            del self._by_descriptor[connection.sock.fileno()]
+            connection.sock.close()
+            connection.sock = sock
+            connection.patience_s *= 2
+            connection.redial_at = now + connection.patience_s
+            self._watch(peer_state, connection)
+        return min((connection.redial_at for connection in dialling), default=math.inf)
 
     def poll(self) -> list[Attached]:
         self._process_events()
-        now = time.monotonic()
+        now, rings_at = time.monotonic(), math.inf
         for peer_state in self._peers.values():
-            if not peer_state.is_attached and not peer_state.is_broken and peer_state.until <= now:
+            if peer_state.is_attached or peer_state.is_broken:
+                continue
+            if peer_state.until <= now:
                 self._break(peer_state, f"it did not answer within {ATTACH_TIMEOUT_S:.0f} s")
+            else:
+                rings_at = min(rings_at, self._dial_again(peer_state, now))
+        self._set_alarm(rings_at, now)
         news, self._news = self._news, []
         for attached in news:
             if attached.problem and not self._peers[attached.peer].is_attached:
                 self.detach(attached.peer)
         self._signal_results()
         return news
+
+    def _set_alarm(self, at: float, now: float) -> None:
+        """Wake the loop at this instant; infinite: not."""
+        if at != self._rings_at:
+            self._rings_at = at
+            self._alarm.ring_after(at - now) if at < math.inf else self._alarm.silence()
 
     def _signal_results(self) -> None:
         """Wake the loop for results that one of ``poll`` and ``done`` has found and the other one returns."""
@@ -389,4 +446,5 @@ class TcpWriter(WriterTransport):
         self._reap()
         if not self._epoll.closed:
             self._epoll.close()
+            self._alarm.close()
             os.close(self._results)

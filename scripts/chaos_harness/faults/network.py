@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from pathlib import Path
 
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.faults.base import Fault, Site, noticed_s, unnoticed_s
@@ -135,26 +136,34 @@ class Reset(NetworkFault):
         if (peer := next(prefills, None)) is None:
             return f"{self.name} at {node.name}: {NO_PREFILL}"
         starts = node.num_starts, peer.num_starts
-        log_bytes = peer.log.stat().st_size
+        logs = [(log, log.stat().st_size) for log in (peer.log, node.log)]
         began_at = time.monotonic()
         noticed_at = 0.0
         await asyncio.to_thread(self.hosts(site).reset, node.name, peer.name, spared_port=peer.data_port)
-        broke = re.compile(rf"connection to decode node {re.escape(node.name)}\b.* broke: ".encode())
+        broke = [
+            re.compile(rf"connection to decode node {re.escape(node.name)}\b.* broke: ".encode()),
+            re.compile(rf"pages of prefill node {re.escape(peer.name)} cannot come now".encode()),
+        ]
         attached = re.compile(rf"pages go to decode node {re.escape(node.name)} by (\w+)".encode())
         what = f"data connections from {peer.name} to {node.name} were reset"
         while time.monotonic() - (noticed_at or began_at) < SWITCH_S:
-            with peer.log.open("rb") as log:
-                log.seek(log_bytes)
-                lines = log.read()
-            if not noticed_at and broke.search(lines):
+            lines = [_written(log, num_bytes) for log, num_bytes in logs]
+            if not noticed_at and any(map(re.Pattern.search, broke, lines)):
                 noticed_at = time.monotonic()
-            if noticed_at and (found := attached.search(lines)):
+            if noticed_at and (found := attached.search(lines[0])):
                 took_s = time.monotonic() - noticed_at
                 site.switches_s.append(took_s)
-                return f"{what}; pages go by {found[1].decode()} {took_s:.2f} s after a write has failed"
+                return f"{what}; pages go by {found[1].decode()} {took_s:.2f} s after a node has noticed"
             await asyncio.sleep(0.01)
         if not noticed_at:
             return f"{what}; no page was to be sent"
         if starts == (node.num_starts, peer.num_starts) and peer.is_running and not peer.fault:
             site.problems.append(f"{self.name}: {what}, and pages went by no transport {SWITCH_S:g} s later")
         return f"{what}; pages go by no transport"
+
+
+def _written(log: Path, num_bytes: int) -> bytes:
+    """What a log has beyond its first bytes."""
+    with log.open("rb") as file:
+        file.seek(num_bytes)
+        return file.read()

@@ -1,8 +1,8 @@
 """A gateway asks the nodes that it lists to register, and finds out which keys they have."""
 
 import asyncio
-import socket
 import errno
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -5,7 +5,7 @@ from support.kv.connected_pair import KEY, break_data_connection, half_written, 
 from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
-from common.wire.messages import Connect, Grant, PrefillDone, Refused, TransferAck
+from common.wire.messages import AttachFailed, Connect, Grant, PrefillDone, Refused, TransferAck
 from kv_transfer.events import Completed
 from kv_transfer.receive.connections import (
     ANSWER_S,
@@ -28,7 +28,7 @@ def pair() -> TransferPair:
 # ---- retries -----------------------------------------------------------------------------------------------------
 
 
-def test_the_backoff_doubles_up_to_a_limit() -> None:
+def test_the_pool_is_offered_again_at_once_and_then_after_a_pause_that_doubles_up_to_a_limit() -> None:
     connection = PrefillConnection(1, "p", was_attached=True)
     pauses = []
     while connection.broke("", 10.0):
@@ -36,7 +36,7 @@ def test_the_backoff_doubles_up_to_a_limit() -> None:
         pauses.append(connection.retry_at - 10.0)
         connection.offered_again(2, 10.0)
         assert (connection.retry_at, connection.answer_by, connection.is_reconnecting) == (None, 10.0 + ANSWER_S, True)
-    assert pauses == [pytest.approx(BACKOFF_S * factor) for factor in (1, 2, 4, 8)]
+    assert pauses == [pytest.approx(BACKOFF_S * factor) for factor in (0, 1, 2, 4)]
     assert len(pauses) == MAX_TRIES
     connection = PrefillConnection(1, "p", num_tries=1_000)
     connection.broke("", 10.0)
@@ -47,19 +47,22 @@ def test_the_prefill_node_waits_longer_than_all_retries_take() -> None:
     assert sum(BACKOFF_S * 2**n + ANSWER_S for n in range(MAX_TRIES)) + ANSWER_S < RESUME_LEASE_S
 
 
-def test_the_pool_is_not_offered_again_before_the_backoff_ends(pair: TransferPair) -> None:
+def test_the_pool_is_offered_again_at_once_and_the_next_time_after_a_pause(pair: TransferPair) -> None:
     half_written(pair)
     break_data_connection(pair)
-    pair.now = BACKOFF_S - 0.01
-    pair.poll()
-    assert not pair.to_prefill
-    pair.now = BACKOFF_S
     pair.poll()
     [connect] = pair.to_prefill
     assert isinstance(connect, Connect)
     assert (connect.epoch, connect.resumes) == (2, True)
     pair.poll()
     assert len(pair.to_prefill) == 1
+    pair.receiver.on_message(PREFILL, AttachFailed(2, "no"), pair.now)
+    pair.now = BACKOFF_S - 0.01
+    pair.poll()
+    assert len(pair.to_prefill) == 1
+    pair.now = BACKOFF_S
+    pair.poll()
+    assert [offer.epoch for offer in pair.to_prefill if isinstance(offer, Connect)] == [2, 3]
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
@@ -72,9 +75,8 @@ def test_a_first_offer_without_an_answer_is_repeated(is_refused: bool) -> None:
         pair.receiver.on_message(PREFILL, Refused("no", 1))
     pair.now = FIRST_ANSWER_S - 0.1
     pair.poll()
-    pair.now = 2 * FIRST_ANSWER_S
-    pair.poll()
     assert not pair.to_prefill
+    pair.now = 2 * FIRST_ANSWER_S
     pair.run()
     assert pair.receiver.is_connected(PREFILL) is not is_refused
     assert pair.receiver.counters()["reconnects"] == (not is_refused)

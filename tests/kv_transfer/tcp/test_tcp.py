@@ -1,5 +1,6 @@
 """The TCP handshake: which connections a data port accepts, which readers a writer accepts, and cut connections."""
 
+import contextlib
 import select
 import socket
 
@@ -136,6 +137,33 @@ def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, mon
         writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
         [attached] = until(writer.poll)
     assert "did not answer within" in attached.problem
+
+
+def test_a_connection_whose_first_packet_is_lost_is_dialled_again(
+    writer: TcpWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_writer, "REDIAL_S", 0.01)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = listener.getsockname()
+        stack.enter_context(socket.create_connection(address))  # fills the backlog: the kernel drops what comes next
+        endpoint = f"127.0.0.1:{address[1]}:{'0' * 64}:1"
+        writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
+        [connection] = next(iter(writer._peers.values())).connections
+        dialled = []
+        while len(dialled) < 3:
+            assert not writer.poll()
+            dialled += [connection.sock] if connection.sock not in dialled else []
+            select.select(writer.files(), [], [], 60)  # the writer wakes its loop by itself
+        assert all(sock.fileno() < 0 for sock in dialled[:-1])
+        listener.accept()[0].close()
+        until(lambda: writer.poll() or connection.stage is not tcp_writer.Stage.DIALLING)
+        accepted = stack.enter_context(listener.accept()[0])
+        assert accepted.getpeername() == connection.sock.getsockname()
+        magic, *_ = HELLO.unpack(accepted.recv(HELLO.size, socket.MSG_WAITALL))
+        assert magic == MAGIC
+        assert not select.select(writer.files(), [], [], 0)[0], "the alarm rings on"
+        assert writer.detach(DECODE)
 
 
 @pytest.mark.parametrize("noise", [b"", b"x", bytes(WELCOME.size), b"y" * 500])

@@ -20,12 +20,13 @@ from support.service.processes import ROOT, environment, spawn
 from scripts.chaos_harness.hosts import Hosts
 
 HAS_RAY = importlib.util.find_spec("ray") is not None and shutil.which("nsenter") is not None
+HAS_RAY_CLIENT = importlib.util.find_spec("grpc") is not None
 START_TIMEOUT_S = 120.0
 #: Ray gives a raylet 30 seconds to appear, which a busy machine may not keep; users start it again then.
 MAX_STARTS = 3
 #: A command of the manager waits for processes that import torch, one after the other, maybe on a busy machine.
 COMMAND_TIMEOUT_S = 600.0
-GCS_PORT = 6379  # in the head's own network namespace
+GCS_PORT, CLIENT_PORT = 6379, 10_001  # in the head's own network namespace
 #: Small raylets, and dead hosts noticed within about ten seconds.
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -102,11 +103,24 @@ class RayHosts:
         """Of the head."""
         return f"{self.hosts.address(self.head)}:{GCS_PORT}"
 
-    def run(self, name: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S) -> "subprocess.CompletedProcess[str]":
+    @property
+    def client_address(self) -> str:
+        """Of the head, for hosts that are not in the cluster."""
+        return f"ray://{self.hosts.address(self.head)}:{CLIENT_PORT}"
+
+    def run(
+        self, name: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> "subprocess.CompletedProcess[str]":
         """Run a command on a host."""
         return subprocess.run(
             self._enter(name, words), capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=self._variables
         )
+
+    def run_beside(self, name: str, *words: object, timeout_s: float = 180.0) -> "subprocess.CompletedProcess[str]":
+        """Run a command on a host that is not in the Ray cluster."""
+        assert name not in self._processes
+        line = self.hosts.command(name, *words)
+        return subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=self._variables)
 
     def begin(self, name: str, *words: object) -> "subprocess.Popen[str]":
         """Start a command on a host."""
@@ -123,7 +137,9 @@ class RayHosts:
         init = self._init(name)
         return ["nsenter", "--target", str(init), "--net", "--pid", "--mount", f"--wdns={ROOT}", *map(str, words)]
 
-    def cluster(self, name: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S) -> "subprocess.CompletedProcess[str]":
+    def cluster(
+        self, name: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> "subprocess.CompletedProcess[str]":
         """Run ``baton cluster`` on a host."""
         return self.run(name, sys.executable, "-m", "scripts.cli", "cluster", *words, timeout_s=timeout_s)
 
