@@ -11,11 +11,9 @@
 
 #if defined(__FMA__) && !defined(__AVX512F__)
 
-enum { ROWS = 6, PARTS = 2 };     /* 12 sums, 2 weights and an input fit in the 16 registers of eight floats */
-enum { MAX_TOGETHER = 4 };        /* blocks of sixteen outputs in a tile of one row */
-enum { CHUNK_BYTES = 384 << 10 }; /* of widened rows, which stay in the second cache meanwhile */
-
-typedef uint32_t v8u __attribute__((vector_size(32)));
+enum { ROWS = 6, PARTS = BLOCK / LANES }; /* 12 sums, 2 weights and an input fit in the 16 registers */
+enum { MAX_TOGETHER = 4 };                /* blocks of sixteen outputs in a tile of one row */
+enum { CHUNK_BYTES = 384 << 10 };         /* of widened rows, which stay in the second cache meanwhile */
 
 /* Some rows times a block of sixteen outputs or several. `ahead`: what to fetch meanwhile, so many bytes in each turn. */
 typedef struct {
@@ -48,14 +46,15 @@ INLINE void widen_tile(const char *x, float *to, long inputs, long rows, int dty
 }
 
 /* sum += a * b, rounded once. Not by an intrinsic, for which GCC 12 copies the sums of a loop in every turn. */
-INLINE void add_product(__m256 *sum, __m256 a, __m256 b) {
+INLINE void add_product(vf *sum, vf a, vf b) {
     __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
 }
 
 /* Not inlined, since a copy for every size of tile would buy nothing. */
-static __attribute__((noinline)) void write_tile(const Tile *tile, vf sums[ROWS][MAX_TOGETHER], int rows, int blocks) {
+static __attribute__((noinline)) void write_tile(const Tile *tile, vf sums[ROWS][MAX_TOGETHER * PARTS], int rows,
+                                                 int vectors) {
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < blocks; j++)
+        for (int j = 0; j < vectors; j++)
             if (tile->out_dtype == F32)
                 store(tile->out, i * tile->width + j * LANES, sums[i][j], F32);
             else
@@ -63,77 +62,78 @@ static __attribute__((noinline)) void write_tile(const Tile *tile, vf sums[ROWS]
 }
 
 INLINE void multiply_tile(const Tile *tile, int rows, int blocks, int dtype) {
-    const int each = dtype == BF16 ? 2 : 1; /* inputs in a word of the weight */
+    const int each = dtype == BF16 ? 2 : 1, vectors = blocks * PARTS; /* each: inputs in a word of the weight */
     const ptrdiff_t block_bytes = tile->inputs / each * 64;
     const char *weight = tile->weight, *ahead = tile->ahead;
-    __m256 sums[ROWS][MAX_TOGETHER * PARTS];
-    vf first[MAX_TOGETHER], totals[ROWS][MAX_TOGETHER];
-    for (int j = 0; j < blocks; j++) first[j] = tile->bias ? load(tile->bias, j * LANES, dtype) : (vf){0};
+    vf sums[ROWS][MAX_TOGETHER * PARTS], totals[ROWS][MAX_TOGETHER * PARTS];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
-        for (int j = 0; j < blocks * PARTS; j++) memcpy(&sums[i][j], (const char *)first + j * 32, 32);
+        for (int j = 0; j < vectors; j++) sums[i][j] = tile->bias ? load(tile->bias, j * LANES, dtype) : (vf){0};
     for (long k = 0; k < tile->inputs; k += each, weight += 64, ahead += tile->ahead_step) {
         for (int j = 0; j < blocks; j++) __builtin_prefetch(ahead + j * block_bytes, 0, 2);
 #pragma GCC unroll 2
         for (int one = 0; one < each; one++) {
-            __m256 weights[MAX_TOGETHER * PARTS];
+            vf weights[MAX_TOGETHER * PARTS];
 #pragma GCC unroll 8
-            for (int j = 0; j < blocks * PARTS; j++) {
-                v8u words;
-                memcpy(&words, weight + j / PARTS * block_bytes + j % PARTS * 32, sizeof words);
-                weights[j] = (__m256)(dtype == F32 ? words : one ? words & 0xffff0000 : words << 16);
+            for (int j = 0; j < vectors; j++) {
+                const vu words = (vu)load(weight + j / PARTS * block_bytes, j % PARTS * LANES, F32);
+                weights[j] = (vf)(dtype == F32 ? words : one ? words & 0xffff0000 : words << 16);
             }
 #pragma GCC unroll 6
             for (int i = 0; i < rows; i++) {
-                const __m256 input = _mm256_broadcast_ss(tile->x + (k + one) * rows + i);
+                const vf input = (vf)_mm256_broadcast_ss(tile->x + (k + one) * rows + i);
 #pragma GCC unroll 8
-                for (int j = 0; j < blocks * PARTS; j++) add_product(&sums[i][j], weights[j], input);
+                for (int j = 0; j < vectors; j++) add_product(&sums[i][j], weights[j], input);
             }
         }
     }
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
-        for (int j = 0; j < blocks * PARTS; j++) memcpy((char *)totals[i] + j * 32, &sums[i][j], 32);
-    write_tile(tile, totals, rows, blocks);
+        for (int j = 0; j < vectors; j++) totals[i][j] = sums[i][j];
+    write_tile(tile, totals, rows, vectors);
 }
 
 INLINE void multiply_rows(const Tile *tile, long rows, long blocks, int dtype) {
     switch (rows * 8 + blocks) {
 #define CASE(rows, blocks) \
     case rows * 8 + blocks: return multiply_tile(tile, rows, blocks, dtype);
-        CASE(1, 4) CASE(1, 1) CASE(2, 3) CASE(2, 1) CASE(3, 2) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
+        CASE(1, 4) CASE(1, 1) CASE(2, 3) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
 #undef CASE
     }
 }
 
 static void multiply(const float *x, const char *weight, const char *bias, char *out, long rows, long inputs,
                      long width, int dtype, int out_dtype) {
-    const long most = tile_rows(rows), all_blocks = width / LANES;
-    const long together = rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1; /* enough sums to hide a product's latency */
+    const long most = tile_rows(rows), all_blocks = width / BLOCK;
+    const long together = rows == 1 ? MAX_TOGETHER : rows == 2 ? 3 : 1; /* enough sums to hide a product's latency */
     const long fitting = CHUNK_BYTES / 4 / inputs / most * most, chunk = fitting < most ? most : fitting;
-    const long units = (all_blocks + together - 1) / together, chunks = (rows + chunk - 1) / chunk;
+    const long units = (all_blocks + together - 1) / together;
     const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype), out_item = (ptrdiff_t)item_bytes(out_dtype);
-    const ptrdiff_t block_bytes = inputs * LANES * item;
-#pragma omp parallel for schedule(static) if (rows * inputs * width > 1 << 18)
-    for (long unit = 0; unit < chunks * units; unit++) {
-        const long start = unit / units * chunk, end = start + chunk < rows ? start + chunk : rows;
-        const long first = unit % units * together, last = first + together < all_blocks ? first + together : all_blocks;
-        const long count = last - first < together ? 1 : together, passes = (end - start + most - 1) / most;
-        for (long block = first; block < last; block += count)
-            for (long row = start, pass = 0; row < end; row += most, pass++) {
-                Tile tile = {.x = x + row * inputs, .weight = weight + block * block_bytes, .inputs = inputs,
-                             .bias = bias ? bias + block * LANES * item : 0, .width = width, .out_dtype = out_dtype,
-                             .out = out + (row * width + block * LANES) * out_item, .ahead_step = 64 / passes};
-                /* Each of several passes over a block fetches its share of the next one. */
-                tile.ahead = tile.weight + (passes == 1 ? AHEAD / 4 : block_bytes + block_bytes * pass / passes);
-                const long left = rows - row < most ? rows - row : most;
-                if (dtype == F32) /* constants within the parallel part: one from outside of it is a variable */
-                    multiply_rows(&tile, left, count, F32);
-                else
-                    multiply_rows(&tile, left, count, BF16);
-            }
+    const ptrdiff_t block_bytes = inputs * BLOCK * item;
+    /* A thread computes the same blocks of every chunk, so that none waits for another between two chunks. */
+#pragma omp parallel if (rows * inputs * width > 1 << 18)
+    for (long start = 0; start < rows; start += chunk) {
+        const long end = start + chunk < rows ? start + chunk : rows, passes = (end - start + most - 1) / most;
+#pragma omp for schedule(static) nowait
+        for (long unit = 0; unit < units; unit++) {
+            const long first = unit * together, count = all_blocks - first < together ? 1 : together;
+            for (long block = first; block < first + together && block < all_blocks; block += count)
+                for (long row = start, pass = 0; row < end; row += most, pass++) {
+                    Tile tile = {.x = x + row * inputs, .weight = weight + block * block_bytes, .inputs = inputs,
+                                 .bias = bias ? bias + block * BLOCK * item : 0, .width = width,
+                                 .out = out + (row * width + block * BLOCK) * out_item, .out_dtype = out_dtype,
+                                 .ahead_step = 64 / passes};
+                    /* Each of several passes over a block fetches its share of the next one. */
+                    tile.ahead = tile.weight + (passes == 1 ? AHEAD / 4 : block_bytes + block_bytes * pass / passes);
+                    const long left = rows - row < most ? rows - row : most;
+                    if (dtype == F32) /* constants within the parallel part: one from outside of it is a variable */
+                        multiply_rows(&tile, left, count, F32);
+                    else
+                        multiply_rows(&tile, left, count, BF16);
+                }
+        }
     }
 }
 

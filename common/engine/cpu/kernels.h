@@ -1,4 +1,4 @@
-/* Vectors of sixteen floats, loaded from and stored to the three number formats, with the vector extensions of GCC
+/* Vectors of sixteen floats, or eight without AVX-512, loaded from and stored to the three number formats, with the vector extensions of GCC
  * (version 12 on) and clang.
  *
  * `dtype` is a compile-time constant wherever these are inlined: WITH_CONSTANT branches on it.
@@ -14,14 +14,19 @@
 #endif
 
 enum { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 }; /* I8: of KV pages */
+enum { BLOCK = 16 }; /* outputs that stand together in a packed weight; every width is a multiple of it */
+#ifdef __AVX512F__
 enum { LANES = 16 };
+#else
+enum { LANES = 8 };
+#endif
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
-typedef _Float16 vh16 __attribute__((vector_size(32)));
-typedef int8_t vb __attribute__((vector_size(16)));
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef _Float16 vh16 __attribute__((vector_size(2 * LANES)));
+typedef int8_t vb __attribute__((vector_size(LANES)));
 
 /* How many bytes ahead weights are fetched where the products take about as long as memory does: the processor's own
  * prefetching falls behind then. */
@@ -40,7 +45,7 @@ enum { AHEAD = 8192 };
 
 INLINE size_t item_bytes(int dtype) { return dtype == F32 ? 4 : dtype == I8 ? 1 : 2; }
 
-/* Numbers index .. index + 15 of an array. */
+/* Numbers index .. index + LANES - 1 of an array. */
 INLINE vf load(const char *array, ptrdiff_t index, int dtype) {
     const char *at = array + index * (ptrdiff_t)item_bytes(dtype);
     if (dtype == F32) {
@@ -60,7 +65,11 @@ INLINE vf load(const char *array, ptrdiff_t index, int dtype) {
     }
     vh16 x;
     memcpy(&x, at, sizeof x);
+#if defined(__F16C__) && !defined(__AVX512F__)
+    return (vf)_mm256_cvtph_ps((__m128i)x); /* GCC 12 converts number by number */
+#else
     return __builtin_convertvector(x, vf);
+#endif
 }
 
 /* Rounds to nearest, ties to even. NaN stays NaN. */
@@ -75,18 +84,27 @@ INLINE void store(char *array, ptrdiff_t index, vf x, int dtype) {
         vh half = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), vh);
         memcpy(at, &half, sizeof half);
     } else {
-        vh16 half = __builtin_convertvector(x, vh16);
+#if defined(__F16C__) && !defined(__AVX512F__)
+        const __m128i half = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+        const vh16 half = __builtin_convertvector(x, vh16);
+#endif
         memcpy(at, &half, sizeof half);
     }
 }
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 
+typedef float v4 __attribute__((vector_size(16)));
+typedef float v8 __attribute__((vector_size(32)));
+
 INLINE float sum(vf x) {
-    typedef float v8 __attribute__((vector_size(32)));
-    typedef float v4 __attribute__((vector_size(16)));
-    v8 a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-           __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#ifdef __AVX512F__
+    const v8 a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                 __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    const v8 a = x;
+#endif
     v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
     v4 c = b + __builtin_shufflevector(b, b, 2, 3, 0, 1);
     return c[0] + c[1];
@@ -99,15 +117,23 @@ INLINE vf choose(vi held, vf a, vf b) { return (vf)((held & (vi)a) | (~held & (v
 #ifdef __AVX512F__
 INLINE vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX__)
+INLINE vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vf smaller(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 #else
 INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
 INLINE vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 #endif
 
 INLINE float highest_of(vf x) {
+#ifdef __AVX512F__
     x = larger(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
     x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
     x = larger(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+#else
+    x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+    x = larger(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+#endif
     return x[0] > x[1] ? x[0] : x[1];
 }
 
@@ -139,6 +165,7 @@ INLINE vf exponential(vf x) {
 
 /* Rows become columns, in registers. */
 INLINE void transpose(vu rows[LANES]) {
+#ifdef __AVX512F__
 #pragma GCC unroll 16
     EXCHANGE(rows, 8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
              LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
@@ -151,6 +178,14 @@ INLINE void transpose(vu rows[LANES]) {
 #pragma GCC unroll 16
     EXCHANGE(rows, 1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
              LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+#else
+#pragma GCC unroll 8
+    EXCHANGE(rows, 4, LIST(0, 1, 2, 3, 8, 9, 10, 11), LIST(4, 5, 6, 7, 12, 13, 14, 15))
+#pragma GCC unroll 8
+    EXCHANGE(rows, 2, LIST(0, 1, 8, 9, 4, 5, 12, 13), LIST(2, 3, 10, 11, 6, 7, 14, 15))
+#pragma GCC unroll 8
+    EXCHANGE(rows, 1, LIST(0, 8, 2, 10, 4, 12, 6, 14), LIST(1, 9, 3, 11, 5, 13, 7, 15))
+#endif
 }
 
 #endif

@@ -66,14 +66,18 @@ INLINE void score(Query *q, const int count, const char *keys, ptrdiff_t at, lon
 /* Add `tokens` weighted values to the sums of `count` queries; the sums stay in registers. */
 INLINE void add_values(Query *q, const int count, const char *values, const ptrdiff_t *at, long tokens, long dim,
                        int dtype) {
-    for (long i = 0; i < dim; i += LANES) {
-        vf parts[4];
-        for (int m = 0; m < count; m++) parts[m] = load((const char *)q[m].sums, i, F32);
-        for (long t = 0; t < tokens; t++) {
-            vf value = load(values, at[t] + i, dtype);
-            for (int m = 0; m < count; m++) parts[m] += value * q[m].scores[t];
-        }
-        for (int m = 0; m < count; m++) store((char *)q[m].sums, i, parts[m], F32);
+    enum { VECTORS = BLOCK / LANES };
+    for (long i = 0; i < dim; i += BLOCK) {
+        vf parts[4][VECTORS];
+        for (int m = 0; m < count; m++)
+            for (int j = 0; j < VECTORS; j++) parts[m][j] = load((const char *)q[m].sums, i + j * LANES, F32);
+        for (long t = 0; t < tokens; t++)
+            for (int j = 0; j < VECTORS; j++) {
+                const vf value = load(values, at[t] + i + j * LANES, dtype);
+                for (int m = 0; m < count; m++) parts[m][j] += value * q[m].scores[t];
+            }
+        for (int m = 0; m < count; m++)
+            for (int j = 0; j < VECTORS; j++) store((char *)q[m].sums, i + j * LANES, parts[m][j], F32);
     }
 }
 

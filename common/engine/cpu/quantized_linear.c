@@ -29,7 +29,7 @@ INLINE void quantize(const char *x, ptrdiff_t from, long length, int8_t *values,
         const vf rounded = (load(x, from + i, dtype) * inverse + magic) - magic;
         const vi whole = __builtin_convertvector(choose(rounded == rounded, rounded, (vf){0}), vi);
         const vb narrow = __builtin_convertvector(whole, vb);
-        for (int four = 0; four < 4; four++)
+        for (int four = 0; four < LANES / 4; four++)
             memcpy(values + (i / 4 + four) * stride, (const char *)&narrow + four * 4, 4);
         sums += whole;
     }

@@ -86,6 +86,7 @@ for dtype, rows in itertools.product(DTYPES, (1, 5, 19)):
         if kernels.can_multiply(plain):
             packed = kernels.pack_linear(plain, Exact())
             kernels.linear(torch.randn(rows, inputs).to(dtype), packed, bias, torch.float32)
+            kernels.linear(torch.randn(rows, inputs).to(dtype), packed, None, dtype)
 
 SHAPES = ((4, 2, 32), (8, 1, 128), (3, 3, 16), (16, 1, 256), (6, 1, 64))
 for (dtype, pages_dtype), (heads, kv_heads, dim), page_size in itertools.product(
@@ -122,7 +123,8 @@ for weight_dtype, keep in itertools.product(("auto", "int8", "int4"), (None, [],
     step = CpuAttention(pool, 4, (AttentionParams(),) * 2, kernels).prepare(batch)
     kept = None if keep is None else torch.tensor(keep, dtype=torch.int64)
     model = Decoder(config, weights)
-    assert (model._native is not None) == (weight_dtype != "auto" or kernels.can_multiply(torch.ones(16, 2).bfloat16()))
+    plain = kernels.can_multiply(torch.ones(16, 2).bfloat16())
+    assert (model._native is not None) == (plain if weight_dtype == "auto" else kernels.has_int8_dot)
     with torch.inference_mode():
         assert model.hidden_states(torch.arange(43), batch.positions, step, kept).isfinite().all()
 
