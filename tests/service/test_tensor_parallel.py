@@ -1,6 +1,7 @@
 """Nodes with several ranks give the tokens of nodes with one, whatever the other node has, also when ranks are lost."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -128,8 +129,11 @@ async def test_a_model_that_transformers_computes_is_divided_as_well(
         shutil.copy(path, folder)
     prompts = draw_prompts(folder, LENGTHS, MAX_NEW, seed=8)
     ranks = {"prefill-0": prefill, "decode-0": decode}
-    options = {"model_impl": "transformers", "page_size": 16, "max_total_tokens": 1024}
-    service = serve(tmp_path / "logs", ranks, folder, **options, hf_overrides='{"max_position_embeddings": 512}')
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 10.0}))  # every rank gets the override
+    overrides = json.dumps({"rms_norm_eps": config["rms_norm_eps"]})
+    options = {"model_impl": "transformers", "page_size": 16, "max_total_tokens": 1024, "hf_overrides": overrides}
+    service = serve(tmp_path / "logs", ranks, folder, **options)
     try:
         await check_answers(service, prompts)
         assert f"transformers computes this model with its class {architecture}" in service.log()

@@ -182,7 +182,8 @@ class TpPlan:
             part = parts.get(module, {}).get(name)
             return None if part is None or parameter.is_meta else part.of(parameter)
 
-        handle = register_module_parameter_registration_hook(keep_part)
+        # torch's type leaves out that a hook may return another parameter.
+        handle = register_module_parameter_registration_hook(keep_part)  # type: ignore[arg-type]
         try:  # the library reads the source of the class's module
             yield type(kind.__name__, (kind,), {"__init__": begin, "__module__": kind.__module__})
         finally:
