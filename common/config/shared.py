@@ -301,10 +301,6 @@ def check_model_source(config: Any) -> None:
         )
     if config.model_impl == "native" and config.trust_remote_code:
         raise ConfigError("--trust-remote-code has no effect with --model-impl native; leave one out")
-    if config.tp > 1 and config.model_impl == "transformers":
-        raise ConfigError(f"--tp {config.tp}: a model that transformers computes runs in one process; leave out --tp")
-    if config.tp > 1 and config.hf_overrides:
-        raise ConfigError("--hf-overrides works in nodes of one process only; leave it or --tp out")
     parse_overrides(config.hf_overrides)
 
 

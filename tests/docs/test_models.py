@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.engine.library_models import LIBRARY_MODELS, make_library_model
+from support.engine.library_models import LIBRARY_MODELS, WITHOUT_PLAN, make_library_model
 
 from common.engine.models.config import ARCHITECTURES
+from common.engine.models.implementation import check_ranks
 from common.engine.models.transformers_impl.config import TransformersConfig
+from common.errors import ConfigError
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+(?:ForCausalLM|LMHeadModel))` \| (.* \| .*) \|$", PAGE, flags=re.M))
@@ -41,3 +43,9 @@ def features(folder: Path, architecture: str) -> Iterator[str]:
         yield "values of another size than keys"
     if any("expert" in key or key.startswith("moe") for key in LIBRARY_MODELS[architecture][1]):
         yield "experts"
+    if architecture in WITHOUT_PLAN:
+        with pytest.raises(ConfigError, match="has no plan"):
+            check_ranks(config, 2)
+        yield "no `--tp`"
+    else:
+        check_ranks(config, 2)

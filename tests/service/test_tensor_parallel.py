@@ -1,13 +1,16 @@
 """Nodes with several ranks give the tokens of nodes with one, whatever the other node has, also when ranks are lost."""
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engine.library_models import make_library_model
 from support.engine.reference_models import draw_prompts
 from support.service.client import Exchange
 from support.service.service import SMALL_MODEL, Service
@@ -27,10 +30,11 @@ def prompts() -> Prompts:
     return draw_prompts(SMALL_MODEL, LENGTHS, MAX_NEW, seed=5)
 
 
-def serve(logs: Path, ranks: dict[str, int], **options: Any) -> Service:
+def serve(logs: Path, ranks: dict[str, int], model: Path = SMALL_MODEL, **options: Any) -> Service:
     """A service of these nodes, with so many ranks each."""
     service = Service(
         logs,
+        model,
         prefill=sum(name.startswith("prefill") for name in ranks),
         decode=sum(name.startswith("decode") for name in ranks),
         node_options={"chunked_prefill_size": 64, **options},
@@ -105,6 +109,34 @@ async def test_greedy_tokens_do_not_depend_on_the_ranks_of_either_node(
         assert len(left) == prefill - 1 + decode - 1
         assert [service.stop(name) for name in ("prefill-0", "decode-0")] == [0, 0]
         await until_gone(left)
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "prefill", "decode"),
+    [
+        ("Gemma2ForCausalLM", 1, 2),
+        pytest.param("DeepseekV3ForCausalLM", 2, 4, marks=pytest.mark.slow),  # attention is whole in the plan; experts
+        pytest.param("MistralForCausalLM", 2, 2, marks=pytest.mark.slow),  # the pages of its windows only
+    ],
+)
+async def test_a_model_that_transformers_computes_is_divided_as_well(
+    tmp_path: Path, architecture: str, prefill: int, decode: int
+) -> None:
+    folder = make_library_model(tmp_path / "m", architecture, seed=3, vocab_size=1100)
+    for path in SMALL_MODEL.glob("*token*"):
+        shutil.copy(path, folder)
+    prompts = draw_prompts(folder, LENGTHS, MAX_NEW, seed=8)
+    ranks = {"prefill-0": prefill, "decode-0": decode}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 10.0}))  # every rank gets the override
+    overrides = json.dumps({"rms_norm_eps": config["rms_norm_eps"]})
+    options = {"model_impl": "transformers", "page_size": 16, "max_total_tokens": 1024, "hf_overrides": overrides}
+    service = serve(tmp_path / "logs", ranks, folder, **options)
+    try:
+        await check_answers(service, prompts)
+        assert f"transformers computes this model with its class {architecture}" in service.log()
     finally:
         service.close()
 

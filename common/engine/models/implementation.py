@@ -15,7 +15,7 @@ from common.engine.models.decoder import Decoder
 from common.engine.models.protocol import CausalModel
 from common.engine.models.transformers_impl.config import TESTED, TransformersConfig
 from common.engine.tensor_parallel.group import RankGroup
-from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
+from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard, check_divisible
 from common.errors import ConfigError, UnsupportedModelError
 
 log = logging.getLogger(__name__)
@@ -100,11 +100,25 @@ def load_model(
         weights = load_weights(config, dtype, device, shard)
         weights.pack(weight_dtype)
         return lambda group: Decoder(own, weights, group)
-    assert isinstance(config, TransformersConfig) and shard == WHOLE_MODEL
+    assert isinstance(config, TransformersConfig)
     from common.engine.models.transformers_impl.check import check_reduced_copy  # imports transformers
     from common.engine.models.transformers_impl.model import load_transformers_model
 
-    if config.architecture not in TESTED or config.trust_remote_code or config.has_unseen_window:
-        check_reduced_copy(config)
-    model = load_transformers_model(config, dtype, device, weight_dtype)
-    return lambda _: model
+    is_tested = config.architecture in TESTED and not config.trust_remote_code and not config.has_unseen_window
+    if not is_tested and shard.rank == 0:
+        check_reduced_copy(config, shard.size)
+    return load_transformers_model(config, dtype, device, weight_dtype, shard)
+
+
+def check_ranks(config: BaseModelConfig, num_ranks: int) -> None:
+    """Refuse a number of ranks among which this model cannot be divided.
+
+    Raises:
+        ConfigError: names the reason.
+    """
+    if isinstance(config, TransformersConfig):
+        from common.engine.models.transformers_impl.tp_plan import check_tp_plan  # imports transformers
+
+        check_tp_plan(config, num_ranks)
+    else:
+        check_divisible(config, num_ranks)

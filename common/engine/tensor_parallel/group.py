@@ -41,6 +41,13 @@ class RankGroup:
             self._group.broadcast(x, 0).wait()
         return x
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the ``x`` of all ranks beside each other: ``[..., width]`` becomes ``[..., ranks * width]``."""
+        parts = [torch.empty_like(x) for _ in range(self._group.size())]
+        with _named_errors():
+            self._group.allgather([parts], [x]).wait()
+        return torch.cat(parts, dim=-1)
+
     def barrier(self) -> None:
         """Wait until all ranks have come here; on CUDA the stream waits, and not the caller."""
         self.all_reduce(self._nothing)

@@ -15,10 +15,8 @@ from common.engine.attention import make_attention
 from common.engine.batch import RowArrays, make_batch
 from common.engine.device_copies import to_device
 from common.engine.kv_pool import KVPool
-from common.engine.models.config import ModelConfig
-from common.engine.models.decoder import Decoder, DecoderWeights
+from common.engine.models.protocol import CausalModel
 from common.engine.tensor_parallel.group import RankGroup
-from common.engine.tensor_parallel.shard import Shard
 
 
 class OtherRanks(Protocol):
@@ -43,7 +41,7 @@ class OtherRanks(Protocol):
         """Have the other ranks compute a step.
 
         Args:
-            kept: indices of the tokens whose hidden states are wanted, as for ``Decoder.hidden_states``.
+            kept: indices of the tokens whose hidden states are wanted, as for ``CausalModel.hidden_states``.
         Raises:
             RankLostError: one of them does not answer.
         """
@@ -54,25 +52,14 @@ class RankExecutor:
     """Computes the steps of rank 0 on another rank.
 
     Args:
-        config: of the whole model.
-        weights: of this rank.
+        model: the part of this rank.
         pool: of this rank, with its KV heads.
         attention: resolved name of the backend.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: DecoderWeights,
-        pool: KVPool,
-        *,
-        shard: Shard,
-        group: RankGroup,
-        attention: str,
-    ) -> None:
-        own = shard.config_of(config)
-        self._model = Decoder(own, weights, group)
-        self._attention = make_attention(attention, pool, own.num_heads)
+    def __init__(self, model: CausalModel, pool: KVPool, attention: str) -> None:
+        self._model = model
+        self._attention = make_attention(attention, pool, model.config.num_heads, model.attention_params)
         self._device = pool.device
 
     @torch.inference_mode()

@@ -7,11 +7,14 @@ vocabulary, since it alone samples.
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from common.cache.page_layout import kv_heads_of
 from common.engine.models.base_config import BaseModelConfig
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError
+
+_Config = TypeVar("_Config", bound=BaseModelConfig)
 
 #: Added to sums over all ranks, so that one rank alone may have them.
 _SUMMED_BIASES = ("o_proj.bias", "down_proj.bias")
@@ -33,11 +36,18 @@ class Shard:
         check_divisible(config, self.size)
         experts = config.experts and replace(config.experts, width=config.experts.width // self.size)
         return replace(
-            config,
-            num_heads=config.num_heads // self.size,
-            num_kv_heads=max(1, config.num_kv_heads // self.size),
-            intermediate_size=config.intermediate_size // self.size,
-            experts=experts,
+            self.with_own_heads(config), intermediate_size=config.intermediate_size // self.size, experts=experts
+        )
+
+    def with_own_heads(self, config: _Config) -> _Config:
+        """Return a configuration with the numbers of heads that this rank has.
+
+        Raises:
+            ConfigError: the heads cannot be divided among so many ranks.
+        """
+        check_heads(config, self.size)
+        return replace(
+            config, num_heads=config.num_heads // self.size, num_kv_heads=len(self.kv_heads(config.num_kv_heads))
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
@@ -66,19 +76,34 @@ WHOLE_MODEL = Shard()
 
 
 def check_divisible(config: BaseModelConfig, num_ranks: int) -> None:
-    """Refuse a number of ranks among which this model cannot be divided.
+    """Refuse a number of ranks among which the native implementation cannot divide this model.
 
     Raises:
         ConfigError: names the number of heads, or the width, that is not divisible.
     """
-    divided = [("attention heads", config.num_heads), ("intermediate size", config.intermediate_size)]
+    check_heads(config, num_ranks)
+    divided = [("intermediate size", config.intermediate_size)]
     if config.experts is not None:
         divided.append(("the experts' intermediate size", config.experts.width))
     for what, number in divided:
-        if number % num_ranks:
-            raise ConfigError(f"--tp {num_ranks}: {what} {number} of {config.folder.name} cannot be divided by it")
+        check_number(config, num_ranks, what, number)
+
+
+def check_heads(config: BaseModelConfig, num_ranks: int) -> None:
+    """Refuse a number of ranks among which the heads of this model cannot be divided.
+
+    Raises:
+        ConfigError: names the number of heads.
+    """
+    check_number(config, num_ranks, "attention heads", config.num_heads)
     if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:
         raise ConfigError(
             f"--tp {num_ranks}: it must divide the {config.num_kv_heads} KV heads of {config.folder.name}, or be a "
             "multiple of them"
         )
+
+
+def check_number(config: BaseModelConfig, num_ranks: int, what: str, number: int) -> None:
+    """Raises ConfigError: the number of ``what`` in the model cannot be divided among so many ranks."""
+    if number % num_ranks:
+        raise ConfigError(f"--tp {num_ranks}: {what} {number} of {config.folder.name} cannot be divided by it")

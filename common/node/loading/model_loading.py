@@ -180,11 +180,10 @@ def check_ranks(model: "BaseModelConfig", num_ranks: int, device: str) -> None:
         ConfigError: names the reason.
     """
     from common.engine.executor import check_device
-    from common.engine.tensor_parallel.shard import Shard, check_divisible
+    from common.engine.models import implementation
+    from common.engine.tensor_parallel.shard import Shard
 
-    if model.implementation != "native":
-        raise ConfigError(f"--tp {num_ranks}: a model that transformers computes runs in one process; leave out --tp")
-    check_divisible(model, num_ranks)
+    implementation.check_ranks(model, num_ranks)
     try:
         check_device(Shard(num_ranks - 1, num_ranks).device(device))  # the last one
     except ConfigError as error:
@@ -231,6 +230,9 @@ def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num
         dtype=dtype,
         weight_dtype=config.weight_dtype,
         has_dummy_weights=model.has_dummy_weights,
+        implementation=model.implementation,
+        overrides=config.overrides,
+        trust_remote_code=config.trust_remote_code,
         attention=resolve_attention(
             config.attention_backend, torch.device(device), layout, planned_params(model.layers)
         ),

@@ -9,12 +9,12 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from common.cache.page_layout import PageLayout
-from common.config.shared import LogFormat, LogLevel, WeightDtype
+from common.config.shared import LogFormat, LogLevel, ModelImplementation, WeightDtype
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +32,8 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     Attributes:
         name: of the rank, in its log.
         folder: with the checkpoint.
+        implementation: what computes the model at rank 0.
+        overrides, trust_remote_code: as for ``ModelSource``.
         attention: resolved name of the backend.
         page_size: tokens of a page.
     """
@@ -49,6 +51,9 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     log_level: LogLevel
     log_format: LogFormat
     has_dummy_weights: bool = False
+    implementation: ModelImplementation = "native"
+    overrides: dict[str, Any] = {}
+    trust_remote_code: bool = False
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

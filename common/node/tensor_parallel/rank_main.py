@@ -23,8 +23,8 @@ from common.node.tensor_parallel.channel import Join, Load, Loaded, RankChannel,
 
 if TYPE_CHECKING:
     from common.engine.kv_pool import KVPool
-    from common.engine.models.config import ModelConfig
-    from common.engine.models.decoder import DecoderWeights
+    from common.engine.models.protocol import CausalModel
+    from common.engine.tensor_parallel.group import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +71,8 @@ def _serve(channel: RankChannel, load: Load, serve_transfers: ServeTransfers | N
     Raises:
         EOFError: it has.
     """
-    from common.engine.models.config import ModelConfig
-
     try:
-        config = ModelConfig.load(load.folder, has_dummy_weights=load.has_dummy_weights)
-        weights = _load_weights(load, config)
+        make_model = _load_model(load)
     except (BatonError, MemoryError) as error:
         channel.send(Loaded(str(error) or "it has too little memory"))
         return
@@ -94,7 +91,7 @@ def _serve(channel: RankChannel, load: Load, serve_transfers: ServeTransfers | N
     shard, device = Shard(load.rank, load.num_ranks), torch.device(load.device)
     pool = KVPool(join.layout, join.num_pages, device)
     group = open_group(FileStore(path_of(store), shard.size), shard, device, timeout_s=join.timeout_s)
-    executor = RankExecutor(config, weights, pool, shard=shard, group=group, attention=load.attention)
+    executor = RankExecutor(make_model(group), pool, load.attention)
     gc.collect()
     gc.freeze()
     while True:
@@ -117,23 +114,34 @@ def _start_transfers(serve: ServeTransfers, connection: socket.socket, pool: "KV
     threading.Thread(target=run, name="rank-transfers", daemon=True).start()
 
 
-def _load_weights(load: Load, config: "ModelConfig") -> "DecoderWeights":
-    """Raises ConfigError: the weights do not match the model, or the device has too little memory."""
+def _load_model(load: Load) -> "Callable[[RankGroup | None], CausalModel]":
+    """Load this rank's part; return what makes the model of it.
+
+    Raises:
+        ConfigError: the weights do not match the model, or the device has too little memory.
+    """
     import torch
 
-    from common.engine.models.checkpoints.weights import load_weights
+    from common.engine.models.implementation import ModelSource, load_config, load_model
     from common.engine.tensor_parallel.shard import Shard
 
+    source = ModelSource(
+        load.folder,
+        implementation=load.implementation,
+        overrides=load.overrides,
+        trust_remote_code=load.trust_remote_code,
+        has_dummy_weights=load.has_dummy_weights,
+    )
+    config = load_config(source)
     torch.set_num_threads(load.num_threads)
     device = torch.device(load.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are launched on the current one
+    shard = Shard(load.rank, load.num_ranks)
     try:
-        weights = load_weights(config, load.dtype, device, Shard(load.rank, load.num_ranks))
-        weights.pack(load.weight_dtype)
+        return load_model(config, load.dtype, device, weight_dtype=load.weight_dtype, shard=shard)
     except torch.OutOfMemoryError as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    return weights
 
 
 def end_rank(status: int) -> NoReturn:

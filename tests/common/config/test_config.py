@@ -136,7 +136,6 @@ def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
         ),
         (["--model-impl", "vllm"], "--model-impl must be one of auto, native, transformers, not 'vllm'"),
         (["--model-impl", "native", "--trust-remote-code"], "--trust-remote-code has no effect with --model-impl n"),
-        (["--model-impl", "transformers", "--tp", "2"], "--tp 2: a model that transformers computes runs in one proc"),
         (["--hf-overrides", "{'a': 1}"], "--hf-overrides: not JSON"),
         (["--hf-overrides", "[]"], "--hf-overrides must be a JSON object"),
     ],

@@ -108,3 +108,36 @@ class DrivenRequest:
         fresh = self.pages[self._num_reported_pages :]
         first, self._num_reported_pages = self._num_reported_pages, len(self.pages)
         return [PageDelta(self.slot, first, tuple(fresh))] if fresh else []
+
+
+def check_tokens(
+    executor: TorchExecutor, cases: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], max_new: int
+) -> None:
+    """Assert that prompts give their tokens cold, chunked beside decode rows, cached and retracted.
+
+    Args:
+        cases: prompts of different lengths, the last one longer than four pages, and their ``max_new`` tokens.
+    """
+    expected = [tokens for _, tokens in cases]
+    cold = Driver(executor)
+    whole = [cold.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
+    cold.finish(whole, max_new)
+    assert [tuple(text.output) for text in whole] == expected, "whole prompts in one step"
+
+    prompt, tokens = cases[-1]
+    cached = cold.start(len(cases), prompt, shared=4 * cold.page_size)
+    cached.pages = whole[-1].pages[:4]
+    cold.finish([cached], max_new, chunk=24)
+    assert tuple(cached.output) == tokens, "a cached prefix, and chunks after it"
+
+    chunked = Driver(executor)
+    texts = [chunked.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
+    for num_started in range(1, len(texts)):
+        active = [text for text in texts[:num_started] if len(text.output) < max_new // 2]
+        chunked.step(*((text, 24) for text in active))
+    chunked.finish(texts, max_new // 2, chunk=24)
+    again = [chunked.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
+    for text, earlier in zip(again, texts, strict=True):
+        text.output, text.pages = list(earlier.output), earlier.pages
+    chunked.finish(again, max_new, chunk=40)
+    assert [tuple(text.output) for text in again] == expected, "chunks beside decode rows, and a retraction"

@@ -88,6 +88,15 @@ LIBRARY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Starcoder2ForCausalLM": ("starcoder2", {"sliding_window": WINDOW}),
 }
 
+#: Architectures without a plan in the library to divide them among ranks.
+WITHOUT_PLAN = (
+    "GPT2LMHeadModel",
+    "GPTBigCodeForCausalLM",
+    "GptOssForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "StableLmForCausalLM",
+)
+
 
 def make_library_model(folder: str | Path, architecture: str, seed: int = 0, **overrides: Any) -> Path:
     """Save a random float32 model of an architecture into ``folder`` with transformers."""

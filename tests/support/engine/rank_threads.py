@@ -9,11 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from common.config.shared import WeightDtype
 from common.engine.attention import resolve_attention
+from common.engine.attention.protocol import planned_params
 from common.engine.batch import RowArrays
 from common.engine.kv_pool import KVPool
-from common.engine.models.checkpoints.weights import load_weights
-from common.engine.models.config import ModelConfig
+from common.engine.models.base_config import BaseModelConfig
+from common.engine.models.implementation import load_model
 from common.engine.tensor_parallel.group import RankGroup, open_group
 from common.engine.tensor_parallel.rank_executor import RankExecutor
 from common.engine.tensor_parallel.shard import Shard
@@ -24,14 +26,18 @@ CPU = torch.device("cpu")
 class RankThreads:
     """``OtherRanks`` in this process. ``close`` ends the threads, and raises what one of them raised."""
 
-    def __init__(self, config: ModelConfig, num_ranks: int, attention: str = "auto") -> None:
+    def __init__(
+        self, config: BaseModelConfig, num_ranks: int, attention: str = "auto", weight_dtype: WeightDtype = "auto"
+    ) -> None:
         self.num_ranks = num_ranks
         self._config = config
-        self._attention = resolve_attention(attention, CPU, config.layout(1, "float32"))
+        self._weight_dtype: WeightDtype = weight_dtype
+        self._attention = resolve_attention(attention, CPU, config.layout(1, "float32"), planned_params(config.layers))
         self._store = HashStore()
         self._steps: list[queue.Queue[Any]] = [queue.Queue() for _ in range(1, num_ranks)]
         self._threads: list[threading.Thread] = []
         self._errors: list[BaseException] = []
+        self._loading = threading.Lock()  # dividing a library's model hooks every module of the process
 
     def join(self, pool: KVPool) -> RankGroup:
         for rank, steps in enumerate(self._steps, start=1):
@@ -45,11 +51,11 @@ class RankThreads:
 
     def _run(self, shard: Shard, pool: KVPool, steps: "queue.Queue[Any]") -> None:
         try:
-            weights = load_weights(self._config, "float32", CPU, shard)
-            weights.pack()
+            with self._loading:
+                make_model = load_model(self._config, "float32", CPU, weight_dtype=self._weight_dtype, shard=shard)
             group = open_group(self._store, shard, CPU, timeout_s=60)
             own = KVPool(pool.layout, pool.num_pages)
-            executor = RankExecutor(self._config, weights, own, shard=shard, group=group, attention=self._attention)
+            executor = RankExecutor(make_model(group), own, self._attention)
             while (step := steps.get()) is not None:
                 executor.run(*step)
             own.close()

@@ -7,6 +7,7 @@ them at once with its eager attention.
 
 import copy
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import AutoModelForCausalLM
 
 from common.engine.attention import make_attention
@@ -29,6 +31,9 @@ from common.engine.models.transformers_impl.config import (
     observe_attention,
 )
 from common.engine.models.transformers_impl.model import TransformersModel
+from common.engine.models.transformers_impl.tp_plan import TpPlan
+from common.engine.tensor_parallel.group import open_group
+from common.engine.tensor_parallel.shard import Shard
 from common.errors import UnsupportedModelError
 
 log = logging.getLogger(__name__)
@@ -42,20 +47,25 @@ _LENGTHS = (41, 21)
 _STEPS = (((0, 0, 17), (1, 0, 20)), ((0, 17, 23),), ((0, 40, 1), (1, 20, 1)))
 #: Greatest difference of two logits, in units of their standard deviation.
 _TOLERANCE = 1e-3
+#: The longest time that a rank of the copy waits for another.
+_TIMEOUT_S = 60.0
 
 
-def check_reduced_copy(config: TransformersConfig) -> None:
+def check_reduced_copy(config: TransformersConfig, num_ranks: int = 1) -> None:
     """Run a reduced copy of the model over pages and by the library, on the CPU in float32.
 
+    Args:
+        num_ranks: among which the copy is divided, as the model is.
     Raises:
         UnsupportedModelError: the two differ, or one of them fails.
     """
     log.info("checking a reduced copy of %s, since its numbers may differ from the library's", config.architecture)
     failure = ""
     try:
-        difference = _difference(config)
+        difference = _difference(config, num_ranks)
         if not difference < _TOLERANCE:
-            failure = f"its logits over pages differ from the library's by {difference:.1e} of their standard deviation"
+            where = "over pages" if num_ranks == 1 else f"over pages of {num_ranks} ranks"
+            failure = f"its logits {where} differ from the library's by {difference:.1e} of their standard deviation"
     except Exception as error:  # the library's code, and that of checkpoints, may raise anything
         failure = f"its reduced copy cannot be computed ({type(error).__name__}: {error})"
     if failure:
@@ -63,7 +73,7 @@ def check_reduced_copy(config: TransformersConfig) -> None:
 
 
 @torch.inference_mode()
-def _difference(config: TransformersConfig) -> float:
+def _difference(config: TransformersConfig, num_ranks: int) -> float:
     model = _reduced_copy(config)
     generator = torch.Generator().manual_seed(0)
     requests = [torch.randint(0, _VOCAB_SIZE, (length,), generator=generator) for length in _LENGTHS]
@@ -74,13 +84,37 @@ def _difference(config: TransformersConfig) -> float:
     shape = observe_attention(model, config.folder, hook)
     assert all((layer.window or 0) < min(_LENGTHS) for layer in shape.layers), "its windows cannot be shortened"
     own = replace(config, num_layers=len(shape.layers), layer_attention=shape.layers, vocab_size=_VOCAB_SIZE)
-    found = _over_pages(TransformersModel(own, model, hook, torch.float32), own, requests)
+    if num_ranks == 1:
+        found = _over_pages(TransformersModel(own, model, hook, torch.float32), requests)
+    else:
+        found = _over_ranks(own, model, requests, num_ranks)
     differences = [(one - other).abs().max() / other.std() for one, other in zip(found, expected, strict=True)]
     return max(float(difference) for difference in differences)
 
 
-def _over_pages(model: CausalModel, config: TransformersConfig, requests: list[Tensor]) -> list[Tensor]:
+def _over_ranks(config: TransformersConfig, model: Any, requests: list[Tensor], num_ranks: int) -> list[Tensor]:
+    """Return the logits after each token of each request, from a model that is divided among threads."""
+    store = HashStore()
+
+    @torch.inference_mode()
+    def compute(shard: Shard) -> list[Tensor]:
+        hook, part = AttentionHook(), copy.deepcopy(model)
+        part.set_attn_implementation(hook.name)
+        plan = TpPlan(config, part, shard)
+        plan.divide(part)
+        group = open_group(store, shard, torch.device("cpu"), timeout_s=_TIMEOUT_S)
+        plan.connect(part, group)
+        return _over_pages(TransformersModel(config, part, hook, torch.float32, shard=shard, group=group), requests)
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        found = [threads.submit(compute, Shard(rank, num_ranks)) for rank in range(num_ranks)]
+        logits, *_ = [future.result() for future in found]
+    return logits
+
+
+def _over_pages(model: CausalModel, requests: list[Tensor]) -> list[Tensor]:
     """Return the logits after each token of each request."""
+    config = model.config
     layout = config.layout(_PAGE_SIZE, "float32")
     num_pages = [layout.num_pages(length) for length in _LENGTHS]
     table = np.zeros((len(requests), max(num_pages)), np.int32)

@@ -9,14 +9,15 @@ projection to the vocabulary runs apart from the layers, only for the rows that 
 """
 
 import contextlib
+import copy
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from common.config.shared import WeightDtype
@@ -24,29 +25,47 @@ from common.engine.attention.protocol import AttentionParams, LayerParams, StepA
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.kv_pool import TORCH_DTYPES
 from common.engine.models.checkpoints.quantized.late_tensors import LateTensor, decoded_tensors
-from common.engine.models.dummy_weights import dummy_tensor
+from common.engine.models.checkpoints.tensor_sources import CheckpointFiles
+from common.engine.models.dummy_weights import DummyTensor
 from common.engine.models.linear import Linear
 from common.engine.models.lora.adapters import Addition, LoraWeights, StepAdapters, make_unmerged_lora
 from common.engine.models.lora.checkpoint import AdapterCheckpoint
 from common.engine.models.transformers_impl.attention import AttentionHook, freeze_rope
-from common.engine.models.transformers_impl.config import TransformersConfig, load_library_config
+from common.engine.models.transformers_impl.config import TransformersConfig, load_library_config, make_on_meta
+from common.engine.models.transformers_impl.tp_plan import TpPlan
+from common.engine.tensor_parallel.group import RankGroup
+from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 
 class TransformersModel:
-    """``CausalModel`` on a model of the library.
+    """``CausalModel`` on a model of the library, or on one rank's part of it.
 
     Args:
+        config: of the whole model.
         model: of a class for text generation, in evaluation mode; its layers are taken out of it.
         hook: the model's attention function.
+        shard: the part that ``model`` is.
+        group: the ranks that compute all parts together; None: ``model`` is whole.
     """
 
-    def __init__(self, config: TransformersConfig, model: Any, hook: AttentionHook, dtype: torch.dtype) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: TransformersConfig,
+        model: Any,
+        hook: AttentionHook,
+        dtype: torch.dtype,
+        *,
+        shard: Shard = WHOLE_MODEL,
+        group: RankGroup | None = None,
+    ) -> None:
+        self.config = shard.with_own_heads(config)
         self._hook = hook
         self._dtype = dtype
+        self._group = group
+        self._heads = _OwnHeads(config, shard)
         self._layers = model.base_model
         self._head = model
         self._linear_layers = _named_linear_layers(model)
@@ -62,11 +81,14 @@ class TransformersModel:
         *,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
+        if self._group is not None:
+            tokens = self._group.broadcast(tokens)
+        calls = _PagedCalls(attention, self._dtype, self._heads, self._group)
         with contextlib.ExitStack() as added:
             for name, additions in ({} if adapters is None else adapters.matrices()).items():
                 layer, _ = self._linear_layers[str(name)]
                 added.enter_context(layer.register_forward_hook(functools.partial(_add, additions)))
-            hidden = self._hook.run(self._layers, tokens, positions, _PagedCalls(attention, self._dtype))
+            hidden = self._hook.run(self._layers, tokens, positions, calls)
         return hidden if keep is None else hidden[keep]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -85,6 +107,8 @@ class TransformersModel:
         params = []
         for index, layer in enumerate(self.config.layers):
             sinks = None if layer.sinks is None else self._layer_weight(index, layer.sinks).float()
+            if sinks is not None and len(sinks) > self.config.num_heads:
+                sinks = sinks[self._heads.queries]
             params.append(AttentionParams(layer.scale, layer.window, layer.soft_cap, sinks))
         return params
 
@@ -124,18 +148,39 @@ def _add(
         addition.add_to(rows, x, tokens)
 
 
+class _OwnHeads:
+    """The heads of a rank among those of the whole model."""
+
+    def __init__(self, config: TransformersConfig, shard: Shard) -> None:
+        num_own = config.num_heads // shard.size
+        keys = shard.kv_heads(config.num_kv_heads)
+        self.queries = slice(shard.rank * num_own, (shard.rank + 1) * num_own)
+        self.keys = slice(keys.start, keys.stop)
+        self.num_queries = num_own
+
+
 class _PagedCalls:
     """Attention of one step over pages."""
 
-    def __init__(self, attention: StepAttention, dtype: torch.dtype) -> None:
+    def __init__(self, attention: StepAttention, dtype: torch.dtype, heads: _OwnHeads, group: RankGroup | None) -> None:
         self._attention = attention
         self._dtype = dtype
+        self._heads = heads
+        self._group = group
 
     def __call__(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Mapping[str, Any]
     ) -> Tensor:
-        parts = (self._packed(part) for part in (q, k, v))
-        return self._attention.extend(module.layer_idx, *parts)[None]
+        own = self._heads
+        if q.shape[1] == own.num_queries:
+            return self._attend(module.layer_idx, q, k, v)[None]
+        # The plan leaves attention whole. A rank computes its own heads all the same: its pages have no others.
+        assert self._group is not None
+        attended = self._attend(module.layer_idx, q[:, own.queries], k[:, own.keys], v[:, own.keys])
+        return self._group.all_gather(attended.flatten(1)).view(1, len(attended), q.shape[1], -1)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attention.extend(layer, *(self._packed(part) for part in (q, k, v)))
 
     def _packed(self, part: Tensor) -> Tensor:
         """Return ``[N, heads, size]`` of ``[1, heads, N, size]``; no copy where the library made a view of it."""
@@ -166,44 +211,80 @@ class _GivenHiddenStates(nn.Module):
 
 
 def load_transformers_model(
-    config: TransformersConfig, dtype: str, device: torch.device, weight_dtype: WeightDtype = "auto"
-) -> TransformersModel:
+    config: TransformersConfig,
+    dtype: str,
+    device: torch.device,
+    weight_dtype: WeightDtype = "auto",
+    shard: Shard = WHOLE_MODEL,
+) -> Callable[[RankGroup | None], TransformersModel]:
     """Load the checkpoint in ``config.folder`` onto ``device``, converted to ``dtype`` (a resolved name).
 
     On a CPU weights stay in the mapped files until they are packed, one after the other; quantized ones are decoded
     first.
 
+    Args:
+        shard: the part to load.
+    Returns:
+        A function that makes the model once the ranks that compute it are connected.
     Raises:
         ConfigError: a tensor is missing or of the wrong shape; the message names it.
     """
-    library_config = load_library_config(config.folder, config.overrides, trust_remote_code=config.trust_remote_code)
     hook = AttentionHook()
-    options = {
-        "dtype": TORCH_DTYPES[dtype],
-        "attn_implementation": hook.name,
-        "trust_remote_code": config.trust_remote_code,
-    }
-    if config.has_dummy_weights:
-        model = AutoModelForCausalLM.from_config(library_config, **options)
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(dummy_tensor(name, tuple(parameter.shape)))
-    else:
-        model = _load_weights(config, library_config, options)
+    trust = config.trust_remote_code
+    library_config = load_library_config(config.folder, config.overrides, trust_remote_code=trust)
+    on_meta = make_on_meta(copy.deepcopy(library_config), config.folder, hook, trust_remote_code=trust)
+    plan = None if shard == WHOLE_MODEL else TpPlan(config, on_meta, shard)
+    with _reading_parts(plan, type(on_meta)) as kind:
+        model = _load_weights(
+            config,
+            kind,
+            library_config,
+            _given_tensors(config, on_meta),
+            dtype=TORCH_DTYPES[dtype],
+            attn_implementation=hook.name,
+            trust_remote_code=trust,
+        )
     freeze_rope(model)
+    if shard.rank:  # only rank 0 computes logits
+        for name, part in list(model.named_children()):
+            if part is not model.base_model:
+                setattr(model, name, nn.Identity())
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         pack(model, weight_dtype)
-    return TransformersModel(config, model, hook, TORCH_DTYPES[dtype])
+
+    def make(group: RankGroup | None) -> TransformersModel:
+        if plan is not None and group is not None:
+            plan.connect(model, group)
+        return TransformersModel(config, model, hook, TORCH_DTYPES[dtype], shard=shard, group=group)
+
+    return make
 
 
-def _load_weights(config: TransformersConfig, library_config: Any, options: Mapping[str, Any]) -> Any:
-    source: dict[str, Any] = {"pretrained_model_name_or_path": config.folder}
-    kind: Any = AutoModelForCausalLM
-    decoded = None if config.quantization is None else decoded_tensors(config.folder, config.quantization)
-    if decoded is not None:
-        source = {"pretrained_model_name_or_path": None, "state_dict": decoded}
-        with torch.device("meta"):  # only the class itself takes tensors that are no files
-            kind = type(AutoModelForCausalLM.from_config(library_config, **options))
+@contextlib.contextmanager
+def _reading_parts(plan: TpPlan | None, kind: Any) -> Iterator[Any]:
+    """Give the class to load: ``kind``, or one that reads one parameter after the other, and keeps a rank's parts."""
+    if plan is None:
+        yield kind
+        return
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # threads would read ahead, and hold many whole parameters
+    with plan.dividing(kind) as dividing:
+        yield dividing
+
+
+def _given_tensors(config: TransformersConfig, on_meta: Any) -> dict[str, LateTensor] | None:
+    """Return the tensors that the library cannot read itself, by their names in the checkpoint; None: it can."""
+    if config.has_dummy_weights:
+        files = CheckpointFiles({})
+        shapes = {name: tuple(one.shape) for name, one in on_meta.named_parameters()}
+        return {name: LateTensor(DummyTensor(name, shape), files) for name, shape in shapes.items()}
+    return None if config.quantization is None else decoded_tensors(config.folder, config.quantization)
+
+
+def _load_weights(
+    config: TransformersConfig, kind: Any, library_config: Any, tensors: dict[str, LateTensor] | None, **options: Any
+) -> Any:
+    source = {"pretrained_model_name_or_path": config.folder if tensors is None else None, "state_dict": tensors}
     try:
         model, loading = kind.from_pretrained(
             **source,
@@ -215,7 +296,8 @@ def _load_weights(config: TransformersConfig, library_config: Any, options: Mapp
         )
     except (ValueError, RuntimeError, KeyError, OSError) as error:
         raise ConfigError(f"{config.folder}: transformers cannot load the weights ({error})") from error
-    _check_tensors(config, loading, decoded or {})
+    if not config.has_dummy_weights:
+        _check_tensors(config, loading, tensors or {})
     return model
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.engine.engine_driver import Driver
+from support.engine.engine_driver import Driver, check_tokens
 from support.engine.library_models import LIBRARY_MODELS, make_library_model
 from support.engine.lora_adapters import make_adapter, merge
 from support.engine.reference_models import VOCAB_SIZE, draw_prompts, load_reference, prompt_logprobs
@@ -45,31 +45,8 @@ def load(folder: Path, attention: str = "auto", **options: Any) -> TorchExecutor
 def test_tokens_equal_those_of_the_library_cold_chunked_cached_and_retracted(tmp_path: Path, architecture: str) -> None:
     folder = make_library_model(tmp_path, architecture, seed=7)
     cases = draw_prompts(folder, LENGTHS, MAX_NEW, seed=7)
-    expected = [tokens for _, tokens in cases]
     executor = load(folder)
-
-    cold = Driver(executor)
-    whole = [cold.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
-    cold.finish(whole, MAX_NEW)
-    assert [tuple(text.output) for text in whole] == expected, "whole prompts in one step"
-
-    prompt, tokens = cases[-1]
-    cached = cold.start(5, prompt, shared=4 * PAGE_SIZE)
-    cached.pages = whole[-1].pages[:4]
-    cold.finish([cached], MAX_NEW, chunk=24)
-    assert tuple(cached.output) == tokens, "a cached prefix, and chunks after it"
-
-    chunked = Driver(executor)
-    texts = [chunked.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
-    for num_started in range(1, len(texts)):
-        active = [text for text in texts[:num_started] if len(text.output) < 4]
-        chunked.step(*((text, 24) for text in active))
-    chunked.finish(texts, 4, chunk=24)
-    again = [chunked.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
-    for text, earlier in zip(again, texts, strict=True):
-        text.output, text.pages = list(earlier.output), earlier.pages
-    chunked.finish(again, MAX_NEW, chunk=40)
-    assert [tuple(text.output) for text in again] == expected, "chunks beside decode rows, and a retraction"
+    check_tokens(executor, cases, MAX_NEW)
     executor.close()
 
 

@@ -1,0 +1,209 @@
+"""Models that transformers computes, divided among ranks as its plans say, give the tokens that it generates itself."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine.engine_driver import Driver, check_tokens
+from support.engine.library_models import LIBRARY_MODELS, WITHOUT_PLAN, make_library_model
+from support.engine.quantized_models import quantize_model
+from support.engine.rank_threads import RankThreads
+from support.engine.reference_models import draw_prompts, load_reference
+
+from common.engine.executor import TorchExecutor, load_executor
+from common.engine.models.implementation import ModelSource, check_ranks, load_config, load_model
+from common.engine.models.transformers_impl.config import TransformersConfig
+from common.engine.models.transformers_impl.model import TransformersModel
+from common.engine.tensor_parallel.shard import Shard
+from common.errors import ConfigError, UnsupportedModelError
+from common.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+LENGTHS = [1, 15, 16, 70, 130]
+MAX_NEW = 8
+DIVIDED = [architecture for architecture in LIBRARY_MODELS if architecture not in WITHOUT_PLAN]
+
+
+def config_of(folder: Path, **options: Any) -> TransformersConfig:
+    config = load_config(ModelSource(str(folder), implementation="transformers", **options))
+    assert isinstance(config, TransformersConfig)
+    return config
+
+
+@contextmanager
+def executor_of(config: TransformersConfig, num_ranks: int, **options: Any) -> Iterator[TorchExecutor]:
+    check_ranks(config, num_ranks)
+    weight_dtype = options.get("weight_dtype", "auto")
+    ranks = RankThreads(config, num_ranks, weight_dtype=weight_dtype) if num_ranks > 1 else None
+    try:
+        executor = load_executor(
+            config, dtype="float32", num_slots=8, num_pages=120, page_size=16, ranks=ranks, **options
+        )
+        yield executor
+        executor.close()
+    finally:
+        if ranks is not None:
+            ranks.close()
+
+
+def check_divided(folder: Path, num_ranks: int, lengths: list[int] = LENGTHS) -> None:
+    cases = draw_prompts(folder, lengths, MAX_NEW, seed=7)
+    with executor_of(config_of(folder), num_ranks) as executor:
+        check_tokens(executor, cases, MAX_NEW)
+
+
+@pytest.mark.slow(sample=0.3)
+@pytest.mark.parametrize("architecture", DIVIDED)
+def test_tokens_of_two_ranks_equal_those_of_the_library(tmp_path: Path, architecture: str) -> None:
+    check_divided(make_library_model(tmp_path, architecture, seed=7), 2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("OlmoForCausalLM", {}),  # two KV heads
+        ("Qwen3ForCausalLM", {"num_key_value_heads": 1}),
+        ("Olmo2ForCausalLM", {}),  # attention is whole in the plan
+        ("PhiForCausalLM", {"num_key_value_heads": 4}),  # a bias on every sum
+        ("Qwen2MoeForCausalLM", {}),
+    ],
+)
+def test_four_ranks_divide_heads_that_several_of_them_share(
+    tmp_path: Path, architecture: str, overrides: dict[str, Any]
+) -> None:
+    check_divided(make_library_model(tmp_path, architecture, seed=7, **overrides), 4, [1, 17, 70])
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [("gptq, act-order", "GPTNeoXForCausalLM"), ("fp8 in blocks", "OlmoeForCausalLM")]
+)
+def test_matrices_of_a_quantized_checkpoint_are_divided_once_they_are_decoded(
+    tmp_path: Path, kind: str, architecture: str
+) -> None:
+    plain = make_library_model(tmp_path / "plain", architecture, seed=2)
+    quantized = quantize_model(plain, tmp_path / "quantized", kind)
+    cases = draw_prompts(plain, [1, 17, 70], 4, seed=4)
+    with executor_of(config_of(quantized), 2) as executor:
+        check_tokens(executor, cases, 4)
+
+
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+def test_ranks_round_their_parts_of_the_matrices(tmp_path: Path, weight_dtype: str) -> None:
+    folder = make_library_model(tmp_path, "OlmoForCausalLM", seed=7, hidden_size=64, intermediate_size=128)
+    logits = []
+    for num_ranks, options in ((1, {}), (1, {"weight_dtype": weight_dtype}), (2, {"weight_dtype": weight_dtype})):
+        with executor_of(config_of(folder), num_ranks, **options) as executor:
+            text = Driver(executor).start(0, tuple(range(20)), SamplingParams(temperature=0.0, logprobs=1))
+            text._driver.finish([text], 1)
+            logits.append(text.logprobs[0])
+    plain, whole, divided = (found.token for found in logits if found is not None)
+    assert divided != plain
+    assert divided == pytest.approx(whole, abs=0.7)
+
+
+def test_random_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "OlmoForCausalLM")
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    outputs = []
+    for num_ranks in (1, 2):
+        with executor_of(config_of(folder, has_dummy_weights=True), num_ranks) as executor:
+            text = Driver(executor).start(0, tuple(range(20)))
+            text._driver.finish([text], 6)
+            outputs.append(text.output)
+    assert outputs[0] == outputs[1]
+
+
+def test_a_rank_has_its_part_of_the_weights_and_no_projection_to_the_vocabulary(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "MixtralForCausalLM")
+    config = config_of(folder)
+    parts: list[TransformersModel] = []
+    for rank in range(2):
+        model = load_model(config, "float32", CPU, shard=Shard(rank, 2))(None)
+        assert isinstance(model, TransformersModel)
+        parts.append(model)
+    reference = load_reference(folder).model
+    for name in ("gate_up_proj", "down_proj"):
+        first, second = (part._layers.get_parameter(f"layers.0.mlp.experts.{name}") for part in parts)
+        whole = reference.get_parameter(f"layers.0.mlp.experts.{name}")
+        if name == "down_proj":
+            assert torch.equal(torch.cat([first, second], dim=2), whole)
+        else:
+            halves = [torch.cat(pair, dim=1) for pair in zip(first.chunk(2, 1), second.chunk(2, 1), strict=True)]
+            assert torch.equal(torch.cat(halves, dim=1), whole)
+        assert first.untyped_storage().nbytes() == whole.nbytes // 2, "the whole matrix is still in memory"
+    assert [isinstance(part._head.lm_head, torch.nn.Identity) for part in parts] == [False, True]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", WITHOUT_PLAN)
+def test_a_model_without_a_plan_is_refused(tmp_path: Path, architecture: str) -> None:
+    config = config_of(make_library_model(tmp_path, architecture))
+    with pytest.raises(ConfigError, match=f"--tp 2: {architecture} cannot be divided: .*has no plan.*leave out --tp"):
+        check_ranks(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks", "words"),
+    [
+        ({}, 3, "--tp 3: attention heads 4 of .* cannot be divided by it"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 4, "--tp 4: it must divide the 3 KV heads"),
+        (
+            {"intermediate_size": 81},
+            2,
+            r"the 81 outputs of model\.layers\.0\.mlp\.gate_proj\.weight are no multiple of 2",
+        ),
+    ],
+)
+def test_numbers_that_ranks_do_not_divide_are_refused(
+    tmp_path: Path, overrides: dict[str, int], num_ranks: int, words: str
+) -> None:
+    config = config_of(make_library_model(tmp_path, "OlmoForCausalLM", **overrides))
+    with pytest.raises(ConfigError, match=words):
+        check_ranks(config, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"layers.*.mlp.up_proj": "sequence_parallel"}, "in the style sequence_parallel, which Baton does not know"),
+        ({"layers.*.mlp": "colwise"}, r"model\.layers\.0\.mlp, which is no plain linear layer"),
+        ({"layers.*.self_attn.q_proj": "colwise"}, "--tp 2: .*cannot be served: its forward pass over pages fails"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: dict[str, str], words: str
+) -> None:
+    from transformers import OlmoConfig
+
+    config = config_of(make_library_model(tmp_path, "OlmoForCausalLM"))
+    monkeypatch.setattr(OlmoConfig, "base_model_tp_plan", plan)
+    with pytest.raises(ConfigError, match=words):
+        check_ranks(config, 2)
+
+
+# ---- untested models -------------------------------------------------------------------------------------------------
+
+
+def test_a_reduced_copy_of_an_untested_model_is_divided_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_library_model(tmp_path, "Olmo2ForCausalLM", seed=7)
+    monkeypatch.setattr("common.engine.models.implementation.TESTED", frozenset())
+    check_divided(folder, 2, [1, 17, 70])
+
+
+def test_a_plan_that_gives_other_numbers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sums what is whole on every rank."""
+    from transformers import OlmoConfig
+
+    config = replace(config_of(make_library_model(tmp_path, "OlmoForCausalLM")), architecture="Untested")
+    plan = OlmoConfig.base_model_tp_plan | {"layers.*.mlp": "all_reduce"}
+    monkeypatch.setattr(OlmoConfig, "base_model_tp_plan", plan)
+    check_ranks(config, 2)
+    with pytest.raises(UnsupportedModelError, match="logits over pages of 2 ranks differ from the library's"):
+        load_model(config, "float32", CPU, shard=Shard(0, 2))
