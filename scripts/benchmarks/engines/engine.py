@@ -321,7 +321,7 @@ def product_speeds(options: Options) -> list[float]:
         ours.pack()
         products += [partial(torch.mm, a, a), partial(ours, a.to(dtype))]
     products.append(partial(torch.mm, a.to(dtype), a.to(dtype)))
-    found = []
+    found: list[float] = []
     for product in products:
         first_s = timed(product, device)
         # A product without the processor's instructions for its format takes seconds, and is not the fastest.
