@@ -62,7 +62,7 @@ def test_irrevocable_writes_with_any_single_fault() -> None:
         (Scope(sizes=(2, 2), first=1, num_pages=2, num_faults=1), 25_400),
         (Scope(sizes=(2,), num_faults=2, can_recall=False), 19_400),
         (Scope(sizes=(2,), num_faults=2, faults=DAMAGE, has_checksums=True), 21_700),
-        (Scope(sizes=(1, 1), num_pages=1, faults=CONNECTION_FAULTS, num_faults=2), 88_300),
+        (Scope(sizes=(1, 1), num_pages=1, faults=CONNECTION_FAULTS, num_faults=2), 60_000),
     ],
     ids=[
         "two requests of two pages",
