@@ -145,8 +145,9 @@ class EngineOptions:
     tp: int = option(
         1,
         "Tensor parallelism: number of ranks among which a node divides its model, each a process. It must divide the "
-        "attention heads and the intermediate size, and divide the KV heads or be a multiple of them. On CUDA each "
-        "rank has a device of its own, from --device on.",
+        "attention heads and the intermediate size, and divide the KV heads or be a multiple of them. A model that "
+        "transformers computes needs a plan of its class in the library. On CUDA each rank has a device of its own, "
+        "from --device on.",
         minimum=1,
         maximum=64,
     )
