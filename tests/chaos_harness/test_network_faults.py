@@ -12,6 +12,7 @@ from scripts.chaos_harness.faults.base import Fault
 from scripts.chaos_harness.faults.network import PairCut, Reset
 
 BROKE = "the nixl connection to decode node decode-0 broke: reset\n"
+MISSED = "pages of prefill node prefill-0 cannot come now and are soon tried again: the writer has detached\n"
 ATTACHED = "pages go to decode node decode-0 by tcp\n"
 
 
@@ -20,34 +21,40 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "SWITCH_S", 0.05)
 
 
-def inject(fault: Fault, log: Path, said: str, *, role: str = "prefill", ends: bool = False) -> tuple[str, Any]:
-    """Returns what the fault says of a reset after which the prefill node logs this, and the site."""
-    log.write_text("")
+def inject(
+    fault: Fault, log: Path, said: str, *, decode_said: str = "", role: str = "prefill", ends: bool = False
+) -> tuple[str, Any]:
+    """Returns what the fault says of a reset after which the two nodes log this, and the site."""
+    decode_log = log.with_name("decode")
+    for one in (log, decode_log):
+        one.write_text("")
     peer = SimpleNamespace(name="prefill-0", role=role, data_port=1, log=log, num_starts=1, is_running=True, fault="")
 
     def reset(*_: object, **__: object) -> None:
         log.write_text(said)
+        decode_log.write_text(decode_said)
         peer.num_starts += ends
 
     service = SimpleNamespace(workers=[peer], hosts=SimpleNamespace(reset=reset))
     site: Any = SimpleNamespace(service=service, problems=[], switches_s=[])
-    node: Any = SimpleNamespace(name="decode-0", num_starts=1)
+    node: Any = SimpleNamespace(name="decode-0", log=decode_log, num_starts=1)
     return asyncio.run(fault.inject(site, node)), site
 
 
 @pytest.mark.parametrize(
-    ("said", "ends", "shown", "num_switches", "num_problems"),
+    ("said", "decode_said", "ends", "shown", "num_switches", "num_problems"),
     [
-        (BROKE + ATTACHED, False, "pages go by tcp", 1, 0),
-        (ATTACHED, False, "no page was to be sent", 0, 0),
-        (BROKE, False, "pages go by no transport", 0, 1),
-        (BROKE, True, "pages go by no transport", 0, 0),
+        (BROKE + ATTACHED, "", False, "pages go by tcp", 1, 0),
+        (ATTACHED, MISSED, False, "pages go by tcp", 1, 0),
+        (ATTACHED, "", False, "no page was to be sent", 0, 0),
+        (BROKE, "", False, "pages go by no transport", 0, 1),
+        (BROKE, "", True, "pages go by no transport", 0, 0),
     ],
 )
 def test_a_pair_that_goes_on_by_no_transport_fails_the_run_unless_a_node_has_ended(
-    tmp_path: Path, said: str, ends: bool, shown: str, num_switches: int, num_problems: int
+    tmp_path: Path, said: str, decode_said: str, ends: bool, shown: str, num_switches: int, num_problems: int
 ) -> None:
-    text, site = inject(Reset(), tmp_path / "log", said, ends=ends)
+    text, site = inject(Reset(), tmp_path / "log", said, decode_said=decode_said, ends=ends)
     assert shown in text
     assert (len(site.switches_s), len(site.problems)) == (num_switches, num_problems)
 
