@@ -49,7 +49,6 @@ from decode_node.moves import OutgoingMoves
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.repeated_steps import Repeatable, Repeated
 from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled, SamplingFailed, Stopped
-from decode_node.step_hold import StepHold
 from decode_node.token_output import TokenOutput
 from kv_transfer.events import Completed, Event, Finished, PairLost
 from kv_transfer.receive.receiver import Receiver
@@ -112,7 +111,6 @@ class DecodeRole:
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._output = TokenOutput(self.outbox, stream_interval)
         self._planned_chunks = PlannedChunks()
-        self._hold = StepHold()
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -169,11 +167,8 @@ class DecodeRole:
         self._settle(now)
 
     def plan(self, now: float) -> StepPlan | None:
-        if self._hold.holds(self._num_landing, self._scheduler.num_running, now):
-            return None
         plan = self._scheduler.plan(now)
         if plan is not None:
-            self._hold.planned(now)
             self._planned_chunks.planned(self._scheduler.chunks(plan), now)
         if effects := self._scheduler.take_effects():
             self._perform(effects, now)
@@ -183,18 +178,8 @@ class DecodeRole:
     def commit(self, result: StepResult, now: float) -> None:
         self._totals["steps"] += 1
         self._planned_chunks.committed(now)
-        self._hold.committed(now)
         self._perform(self._scheduler.commit(result), now)
         self._settle(now)
-
-    @property
-    def next_plan_at(self) -> float:
-        return self._hold.until
-
-    @property
-    def _num_landing(self) -> int:
-        """Requests whose last pages have been on their way since the last step was planned, and that could join."""
-        return self._receiver.num_landing(self._hold.begun_at) if self._scheduler.has_slot else 0
 
     def tick(self, now: float) -> bool:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
@@ -214,11 +199,7 @@ class DecodeRole:
 
     def repeatable(self, tokens_of: Callable[[Request], Sequence[int]]) -> Repeatable | None:
         """As ``DecodeScheduler.repeatable``, for steps of which each sends a token of every row and nothing else."""
-        if (
-            not self._output.sends_each_token
-            or self._moves.is_open
-            or self._receiver.num_landing(self._hold.planned_at)
-        ):
+        if not self._output.sends_each_token or self._moves.is_open:
             return None
         found = self._scheduler.repeatable(tokens_of)
         return found if found and all(request.stages.decoding_from for request in found.rows) else None
@@ -242,9 +223,6 @@ class DecodeRole:
         self._totals["steps"] += len(instants)
         self._totals["output_tokens"] += len(instants) * len(rows)
         self.stats.sampled_in_steps(rows, instants)
-        for instant in instants[-2:]:
-            self._hold.committed(instant)
-            self._hold.planned(instant)
         return self._scheduler.repeat(tokens)
 
     # ---- the end of the process -------------------------------------------------------------------------------------

@@ -293,16 +293,6 @@ class DecodeScheduler:
         """Requests without pages: waiting, for a grammar or for pages, or retracted."""
         return len(self._table.compiling) + len(self._table.waiting) + len(self._table.retracted)
 
-    @property
-    def num_running(self) -> int:
-        """Requests that decode in every step."""
-        return len(self._table.running)
-
-    @property
-    def has_slot(self) -> bool:
-        """Whether one more request can decode."""
-        return self._table.has_slot
-
     def is_receiving(self, key: RequestKey) -> bool:
         """Whether a transfer of the request's pages is in progress."""
         return key in self._table.receiving

@@ -4,7 +4,6 @@ The scheduler decides what is computed. The sender decides when a page may leave
 error go straight to the gateway.
 """
 
-import math
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -153,8 +152,6 @@ class PrefillRole:
             self._planned_chunks.planned(self._scheduler.chunks(plan), now)
             self._count_overlap(plan)
         return plan
-
-    next_plan_at = math.inf  # it always plans what it can
 
     def commit(self, result: StepResult, now: float) -> None:
         self._totals["steps"] += 1

@@ -341,8 +341,7 @@ class EventLoop:
             if file not in self._files:
                 self._poller.register(file, zmq.POLLIN)
         self._files = files
-        next_at = min(self._next_heartbeat_at, self._role.next_plan_at)
-        longest_s = min(longest_s, max(0.0, next_at - self._clock.now()))
+        longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
         if self._listen.is_probing:
             longest_s = min(longest_s, PROBE_EVERY_S)
         if self._departure is not None:

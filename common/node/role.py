@@ -228,11 +228,6 @@ class Role(Protocol):
         """The next step, if there is anything to compute. Several may be planned before the first is committed."""
         ...
 
-    @property
-    def next_plan_at(self) -> float:
-        """``plan`` is to be called again at this instant at the latest; infinity: when something has happened."""
-        ...
-
     def commit(self, result: StepResult, now: float) -> None:
         """Take in the result of a step. Steps are committed in the order in which they were planned."""
         ...

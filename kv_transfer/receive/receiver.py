@@ -183,10 +183,12 @@ class Receiver:
 
     def may_end(self, message: Message) -> bool:
         """Whether a transfer may end with this message; False is always right."""
-        if not isinstance(message, PagesWritten):
+        if not isinstance(message, PagesWritten | PrefillDone):
             return True
         session = self._table.sessions.get((message.rid, message.attempt))
-        return session is None or session.num_missing <= len(message.indices)
+        if session is None or isinstance(message, PrefillDone):
+            return session is None or session.is_landed
+        return session.num_missing <= len(message.indices)
 
     @property
     def due_at(self) -> float:
@@ -397,11 +399,6 @@ class Receiver:
     def has_transfers(self, peer: str) -> bool:
         """Whether a transfer from this prefill node is in progress, or its pages are in quarantine."""
         return bool(self._table.of(peer))
-
-    def num_landing(self, since: float) -> int:
-        """Transfers that lack nothing but pages that are on their way, of prompts that have ended since then."""
-        dones, sessions = self._table.prefill_dones, self._table.sessions
-        return sum(at >= since and sessions[key].state is ReceiveState.PREFILLED for key, (_, at) in dones.items())
 
     def is_connected(self, peer: str) -> bool:
         connection = self._connections.by_peer.get(peer)

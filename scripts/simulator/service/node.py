@@ -4,7 +4,6 @@ One iteration of the loop is a *turn*: receive, commit, tick, plan, send. Here a
 long as ``Costs`` says.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,8 +33,6 @@ from scripts.simulator.service.repeated_steps import MAX_REPETITIONS, MAX_TOKENS
 
 MODEL, DIGEST = "simulated", "simulated"
 NO_STEP = StepPlan(0, (), (), ())
-#: So much later than a step may be planned, its time has come for a clock that runs ahead, too.
-ROUNDING_S = 1e-6
 
 
 class Engine(Protocol):
@@ -303,19 +300,11 @@ class Node:
             plan = self.role.plan(now)
             if plan is not None:
                 self._begin(plan)
-            elif self.role.next_plan_at < math.inf:
-                after_s = self.role.next_plan_at - now + ROUNDING_S
-                self._events.after(after_s, self._end_hold, self.role.next_plan_at)
         self._send_messages()
         self._leave_if_empty()
         if not self._has_timer and self._has_work():
             self._has_timer = True
             self._events.background_after(LONGEST_WAIT_S, self._on_timer)
-
-    def _end_hold(self, held_until: float) -> None:
-        """Plan the step that was held back until now, unless it has begun."""
-        if self.role.next_plan_at == held_until:
-            self._happens(lambda now: None)
 
     def _on_timer(self) -> None:
         if self._repeated is not None and self.clock.now() < self._quiet_until:

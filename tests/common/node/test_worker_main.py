@@ -1,7 +1,6 @@
 """The node process: its sizes, its engine thread and its event loop."""
 
 import contextlib
-import math
 import os
 import platform
 import select
@@ -209,8 +208,6 @@ class Watched:
         self.is_committed = False
         self.seen: tuple[int, bool] | None = None
         self.node: EventLoop | None = None
-
-    next_plan_at = math.inf
 
     def plan(self, now: float) -> StepPlan | None:
         return self.plans.pop() if self.plans else None

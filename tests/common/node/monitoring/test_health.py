@@ -1,7 +1,6 @@
 """``/health`` of a node: 200 while its own loop and engine go on, 503 with the reason when one of them does not."""
 
 import json
-import math
 import threading
 import time
 
@@ -46,8 +45,6 @@ class Role:
         self.plans = []
         self.may_tick = threading.Event()
         self.may_tick.set()
-
-    next_plan_at = math.inf
 
     def plan(self, now):
         return self.plans.pop() if self.plans else None
