@@ -78,12 +78,12 @@ class ExhaustiveRouter:
         return self.give(prefill, decode, pair, pieces, now)
 
     def choose_again(self, pair, prefills, decodes, *, num_new):
-        nodes = [node for node in (*prefills, *decodes) if node.incarnation in pair.nodes]
+        able = {node.incarnation: node for node in (*prefills, *decodes)}
+        nodes = [able[incarnation] for incarnation in pair.nodes if incarnation in able]
         if len(nodes) < len(pair.nodes) or (len(nodes) == 2 and not can_pair(*nodes)):
             return None
-        num_hold = held(nodes[-1], num_new) if pair.decode is not None else 0
-        prefill = nodes[0] if pair.prefill is not None else None
-        decode = nodes[-1] if pair.decode is not None else None
+        prefill, decode = (able.get(incarnation) for incarnation in (pair.prefill, pair.decode))
+        num_hold = 0 if decode is None else held(decode, num_new)
         return self.give(prefill, decode, WorkerPair(pair.prefill, pair.decode, 0, num_hold), [], 0.0)
 
     def choose_target(self, source, decodes, *, num_tokens, num_new):
