@@ -132,10 +132,10 @@ class Cluster:
         try:
             self._connect(ray)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
-            where = " on the head, with grpcio installed there" if is_client else ""
+            what = "is it running, with grpcio, and are versions and token the same?" if is_client else ""
             raise ConfigError(
-                f"--address {self._address}: no Ray cluster answers ({_first_line(error)}); start one with ray start"
-                f"{where}"
+                f"--address {self._address}: no Ray cluster answers ({_first_line(error)}); "
+                f"{what or 'start one with ray start'}"
             ) from None
         return ray
 
