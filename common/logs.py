@@ -152,6 +152,9 @@ class ConsoleFormatter(logging.Formatter):
             shown += "".join(f" {name}={_word(value)}" for name, value in fields.items() if value not in (None, ""))
         return shown
 
+    def formatException(self, ei: Any) -> str:
+        return "    " + _harmless(super().formatException(ei))
+
 
 class LogHandler(logging.Handler):
     """Hands formatted lines to a writer."""
@@ -164,7 +167,7 @@ class LogHandler(logging.Handler):
         try:
             line = self.format(record)
         except Exception as error:  # a wrong argument of a third-party call must not end what it reports on
-            line = f"a log line could not be formatted: {type(error).__name__}: {error}"
+            line = _harmless(f"a log line could not be formatted: {type(error).__name__}: {error}")
         self._writer.write(line.encode(errors="backslashreplace") + b"\n")
 
 

@@ -5,8 +5,9 @@ too. A named node that was lost, or did not answer, is dialled again after a pau
 answers, its pair has a problem. A node that is no longer named is let go after a grace, when nothing uses it: a gateway
 that has just started names the nodes one after another, as they register.
 
-A node that starts again has the address of the process before it. That process has ended, even if no connection says
-so yet, and is not dialled any more.
+A node that starts again has the address of the process before it. Once the new process answers there, the one before it
+has ended, even if no connection says so yet, and is not dialled any more. The address alone proves nothing: two nodes
+may register the same one, of which only one can be reached, and a gateway may name processes in any order.
 """
 
 import math
@@ -30,6 +31,7 @@ class PrefillPeer:
     Attributes:
         is_dialled: there is a control connection, or one is being made.
         answer_by: when it must have answered; None once it has.
+        answered_at: when it answered last, the first time after it was dialled.
         problem: why it was lost last; empty once it has answered.
         dial_at: when to dial it, if it is not dialled.
         num_losses: in a row, without an answer in between.
@@ -39,6 +41,7 @@ class PrefillPeer:
     peer: Peer
     is_dialled: bool = False
     answer_by: float | None = None
+    answered_at: float = -math.inf
     problem: str = ""
     dial_at: float = 0.0
     num_losses: int = 0
@@ -51,28 +54,20 @@ class PrefillPeers:
     def __init__(self) -> None:
         self._peers: dict[str, PrefillPeer] = {}
         self._named: dict[str, None] | None = None  # None: the gateway has named none yet
-        self._newest: dict[str, str] = {}  # the incarnation that was heard of last at each address
 
     def _know(self, peer: Peer) -> PrefillPeer:
-        if peer.incarnation not in self._peers:
-            self._peers[peer.incarnation] = PrefillPeer(peer)
-            self._newest[peer.address] = peer.incarnation
-        return self._peers[peer.incarnation]
-
-    def _forget(self, incarnation: str) -> None:
-        address = self._peers.pop(incarnation).peer.address
-        if self._newest.get(address) == incarnation:
-            del self._newest[address]
+        return self._peers.setdefault(peer.incarnation, PrefillPeer(peer))
 
     def has_ended(self, peer: Peer) -> bool:
-        """Whether another process has the address of this one."""
-        is_known = peer.incarnation in self._peers
-        return is_known and self._newest.get(peer.address, peer.incarnation) != peer.incarnation
+        """Whether this node has answered, and another process at its address has answered since."""
+        one = self._peers.get(peer.incarnation)
+        return one is not None and self._is_replaced(one)
 
-    def earlier_at(self, peer: Peer) -> list[str]:
-        """Nodes with a connection that had the address of this one before it."""
-        others = [(key, one) for key, one in self._peers.items() if one.is_dialled and key != peer.incarnation]
-        return [key for key, one in others if one.peer.address == peer.address]
+    def _is_replaced(self, one: PrefillPeer) -> bool:
+        address, since = one.peer.address, one.answered_at
+        return since > -math.inf and any(
+            other.answered_at > since and other.peer.address == address for other in self._peers.values()
+        )
 
     def name(self, nodes: Iterable[Peer], now: float) -> None:
         """Take the prefill nodes that the gateway names; they are all that it knows."""
@@ -83,20 +78,26 @@ class PrefillPeers:
             self._named[peer.incarnation] = None
             self._know(peer)
         for incarnation in [key for key, one in self._peers.items() if not one.is_dialled and key not in self._named]:
-            self._forget(incarnation)
+            del self._peers[incarnation]
 
     def dial(self, peer: Peer, now: float) -> bool:
         """Note that this node is dialled now. False: it is dialled already, or has ended."""
         one = self._know(peer)
-        if one.is_dialled or self.has_ended(peer):
+        if one.is_dialled or self._is_replaced(one):
             return False
         one.is_dialled, one.answer_by, one.named_until = True, now + ANSWER_S, now
         return True
 
-    def answered(self, incarnation: str) -> None:
+    def answered(self, incarnation: str, now: float) -> list[str]:
+        """Note that a node answers. Returns the nodes with a connection to its address that have ended, as its first
+        answer shows.
+        """
         one = self._peers.get(incarnation)
-        if one is not None and one.is_dialled:
-            one.answer_by, one.problem, one.num_losses = None, "", 0
+        if one is None or not one.is_dialled or one.answer_by is None:
+            return []
+        one.answer_by, one.answered_at, one.problem, one.num_losses = None, now, "", 0
+        dialled = [(key, other) for key, other in self._peers.items() if other.is_dialled]
+        return [key for key, other in dialled if other.peer.address == one.peer.address and self._is_replaced(other)]
 
     def lost(self, incarnation: str, why: str, now: float) -> bool:
         """Note that a connection is gone. False: there was none."""
@@ -104,7 +105,7 @@ class PrefillPeers:
         if one is None or not one.is_dialled:
             return False
         if self._named is None or incarnation not in self._named:
-            self._forget(incarnation)
+            del self._peers[incarnation]
             return True
         one.is_dialled, one.answer_by, one.problem = False, None, why
         one.dial_at = now + min(FIRST_PAUSE_S * 2 ** min(one.num_losses, 30), MAX_PAUSE_S)
@@ -113,8 +114,8 @@ class PrefillPeers:
 
     def due(self, now: float) -> list[Peer]:
         """The nodes to dial now."""
-        waiting = [one.peer for one in self._peers.values() if not one.is_dialled and one.dial_at <= now]
-        return [peer for peer in waiting if not self.has_ended(peer)]
+        waiting = [one for one in self._peers.values() if not one.is_dialled and one.dial_at <= now]
+        return [one.peer for one in waiting if not self._is_replaced(one)]
 
     def overdue(self, now: float) -> list[str]:
         """The nodes that have not answered in time."""
@@ -132,10 +133,9 @@ class PrefillPeers:
     def due_at(self) -> float:
         """Before this instant, none is overdue, to be dialled, or unnamed for long."""
         named = self._named
-        instants = [
-            one.dial_at if not one.is_dialled else math.inf if one.answer_by is None else one.answer_by
-            for one in self._peers.values()
-        ]
+        peers = self._peers.values()
+        instants = [one.answer_by for one in peers if one.is_dialled and one.answer_by is not None]
+        instants += [one.dial_at for one in peers if not one.is_dialled and not self._is_replaced(one)]
         if named is not None:
             instants += [one.named_until + UNNAMED_S for key, one in self._peers.items() if key not in named]
         return min(instants, default=math.inf)

@@ -70,7 +70,7 @@ COUNTERS = (
     "output_tokens",
 )
 
-ADDRESS_TAKEN = "the prefill node has ended: another process has its address"
+ADDRESS_TAKEN = "the prefill node has ended: another process answers at its address"
 #: When pages are sent again, both nodes know the transfer by an attempt that is higher by this, each time.
 RESUMED = 1 << 32
 
@@ -145,7 +145,8 @@ class DecodeRole:
 
     def _on_source(self, peer: str, message: Message, now: float) -> None:
         """Handle a message of a node that pages come from."""
-        self._peers.answered(peer)
+        for ended in self._peers.answered(peer, now):
+            self._drop_peer(ended, ADDRESS_TAKEN, now)
         self._receiver.on_message(peer, message, now)
         if isinstance(message, Closed):
             key = (message.rid, message.attempt)
@@ -298,8 +299,6 @@ class DecodeRole:
 
     def _dial(self, peer: Peer, now: float) -> None:
         if self._peers.dial(peer, now):
-            for incarnation in self._peers.earlier_at(peer):
-                self._drop_peer(incarnation, ADDRESS_TAKEN, now)
             self.outbox.dial.append(peer)
             connect = self._receiver.connect(peer.incarnation, peer.name, peer.num_ranks)
             self.outbox.peers.append((peer.incarnation, connect))

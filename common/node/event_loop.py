@@ -127,6 +127,7 @@ class EventLoop:
         self._has_one_gateway = gateways.is_fixed and len(gateways.addresses()) == 1
         self._links: list[GatewayLink] = []
         self._refusals: dict[str, str] = {}  # reasons, by the addresses of gateways that refuse this node
+        self._duplicates: set[str] = set()  # further addresses of gateways that this node reaches at another one
         self._register = register
         self._adapters = adapters
         self._credit = None if self._has_one_gateway else Credit(room)
@@ -354,14 +355,20 @@ class EventLoop:
 
     def _receive(self, now: float) -> None:
         for link in list(self._links):
+            if link not in self._links:  # what came over another link has made this node leave it
+                continue
             if lost := link.follow(now):
                 self._lose(lost, now)
             for letter in link.mailbox.receive():
                 self._on_gateway(link, letter.sender, letter.message, now)
+                if link not in self._links:
+                    break
         self._receive_from_decode_nodes(now)
         self._receive_from_prefill_nodes(now)
 
     def _on_gateway(self, link: GatewayLink, sender: str, message: Message, now: float) -> None:
+        if link.incarnation != sender:
+            self._leave_duplicates(link, sender)
         if lost := link.heard_from(sender):
             self._lose(lost, now)
         if isinstance(message, RequestMessage):
@@ -432,6 +439,16 @@ class EventLoop:
         self._refusals[link.address] = reason
         self._leave(link)
 
+    def _leave_duplicates(self, link: GatewayLink, gateway: str) -> None:
+        """Leave other links to a gateway that is heard over this one, which it answers on as the newest connection."""
+        for other in [other for other in self._links if other is not link and other.incarnation == gateway]:
+            log.error(
+                "%s and %s are addresses of one gateway, and %s is not used any more: name the gateway once",
+                *(other.address, link.address, other.address),
+            )
+            self._duplicates.add(other.address)
+            self._leave(other)
+
     def _follow_directory(self) -> None:
         """Dial gateways that are new in the directory, and leave those that are not in it.
 
@@ -444,8 +461,9 @@ class EventLoop:
         for link in [link for link in self._links if not (link.address in addresses or link.is_registered)]:
             log.info("the gateway at %s is not announced any more", link.address)
             self._leave(link)
-        dialled = {link.address for link in self._links}
-        new = [address for address in addresses if address not in dialled and address not in self._refusals]
+            self._duplicates.clear()  # one may be another address of this gateway
+        used = {link.address for link in self._links} | self._refusals.keys() | self._duplicates
+        new = [address for address in addresses if address not in used]
         for address in new[: max(MAX_GATEWAYS - len(self._links), 0)]:
             self._dial(address)
         if addresses and not self._links:

@@ -29,7 +29,6 @@ class PrefillConnections:
         self._endpoint = endpoint
         self._poller = poller
         self._mailboxes: dict[str, Mailbox] = {}
-        self._addresses: dict[str, str] = {}  # of the same nodes
         self._failed: list[str] = []  # nodes that could not be dialled
         self.num_dropped = self.num_bytes_sent = 0
 
@@ -37,12 +36,8 @@ class PrefillConnections:
         return list(self._mailboxes.values())
 
     def dial(self, peer: Peer) -> None:
-        """Connect to a node, in place of any connection to it or to its address; if that fails, the node counts as
-        lost.
-        """
+        """Connect to a node, in place of any connection to it; if that fails, the node counts as lost."""
         self.hang_up(peer.incarnation)
-        for incarnation in [key for key, address in self._addresses.items() if address == peer.address]:
-            self.hang_up(incarnation)  # of a process that had this address before
         try:
             mailbox = self._endpoint.dial(FromPrefill, peer.address, bytes.fromhex(peer.public_key) or NO_KEY)
         except zmq.ZMQError as error:  # this process has no descriptor left
@@ -50,14 +45,12 @@ class PrefillConnections:
             self._failed.append(peer.incarnation)
             return
         self._mailboxes[peer.incarnation] = mailbox
-        self._addresses[peer.incarnation] = peer.address
         for socket in mailbox.sockets:
             self._poller.register(socket, zmq.POLLIN)
 
     def hang_up(self, incarnation: str) -> None:
         """Close the connection to a node, if there is one."""
         mailbox = self._mailboxes.pop(incarnation, None)
-        self._addresses.pop(incarnation, None)
         if mailbox is not None:
             for socket in mailbox.sockets:
                 self._poller.unregister(socket)

@@ -12,7 +12,7 @@ mailbox then dials again.
 ZMQ ignores a second connection with the identity of an open one, and a process may well have two to one address: the
 first may have been dialled for a process that had the address before. So every connection of a process has an identity
 of its own, its incarnation and a number. A bound mailbox answers on the newest from which a message has come, and drops
-what still comes over others.
+what still comes over older ones, until it finds the newest closed.
 
 Messages to one peer that are due together share frames, since a frame costs more than the messages in it.
 
@@ -23,6 +23,7 @@ ones; the bytes of large ones are counted here until ZMQ has sent them.
 """
 
 import contextlib
+import functools
 import itertools
 import logging
 import struct
@@ -67,7 +68,6 @@ _ACCEPTED, _CONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_HANDSHAKE_SUCCEED
 _DISCONNECTED, _REFUSED = int(zmq.EVENT_DISCONNECTED), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _CLOSED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _EVENT = struct.Struct("=HI")  # number and value
-_NO_ROUTE = (0, b"")
 _CONNECTIONS = itertools.count(1)  # of this process
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # operators of enumerations are slow
 
@@ -241,12 +241,15 @@ class Mailbox:
         socket = self._socket
         try:
             if self._is_bound:
-                _, identity = self._routes.get(target, _NO_ROUTE)
-                socket.send(identity or target.encode(), _SNDMORE)
+                route = self._routes.get(target)
+                socket.send(target.encode() if route is None else route[1], _SNDMORE)
             socket.send(header, _SNDMORE)
             tracker = socket.send(body, _NOBLOCK, copy=not is_large, track=is_large)
         except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            if error.errno == zmq.EHOSTUNREACH:
+                self._routes.pop(target, None)  # an older connection may be open
+                return False
+            if error.errno == zmq.EAGAIN:
                 return False
             raise
         if tracker is not None:
@@ -292,7 +295,8 @@ class Mailbox:
             num_bytes += len(frames[-1])
             envelopes += self._decode(None if first is None else self._identity(first), frames)
         if len(self._routes) > self._most_routes and is_known is not None:
-            self._routes = {peer: route for peer, route in self._routes.items() if is_known(peer)}
+            heard = {envelope.sender for envelope in envelopes}  # they may become known by what they say
+            self._routes = {peer: route for peer, route in self._routes.items() if peer in heard or is_known(peer)}
             self._most_routes = len(self._routes) + MAX_ROUTES
         return envelopes
 
@@ -335,9 +339,11 @@ class Mailbox:
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             return self._drop("malformed", str(error))
         if identity is not None:
-            if number < self._routes.get(owner, _NO_ROUTE)[0]:
-                return self._drop("replaced", "it came over a connection in whose place the sender has another one")
-            self._routes[owner] = (number, identity)
+            newest = self._routes.get(owner, (-1, b""))[0]
+            if number < newest:
+                return self._drop("replaced", "it came over an older connection of its sender")
+            if number > newest:
+                self._routes[owner] = (number, identity)
         if not isinstance(messages, list):
             return [Envelope(header.sender, messages)]
         return [Envelope(header.sender, message) for message in messages]
@@ -467,6 +473,7 @@ class Mailbox:
         self._socket.close()
 
 
+@functools.lru_cache(4_096)
 def _owner_of(identity: bytes) -> tuple[str, int]:
     """The incarnation of the process that has made a connection with this identity, and its number there."""
     owner, _, number = identity.decode("latin-1").rpartition(".")

@@ -97,8 +97,8 @@ class Sender:
         connection = self._connections.by_peer.get(peer)
         if connect.resumes and connection is not None and connection.is_attached:
             self._totals["broken_pairs"] += 1
-            where = f"the {connection.transport} connection to decode node {connection.name}"
-            log.warning("%s broke: the decode node has noticed it first, and offers its pool again", where)
+            how = connection.transport
+            log.warning("decode node %s offers its pool again, in place of the %s connection", connection.name, how)
         end = TransferEnd("failed", "the decode node has connected again")
         self._sever(peer, end, is_all=False, is_resumed=connect.resumes)
         refused = self._connections.attach(peer, connect)

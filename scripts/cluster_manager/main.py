@@ -132,10 +132,10 @@ class Cluster:
         try:
             self._connect(ray)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
-            where = " on the head, with grpcio installed there" if is_client else ""
+            what = "is it running, with grpcio, and are versions and token the same?" if is_client else ""
             raise ConfigError(
-                f"--address {self._address}: no Ray cluster answers ({_first_line(error)}); start one with ray start"
-                f"{where}"
+                f"--address {self._address}: no Ray cluster answers ({_first_line(error)}); "
+                f"{what or 'start one with ray start'}"
             ) from None
         return ray
 
@@ -151,7 +151,12 @@ class Cluster:
                     raise
 
     def start(self, config: ClusterConfig, *, is_autoscaling: bool) -> None:
-        """Raises ConfigError: it is up already, or Ray would refuse a group."""
+        """Start the supervisor.
+
+        Raises:
+            ConfigError: it is up already, or Ray would refuse a group.
+            ClusterFailed: Ray does not answer.
+        """
         ray = self._ray
         from scripts.cluster_manager.instances import check_with_ray  # which imports it, too
         from scripts.cluster_manager.supervisor_actor import ClusterSupervisor
@@ -167,13 +172,15 @@ class Cluster:
         is_up = ConfigError(
             f"the cluster {self.name!r} is up already; change it with cluster upgrade, or end it with cluster down"
         )
-        with contextlib.suppress(ValueError):
-            ray.get_actor(self.name)
-            raise is_up
         try:
+            with contextlib.suppress(ValueError):
+                ray.get_actor(self.name)
+                raise is_up
             options.remote(self.name, msgspec.json.encode(config), is_autoscaling)
         except ValueError:  # another command was faster
             raise is_up from None
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            raise ClusterFailed(f"Ray does not answer ({_first_line(error)}); try again") from None
 
     def call(self, method: str, *words: Any, process: str = "") -> Any:
         """Call a method of the supervisor, or of a process's actor. Raises ClusterFailed."""
@@ -190,8 +197,9 @@ class Cluster:
                     f"the cluster {self.name!r} has no process {process!r}; see cluster status"
                 ) from None
             raise NoCluster(f"there is no cluster {self.name!r}; cluster up starts one") from None
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, ConnectionError) as error:  # the latter: of Ray's client
             if not process and isinstance(error, ray.exceptions.ActorDiedError):  # its supervisor ends with it
+                self._supervisor = None  # the next cluster of this name has another one
                 raise NoCluster(f"the cluster {self.name!r} has ended") from None
             raise ClusterFailed(
                 f"{actor_name} does not answer ({_first_line(error)}); try again when its host is back"

@@ -12,6 +12,7 @@ from scripts.chaos_harness.faults.base import Fault
 from scripts.chaos_harness.faults.network import PairCut, Reset
 
 BROKE = "the nixl connection to decode node decode-0 broke: reset\n"
+OFFERED = "decode node decode-0 offers its pool again, in place of the nixl connection\n"
 MISSED = "pages of prefill node prefill-0 cannot come now and are soon tried again: the writer has detached\n"
 ATTACHED = "pages go to decode node decode-0 by tcp\n"
 
@@ -45,6 +46,7 @@ def inject(
     ("said", "decode_said", "ends", "shown", "num_switches", "num_problems"),
     [
         (BROKE + ATTACHED, "", False, "pages go by tcp", 1, 0),
+        (OFFERED + ATTACHED, "", False, "pages go by tcp", 1, 0),
         (ATTACHED, MISSED, False, "pages go by tcp", 1, 0),
         (ATTACHED, "", False, "no page was to be sent", 0, 0),
         (BROKE, "", False, "pages go by no transport", 0, 1),

@@ -3,13 +3,18 @@
 import argparse
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import ray
 
+from common.errors import ConfigError
+from scripts.cluster_manager import instances
 from scripts.cluster_manager import main as main_module
-from scripts.cluster_manager.main import Cluster, NoCluster, main
+from scripts.cluster_manager.config import ClusterConfig, Group
+from scripts.cluster_manager.main import Cluster, ClusterFailed, NoCluster, main
 from scripts.cluster_manager.status import Row, Status, table
 
 LEAST = "[gateway]\ncount = 1\n[prefill]\ncount = 1\n[decode]\ncount = 2\n"
@@ -65,6 +70,85 @@ def test_the_table_has_a_row_for_each_process_and_what_is_desired() -> None:
         "baton (supervisor on 10.0.0.3), revision 1: 1 gateway, 0 prefill, 1 decode desired; advised: 2 decode, "
         "1 prefill; autoscaling",
     ]
+
+
+class Method:
+    """A method of an actor; what it is called with is all that ``ray.get`` gets."""
+
+    def __init__(self, actor: str) -> None:
+        self._actor = actor
+
+    def remote(self, *words: Any) -> str:
+        return self._actor
+
+
+class AwayRay:
+    """Ray, whose actors are those of a test; each call may fail.
+
+    Attributes:
+        failure: what the next calls raise.
+    """
+
+    exceptions = ray.exceptions
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.supervisor = "first"
+
+    def get_actor(self, name: str) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        return SimpleNamespace(events=Method(self.supervisor))
+
+    def get(self, actor: str, timeout: float) -> str:
+        if self.failure is not None:
+            raise self.failure
+        return actor
+
+    def remote(self, kind: type) -> Any:
+        return SimpleNamespace(options=lambda **_: self)
+
+
+def away() -> tuple[Cluster, AwayRay]:
+    cluster, fake = Cluster("baton", "auto"), AwayRay()
+    cluster.__dict__["_ray"] = fake
+    return cluster, fake
+
+
+@pytest.mark.parametrize("failure", [ConnectionError("Client is shutting down."), ray.exceptions.RaySystemError("no")])
+def test_a_command_says_that_ray_does_not_answer(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances, "check_with_ray", lambda config: None)
+    cluster, fake = away()
+    assert cluster.call("events") == "first"
+    fake.failure = failure
+    with pytest.raises(ClusterFailed, match=r"^baton does not answer \(.*(shutting down|no).*\); try again"):
+        cluster.call("events")
+    with pytest.raises(ClusterFailed, match=r"^Ray does not answer \(.*(shutting down|no).*\); try again"):
+        cluster.start(
+            ClusterConfig(gateway=Group(count=1), prefill=Group(count=1), decode=Group(count=1)), is_autoscaling=False
+        )
+
+
+def test_a_cluster_that_was_started_again_is_found() -> None:
+    cluster, fake = away()
+    assert cluster.call("events") == "first"
+    fake.failure = ray.exceptions.ActorDiedError()
+    with pytest.raises(NoCluster, match="has ended"):
+        cluster.call("events")
+    fake.failure, fake.supervisor = None, "second"
+    assert cluster.call("events") == "second"
+
+
+def test_an_address_from_outside_that_does_not_answer_asks_for_all_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Cluster, ray: Any) -> None:
+        raise ConnectionError("ray client connection timeout")
+
+    monkeypatch.setattr(Cluster, "_connect", fail)
+    monkeypatch.setattr(main_module.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=r"; is it running, with grpcio, and are versions and token the same\?$"):
+        Cluster("baton", "ray://head:10001").call("events")
+    with pytest.raises(ConfigError, match=r"; start one with ray start$"):
+        Cluster("baton", "head:6379").call("events")
 
 
 class EndingCluster(Cluster):

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
-from common.logs import FIELDS, ConsoleFormatter, JsonFormatter, LogWriter
+from common.logs import FIELDS, ConsoleFormatter, JsonFormatter, LogHandler, LogWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 PREAMBLE = "import logging, warnings, threading, os; from common.logs import configure_logging;"
@@ -53,6 +54,33 @@ def test_text_of_another_process_in_a_message_looks_like_no_line_of_the_console(
     first, second = shown.split("\n")
     assert first.endswith(" INFO gateway node d refused: no")
     assert second == r"    12:00:00 ERROR gateway forged\r\x1b[2J\u2028\udcff"
+
+
+def test_the_text_of_an_exception_looks_like_no_line_of_the_console():
+    made = record("a request failed%s", "")
+    try:
+        raise ValueError("no\n12:00:00 ERROR gateway forged\r\x1b[2J\udcff")
+    except ValueError:
+        made.exc_info = sys.exc_info()
+    first, *others = ConsoleFormatter("gateway").format(made).split("\n")
+    assert first.endswith(" INFO gateway a request failed")
+    assert others[0] == "    Traceback (most recent call last):"
+    assert others[-2:] == ["    ValueError: no", r"    12:00:00 ERROR gateway forged\r\x1b[2J\udcff"]
+    assert all(line.startswith("    ") and line.isprintable() for line in others)
+
+
+def test_a_line_that_cannot_be_formatted_shows_why_without_control_characters():
+    class Argument:
+        def __str__(self):
+            raise ValueError("no\n12:00:00 ERROR gateway forged\x1b[2J")
+
+    written = []
+    handler = LogHandler(SimpleNamespace(write=written.append))
+    handler.setFormatter(ConsoleFormatter("gateway"))
+    handler.emit(record("%s", Argument()))
+    assert written == [
+        b"a log line could not be formatted: ValueError: no\n    12:00:00 ERROR gateway forged\\x1b[2J\n"
+    ]
 
 
 def test_line_ends_and_lone_surrogates_stay_inside_of_a_json_line():

@@ -1,13 +1,15 @@
 """Prefill nodes that the gateway names are dialled at once, dialled again after a loss, and let go when gone."""
 
+import pytest
 from support.cluster.fake_engine import expected_output
 from support.cluster.local_cluster import LocalCluster, Member, assert_all_pages_are_released, prompt_of, sampling
 
 from common.errors import ErrorCode
-from common.wire.messages import Connect, Failed, Generate, PairState, Peer, PrefillNodes
+from common.wire.messages import AttachFailed, Connect, Failed, Generate, PairState, Peer, PrefillNodes
 from decode_node.prefill_peers import ANSWER_S, FIRST_PAUSE_S, MAX_PAUSE_S, UNNAMED_S, PrefillPeers
 
 A, B = Peer("a", "a" * 32, "host:1"), Peer("b", "b" * 32, "host:2")
+SUCCESSOR = Peer("a", "c" * 32, A.address)
 
 
 def test_named_nodes_are_dialled_once() -> None:
@@ -34,7 +36,7 @@ def test_a_lost_node_is_dialled_again_after_pauses_that_double() -> None:
         assert peers.due(now) == [A]
     peers.dial(A, now)
     assert peers.problems("tcp"), "it has not answered yet"
-    peers.answered(A.incarnation)
+    peers.answered(A.incarnation, now)
     assert peers.problems("tcp") == []
     peers.lost(A.incarnation, "again", now)
     assert peers.due(now + FIRST_PAUSE_S) == [A]
@@ -50,7 +52,7 @@ def test_a_node_that_does_not_answer_is_overdue() -> None:
     peers.dial(A, 5.0)
     assert peers.overdue(5.0 + ANSWER_S - 0.01) == []
     assert peers.overdue(5.0 + ANSWER_S) == [A.incarnation]
-    peers.answered(A.incarnation)
+    peers.answered(A.incarnation, 5.5)
     assert peers.overdue(1e9) == []
 
 
@@ -69,7 +71,7 @@ def test_a_node_that_is_no_longer_named_stays_connected_for_a_grace() -> None:
     peers.name([A, B], 0.0)
     for peer in (A, B):
         peers.dial(peer, 0.0)
-        peers.answered(peer.incarnation)
+        peers.answered(peer.incarnation, 0.0)
     peers.name([], 100.0)  # a new gateway, at which no prefill node has registered yet
     assert peers.unnamed(100.0 + UNNAMED_S - 0.01) == []
     peers.name([A], 101.0)
@@ -85,26 +87,64 @@ def test_a_lost_node_that_is_no_longer_named_is_forgotten() -> None:
     assert (peers.due(1e9), peers.problems("tcp")) == ([], [])
 
 
-def test_a_node_whose_address_another_process_has_is_not_dialled_any_more() -> None:
-    peers, successor = PrefillPeers(), Peer("a", "c" * 32, A.address)
+def answer(peers: PrefillPeers, peer: Peer, now: float) -> list[str]:
+    peers.dial(peer, now)
+    return peers.answered(peer.incarnation, now)
+
+
+def test_a_node_is_not_dialled_any_more_once_another_process_has_answered_at_its_address() -> None:
+    peers = PrefillPeers()
     peers.name([A, B], 0.0)
-    peers.dial(A, 0.0)
-    assert (peers.has_ended(A), peers.earlier_at(successor)) == (False, [A.incarnation])
-    peers.name([A, B, successor], 0.0)  # a gateway has not noticed yet
-    assert (peers.has_ended(A), peers.has_ended(successor)) == (True, False)
-    assert peers.due(0.0) == [B, successor]
-    assert peers.dial(successor, 0.0)
-    assert peers.lost(A.incarnation, "it has ended", 0.0)
-    assert (peers.earlier_at(successor), peers.dial(A, 1e9), peers.due(1e9)) == ([], False, [B])
-    peers.name([successor], 0.0)
+    assert answer(peers, A, 0.0) == []
+    peers.name([A, B, SUCCESSOR], 1.0)  # a gateway has not noticed yet
+    peers.dial(SUCCESSOR, 1.0)
+    assert not peers.has_ended(A), "the new process has not answered"
+    assert peers.answered(SUCCESSOR.incarnation, 2.0) == [A.incarnation]
+    assert (peers.has_ended(A), peers.has_ended(SUCCESSOR)) == (True, False)
+    assert peers.lost(A.incarnation, "it has ended", 2.0)
+    assert peers.answered(SUCCESSOR.incarnation, 3.0) == [], "only the first answer shows it"
+    assert (peers.dial(A, 1e6), peers.due(1e6)) == (False, [B])
+    peers.dial(B, 5.0)
+    assert peers.due_at == 5.0 + ANSWER_S, "the node that has ended is not to be dialled"
+    peers.name([B, SUCCESSOR], 6.0)
     assert not peers.has_ended(A), "nothing is known of it any more"
 
 
 def test_a_node_is_dialled_again_when_its_successor_is_forgotten() -> None:
-    peers, successor = PrefillPeers(), Peer("a", "c" * 32, A.address)
-    peers.name([A, successor], 0.0)
-    peers.name([A], 0.0)
-    assert peers.due(0.0) == [A]
+    peers = PrefillPeers()
+    peers.name([A, SUCCESSOR], 0.0)
+    answer(peers, A, 0.0)
+    answer(peers, SUCCESSOR, 1.0)
+    for peer in (A, SUCCESSOR):
+        peers.lost(peer.incarnation, "it is silent", 2.0)
+    assert peers.due(1e6) == [SUCCESSOR]
+    peers.name([A], 3.0)
+    assert peers.due(1e6) == [A]
+
+
+def test_a_process_that_never_answers_ends_no_other_one_at_its_address() -> None:
+    peers, now = PrefillPeers(), 0.0
+    peers.name([A, SUCCESSOR], now)
+    answer(peers, A, now)
+    for _ in range(10):
+        assert peers.dial(SUCCESSOR, now)
+        now += ANSWER_S
+        assert peers.overdue(now) == [SUCCESSOR.incarnation]
+        peers.lost(SUCCESSOR.incarnation, "it did not answer", now)
+        now += MAX_PAUSE_S
+        assert peers.due(now) == [SUCCESSOR]
+        assert not peers.has_ended(A)
+
+
+def test_a_process_that_is_heard_of_after_its_successor_does_not_end_it() -> None:
+    """One of two gateways may name the process that has ended later than the other one names the new process."""
+    peers = PrefillPeers()
+    peers.name([SUCCESSOR], 0.0)
+    answer(peers, SUCCESSOR, 0.0)
+    peers.name([SUCCESSOR, A], 1.0)
+    assert peers.dial(A, 1.0)
+    assert not peers.has_ended(SUCCESSOR) and not peers.has_ended(A)
+    assert peers.due(1.0) == [] and peers.overdue(1.0 + ANSWER_S) == [A.incarnation]
 
 
 # ---- the role --------------------------------------------------------------------------------------------------------
@@ -177,25 +217,54 @@ def test_a_request_dials_a_lost_node_at_once() -> None:
     assert decode.role.outbox.dial[-1] == prefill.peer
 
 
-def test_a_node_that_starts_again_takes_the_place_of_the_process_before_it() -> None:
+def test_a_node_that_starts_again_takes_the_place_of_the_process_before_it_once_it_answers() -> None:
     cluster = LocalCluster()
     [decode], [prefill] = cluster.decode, cluster.prefill
     before = Peer("prefill-0", "x" * 32, prefill.peer.address)
     cluster.tell(decode, PrefillNodes((before,)))
+    decode.role.on_peer(before.incarnation, AttachFailed(0, "it starts"), cluster.clock.now())  # an answer
     waiting = Generate("a", 0, prompt_of(8), sampling(3), before, decode.peer, 9.0)
     decode.role.on_gateway(waiting, cluster.clock.now())
+    cluster.clock.advance(0.1)
     cluster.tell(decode, PrefillNodes((before, prefill.peer)))
+    assert decode.role.outbox.dial == [before, prefill.peer]
+    assert failures(decode) == decode.role.outbox.hang_up == []
+    decode.role.on_peer(prefill.name, AttachFailed(0, "it starts"), cluster.clock.now())
     late = Generate("b", 0, prompt_of(8), sampling(3), before, decode.peer, 9.0)
     decode.role.on_gateway(late, cluster.clock.now())
-    failed = [(one.rid, one.code) for one in decode.role.outbox.gateway if isinstance(one, Failed)]
-    assert failed == [("a", ErrorCode.NODE_LOST), ("b", ErrorCode.NODE_LOST)]
-    assert decode.role.outbox.dial == [before, prefill.peer]
+    assert failures(decode) == [("a", ErrorCode.NODE_LOST), ("b", ErrorCode.NODE_LOST)]
     assert decode.role.outbox.hang_up == [before.incarnation]
     decode.role.outbox.gateway.clear()
     cluster.settle(2)
-    assert [(pair.incarnation, pair.problem) for pair in decode.role.pairs() if not pair.problem] == [
-        (prefill.name, "")
-    ]
+    assert working_pairs(decode) == [prefill.name]
     answer = cluster.submit("c", prompt_of(64), sampling(20))
     cluster.run()
     assert answer.output == expected_output(prompt_of(64), 20)
+
+
+@pytest.mark.parametrize("is_heard_of_first", [True, False])
+def test_a_node_works_though_a_process_that_never_answers_is_named_at_its_address(is_heard_of_first: bool) -> None:
+    cluster = LocalCluster()
+    [decode], [prefill] = cluster.decode, cluster.prefill
+    silent = Peer("other", "x" * 32, prefill.peer.address)
+    cluster.tell(decode, PrefillNodes((silent,) if is_heard_of_first else (prefill.peer,)))
+    cluster.settle(2)
+    cluster.tell(decode, PrefillNodes((prefill.peer, silent)))
+    cluster.settle(2)
+    for name in "abc":
+        answer = cluster.submit(name, prompt_of(64), sampling(20))
+        cluster.run()
+        assert answer.output == expected_output(prompt_of(64), 20)
+        cluster.clock.advance(ANSWER_S + MAX_PAUSE_S)
+        cluster.settle(2)
+    assert working_pairs(decode) == [prefill.name]
+    assert failures(decode) == []
+    assert_all_pages_are_released(cluster)
+
+
+def failures(decode: Member) -> list[tuple[str, ErrorCode]]:
+    return [(one.rid, one.code) for one in decode.role.outbox.gateway if isinstance(one, Failed)]
+
+
+def working_pairs(decode: Member) -> list[str]:
+    return [pair.incarnation for pair in decode.role.pairs() if pair.transport and not pair.problem]

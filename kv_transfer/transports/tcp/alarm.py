@@ -1,6 +1,5 @@
 """A timer with a file descriptor, which wakes a loop that waits for descriptors."""
 
-import contextlib
 import ctypes
 import os
 import time
@@ -51,5 +50,7 @@ class Alarm:
         self._checked(self._libc.timerfd_settime(self._file, 0, ctypes.byref(_Instants()), None))
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._file)
+        """Close the descriptor. Idempotent."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from common.errors import ConfigError
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair, whole_pages
 from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
@@ -102,6 +103,9 @@ class TcpWriter(WriterTransport):
 
     Args:
         key: the cluster key; empty: none.
+
+    Raises:
+        ConfigError: this process has no descriptor left.
     """
 
     name = "tcp"
@@ -114,7 +118,15 @@ class TcpWriter(WriterTransport):
         self._epoll = select.epoll()
         self._results = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # set while a result waits for its caller
         self._epoll.register(self._results, select.EPOLLIN)
-        self._alarm = Alarm()
+        try:
+            self._alarm = Alarm()
+        except OSError as error:
+            self._epoll.close()
+            os.close(self._results)
+            reason = error.strerror or error
+            raise ConfigError(
+                f"--transport {self.name}: cannot make a timer ({reason}); allow more open files (ulimit -n)"
+            ) from error
         self._epoll.register(self._alarm, select.EPOLLIN)
         self._rings_at = math.inf
         self._peers: dict[str, PeerState] = {}
@@ -153,24 +165,20 @@ class TcpWriter(WriterTransport):
         nonce, redial_at = secrets.token_bytes(NONCE_BYTES), time.monotonic() + REDIAL_S
         connection = TcpConnection(index, sock, nonce, redial_at)
         peer_state.connections.append(connection)
-        self._watch(peer_state, connection)
+        self._by_descriptor[sock.fileno()] = (peer_state, connection)
 
-    @staticmethod
-    def _connect(address: tuple[str, int]) -> socket.socket:
-        """A socket that connects, which ``_watch`` notices."""
+    def _connect(self, address: tuple[str, int]) -> socket.socket:
+        """A socket that connects, which wakes the loop when it has."""
         sock = socket.socket(family_of(address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             tune(sock)
             with contextlib.suppress(BlockingIOError):
                 sock.connect(address)
+            self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
         except BaseException:
             sock.close()
             raise
         return sock
-
-    def _watch(self, peer_state: PeerState, connection: TcpConnection) -> None:
-        self._by_descriptor[connection.sock.fileno()] = (peer_state, connection)
-        self._epoll.register(connection.sock, select.EPOLLIN | select.EPOLLOUT)
 
     def _dial_again(self, peer_state: PeerState, now: float) -> float:
         """Dial connections again that have not formed in time. Returns when to look next."""
@@ -188,7 +196,7 @@ class TcpWriter(WriterTransport):
             connection.sock = sock
             connection.patience_s *= 2
             connection.redial_at = now + connection.patience_s
-            self._watch(peer_state, connection)
+            self._by_descriptor[sock.fileno()] = (peer_state, connection)
         return min((connection.redial_at for connection in dialling), default=math.inf)
 
     def poll(self) -> list[Attached]:

@@ -141,7 +141,7 @@ class Reset(NetworkFault):
         noticed_at = 0.0
         await asyncio.to_thread(self.hosts(site).reset, node.name, peer.name, spared_port=peer.data_port)
         broke = [
-            re.compile(rf"connection to decode node {re.escape(node.name)}\b.* broke: ".encode()),
+            re.compile(rf"decode node {re.escape(node.name)}\b.* (broke: |offers its pool again, in place )".encode()),
             re.compile(rf"pages of prefill node {re.escape(peer.name)} cannot come now".encode()),
         ]
         attached = re.compile(rf"pages go to decode node {re.escape(node.name)} by (\w+)".encode())

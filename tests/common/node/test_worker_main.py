@@ -47,6 +47,7 @@ from common.node.worker_context import WorkerContext, make_cache
 from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
+from common.wire.mailbox import Envelope, Mailbox
 from common.wire.messages import (
     Adapter,
     Adapters,
@@ -419,6 +420,43 @@ def test_a_node_ends_once_every_announced_gateway_has_refused_it() -> None:
         directory.known = ("127.0.0.1:2",)
         node._follow_directory()
         assert (node.gateway_address, node.refused) == ("", "it serves another model")
+
+
+def test_a_gateway_with_two_addresses_keeps_one_link_and_an_error_names_both(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = Directory("localhost:1", "127.0.0.1:1", "127.0.0.1:2")
+    with node_of(directory) as node:
+        first, second, other = node._links
+        arrived = {
+            first.mailbox: [Envelope("1" * 32, Registered(1, 1.0))],
+            second.mailbox: [Envelope("1" * 32, Registered(2, 1.0)), Envelope("1" * 32, Ping())],
+            other.mailbox: [Envelope("2" * 32, Registered(1, 1.0))],
+        }
+        monkeypatch.setattr(Mailbox, "receive", lambda self, **_: arrived.pop(self, []))
+        node._receive(0.0)
+        assert [link.address for link in node._links] == ["127.0.0.1:1", "127.0.0.1:2"]
+        assert all(link.is_registered for link in node._links)
+        [error] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert "localhost:1 and 127.0.0.1:1 are addresses of one gateway" in error
+        node._follow_directory()
+        assert [link.address for link in node._links] == ["127.0.0.1:1", "127.0.0.1:2"], "it is left for good"
+        node._links[0].is_registered = False
+        directory.known = ("localhost:1", "127.0.0.1:2")
+        node._follow_directory()
+        assert node.gateway_address == "127.0.0.1:2,localhost:1", "its other address is not announced any more"
+
+
+def test_a_link_that_is_left_while_others_are_read_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with node_of(Directory("localhost:1", "127.0.0.1:1")) as node:
+        first, second = node._links
+        second.incarnation = "1" * 32
+        arrived = {first.mailbox: [Envelope("1" * 32, Registered(1, 1.0))]}
+        monkeypatch.setattr(Mailbox, "receive", lambda self, **_: [] if self._socket.closed else arrived.pop(self, []))
+        followed: list[GatewayLink] = []
+        monkeypatch.setattr(GatewayLink, "follow", lambda self, now: followed.append(self) or "")
+        node._receive(0.0)
+        assert (followed, node._links) == ([first], [first])
 
 
 def test_links_to_gateways_are_bounded_and_end_unless_they_are_announced_or_have_accepted_the_node() -> None:

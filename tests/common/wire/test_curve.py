@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +19,7 @@ from common.errors import ConfigError
 from common.wire import mailbox
 from common.wire.curve import CurveKeys, draw_keys, fingerprint, new_secret, public_key
 from common.wire.mailbox import HandshakeFailure, Mailbox
-from common.wire.messages import Abort, Deregister, FromGateway, FromNode, Heartbeat
+from common.wire.messages import PROTOCOL_VERSION, Abort, Deregister, FromGateway, FromNode, Header, Heartbeat
 from common.wire.process_id import new_incarnation
 
 GATEWAY, NODE = draw_keys()
@@ -85,6 +86,26 @@ def test_messages_go_both_ways_between_a_gateway_and_permitted_nodes(context: Co
         node.close()
         assert until(lambda node=node: gateway.lost_peers([node.incarnation])) == [node.incarnation]
     assert gateway.refused == gateway.dropped == {}
+
+
+def test_a_node_cannot_take_the_place_of_a_connection_of_another_key(context: Context, gateway: Mailbox) -> None:
+    victim = dial(context, gateway.address)
+    victim.send(Deregister())
+    assert received(gateway, victim) == [Deregister()]
+    thief = context.socket(zmq.DEALER)
+    thief.set(zmq.ROUTING_ID, f"{victim.incarnation}.999".encode())
+    mailbox.set_keys(thief, OTHER.client(OTHER.gateway))
+    thief.connect(gateway.address)
+    header = Header(PROTOCOL_VERSION, victim.incarnation, "")
+    thief.send_multipart([msgspec.msgpack.encode(header), msgspec.msgpack.encode(Deregister())])
+    until(lambda: gateway.receive() or gateway.dropped, gateway, victim)
+    assert gateway.dropped == {"sender": 1}
+    assert gateway.send(Abort("r", 0), target=victim.incarnation)
+    assert received(victim, gateway) == [Abort("r", 0)]
+    thief.close(0)
+    victim.send(Heartbeat(1, 0, 0, 0, 0, {}))
+    assert received(gateway, victim) == [Heartbeat(1, 0, 0, 0, 0, {})]
+    victim.close()
 
 
 STRANGERS = {

@@ -197,3 +197,73 @@ def test_a_bad_message_is_counted_and_dropped_and_the_next_one_received(context,
     assert envelope.message == Deregister()
     assert bound.dropped == {reason: 1}
     socket.close(0)
+
+
+def raw(context, bound, identity):
+    """A socket without the checks of a mailbox, with this identity."""
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.ROUTING_ID, identity.encode())
+    socket.set(zmq.LINGER, 0)
+    socket.connect(bound.address)
+    return socket
+
+
+def say(socket, me):
+    socket.send_multipart(frames(Header(PROTOCOL_VERSION, me, ""), Deregister()))
+
+
+def heard_by(socket):
+    assert socket.poll(60_000)
+    return msgspec.msgpack.decode(socket.recv_multipart()[1], type=Abort)
+
+
+def test_the_newest_connection_of_a_peer_is_answered_and_older_ones_are_dropped_and_counted(context, bound):
+    me = new_incarnation()
+    older, newest = raw(context, bound, f"{me}.9"), raw(context, bound, f"{me}.10")
+    for socket in (older, newest):
+        say(socket, me)
+        assert [envelope.sender for envelope in wait_for(bound.receive)] == [me]
+    say(older, me)
+    wait_for(lambda: bound.receive() or bound.dropped)
+    assert bound.dropped == {"replaced": 1}
+    assert bound.send(Abort("r", 0), target=me)
+    assert heard_by(newest) == Abort("r", 0)
+    assert not older.poll(50)
+    for socket in (older, newest):
+        socket.close()
+
+
+def test_an_older_connection_of_a_peer_takes_the_place_of_the_newest_once_that_is_closed(context, bound):
+    me = new_incarnation()
+    older, newest = raw(context, bound, f"{me}.1"), raw(context, bound, f"{me}.2")
+    say(newest, me)
+    wait_for(bound.receive)
+    say(older, me)
+    wait_for(lambda: bound.receive() or bound.dropped)
+    assert bound.dropped == {"replaced": 1}
+    newest.close()
+    assert wait_for(lambda: bound.lost_peers([me])) == [me]
+    say(older, me)
+    (envelope,) = wait_for(bound.receive)
+    assert envelope.sender == me
+    assert bound.send(Abort("r", 0), target=me)
+    assert heard_by(older) == Abort("r", 0)
+    older.close()
+
+
+def test_the_connections_of_strangers_are_forgotten_and_those_of_known_peers_and_of_new_ones_are_not(
+    context, bound, monkeypatch
+):
+    monkeypatch.setattr(mailbox, "MAX_ROUTES", 3)
+    bound._most_routes = mailbox.MAX_ROUTES
+    known, *strangers, new = (new_incarnation() for _ in range(4))
+    sockets = {peer: raw(context, bound, f"{peer}.1") for peer in (known, *strangers, new)}
+    for peer, socket in sockets.items():
+        say(socket, peer)
+        assert [one.sender for one in wait_for(lambda: bound.receive(is_known=known.__eq__))] == [peer]
+    assert bound._routes.keys() == {known, new}
+    for peer in (known, new):
+        assert bound.send(Abort(peer, 0), target=peer)
+        assert heard_by(sockets[peer]) == Abort(peer, 0)
+    for socket in sockets.values():
+        socket.close()

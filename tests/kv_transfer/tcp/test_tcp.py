@@ -1,6 +1,8 @@
 """The TCP handshake: which connections a data port accepts, which readers a writer accepts, and cut connections."""
 
 import contextlib
+import errno
+import os
 import select
 import socket
 
@@ -164,6 +166,36 @@ def test_a_connection_whose_first_packet_is_lost_is_dialled_again(
         assert magic == MAGIC
         assert not select.select(writer.files(), [], [], 0)[0], "the alarm rings on"
         assert writer.detach(DECODE)
+
+
+class FullEpoll:
+    """An ``epoll`` that takes no further socket, as at the limit ``fs.epoll.max_user_watches``."""
+
+    def __init__(self, epoll: select.epoll) -> None:
+        self._epoll = epoll
+
+    def register(self, *_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._epoll, name)
+
+
+def test_a_connection_that_cannot_be_dialled_again_is_a_problem_and_leaves_no_socket(
+    writer: TcpWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_writer, "REDIAL_S", 0.01)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        stack.enter_context(socket.create_connection(listener.getsockname()))  # fills the backlog
+        before = os.listdir("/proc/self/fd")
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}:{'0' * 64}:1"
+        writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
+        monkeypatch.setattr(writer, "_epoll", FullEpoll(writer._epoll))
+        [attached] = until(writer.poll)
+        assert "could not be made: No space left on device" in attached.problem
+        assert writer._peers == writer._by_descriptor == {}
+        assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("noise", [b"", b"x", bytes(WELCOME.size), b"y" * 500])
