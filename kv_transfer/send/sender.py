@@ -370,8 +370,9 @@ class Sender:
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def pump(self, now: float, max_pages: int = 64, *, rank: Callable[[RequestKey], float] | None = None) -> bool:
-        """Begin to write half of the due pages, at most ``max_pages``, as ``WriteQueue.start`` does, report writes that
-        are over, and end transfers whose lease is over; returns whether more pages could be written at once.
+        """Begin to write half of the due pages, but at least 8 MB and at most ``max_pages`` (units, where page sizes
+        differ), as ``WriteQueue.start`` does; report writes that are over, and end transfers whose lease is over.
+        Returns whether more pages could be written at once.
         """
         self._now = now
         self._poll_connections()

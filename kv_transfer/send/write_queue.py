@@ -21,7 +21,7 @@ from kv_transfer.transfer_stats import WriteTime
 from kv_transfer.transports.base import WriterTransport
 
 Sums = dict[int, int]  # unit -> checksum
-#: As many bytes are written at once at least, so that large transfers are not reported page by page.
+#: At least so many due bytes are written at once, so that large transfers are not reported page by page.
 LEAST_BYTES = 8 << 20
 
 
@@ -67,12 +67,13 @@ class WriteQueue:
 
     @property
     def next_share(self) -> int:
-        """Pages to write next: half of those that are due.
+        """Units to write next: half of the due pages, but at least 8 MB.
 
         The decode node can compare them while the others are on their way, and few are left to compare at the end.
         """
         num_due = sum(session.num_due for session in self._due.values())
-        return max(num_due // 2, LEAST_BYTES // self._page_bytes, 1)
+        smallest = min((self._unit_bytes(self._slice_pairs(session)[0]) for session in self._due.values()), default=1)
+        return max(num_due // 2, LEAST_BYTES // smallest, 1)
 
     def enqueue(self, session: SendSession) -> None:
         """Note that pages of this session may have come due."""
@@ -96,11 +97,11 @@ class WriteQueue:
     def _start(self, session: SendSession, limit: int) -> int:
         """Begin one write for each slice pair that the units are of."""
         units = session.start(limit)
-        mapping = self._connections.by_peer[session.peer].mapping
-        for number, slices in enumerate(mapping.slice_pairs):
+        slice_pairs = self._slice_pairs(session)
+        for number, slices in enumerate(slice_pairs):
             some = units[:]
-            if len(mapping.slice_pairs) > 1:
-                some = [unit for unit in units if unit % len(mapping.slice_pairs) == number]
+            if len(slice_pairs) > 1:
+                some = [unit for unit in units if unit % len(slice_pairs) == number]
             if some:
                 self._write(session, some, slices)
         if not session.num_due:
@@ -119,9 +120,14 @@ class WriteQueue:
             covered = [(u, page) for u, (page, _) in sources if is_covered(connection.checksums, session.key[1], u)]
         found = self._transport.checksums([page for _, page in covered], slices) if covered else []
         sums = dict(zip([unit for unit, _ in covered], found, strict=True))
-        unit_bytes = self._page_bytes if slices is None else slices.num_bytes
-        self._tickets[ticket] = Write(session, units, sums, connection.transport, unit_bytes)
+        self._tickets[ticket] = Write(session, units, sums, connection.transport, self._unit_bytes(slices))
         self._write_time.begin(connection.transport, begun_at)
+
+    def _slice_pairs(self, session: SendSession) -> Sequence[SlicePair | None]:
+        return self._connections.by_peer[session.peer].mapping.slice_pairs
+
+    def _unit_bytes(self, slices: SlicePair | None) -> int:
+        return self._page_bytes if slices is None else slices.num_bytes
 
     def finished(self) -> list[tuple[SendSession, list[int], Sums]]:
         """Sessions with units whose writes are over now, and the checksums of those that have one."""

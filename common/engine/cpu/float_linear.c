@@ -7,6 +7,8 @@
  *
  * Each sum adds its products in the order of the inputs, so that a row's result depends on no other row.
  */
+#include <omp.h>
+
 #include "parts.h"
 
 #if defined(__FMA__) && !defined(__AVX512F__)
@@ -107,7 +109,8 @@ INLINE void multiply_rows(const Tile *tile, long rows, long blocks, int dtype) {
 static void multiply(const float *x, const char *weight, const char *bias, char *out, long rows, long inputs,
                      long width, int dtype, int out_dtype) {
     const long most = tile_rows(rows), all_blocks = width / BLOCK;
-    const long together = rows == 1 ? MAX_TOGETHER : rows == 2 ? 3 : 1; /* enough sums to hide a product's latency */
+    long together = rows == 1 ? MAX_TOGETHER : rows == 2 ? 3 : 1; /* enough sums to hide a product's latency */
+    if (all_blocks / together < 2 * omp_get_max_threads()) together = 1; /* so that every core gets a part */
     const long fitting = CHUNK_BYTES / 4 / inputs / most * most, chunk = fitting < most ? most : fitting;
     const long units = (all_blocks + together - 1) / together;
     const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype), out_item = (ptrdiff_t)item_bytes(out_dtype);

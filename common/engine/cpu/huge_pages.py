@@ -24,7 +24,7 @@ class HugePages:
 
     def __init__(self, mapping_bytes: int = 64 << 20) -> None:
         self._mapping_bytes = mapping_bytes
-        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._rest = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor on the CPU."""

@@ -1,5 +1,5 @@
-/* Vectors of sixteen floats, or eight without AVX-512, loaded from and stored to the three number formats, with the vector extensions of GCC
- * (version 12 on) and clang.
+/* Vectors of sixteen floats, or eight without AVX-512, loaded from and stored to the three number formats, with the
+ * vector extensions of GCC (version 12 on) and clang.
  *
  * `dtype` is a compile-time constant wherever these are inlined: WITH_CONSTANT branches on it.
  */
@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX2__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 

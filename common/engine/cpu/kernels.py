@@ -149,7 +149,7 @@ class WeightTable:
     def __init__(self, packed: Sequence[Tensor] | Sequence[PackedWeight]) -> None:
         self.packed = packed
         places = [addressof(one) if isinstance(one, PackedWeight) else one.data_ptr() for one in packed]
-        self.addresses = torch.tensor(places, dtype=torch.int64)
+        self.addresses = torch.tensor(places, dtype=torch.int64, device="cpu")
 
 
 class Kernels:
@@ -239,14 +239,15 @@ class Kernels:
 
     def can_multiply(self, weight: Tensor) -> bool:
         """Whether ``linear`` is the fastest product here with a weight ``[out, in]``: with AMX, oneDNN's is."""
+        num_out, num_in = weight.shape
         is_fast = weight.dtype in self.linear_dtypes and not self.has_amx
-        return is_fast and weight.shape[0] % LANES == 0 and weight.shape[1] * weight.itemsize % 4 == 0
+        return is_fast and num_out % LANES == 0 and num_in > 0 and num_in * weight.itemsize % 4 == 0
 
     def pack_linear(self, weight: Tensor, memory: HugePages) -> Tensor:
         """Return the weight in the order in which ``linear`` reads it; see linear.c and float_linear.c."""
         in_word = 4 // weight.itemsize
         packed = memory.empty((weight.shape[0] // LANES, weight.shape[1] // in_word, LANES, in_word), weight.dtype)
-        self._copy_in_tiles(weight, packed)
+        self._copy_in_tiles(weight.contiguous(), packed)
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -254,10 +255,10 @@ class Kernels:
 
         ``x``, weight and bias have one dtype.
         """
-        assert x.is_contiguous() and x.dtype == packed.dtype
+        assert x.is_contiguous() and x.dtype == packed.dtype and x.shape[1] == _inputs(packed)
         width = packed.shape[0] * LANES
         out = x.new_empty(x.shape[0], width, dtype=dtype)
-        widened = torch.empty(self.floats_widened(x.numel()))
+        widened = torch.empty(self.floats_widened(x.numel()), dtype=torch.float32, device="cpu")
         biases = None if bias is None else bias.data_ptr()
         self._linear(
             *(x.data_ptr(), packed.data_ptr(), biases, out.data_ptr(), widened.data_ptr()),
@@ -267,7 +268,7 @@ class Kernels:
 
     def floats_widened(self, numbers: int) -> int:
         """Return for how many floats ``linear`` needs memory if ``x`` has so many numbers."""
-        return 0 if self.has_bf16_dot else numbers
+        return numbers if self.linear_dtypes and not self.has_bf16_dot else 0
 
     def can_multiply_quantized(self, weight: QuantizedWeight) -> bool:
         """Whether ``linear_quantized`` computes the product with this weight here."""
@@ -277,7 +278,7 @@ class Kernels:
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, memory: HugePages) -> PackedWeight:
         """Return the weight in the order that quantized_linear.c describes."""
         num_out, num_in = weight.values.shape
-        values = weight.values
+        values = weight.values.contiguous()
         if weight.bits == 4:
             halves = values.view(num_out, num_in // 8, 2, 4)
             values = (halves[:, :, 0] | halves[:, :, 1] << 4).view(num_out, num_in // 2)
@@ -315,6 +316,7 @@ class Kernels:
         The rows have the bits that ``linear`` or ``linear_quantized`` returns.
         """
         first = weights.packed[0]
+        assert x.is_contiguous() and x.shape[1] == _inputs(first)
         taken = (x.data_ptr(), weights.addresses.data_ptr(), groups.weights.data_ptr(), groups.ends.data_ptr())
         if isinstance(first, PackedWeight):
             out = x.new_empty(x.shape[0], first.outputs, dtype=dtype)
@@ -326,7 +328,7 @@ class Kernels:
             return out
         assert x.dtype == first.dtype
         out = x.new_empty(x.shape[0], first.shape[0] * LANES, dtype=dtype)
-        widened = torch.empty(self.floats_widened(x.numel()))
+        widened = torch.empty(self.floats_widened(x.numel()), dtype=torch.float32, device="cpu")
         self._linear_grouped(
             *(*taken, len(groups.ends), out.data_ptr(), widened.data_ptr(), x.shape[1], out.shape[1]),
             *(DTYPES[x.dtype], DTYPES[dtype]),
@@ -357,10 +359,14 @@ class Kernels:
         )
 
 
+def _inputs(packed: Tensor | PackedWeight) -> int:
+    return packed.inputs if isinstance(packed, PackedWeight) else packed.shape[1] * packed.shape[3]
+
+
 def _scratch(x: Tensor, weight: PackedWeight) -> tuple[QuantizedRows, Tensor]:
     """Return places for the rounded rows of ``x``, and the memory that they are in."""
     num_groups = x.numel() // weight.group
-    memory = torch.empty(x.numel() + 8 * num_groups, dtype=torch.uint8)
+    memory = torch.empty(x.numel() + 8 * num_groups, dtype=torch.uint8, device="cpu")
     start = memory.data_ptr()
     return QuantizedRows(start, start + x.numel(), start + x.numel() + 4 * num_groups), memory
 

@@ -1,8 +1,7 @@
 /* The copy of a weight in the order in which the products read it.
  *
  * They take four bytes of each of sixteen rows as one vector: an input in float32, two in bfloat16, or four or eight
- * rounded ones. So
- * squares of rows and words are transposed, in registers, because memory is then the limit.
+ * rounded ones. So squares of rows and words are transposed, in registers, because memory is then the limit.
  */
 #include "parts.h"
 

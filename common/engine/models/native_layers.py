@@ -113,7 +113,7 @@ class NativeLayers:
         sizes = [rows * width * item for width in self._widths]
         sizes.append(4 * self._kernels.floats_widened(rows * self._max_inputs))
         sizes += [rows * self._max_inputs, *(4 * rows * self._max_groups,) * 2]
-        memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         at = memory.data_ptr()
         addresses = [at + sum(sizes[:index]) for index in range(len(sizes))]
         for name, address in zip(names, addresses, strict=False):

@@ -96,7 +96,7 @@ class TorchQuantizedProduct:
         self._bias = bias
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        y = torch.zeros(len(x), self._scales.shape[1])
+        y = torch.zeros(len(x), self._scales.shape[1], dtype=torch.float32)
         groups = x.float().split(self._values[0].shape[1], dim=1)
         for inputs, values, zeros, scales in zip(groups, self._values, self._zeros, self._scales, strict=True):
             largest = inputs.abs().amax(1, keepdim=True)

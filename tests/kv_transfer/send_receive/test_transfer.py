@@ -1,10 +1,12 @@
 """Sender and receiver over the in-process wire: the order of pages, and that each page is released exactly once."""
 
+import pytest
 from support.kv.connected_pair import KEY, pair, slow, written_unreported
-from support.kv.kv_fakes import TransferPair
+from support.kv.kv_fakes import LAYOUT, TransferPair
 
 from common.wire.messages import PagesWritten, PrefillDone
 from kv_transfer.events import Completed, Finished
+from kv_transfer.send import write_queue
 
 __all__ = ["pair"]
 
@@ -115,6 +117,19 @@ def test_a_pump_respects_its_page_limit_and_reports_that_more_is_waiting(pair: T
     assert len(pair.writer.written) == 3
     assert pair.to_decode.pop() == PagesWritten("r", 0, 1, (0, 1, 2))
     assert not pair.pump(max_pages=3)
+
+
+def test_a_pump_writes_half_of_the_due_pages_but_at_least_8_mb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 200 pages, of which eight have as many bytes."""
+    monkeypatch.setattr(write_queue, "LEAST_BYTES", 8 * LAYOUT.page_bytes)
+    pair = TransferPair(num_pages=200)
+    pair.connect()
+    written_unreported(pair, 200)
+    num_written = [len(pair.writer.written)]
+    while sum(num_written) < 200:
+        pair.pump()
+        num_written.append(len(pair.writer.written) - sum(num_written))
+    assert num_written == [64, 64, 36, 18, 9, 8, 1]
 
 
 def test_requests_are_written_in_the_order_in_which_they_became_due(pair: TransferPair) -> None:

@@ -12,6 +12,7 @@ from common.wire.messages import Connected, Grant, PagesWritten
 from kv_transfer.events import TransferFailed
 from kv_transfer.page_mapping import Units
 from kv_transfer.receive.session import ReceiveSession
+from kv_transfer.send import write_queue
 from kv_transfer.send.session import SendSession
 
 actions = st.lists(
@@ -56,6 +57,22 @@ def test_every_token_of_every_prompt_arrives_in_any_order_of_events(
     assert nodes.receiver.counters()["stale_messages"] == nodes.sender.counters()["stale_messages"] == 0
     pages = [page for _, pages in nodes.grants.values() for page in pages]
     assert nodes.allocator.count(Owner.REQUEST) == len(pages)
+    nodes.close()
+
+
+def test_at_least_8_mb_are_written_at_once_where_units_are_smaller_than_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of 6 tokens go into pages of 2. The prompt has six units, of which four have as many bytes."""
+    nodes = Nodes(6, 2)
+    monkeypatch.setattr(write_queue, "LEAST_BYTES", 4 * nodes.target.layout.page_bytes)
+    nodes.join()
+    key = nodes.open(12)
+    nodes.begin(key, 0, 6)
+    nodes.hear()
+    nodes.finish(key)
+    assert nodes.sender.pump(0.0)
+    assert nodes.sender.counters()["pages_sent"] == 4
+    assert not nodes.sender.pump(0.0)
+    assert nodes.sender.counters()["pages_sent"] == 6
     nodes.close()
 
 

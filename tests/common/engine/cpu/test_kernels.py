@@ -3,9 +3,13 @@
 They are tested as compiled for this processor, and as compiled for processors with AVX2 only.
 """
 
+import ctypes
+import os
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +27,8 @@ from common.engine.attention.protocol import AttentionParams
 from common.engine.batch import RowArrays, make_batch
 from common.engine.cpu.compile_native import BuildError, Library, build_library
 from common.engine.cpu.huge_pages import HugePages
-from common.engine.cpu.kernels import Kernels, load_kernels, open_kernels
-from common.engine.cpu.targets import VARIABLE, choose_target, own_target, processor_features
+from common.engine.cpu.kernels import LIBRARY, Groups, Kernels, WeightTable, load_kernels, open_kernels
+from common.engine.cpu.targets import TARGETS, VARIABLE, choose_target, own_target, processor_features
 from common.engine.kv_pool import KVPool
 from common.engine.models.layers import TorchOperations
 from common.errors import ConfigError
@@ -136,6 +140,52 @@ def test_linear_equals_torch_and_no_row_depends_on_the_others(
     torch.testing.assert_close(found.double(), expected, atol=tolerance * num_in**0.5, rtol=tolerance)
     alone = torch.cat([compiled.linear(row, packed, bias, dtype) for row in x.split(1)])
     assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_in", [4096, 9728])
+@pytest.mark.parametrize("rows", [1, 2, 7, 40])
+def test_products_with_many_inputs_equal_torch(compiled: Kernels, rows: int, num_in: int, dtype: torch.dtype) -> None:
+    """Some rows are multiplied after others, since not all of them fit into the cache at once."""
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, num_in).to(dtype), torch.randn(112, num_in).to(dtype)
+    if not compiled.can_multiply(weight):
+        pytest.skip("here oneDNN multiplies weights of this format")
+    found = compiled.linear(x, compiled.pack_linear(weight, HugePages()), None, torch.float32)
+    expected = F.linear(x.double(), weight.double())
+    torch.testing.assert_close(found.double(), expected, atol=1e-5 * num_in**0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_weight_may_be_a_view_and_torch_may_have_another_default_dtype(compiled: Kernels, dtype: torch.dtype) -> None:
+    """Decoded AWQ matrices are transposed views, and transformers changes the default while it loads a model."""
+    x, weight = torch.randn(7, 34).to(dtype), torch.randn(34, 48).to(dtype).T
+    if not compiled.can_multiply(weight):
+        pytest.skip("here oneDNN multiplies weights of this format")
+    packed = compiled.pack_linear(weight, HugePages())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = compiled.linear(x, packed, None, torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, F.linear(x.float(), weight.float()), atol=1e-4, rtol=1e-4)
+
+
+def test_a_weight_without_inputs_is_left_to_torch(compiled: Kernels) -> None:
+    assert not compiled.can_multiply(torch.empty(16, 0))
+
+
+def test_inputs_of_another_width_than_the_weight_are_refused(compiled: Kernels) -> None:
+    weight = torch.randn(16, 32, dtype=torch.bfloat16)
+    if not compiled.can_multiply(weight):
+        pytest.skip("here oneDNN multiplies weights of this format")
+    packed = compiled.pack_linear(weight, HugePages())
+    groups = Groups(torch.tensor([0]), torch.tensor([2]))
+    for wrong in (torch.randn(2, 30).bfloat16(), torch.randn(64, 2).bfloat16().T[:, ::2]):
+        with pytest.raises(AssertionError):
+            compiled.linear(wrong, packed, None, torch.float32)
+        with pytest.raises(AssertionError):
+            compiled.linear_grouped(wrong, WeightTable([packed]), groups, torch.float32)
 
 
 @pytest.mark.parametrize("num_in", [1, 3, 15, 17])
@@ -259,6 +309,27 @@ def test_without_a_home_directory_torch_computes(
     finally:
         load_kernels.cache_clear()
     assert "home directory" in caplog.text
+
+
+OLDER = [(f"-march={name}",) for name in ("x86-64", "sandybridge", "ivybridge", "bdver2")]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [*OLDER, *(pytest.param(target.flags, marks=pytest.mark.slow) for target in TARGETS)],
+    ids=" ".join,
+)
+def test_the_kernels_can_be_compiled_for_processors_of_every_kind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Some have AVX, F16C or FMA without AVX2. Their library has every function that is asked for."""
+    if shutil.which(os.environ.get("CC", "cc")) is None:
+        pytest.skip("no C compiler here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = ctypes.CDLL(str(build_library(replace(LIBRARY, flags=(*LIBRARY.flags, "-O1", *flags)))))
+    names = set(re.findall(r"library\.(baton_\w+)", LIBRARY.sources[0].with_suffix(".py").read_text()))
+    assert len(names) > 15
+    assert [name for name in sorted(names) if not hasattr(library, name)] == []
 
 
 def test_a_library_compiled_once_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -88,6 +88,11 @@ for dtype, rows in itertools.product(DTYPES, (1, 5, 19)):
             kernels.linear(torch.randn(rows, inputs).to(dtype), packed, bias, torch.float32)
             kernels.linear(torch.randn(rows, inputs).to(dtype), packed, None, dtype)
 
+for dtype, rows, inputs in ((torch.float32, 5, 17), *itertools.product(DTYPES, (2, 3, 401), (34, 256))):
+    plain = torch.randn(64, inputs).to(dtype)
+    if kernels.can_multiply(plain):
+        kernels.linear(torch.randn(rows, inputs).to(dtype), kernels.pack_linear(plain, Exact()), None, torch.float32)
+
 SHAPES = ((4, 2, 32), (8, 1, 128), (3, 3, 16), (16, 1, 256), (6, 1, 64))
 for (dtype, pages_dtype), (heads, kv_heads, dim), page_size in itertools.product(
     [(dtype, pages) for dtype in ("float32", "bfloat16", "float16") for pages in (dtype, "int8")], SHAPES, (1, 16)
