@@ -245,6 +245,8 @@ def load_transformers_model(
             attn_implementation=hook.name,
             trust_remote_code=trust,
         )
+    if plan is not None:
+        plan.check_divided(model)
     freeze_rope(model)
     if shard.rank:  # only rank 0 computes logits
         for name, part in list(model.named_children()):

@@ -189,6 +189,18 @@ class TpPlan:
         finally:
             handle.remove()
 
+    def check_divided(self, model: Any) -> None:
+        """Refuse a loaded model of which a parameter is not this rank's part of it.
+
+        Raises:
+            ConfigError: names the parameter.
+        """
+        for name, part in self._parts.items():
+            parameter = model.get_parameter(name)
+            length = sum(length for _, length in part.pieces)
+            if parameter.shape[part.dim] != length if part.pieces else parameter.any():
+                raise self._refusal(f"this release of transformers has loaded {name} whole")
+
     def connect(self, model: Any, ranks: Collectives) -> None:
         """Have a divided model split inputs, and sum and gather outputs, over all ranks."""
         shard = self._shard

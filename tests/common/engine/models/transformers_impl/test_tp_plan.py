@@ -13,11 +13,14 @@ from support.engine.library_models import LIBRARY_MODELS, WITHOUT_PLAN, make_lib
 from support.engine.quantized_models import quantize_model
 from support.engine.rank_threads import RankThreads
 from support.engine.reference_models import draw_prompts, load_reference
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoModelForCausalLM
 
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.implementation import ModelSource, check_ranks, load_config, load_model
 from common.engine.models.transformers_impl.config import TransformersConfig
 from common.engine.models.transformers_impl.model import TransformersModel
+from common.engine.models.transformers_impl.tp_plan import TpPlan
 from common.engine.tensor_parallel.shard import Shard
 from common.errors import ConfigError, UnsupportedModelError
 from common.sampling_params import SamplingParams
@@ -186,6 +189,30 @@ def test_a_plan_that_cannot_be_followed_is_refused_with_the_reason(
     monkeypatch.setattr(OlmoConfig, "base_model_tp_plan", plan)
     with pytest.raises(ConfigError, match=words):
         check_ranks(config, 2)
+
+
+def test_a_release_of_the_library_that_loads_parameters_whole_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(make_library_model(tmp_path, "PhiForCausalLM"))
+    hook = "common.engine.models.transformers_impl.tp_plan.register_module_parameter_registration_hook"
+    monkeypatch.setattr(hook, lambda _: register_module_parameter_registration_hook(lambda *_: None))
+    for rank in range(2):
+        with pytest.raises(
+            ConfigError, match=r"--tp 2: .*has loaded model\.layers\.0\.self_attn\.q_proj\.weight whole; leave out --tp"
+        ):
+            load_model(config, "float32", CPU, shard=Shard(rank, 2))
+
+
+def test_a_bias_that_every_rank_would_add_is_refused(tmp_path: Path) -> None:
+    config = config_of(make_library_model(tmp_path, "PhiForCausalLM"))
+    model = AutoModelForCausalLM.from_pretrained(config.folder)
+    plan = TpPlan(config, model, Shard(1, 2))
+    plan.divide(model)
+    plan.check_divided(model)
+    model.model.layers[1].self_attn.dense.bias.data += 1
+    with pytest.raises(ConfigError, match=r"has loaded model\.layers\.1\.self_attn\.dense\.bias whole"):
+        plan.check_divided(model)
 
 
 # ---- untested models -------------------------------------------------------------------------------------------------
