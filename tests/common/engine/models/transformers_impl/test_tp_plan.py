@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.implementation import ModelSource, check_ranks, load_config, load_model
+from common.engine.models.transformers_impl import check
 from common.engine.models.transformers_impl.config import TransformersConfig
 from common.engine.models.transformers_impl.model import TransformersModel
 from common.engine.models.transformers_impl.tp_plan import TpPlan
@@ -232,5 +233,25 @@ def test_a_plan_that_gives_other_numbers_is_refused(tmp_path: Path, monkeypatch:
     plan = OlmoConfig.base_model_tp_plan | {"layers.*.mlp": "all_reduce"}
     monkeypatch.setattr(OlmoConfig, "base_model_tp_plan", plan)
     check_ranks(config, 2)
-    with pytest.raises(UnsupportedModelError, match="logits over pages of 2 ranks differ from the library's"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"logits over pages of 2 ranks differ from the library's .*; --tp 2 may be the cause: leave it out",
+    ):
+        load_model(config, "float32", CPU, shard=Shard(0, 2))
+
+
+def test_an_error_of_one_rank_of_the_reduced_copy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for rank 1 meanwhile, and only knows that it is lost."""
+    config = replace(config_of(make_library_model(tmp_path, "OlmoForCausalLM")), architecture="Untested")
+    compute = check._over_pages
+
+    def fail_at_rank_1(model: TransformersModel, requests: list[torch.Tensor]) -> list[torch.Tensor]:
+        if model._heads.queries.start:
+            raise IndexError("no such row")
+        return compute(model, requests)
+
+    monkeypatch.setattr(check, "_over_pages", fail_at_rank_1)
+    monkeypatch.setattr(check, "_TIMEOUT_S", 5.0)
+    words = r"its reduced copy cannot be computed \(IndexError: no such row\); --tp 2 may be the cause: leave it out"
+    with pytest.raises(UnsupportedModelError, match=words):
         load_model(config, "float32", CPU, shard=Shard(0, 2))
