@@ -226,6 +226,7 @@ def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num
         num_ranks=config.tp,
         name=config.node_name,
         folder=str(model.folder),
+        digest=model.digest,
         device=device,
         dtype=dtype,
         weight_dtype=config.weight_dtype,
