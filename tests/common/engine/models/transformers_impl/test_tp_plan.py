@@ -74,6 +74,7 @@ def test_tokens_of_two_ranks_equal_those_of_the_library(tmp_path: Path, architec
         ("Olmo2ForCausalLM", {}),  # attention is whole in the plan
         ("PhiForCausalLM", {"num_key_value_heads": 4}),  # a bias on every sum
         ("Qwen2MoeForCausalLM", {}),
+        ("CohereForCausalLM", {"use_qk_norm": True}),  # norms with weights for each head
     ],
 )
 def test_four_ranks_divide_heads_that_several_of_them_share(
@@ -161,7 +162,7 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path, architecture: str) ->
         (
             {"intermediate_size": 81},
             2,
-            r"the 81 outputs of model\.layers\.0\.mlp\.gate_proj\.weight are no multiple of 2",
+            r"model\.layers\.0\.mlp\.gate_proj\.weight has 81 outputs, which 2 ranks cannot divide; give a --tp that",
         ),
     ],
 )
@@ -179,6 +180,10 @@ def test_numbers_that_ranks_do_not_divide_are_refused(
         ({"layers.*.mlp.up_proj": "sequence_parallel"}, "in the style sequence_parallel, which Baton does not know"),
         ({"layers.*.mlp": "colwise"}, r"model\.layers\.0\.mlp, which is no plain linear layer"),
         ({"layers.*.self_attn.q_proj": "colwise"}, "--tp 2: .*cannot be served: its forward pass over pages fails"),
+        (
+            {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"},
+            r"a rank \(2, 2, 12, 12\) .*, which is neither its part \(2, 1, 12, 12\) nor all of \(4, 2, 12, 12\)",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_followed_is_refused_with_the_reason(
