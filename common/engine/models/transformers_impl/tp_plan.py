@@ -187,6 +187,9 @@ class TpPlan:
             for name, part in self._parts.items():
                 module_name, _, own = name.rpartition(".")
                 parts.setdefault(model.get_submodule(module_name), {})[own] = part
+            head = model.get_output_embeddings()
+            if self._shard.rank and head is not None and head.weight is not model.get_input_embeddings().weight:
+                parts[head] = {"weight": _Part(0, ((0, 0),))}  # only rank 0 computes logits
 
         def keep_part(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
             part = parts.get(module, {}).get(name)

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM
 
 from common.engine.executor import TorchExecutor, load_executor
-from common.engine.models.implementation import ModelSource, check_ranks, load_config, load_model
+from common.engine.models.implementation import ModelSource, check_divided_model, load_config, load_model
 from common.engine.models.transformers_impl import check
 from common.engine.models.transformers_impl.config import TransformersConfig
 from common.engine.models.transformers_impl.model import TransformersModel
@@ -40,7 +40,7 @@ def config_of(folder: Path, **options: Any) -> TransformersConfig:
 
 @contextmanager
 def executor_of(config: TransformersConfig, num_ranks: int, **options: Any) -> Iterator[TorchExecutor]:
-    check_ranks(config, num_ranks)
+    check_divided_model(config, num_ranks)
     weight_dtype = options.get("weight_dtype", "auto")
     ranks = RankThreads(config, num_ranks, weight_dtype=weight_dtype) if num_ranks > 1 else None
     try:
@@ -151,7 +151,7 @@ def test_a_rank_has_its_part_of_the_weights_and_no_projection_to_the_vocabulary(
 def test_a_model_without_a_plan_is_refused(tmp_path: Path, architecture: str) -> None:
     config = config_of(make_library_model(tmp_path, architecture))
     with pytest.raises(ConfigError, match=f"--tp 2: {architecture} cannot be divided: .*has no plan.*leave out --tp"):
-        check_ranks(config, 2)
+        check_divided_model(config, 2)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_numbers_that_ranks_do_not_divide_are_refused(
 ) -> None:
     config = config_of(make_library_model(tmp_path, "OlmoForCausalLM", **overrides))
     with pytest.raises(ConfigError, match=words):
-        check_ranks(config, num_ranks)
+        check_divided_model(config, num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_plan_that_cannot_be_followed_is_refused_with_the_reason(
     config = config_of(make_library_model(tmp_path, "OlmoForCausalLM"))
     monkeypatch.setattr(OlmoConfig, "base_model_tp_plan", plan)
     with pytest.raises(ConfigError, match=words):
-        check_ranks(config, 2)
+        check_divided_model(config, 2)
 
 
 def test_a_release_of_the_library_that_loads_parameters_whole_is_refused(
@@ -237,7 +237,7 @@ def test_a_plan_that_gives_other_numbers_is_refused(tmp_path: Path, monkeypatch:
     config = replace(config_of(make_library_model(tmp_path, "OlmoForCausalLM")), architecture="Untested")
     plan = OlmoConfig.base_model_tp_plan | {"layers.*.mlp": "all_reduce"}
     monkeypatch.setattr(OlmoConfig, "base_model_tp_plan", plan)
-    check_ranks(config, 2)
+    check_divided_model(config, 2)
     with pytest.raises(
         UnsupportedModelError,
         match=r"logits over pages of 2 ranks differ from the library's .*; --tp 2 may be the cause: leave it out",
