@@ -8,7 +8,7 @@ import pytest
 from support.engine.library_models import LIBRARY_MODELS, WITHOUT_PLAN, make_library_model
 
 from common.engine.models.config import ARCHITECTURES
-from common.engine.models.implementation import check_ranks
+from common.engine.models.implementation import check_divided_model
 from common.engine.models.transformers_impl.config import TransformersConfig
 from common.errors import ConfigError
 
@@ -45,7 +45,7 @@ def features(folder: Path, architecture: str) -> Iterator[str]:
         yield "experts"
     if architecture in WITHOUT_PLAN:
         with pytest.raises(ConfigError, match="has no plan"):
-            check_ranks(config, 2)
+            check_divided_model(config, 2)
         yield "no `--tp`"
     else:
-        check_ranks(config, 2)
+        check_divided_model(config, 2)

@@ -41,7 +41,7 @@ class ModelSource:
 
 
 def load_config(source: ModelSource) -> BaseModelConfig:
-    """Read the configuration of a model, and decide what computes it; the log says so.
+    """Read the configuration of a model, and decide what computes it.
 
     Raises:
         ConfigError: the folder or model does not exist, or a file is damaged.
@@ -72,8 +72,8 @@ def load_config(source: ModelSource) -> BaseModelConfig:
         if not native_refusal:
             raise
         raise UnsupportedModelError(f"{native_refusal}. Nor can transformers compute it: {error}") from error
-    reason = f"the native implementation refuses it: {native_refusal}" if native_refusal else "as --model-impl says"
-    log.info("transformers computes this model with its class %s (%s)", config.architecture, reason)
+    if native_refusal:
+        log.info("the native implementation refuses this model: %s", native_refusal)
     return config
 
 
@@ -110,7 +110,7 @@ def load_model(
     return load_transformers_model(config, dtype, device, weight_dtype, shard)
 
 
-def check_ranks(config: BaseModelConfig, num_ranks: int) -> None:
+def check_divided_model(config: BaseModelConfig, num_ranks: int) -> None:
     """Refuse a number of ranks among which this model cannot be divided.
 
     Raises:

@@ -99,11 +99,14 @@ def check_heads(config: BaseModelConfig, num_ranks: int) -> None:
     if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:
         raise ConfigError(
             f"--tp {num_ranks}: it must divide the {config.num_kv_heads} KV heads of {config.folder.name}, or be a "
-            "multiple of them"
+            "multiple of them; give another number, or leave out --tp"
         )
 
 
 def check_number(config: BaseModelConfig, num_ranks: int, what: str, number: int) -> None:
     """Raises ConfigError: the number of ``what`` in the model cannot be divided among so many ranks."""
     if number % num_ranks:
-        raise ConfigError(f"--tp {num_ranks}: {what} {number} of {config.folder.name} cannot be divided by it")
+        raise ConfigError(
+            f"--tp {num_ranks}: {what} {number} of {config.folder.name} cannot be divided by it; give another number, "
+            "or leave out --tp"
+        )

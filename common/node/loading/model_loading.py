@@ -57,10 +57,13 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
     from common.engine.models.checkpoints.checkpoint import weight_files
     from common.engine.models.checkpoints.weight_version import fingerprint
     from common.engine.models.implementation import load_config
+    from common.engine.models.transformers_impl.config import TransformersConfig
 
     find_checkpoint(config.model, config.revision)
     log.info("loading %s", config.model)
     model = load_config(_source(config))
+    if isinstance(model, TransformersConfig):
+        log.info("transformers computes this model with its class %s", model.architecture)
     version = config.weight_version or ("dummy" if model.has_dummy_weights else "")
     version = version or fingerprint(weight_files(model.folder))
     model = replace(model, weight_version="-".join([version, *formats(config, model)]))
@@ -183,7 +186,7 @@ def check_ranks(model: "BaseModelConfig", num_ranks: int, device: str) -> None:
     from common.engine.models import implementation
     from common.engine.tensor_parallel.shard import Shard
 
-    implementation.check_ranks(model, num_ranks)
+    implementation.check_divided_model(model, num_ranks)
     try:
         check_device(Shard(num_ranks - 1, num_ranks).device(device))  # the last one
     except ConfigError as error:
@@ -226,6 +229,7 @@ def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num
         num_ranks=config.tp,
         name=config.node_name,
         folder=str(model.folder),
+        digest=model.digest,
         device=device,
         dtype=dtype,
         weight_dtype=config.weight_dtype,

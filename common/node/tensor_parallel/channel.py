@@ -32,6 +32,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     Attributes:
         name: of the rank, in its log.
         folder: with the checkpoint.
+        digest: of the model at rank 0.
         implementation: what computes the model at rank 0.
         overrides, trust_remote_code: as for ``ModelSource``.
         attention: resolved name of the backend.
@@ -42,6 +43,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     num_ranks: int
     name: str
     folder: str
+    digest: str
     device: str
     dtype: str
     weight_dtype: WeightDtype
@@ -50,10 +52,10 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     num_threads: int
     log_level: LogLevel
     log_format: LogFormat
-    has_dummy_weights: bool = False
-    implementation: ModelImplementation = "native"
-    overrides: dict[str, Any] = {}
-    trust_remote_code: bool = False
+    has_dummy_weights: bool
+    implementation: ModelImplementation
+    overrides: dict[str, Any]
+    trust_remote_code: bool
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -76,6 +76,10 @@ def _serve(channel: RankChannel, load: Load, serve_transfers: ServeTransfers | N
     except (BatonError, MemoryError) as error:
         channel.send(Loaded(str(error) or "it has too little memory"))
         return
+    except Exception as error:  # the library's code, and that of checkpoints, may raise anything
+        log.exception("the model cannot be loaded")
+        channel.send(Loaded(f"{type(error).__name__}: {error}"))
+        return
     channel.send(Loaded())
     join, (store,) = channel.receive()
     assert isinstance(join, Join)
@@ -118,7 +122,8 @@ def _load_model(load: Load) -> "Callable[[RankGroup | None], CausalModel]":
     """Load this rank's part; return what makes the model of it.
 
     Raises:
-        ConfigError: the weights do not match the model, or the device has too little memory.
+        ConfigError: the weights do not match the model, the model is another one than rank 0 has read, or the device
+            has too little memory.
     """
     import torch
 
@@ -133,6 +138,8 @@ def _load_model(load: Load) -> "Callable[[RankGroup | None], CausalModel]":
         has_dummy_weights=load.has_dummy_weights,
     )
     config = load_config(source)
+    if config.digest != load.digest:
+        raise ConfigError(f"{load.folder} has changed since this node was started; start it again")
     torch.set_num_threads(load.num_threads)
     device = torch.device(load.device)
     if device.type == "cuda":

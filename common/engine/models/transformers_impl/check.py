@@ -7,6 +7,7 @@ them at once with its eager attention.
 
 import copy
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -34,7 +35,7 @@ from common.engine.models.transformers_impl.model import TransformersModel
 from common.engine.models.transformers_impl.tp_plan import TpPlan
 from common.engine.tensor_parallel.group import open_group
 from common.engine.tensor_parallel.shard import Shard
-from common.errors import UnsupportedModelError
+from common.errors import RankLostError, UnsupportedModelError
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def check_reduced_copy(config: TransformersConfig, num_ranks: int = 1) -> None:
             failure = f"its logits {where} differ from the library's by {difference:.1e} of their standard deviation"
     except Exception as error:  # the library's code, and that of checkpoints, may raise anything
         failure = f"its reduced copy cannot be computed ({type(error).__name__}: {error})"
+    if failure and num_ranks > 1:
+        failure += f"; --tp {num_ranks} may be the cause: leave it out"
     if failure:
         raise UnsupportedModelError(f"{config.folder}: {config.architecture} cannot be served: {failure}")
 
@@ -96,20 +99,27 @@ def _over_ranks(config: TransformersConfig, model: Any, requests: list[Tensor], 
     """Return the logits after each token of each request, from a model that is divided among threads."""
     store = HashStore()
 
-    @torch.inference_mode()
-    def compute(shard: Shard) -> list[Tensor]:
+    def divide(shard: Shard) -> Callable[[], list[Tensor]]:
         hook, part = AttentionHook(), copy.deepcopy(model)
         part.set_attn_implementation(hook.name)
         plan = TpPlan(config, part, shard)
         plan.divide(part)
-        group = open_group(store, shard, torch.device("cpu"), timeout_s=_TIMEOUT_S)
-        plan.connect(part, group)
-        return _over_pages(TransformersModel(config, part, hook, torch.float32, shard=shard, group=group), requests)
 
+        @torch.inference_mode()
+        def compute() -> list[Tensor]:
+            group = open_group(store, shard, torch.device("cpu"), timeout_s=_TIMEOUT_S)
+            plan.connect(part, group)
+            return _over_pages(TransformersModel(config, part, hook, torch.float32, shard=shard, group=group), requests)
+
+        return compute
+
+    parts = [divide(Shard(rank, num_ranks)) for rank in range(num_ranks)]  # not in threads: one whole copy at a time
     with ThreadPoolExecutor(num_ranks) as threads:
-        found = [threads.submit(compute, Shard(rank, num_ranks)) for rank in range(num_ranks)]
-        logits, *_ = [future.result() for future in found]
-    return logits
+        found = [threads.submit(compute) for compute in parts]
+    errors = [error for future in found if (error := future.exception()) is not None]
+    if errors:  # a rank that fails is lost to the others
+        raise next((error for error in errors if not isinstance(error, RankLostError)), errors[0])
+    return found[0].result()
 
 
 def _over_pages(model: CausalModel, requests: list[Tensor]) -> list[Tensor]:

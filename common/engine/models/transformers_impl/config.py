@@ -319,6 +319,8 @@ class _Observer:
             complaint = "its tokens see later tokens"
         elif unknown:
             complaint = f"its attention takes {', '.join(unknown)}, which no attention backend knows"
+        elif k.shape[1] != v.shape[1]:
+            complaint = f"its attention has {k.shape[1]} heads of keys and {v.shape[1]} of values"
         elif sinks is not None and not names:
             complaint = "its attention sinks are no weights of the layer"
         attention = LayerAttention(

@@ -40,6 +40,9 @@ from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+#: Tells the library to read without threads, which would read ahead and hold many whole parameters.
+_NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
+
 
 class TransformersModel:
     """``CausalModel`` on a model of the library, or on one rank's part of it.
@@ -245,6 +248,8 @@ def load_transformers_model(
             attn_implementation=hook.name,
             trust_remote_code=trust,
         )
+    if plan is not None:
+        plan.check_divided(model)
     freeze_rope(model)
     if shard.rank:  # only rank 0 computes logits
         for name, part in list(model.named_children()):
@@ -268,9 +273,16 @@ def _reading_parts(plan: TpPlan | None, kind: Any) -> Iterator[Any]:
     if plan is None:
         yield kind
         return
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # threads would read ahead, and hold many whole parameters
-    with plan.dividing(kind) as dividing:
-        yield dividing
+    before = os.environ.get(_NO_READING_AHEAD)
+    os.environ[_NO_READING_AHEAD] = "1"
+    try:
+        with plan.dividing(kind) as dividing:
+            yield dividing
+    finally:
+        if before is None:
+            del os.environ[_NO_READING_AHEAD]
+        else:
+            os.environ[_NO_READING_AHEAD] = before
 
 
 def _given_tensors(config: TransformersConfig, on_meta: Any) -> dict[str, LateTensor] | None:

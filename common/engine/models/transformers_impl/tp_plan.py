@@ -1,8 +1,8 @@
 """How a model of the library is divided among ranks: as the plan of its configuration says (``base_model_tp_plan``).
 
 The plan names modules and parameters, each with a style. Only its names are the library's: Baton takes the part of each
-parameter itself, and ranks meet in Baton's own group, since the library's code needs a process group of the whole
-process. What the plan does not name is whole on every rank, and so is the embedding.
+parameter itself, and ranks meet in Baton's own group, since the library's code needs torch's global process
+group. What the plan does not name is whole on every rank, and so is the embedding.
 """
 
 import contextlib
@@ -70,8 +70,8 @@ _STYLES = {
     "replicate": _Style(),
     "replicated_with_grad_allreduce": _Style(),
 }
-#: Projections of which several ranks have the same KV head where ranks are more than KV heads.
-_KEYS_OR_VALUES = ("k_proj", "v_proj")
+#: Modules of which several ranks have the same KV head where ranks are more than KV heads.
+_KEYS_OR_VALUES = ("k_proj", "v_proj", "k_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,8 @@ class TpPlan:
             self._joined[name] = style
         for own, parameter in module.named_parameters(recurse=False):
             full = f"{name}.{own}"
-            kind = self._style(full, self._styles.get(_without_numbers(full), given))
+            named = "colwise" if given is None and self._is_norm_of_heads(name, parameter) else given
+            kind = self._style(full, self._styles.get(_without_numbers(full), named))
             if kind.divided == "inputs" and kind.joined and own == "bias":
                 if self._shard.rank:  # rank 0 alone adds it to the sum
                     self._parts[full] = _Part(0, ())
@@ -139,6 +140,12 @@ class TpPlan:
             raise self._refusal(f"its plan divides {name} in the style {given}, which Baton does not know")
         return _STYLES["replicate" if given is None else given]
 
+    def _is_norm_of_heads(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a norm that no plan names has weights for each head of a projection that is divided (Command R+)."""
+        num_heads = {"q_norm": self._config.num_heads, "k_norm": self._config.num_kv_heads}.get(name.split(".")[-1])
+        projection = _without_numbers(name).removesuffix("norm") + "proj"
+        return parameter.shape == (num_heads, self._config.head_dim) and self._styles.get(projection) == "colwise"
+
     def _part(self, name: str, parameter: nn.Parameter, style: _Style) -> _Part:
         dim = max(parameter.ndim - 2, 0) if style.divided == "outputs" else parameter.ndim - 1
         size, shard, num_kv_heads = parameter.shape[dim], self._shard, self._config.num_kv_heads
@@ -149,13 +156,16 @@ class TpPlan:
             length = size // num_kv_heads
         elif size % (style.num_groups * shard.size):
             of = "" if style.num_groups == 1 else f" in {style.num_groups} groups"
-            raise self._refusal(f"the {size} {style.divided}{of} of {name} are no multiple of {shard.size}")
-        index = shard.rank * (in_group // length) // shard.size
-        return _Part(dim, tuple((group * in_group + index * length, length) for group in range(style.num_groups)))
+            raise self._refusal(
+                f"{name} has {size} {style.divided}{of}, which {shard.size} ranks cannot divide",
+                "give a --tp that divides them, or leave it out",
+            )
+        [own] = shard.part_of((in_group,), (length,))
+        return _Part(dim, tuple((group * in_group + own.start, length) for group in range(style.num_groups)))
 
-    def _refusal(self, reason: str) -> ConfigError:
+    def _refusal(self, reason: str, fix: str = "leave out --tp") -> ConfigError:
         number, config = self._shard.size, self._config
-        return ConfigError(f"--tp {number}: {config.architecture} cannot be divided: {reason}; leave out --tp")
+        return ConfigError(f"--tp {number}: {config.architecture} cannot be divided: {reason}; {fix}")
 
     def divide(self, model: Any) -> None:
         """Replace every parameter of a model by this rank's part of it."""
@@ -177,6 +187,9 @@ class TpPlan:
             for name, part in self._parts.items():
                 module_name, _, own = name.rpartition(".")
                 parts.setdefault(model.get_submodule(module_name), {})[own] = part
+            head = model.get_output_embeddings()
+            if self._shard.rank and head is not None and head.weight is not model.get_input_embeddings().weight:
+                parts[head] = {"weight": _Part(0, ((0, 0),))}  # only rank 0 computes logits
 
         def keep_part(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
             part = parts.get(module, {}).get(name)
@@ -188,6 +201,18 @@ class TpPlan:
             yield type(kind.__name__, (kind,), {"__init__": begin, "__module__": kind.__module__})
         finally:
             handle.remove()
+
+    def check_divided(self, model: Any) -> None:
+        """Refuse a loaded model of which a parameter is not this rank's part of it.
+
+        Raises:
+            ConfigError: names the parameter.
+        """
+        for name, part in self._parts.items():
+            parameter = model.get_parameter(name)
+            length = sum(length for _, length in part.pieces)
+            if parameter.shape[part.dim] != length if part.pieces else parameter.any():
+                raise self._refusal(f"this release of transformers has loaded {name} whole")
 
     def connect(self, model: Any, ranks: Collectives) -> None:
         """Have a divided model split inputs, and sum and gather outputs, over all ranks."""
@@ -242,12 +267,13 @@ def check_tp_plan(config: TransformersConfig, num_ranks: int) -> None:
     plan.divide(model)
     plan.connect(model, _MetaRanks(num_ranks))
     try:
-        heads = observe_attention(model, config.folder, hook)[:2]
+        found = observe_attention(model, config.folder, hook)[:4]
     except UnsupportedModelError as error:
         raise ConfigError(f"--tp {num_ranks}: {error}; leave out --tp") from error
     # Each rank computes its heads, or all of them where the plan leaves attention whole.
-    if heads not in ((own.num_heads, own.num_kv_heads), (config.num_heads, config.num_kv_heads)):
+    part, whole = ((one.num_heads, one.num_kv_heads, one.head_dim, one.value_dim) for one in (own, config))
+    if found not in (part, whole):
         raise ConfigError(
-            f"--tp {num_ranks}: {config.architecture} cannot be divided: its plan gives a rank {heads[0]} attention "
-            f"heads and {heads[1]} KV heads of {config.num_heads} and {config.num_kv_heads}; leave out --tp"
+            f"--tp {num_ranks}: {config.architecture} cannot be divided: its plan gives a rank {found} (query heads, "
+            f"KV heads, key size, value size), which is neither its part {part} nor all of {whole}; leave out --tp"
         )

@@ -33,20 +33,21 @@ def run_ranks(*ranks: Callable[[RankGroup], None]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_ranks_add_up_and_hear_rank_0(dtype: torch.dtype) -> None:
+def test_ranks_add_up_gather_and_hear_rank_0(dtype: torch.dtype) -> None:
     found = []
 
     def rank(number: int) -> Callable[[RankGroup], None]:
         def run(group: RankGroup) -> None:
             total = group.all_reduce(torch.full((2, 3), 10.0**number, dtype=dtype))
+            beside = group.all_gather(torch.full((2, 1), number + 0.5, dtype=dtype))
             told = group.broadcast(torch.tensor([7, number]))
             group.barrier()
-            found.append((total.tolist(), told.tolist()))
+            found.append((total.tolist(), beside.tolist(), told.tolist()))
 
         return run
 
     run_ranks(rank(0), rank(1), rank(2))
-    assert found == [([[111.0] * 3] * 2, [7, 0])] * 3
+    assert found == [([[111.0] * 3] * 2, [[0.5, 1.5, 2.5]] * 2, [7, 0])] * 3
 
 
 @pytest.mark.cuda

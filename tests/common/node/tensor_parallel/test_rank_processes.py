@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,12 +25,13 @@ from common.node.tensor_parallel.channel import Load
 from common.node.tensor_parallel.rank_processes import RankProcesses
 
 
-def load_of(folder: Path, num_ranks: int) -> Load:
-    return Load(
+def load_of(model: Path, num_ranks: int, **options: Any) -> Load:
+    load = Load(
         rank=0,
         num_ranks=num_ranks,
         name="node",
-        folder=str(folder),
+        folder=str(model),
+        digest=ModelConfig.load(str(model)).digest,
         device="cpu",
         dtype="float32",
         weight_dtype="auto",
@@ -38,7 +40,12 @@ def load_of(folder: Path, num_ranks: int) -> Load:
         num_threads=1,
         log_level="warning",
         log_format="console",
+        has_dummy_weights=False,
+        implementation="native",
+        overrides={},
+        trust_remote_code=False,
     )
+    return msgspec.structs.replace(load, **options)
 
 
 def executor_of(folder: Path, ranks: RankProcesses) -> TorchExecutor:
@@ -96,11 +103,21 @@ def test_a_rank_that_is_stopped_ends_the_computation(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_rank_that_cannot_load_the_model_refuses_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"folder": "/missing"}, ".*/missing"),
+        ({"digest": "0"}, ".* has changed since this node was started; start it again"),
+        ({"dtype": "float31"}, "KeyError: 'float31'"),  # stands for any error of code that is not Baton's
+    ],
+)
+def test_a_rank_that_cannot_load_the_model_refuses_the_start(
+    tmp_path: Path, options: dict[str, str], reason: str
+) -> None:
     folder = make_model(tmp_path)
     with RankProcesses(2) as ranks:
-        ranks.start(load_of(tmp_path / "missing", 2))
-        with pytest.raises(ConfigError, match=r"rank 1 of this node cannot load the model: .*missing"):
+        ranks.start(load_of(folder, 2, **options))
+        with pytest.raises(ConfigError, match=rf"rank 1 of this node cannot load the model: {reason}"):
             executor_of(folder, ranks)
         [pid] = ranks.pids
     assert not Path(f"/proc/{pid}").exists()
@@ -121,10 +138,10 @@ def open_for_reader(pipe: Path) -> int:
 def test_a_rank_that_loads_the_model_ends_with_its_node(tmp_path: Path) -> None:
     """The rank waits for a file of the model, a pipe, when the process that has started it is killed."""
     folder = make_model(tmp_path)
+    load = msgspec.json.encode(load_of(folder, 2)).decode()
     pipe = folder / "generation_config.json"
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe)
-    load = msgspec.json.encode(load_of(folder, 2)).decode()
     code = f"""if True:
         import msgspec, sys
         from common.node.tensor_parallel.channel import Load

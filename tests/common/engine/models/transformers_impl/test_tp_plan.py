@@ -13,11 +13,15 @@ from support.engine.library_models import LIBRARY_MODELS, WITHOUT_PLAN, make_lib
 from support.engine.quantized_models import quantize_model
 from support.engine.rank_threads import RankThreads
 from support.engine.reference_models import draw_prompts, load_reference
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoModelForCausalLM
 
 from common.engine.executor import TorchExecutor, load_executor
-from common.engine.models.implementation import ModelSource, check_ranks, load_config, load_model
+from common.engine.models.implementation import ModelSource, check_divided_model, load_config, load_model
+from common.engine.models.transformers_impl import check
 from common.engine.models.transformers_impl.config import TransformersConfig
 from common.engine.models.transformers_impl.model import TransformersModel
+from common.engine.models.transformers_impl.tp_plan import TpPlan
 from common.engine.tensor_parallel.shard import Shard
 from common.errors import ConfigError, UnsupportedModelError
 from common.sampling_params import SamplingParams
@@ -36,7 +40,7 @@ def config_of(folder: Path, **options: Any) -> TransformersConfig:
 
 @contextmanager
 def executor_of(config: TransformersConfig, num_ranks: int, **options: Any) -> Iterator[TorchExecutor]:
-    check_ranks(config, num_ranks)
+    check_divided_model(config, num_ranks)
     weight_dtype = options.get("weight_dtype", "auto")
     ranks = RankThreads(config, num_ranks, weight_dtype=weight_dtype) if num_ranks > 1 else None
     try:
@@ -70,6 +74,7 @@ def test_tokens_of_two_ranks_equal_those_of_the_library(tmp_path: Path, architec
         ("Olmo2ForCausalLM", {}),  # attention is whole in the plan
         ("PhiForCausalLM", {"num_key_value_heads": 4}),  # a bias on every sum
         ("Qwen2MoeForCausalLM", {}),
+        ("CohereForCausalLM", {"use_qk_norm": True}),  # norms with weights for each head
     ],
 )
 def test_four_ranks_divide_heads_that_several_of_them_share(
@@ -146,7 +151,7 @@ def test_a_rank_has_its_part_of_the_weights_and_no_projection_to_the_vocabulary(
 def test_a_model_without_a_plan_is_refused(tmp_path: Path, architecture: str) -> None:
     config = config_of(make_library_model(tmp_path, architecture))
     with pytest.raises(ConfigError, match=f"--tp 2: {architecture} cannot be divided: .*has no plan.*leave out --tp"):
-        check_ranks(config, 2)
+        check_divided_model(config, 2)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,7 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path, architecture: str) ->
         (
             {"intermediate_size": 81},
             2,
-            r"the 81 outputs of model\.layers\.0\.mlp\.gate_proj\.weight are no multiple of 2",
+            r"model\.layers\.0\.mlp\.gate_proj\.weight has 81 outputs, which 2 ranks cannot divide; give a --tp that",
         ),
     ],
 )
@@ -166,7 +171,7 @@ def test_numbers_that_ranks_do_not_divide_are_refused(
 ) -> None:
     config = config_of(make_library_model(tmp_path, "OlmoForCausalLM", **overrides))
     with pytest.raises(ConfigError, match=words):
-        check_ranks(config, num_ranks)
+        check_divided_model(config, num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +180,10 @@ def test_numbers_that_ranks_do_not_divide_are_refused(
         ({"layers.*.mlp.up_proj": "sequence_parallel"}, "in the style sequence_parallel, which Baton does not know"),
         ({"layers.*.mlp": "colwise"}, r"model\.layers\.0\.mlp, which is no plain linear layer"),
         ({"layers.*.self_attn.q_proj": "colwise"}, "--tp 2: .*cannot be served: its forward pass over pages fails"),
+        (
+            {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"},
+            r"a rank \(2, 2, 12, 12\) .*, which is neither its part \(2, 1, 12, 12\) nor all of \(4, 2, 12, 12\)",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_followed_is_refused_with_the_reason(
@@ -185,7 +194,31 @@ def test_a_plan_that_cannot_be_followed_is_refused_with_the_reason(
     config = config_of(make_library_model(tmp_path, "OlmoForCausalLM"))
     monkeypatch.setattr(OlmoConfig, "base_model_tp_plan", plan)
     with pytest.raises(ConfigError, match=words):
-        check_ranks(config, 2)
+        check_divided_model(config, 2)
+
+
+def test_a_release_of_the_library_that_loads_parameters_whole_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(make_library_model(tmp_path, "PhiForCausalLM"))
+    hook = "common.engine.models.transformers_impl.tp_plan.register_module_parameter_registration_hook"
+    monkeypatch.setattr(hook, lambda _: register_module_parameter_registration_hook(lambda *_: None))
+    for rank in range(2):
+        with pytest.raises(
+            ConfigError, match=r"--tp 2: .*has loaded model\.layers\.0\.self_attn\.q_proj\.weight whole; leave out --tp"
+        ):
+            load_model(config, "float32", CPU, shard=Shard(rank, 2))
+
+
+def test_a_bias_that_every_rank_would_add_is_refused(tmp_path: Path) -> None:
+    config = config_of(make_library_model(tmp_path, "PhiForCausalLM"))
+    model = AutoModelForCausalLM.from_pretrained(config.folder)
+    plan = TpPlan(config, model, Shard(1, 2))
+    plan.divide(model)
+    plan.check_divided(model)
+    model.model.layers[1].self_attn.dense.bias.data += 1
+    with pytest.raises(ConfigError, match=r"has loaded model\.layers\.1\.self_attn\.dense\.bias whole"):
+        plan.check_divided(model)
 
 
 # ---- untested models -------------------------------------------------------------------------------------------------
@@ -204,6 +237,26 @@ def test_a_plan_that_gives_other_numbers_is_refused(tmp_path: Path, monkeypatch:
     config = replace(config_of(make_library_model(tmp_path, "OlmoForCausalLM")), architecture="Untested")
     plan = OlmoConfig.base_model_tp_plan | {"layers.*.mlp": "all_reduce"}
     monkeypatch.setattr(OlmoConfig, "base_model_tp_plan", plan)
-    check_ranks(config, 2)
-    with pytest.raises(UnsupportedModelError, match="logits over pages of 2 ranks differ from the library's"):
+    check_divided_model(config, 2)
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"logits over pages of 2 ranks differ from the library's .*; --tp 2 may be the cause: leave it out",
+    ):
+        load_model(config, "float32", CPU, shard=Shard(0, 2))
+
+
+def test_an_error_of_one_rank_of_the_reduced_copy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for rank 1 meanwhile, and only knows that it is lost."""
+    config = replace(config_of(make_library_model(tmp_path, "OlmoForCausalLM")), architecture="Untested")
+    compute = check._over_pages
+
+    def fail_at_rank_1(model: TransformersModel, requests: list[torch.Tensor]) -> list[torch.Tensor]:
+        if model._heads.queries.start:
+            raise IndexError("no such row")
+        return compute(model, requests)
+
+    monkeypatch.setattr(check, "_over_pages", fail_at_rank_1)
+    monkeypatch.setattr(check, "_TIMEOUT_S", 5.0)
+    words = r"its reduced copy cannot be computed \(IndexError: no such row\); --tp 2 may be the cause: leave it out"
+    with pytest.raises(UnsupportedModelError, match=words):
         load_model(config, "float32", CPU, shard=Shard(0, 2))
