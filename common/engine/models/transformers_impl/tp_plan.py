@@ -188,7 +188,7 @@ class TpPlan:
                 module_name, _, own = name.rpartition(".")
                 parts.setdefault(model.get_submodule(module_name), {})[own] = part
             head = model.get_output_embeddings()
-            if self._shard.rank and head is not None and head.weight is not model.get_input_embeddings().weight:
+            if self._shard.rank and isinstance(head, nn.Linear) and not model.config.tie_word_embeddings:
                 parts[head] = {"weight": _Part(0, ((0, 0),))}  # only rank 0 computes logits
 
         def keep_part(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
