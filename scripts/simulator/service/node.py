@@ -190,7 +190,7 @@ class Node:
             max_running=self.capacity.num_slots,
             max_queued=self.capacity.max_queued,
             transports=tuple(self.role.transports()),
-            address="in this process",
+            address=self.peer.address,
             pid=0,
             device="none",
         )
