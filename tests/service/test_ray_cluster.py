@@ -122,6 +122,17 @@ class Watched:
 
         until(is_so, f"{count} {role}", self.explain)
 
+    def settled(self, role: str = "") -> list[dict[str, Any]]:
+        """Returns the instances, once all are ready: a late answer on a busy machine makes one "starting" again."""
+        found: list[dict[str, Any]] = []
+
+        def is_so() -> bool:
+            found[:] = self.status()["rows"]
+            return bool(found) and all(row["state"] == "ready" for row in found)
+
+        until(is_so, "all to be ready", self.explain)
+        return [row for row in found if role in ("", row["role"])]
+
     def explain(self) -> str:
         return self.ray.cluster(self.asked_on, "logs", "supervisor").stdout + self.ray.logs()
 
@@ -160,9 +171,9 @@ def test_scaling_and_upgrades_under_load_lose_no_request(ray_hosts: RayHosts, tm
     said = cluster.run("up", "--config", config)
     addresses = [ray_hosts.hosts.address(name) for name in ("host-b", "host-c")]
     assert [line for line in said.splitlines() if line.startswith("ready")] == [
-        f"ready http://{row['host']}:{PORT}" for row in cluster.rows("gateway")
+        f"ready http://{row['host']}:{PORT}" for row in cluster.settled("gateway")
     ]
-    assert sorted(row["host"] for row in cluster.rows("gateway")) == addresses
+    assert sorted(row["host"] for row in cluster.settled("gateway")) == addresses
     assert "is up already" in ray_hosts.cluster("host-a", "up", "--config", config).stderr
     with Load(addresses, PORT) as load:
         cluster.run("scale", "--decode", "3")
@@ -171,10 +182,11 @@ def test_scaling_and_upgrades_under_load_lose_no_request(ray_hosts: RayHosts, tm
         cluster.run("scale", "--decode", "1")
         cluster.until_ready(1, "decode")
         load.until_more()
-        before = {row["name"] for row in cluster.rows()}
+        before = {row["name"] for row in cluster.settled()}
         assert "upgraded" in cluster.run("upgrade")
-        assert not before & {row["name"] for row in cluster.rows()}, "a process was not replaced"
-        assert {row["revision"] for row in cluster.rows()} == {2}
+        after = cluster.settled()
+        assert not before & {row["name"] for row in after}, "a process was not replaced"
+        assert {row["revision"] for row in after} == {2}
         load.until_more()
         cluster.run("scale", "--decode", "3", "--autoscale")
         until(lambda: cluster.status()["counts"]["decode"] < 3, "fewer nodes by advice", cluster.explain)
@@ -184,7 +196,7 @@ def test_scaling_and_upgrades_under_load_lose_no_request(ray_hosts: RayHosts, tm
     assert not load.failures
     shown = ray_hosts.cluster("host-c", "status", "--address", ray_hosts.address).stdout
     assert "revision 2: 2 gateway, 1 prefill, 1 decode desired" in shown
-    name = cluster.rows("decode")[0]["name"]
+    name = cluster.settled("decode")[0]["name"]
     assert "registered" in cluster.run("logs", name)
     assert f"{name} is ready" in cluster.run("logs", "supervisor", "--lines", "1000")
     cluster.run("down")
@@ -244,22 +256,22 @@ def test_lost_processes_actors_and_hosts_are_replaced_and_requests_go_on(ray_hos
     cluster.run("up", "--config", config)
     addresses = [ray_hosts.hosts.address(name) for name in ("host-b", "host-c", "host-d")]
     with Load(addresses, PORT, may_lose_gateways=True) as load:
-        first = cluster.rows("decode")[0]
+        first = cluster.settled("decode")[0]
         for pid in ray_hosts.pids(cluster.host_of(first["host"]), f"--name={first['name']}"):
             os.kill(pid, signal.SIGKILL)
-        until(lambda: cluster.rows("decode")[0]["restarts"] == 1, "a restart in its place", cluster.explain)
+        until(lambda: cluster.settled("decode")[0]["restarts"] == 1, "a restart in its place", cluster.explain)
         cluster.until_ready(2, "decode")
         load.until_more()
 
-        before = sorted((row["name"], row["restarts"]) for row in cluster.rows())
+        before = sorted((row["name"], row["restarts"]) for row in cluster.settled())
         [pid] = ray_hosts.pids(cluster.host_of(cluster.status()["host"]), "ray::ClusterSupervisor")
         os.kill(pid, signal.SIGKILL)
         until(lambda: "has started again" in cluster.explain(), "the supervisor to start again", cluster.explain)
         until(lambda: len(cluster.rows()) == 4, "all to be found again", cluster.explain)
-        assert sorted((row["name"], row["restarts"]) for row in cluster.rows()) == before
+        assert sorted((row["name"], row["restarts"]) for row in cluster.settled()) == before
         load.until_more()
 
-        first = cluster.rows("prefill")[0]
+        first = cluster.settled("prefill")[0]
         [child] = ray_hosts.pids(cluster.host_of(first["host"]), f"--name={first['name']}")
         actor = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(actor, signal.SIGKILL)
@@ -267,9 +279,9 @@ def test_lost_processes_actors_and_hosts_are_replaced_and_requests_go_on(ray_hos
         assert not is_running(child), "the process outlived its actor"
         load.until_more()
 
-        first = cluster.rows("decode")[-1]
+        first = cluster.settled("decode")[-1]
         cut = cluster.host_of(first["host"])
-        names = [row["name"] for row in cluster.rows() if row["host"] == first["host"]]
+        names = [row["name"] for row in cluster.settled() if row["host"] == first["host"]]
         ray_hosts.hosts.cut(cut)
         until(lambda: not {row["name"] for row in cluster.rows()} & set(names), "the loss to be seen", cluster.explain)
         cluster.until_ready(2, "decode", without=first["name"])
@@ -278,11 +290,11 @@ def test_lost_processes_actors_and_hosts_are_replaced_and_requests_go_on(ray_hos
         ray_hosts.hosts.heal(cut)
         until(lambda: not ray_hosts.pids(cut, "serving.worker"), "the host's old nodes to end", cluster.explain)
 
-        gateway = cluster.rows("gateway")[0]
+        gateway = cluster.settled("gateway")[0]
         ray_hosts.kill(cluster.host_of(gateway["host"]))
         cluster.until_ready(1, "gateway", without=gateway["name"])
         cluster.until_ready(2, "decode")
-        assert cluster.rows("gateway")[0]["host"] != gateway["host"]
+        assert cluster.settled("gateway")[0]["host"] != gateway["host"]
         load.until_more()
     assert not load.failures
 
@@ -303,14 +315,13 @@ def test_with_redis_the_loss_of_the_head_stops_nothing_and_it_comes_back(hosts: 
             made.start(name, cpus=5)
         cluster = Watched(made, "host-b")
         cluster.run("up", "--config", write_config(tmp_path))
-        before = {row["name"]: row["restarts"] for row in cluster.rows()}
-        with Load([row["host"] for row in cluster.rows("gateway")], PORT) as load:
+        before = {row["name"]: row["restarts"] for row in cluster.settled()}
+        with Load([row["host"] for row in cluster.settled("gateway")], PORT) as load:
             made.kill("host-a")
             load.until_more(20)
             made.start("host-a", cpus=0, is_head=True)
             load.until_more()
-            until(lambda: cluster.rows(), "the supervisor to answer", cluster.explain)
-            assert {row["name"]: row["restarts"] for row in cluster.rows()} == before
+            assert {row["name"]: row["restarts"] for row in cluster.settled()} == before
             cluster.run("scale", "--decode", "2")
             cluster.until_ready(2, "decode")
             load.until_more()

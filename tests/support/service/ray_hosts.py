@@ -116,7 +116,9 @@ class RayHosts:
             self._enter(name, words), capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=self._variables
         )
 
-    def run_beside(self, name: str, *words: object, timeout_s: float = 180.0) -> "subprocess.CompletedProcess[str]":
+    def run_beside(
+        self, name: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> "subprocess.CompletedProcess[str]":
         """Run a command on a host that is not in the Ray cluster."""
         assert name not in self._processes
         line = self.hosts.command(name, *words)
