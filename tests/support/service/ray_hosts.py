@@ -175,8 +175,7 @@ class RayHosts:
         for name in list(self._processes):
             self.kill(name)
         self.hosts.close()
-        with contextlib.suppress(OSError):
-            os.rmdir("/tmp/ray")
+        # /tmp/ray stays: removing it here would unmount it in the namespaces of every other test that runs now.
 
     def logs(self) -> str:
         """What the raylets and Baton's processes wrote, for a failed test."""
