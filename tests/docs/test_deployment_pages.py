@@ -1,4 +1,4 @@
-"""The commands of the pages for hosts of your own, systemd and Kubernetes are run.
+"""The commands of the pages for hosts of your own, etcd, systemd and Kubernetes are run.
 
 Addresses, ports and folders are replaced by those of this machine. Programs that would change the machine, or that need
 a cluster, have stand-ins that check what they are told: systemctl against the units, kubectl against the manifests.
@@ -20,10 +20,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.service.etcd import IS_INSTALLED, EtcdServer
 from support.service.processes import environment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVERS = ("./scripts/gateway", "./scripts/prefill", "./scripts/decode")
+SMALL_NODE = " --threads 1 --max-total-tokens 4096"
 START_S = 120.0
 
 
@@ -32,6 +34,14 @@ def commands_of(name: str) -> list[str]:
     text = (ROOT / "docs" / name).read_text()
     blocks = re.findall(r"^```console\n(.*?)^```", text, flags=re.S | re.M)
     return [line[2:] for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.startswith("$ ")]
+
+
+@pytest.mark.parametrize("name", ["bare-metal.md", "kubernetes.md", "ray.md", "systemd.md"])
+def test_every_page_says_how_many_what_to_watch_how_to_upgrade_and_what_to_do(name: str) -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / name).read_text(), re.M)
+    for topic in ("Start|Install", "Capacity, and what to watch", "Upgrade", "What to do when"):
+        assert any(re.match(topic, heading) for heading in headings), topic
+    assert f"]({name})" in (ROOT / "docs" / "operations.md").read_text()
 
 
 class Shell:
@@ -147,7 +157,7 @@ def test_the_commands_for_hosts_of_your_own_serve_list_and_upgrade(tmp_path: Pat
             if words[0] == "./scripts/gateway":
                 flags = f" --port {http_port} --control-port {control}" if "--port" not in words else ""
             else:
-                flags = " --threads 1 --max-total-tokens 4096"
+                flags = SMALL_NODE
                 name = words[words.index("--name") + 1]
                 expected[second if "listed" in words else http_port].add(name)
             processes[command] = shell.spawn(command + flags, log)
@@ -158,6 +168,43 @@ def test_the_commands_for_hosts_of_your_own_serve_list_and_upgrade(tmp_path: Pat
         while names_at(http_port) != {"prefill-a", "decode-c"}:
             assert time.monotonic() < ends, log.read_text()
             time.sleep(0.1)
+    assert "Traceback" not in log.read_text()
+
+
+# ---- etcd -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_INSTALLED, reason="needs etcd (Debian: etcd-server)")
+@pytest.mark.timeout(300)
+def test_the_commands_for_etcd_start_a_gateway_that_nodes_find(tmp_path: Path) -> None:
+    etcd = EtcdServer(tmp_path / "etcd")
+    http_port, control = free_port(), free_port()
+    replaced = {
+        "http://10.0.0.5:2379": etcd.url, "10.0.0.1": "127.0.0.1", "10.0.0.2": "127.0.0.2",
+        "keys/": f"{tmp_path}/keys/", "keygen keys ": f"keygen {tmp_path}/keys ",
+    }  # fmt: skip
+    shell = Shell(tmp_path, replaced)
+    for command in commands_of("bare-metal.md"):
+        if "keygen" in command or command.startswith("export "):
+            shell.run(command)
+    log = tmp_path / "log"
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        etcd.start()
+        with ending(processes):
+            for command in commands_of("discovery.md"):
+                role = shlex.split(command)[0]
+                assert role in SERVERS, command
+                flags = f" --port {http_port} --control-port {control}" if role == "./scripts/gateway" else SMALL_NODE
+                processes[command] = shell.spawn(command + flags, log)
+            ends = time.monotonic() + START_S
+            while answer(http_port, "/ready")[0] != 200:
+                assert time.monotonic() < ends, log.read_text()
+                time.sleep(0.1)
+    finally:
+        etcd.kill()
+    assert len(processes) == 3
     assert "Traceback" not in log.read_text()
 
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -240,6 +241,22 @@ def test_a_service_runs_under_the_own_policy(url: str) -> None:
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         failures = re.findall(rb"^baton_node_own_policy_failures_total\{.*\} (\S+)$", answer.read(), re.M)
     assert all(float(count) == 0 for count in failures)
+
+
+# ---- recording and replay -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_commands_for_recordings_write_one_that_replays_identically(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    commands = re.findall(r"^\$ (\./scripts/.*(?:--record|--replay) .*)$", page, flags=re.M)
+    serve, simulate = (shlex.split(command.replace("/tmp/run", f"{tmp_path}/run")) for command in commands)
+    assert serve[0] == "./scripts/serve"
+    with serving(tmp_path / "log", *serve[1:]) as found:
+        assert stream("What news from Verona?", f"--url={found}", "--max-tokens=20").returncode == 0
+    replayed = subprocess.run(simulate, cwd=ROOT, capture_output=True, text=True, timeout=60, env=variables())
+    assert replayed.returncode == 0, replayed.stderr
+    assert "identical" in replayed.stdout
 
 
 # ---- two hosts ------------------------------------------------------------------------------------------------------

@@ -279,10 +279,36 @@ def built(folder: str) -> list[Document]:
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
 @pytest.mark.parametrize("folder", ["kubernetes", "kubernetes-roles"])
 def test_manifests_follow_the_schemas_of_kubernetes(folder: str) -> None:
-    """Those of KEDA are not among them."""
+    """Those of KEDA are not among them: ``test_deploy_groups.py`` has them."""
     for document in built(folder):
         if not document["apiVersion"].startswith("keda.sh/"):
             kubernetes_validate.validate(document, "1.33", strict=True)
+
+
+#: Seconds between the end of draining and the kill.
+TIME_TO_END_S = 10
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+@pytest.mark.parametrize("folder", ["kubernetes", "kubernetes-roles", "kubernetes-gateways"])
+def test_pods_have_time_for_their_hook_and_for_draining(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = built(folder)
+    (settings,) = [one["data"] for one in found if one["kind"] == "ConfigMap"]
+    slept = {}
+    for document in found:
+        if document["kind"] != "Deployment":
+            continue
+        template = document["spec"]["template"]
+        for container in template["spec"]["containers"]:
+            variables = {"BATON_API_KEY": "key"} if container["name"] == "gateway" else {"BATON_CLUSTER_KEY": "key"}
+            with monkeypatch.context() as only_here:
+                config = checked(with_downward(container["args"], container), settings | variables, only_here)
+            hook = container.get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
+            slept[container["name"]] = seconds = hook["sleep"]["seconds"]
+            given = template["spec"]["terminationGracePeriodSeconds"]
+            assert given >= seconds + config.drain_timeout + TIME_TO_END_S, container["name"]
+    # Services send connections to gateways alone, and clients have another gateway only where there are several.
+    assert slept == {"gateway": 5 if folder == "kubernetes-gateways" else 0, "prefill": 0, "decode": 0}
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -1,20 +1,20 @@
 """The examples below deploy/ for many gateways, for KubeRay and for LeaderWorkerSet.
 
-Pods in custom resources are checked by the schema of a Pod, and the resources around them by the fields that their
-definitions have, which are listed here.
+Pods in custom resources are checked by the schema of a Pod, and the resources around them, KEDA's too, by schemas that
+are written here after their public definitions.
 """
 
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from tools.test_deploy import DEPLOY, ROOT, built, checked, with_downward
+from tools.test_deploy import DEPLOY, ROOT, TIME_TO_END_S, built, checked, with_downward
 
 from scripts.cluster_manager.config import ROLES, read_cluster_file
 from scripts.cluster_manager.main import _parser
@@ -23,31 +23,89 @@ Document = dict[str, Any]
 
 RAY_FILE = DEPLOY / "kuberay" / "baton.yaml"
 GROUP_FILE = DEPLOY / "leaderworkerset" / "nodes.yaml"
-#: Fields by the path at which they may be; a Pod template ends a path.
-FIELDS = {
-    "RayJob": {
-        "": {"apiVersion", "kind", "metadata", "spec"},
-        "spec": {"entrypoint", "shutdownAfterJobFinishes", "rayClusterSpec"},
-        "spec.rayClusterSpec": {
-            "rayVersion", "authOptions", "gcsFaultToleranceOptions", "headGroupSpec", "workerGroupSpecs",
-        },
-        "spec.rayClusterSpec.authOptions": {"mode", "secretName"},
-        "spec.rayClusterSpec.gcsFaultToleranceOptions": {"redisAddress", "redisPassword"},
-        "spec.rayClusterSpec.gcsFaultToleranceOptions.redisPassword": {"valueFrom"},
-        "spec.rayClusterSpec.gcsFaultToleranceOptions.redisPassword.valueFrom": {"secretKeyRef"},
-        "spec.rayClusterSpec.gcsFaultToleranceOptions.redisPassword.valueFrom.secretKeyRef": {"name", "key"},
-        "spec.rayClusterSpec.headGroupSpec": {"rayStartParams", "template"},
-        "spec.rayClusterSpec.workerGroupSpecs": {
-            "groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template",
-        },
+
+
+def fields(required: str = "", **properties: Document) -> Document:
+    """The schema of an object that has no other fields."""
+    known = {"type": "object", "additionalProperties": False, "properties": properties}
+    return {**known, "required": required.split()}
+
+
+def resource_of(version: str, kind: str, spec: Document) -> Document:
+    named = {"type": "object", "required": ["name"]}
+    top = {"apiVersion": {"const": version}, "kind": {"const": kind}, "metadata": named, "spec": spec}
+    return fields("apiVersion kind metadata spec", **top)
+
+
+TEXT, YES_OR_NO, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
+TEXTS = {"type": "object", "additionalProperties": TEXT}
+POD_TEMPLATE = {"type": "object", "required": ["metadata", "spec"]}
+COUNT_OR_SHARE = {"oneOf": [COUNT, {"type": "string", "pattern": "^[0-9]+%$"}]}
+SECRET = fields("secretKeyRef", secretKeyRef=fields("name key", name=TEXT, key=TEXT))
+RAY_CLUSTER = fields(
+    "headGroupSpec",
+    rayVersion=TEXT,
+    authOptions=fields("mode", mode={"enum": ["disabled", "token"]}, secretName=TEXT),
+    gcsFaultToleranceOptions=fields(
+        "redisAddress", redisAddress=TEXT, redisPassword=fields("valueFrom", valueFrom=SECRET)
+    ),
+    headGroupSpec=fields("rayStartParams template", rayStartParams=TEXTS, template=POD_TEMPLATE),
+    workerGroupSpecs={
+        "type": "array",
+        "items": fields(
+            "groupName minReplicas maxReplicas rayStartParams template",
+            groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT, rayStartParams=TEXTS,
+            template=POD_TEMPLATE,
+        ),
     },
-    "LeaderWorkerSet": {
-        "": {"apiVersion", "kind", "metadata", "spec"},
-        "spec": {"replicas", "rolloutStrategy", "leaderWorkerTemplate"},
-        "spec.rolloutStrategy": {"type", "rollingUpdateConfiguration"},
-        "spec.rolloutStrategy.rollingUpdateConfiguration": {"maxUnavailable", "maxSurge"},
-        "spec.leaderWorkerTemplate": {"size", "restartPolicy", "leaderTemplate", "workerTemplate"},
-    },
+)  # fmt: skip
+PROMETHEUS_TRIGGER = fields(
+    "type metadata",
+    type={"const": "prometheus"},
+    metricType={"enum": ["AverageValue", "Value"]},
+    metadata=fields("serverAddress query threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT),
+)
+#: What the custom resources may have, of what their definitions know. Numbers in ``rayStartParams`` and in the metadata
+#: of triggers are strings there.
+SCHEMAS = {
+    "RayJob": resource_of(
+        "ray.io/v1",
+        "RayJob",
+        fields(
+            "entrypoint rayClusterSpec",
+            entrypoint=TEXT, shutdownAfterJobFinishes=YES_OR_NO, rayClusterSpec=RAY_CLUSTER,
+        ),
+    ),
+    "LeaderWorkerSet": resource_of(
+        "leaderworkerset.x-k8s.io/v1",
+        "LeaderWorkerSet",
+        fields(
+            "leaderWorkerTemplate",
+            replicas=COUNT,
+            rolloutStrategy=fields(
+                "type",
+                type={"const": "RollingUpdate"},
+                rollingUpdateConfiguration=fields(maxUnavailable=COUNT_OR_SHARE, maxSurge=COUNT_OR_SHARE),
+            ),
+            leaderWorkerTemplate=fields(
+                "workerTemplate",
+                size={"type": "integer", "minimum": 1},
+                restartPolicy={"enum": ["None", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart"]},
+                leaderTemplate=POD_TEMPLATE,
+                workerTemplate=POD_TEMPLATE,
+            ),
+        ),
+    ),
+    "ScaledObject": resource_of(
+        "keda.sh/v1alpha1",
+        "ScaledObject",
+        fields(
+            "scaleTargetRef triggers",
+            scaleTargetRef=fields("name", name=TEXT),
+            minReplicaCount=COUNT, maxReplicaCount=COUNT, cooldownPeriod=COUNT,
+            triggers={"type": "array", "minItems": 1, "items": PROMETHEUS_TRIGGER},
+        ),
+    ),
 }  # fmt: skip
 TEMPLATES = {"template", "leaderTemplate", "workerTemplate"}
 
@@ -58,27 +116,29 @@ def resource(kind: str) -> Document:
     return found
 
 
-def levels(document: Document, path: str = "") -> Iterator[tuple[str, Document]]:
-    """Every object above the Pod templates, with its path."""
-    yield path, document
+def templates(document: Document) -> list[Document]:
+    """The Pod templates of a resource, in order."""
+    found = []
     for name, value in document.items():
-        below = f"{path}.{name}" if path else name
-        if name in TEMPLATES or below == "metadata" or name == "rayStartParams":
+        if name in TEMPLATES:
+            found.append(value)
             continue
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, dict):
-                yield from levels(one, below)
+            found += templates(one) if isinstance(one, dict) else []
+    return found
 
 
-def templates(document: Document) -> list[Document]:
-    return [value for _, level in levels(document) for name, value in level.items() if name in TEMPLATES]
+def assert_valid(document: Document) -> None:
+    kind = document["kind"]
+    jsonschema.Draft202012Validator(SCHEMAS[kind]).validate(document)
+    if kind == "ScaledObject":
+        assert 0 < document["spec"]["minReplicaCount"] <= document["spec"]["maxReplicaCount"]
 
 
-@pytest.mark.parametrize("kind", list(FIELDS))
-def test_custom_resources_have_fields_of_their_definitions_and_valid_pods(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["RayJob", "LeaderWorkerSet"])
+def test_custom_resources_follow_their_definitions_and_have_valid_pods(kind: str) -> None:
     document = resource(kind)
-    for path, level in levels(document):
-        assert set(level) <= FIELDS[kind][path], path
+    assert_valid(document)
     found = templates(document)
     assert len(found) == 2
     for template in found:
@@ -88,6 +148,41 @@ def test_custom_resources_have_fields_of_their_definitions_and_valid_pods(kind: 
         for container in template["spec"]["containers"]:
             mounted = {mount["name"] for mount in container["volumeMounts"]}
             assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
+
+
+def test_counts_of_groups_are_within_their_bounds() -> None:
+    for group in resource("RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    update = resource("LeaderWorkerSet")["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
+    assert (update["maxUnavailable"], update["maxSurge"]) != (0, 0)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_scaled_objects_follow_their_definition_and_scale_a_deployment_that_exists(role: str) -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes-roles" / f"{role}.yaml").read_text()))
+    (scaled,) = [one for one in documents if one["kind"] == "ScaledObject"]
+    assert_valid(scaled)
+    (deployment,) = [one for one in documents if one["kind"] == "Deployment"]
+    assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    bounds = range(scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"] + 1)
+    assert deployment["spec"]["replicas"] in bounds
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scaleTargetRef", {}),
+        ("minReplicaCount", "1"),
+        ("triggers", []),
+        ("triggers", [{"type": "prometheus", "metadata": {"serverAddress": "a", "query": "b", "threshold": 1}}]),
+        ("maxReplicas", 8),
+    ],
+)
+def test_a_scaled_object_that_keda_would_refuse_is_noticed(name: str, value: object) -> None:
+    *_, scaled = yaml.safe_load_all((DEPLOY / "kubernetes-roles" / "decode.yaml").read_text())
+    scaled["spec"][name] = value
+    with pytest.raises(jsonschema.ValidationError):
+        assert_valid(scaled)
 
 
 def test_the_job_starts_the_cluster_that_its_map_describes(tmp_path: Path) -> None:
@@ -129,7 +224,8 @@ def test_pods_of_a_group_run_existing_commands(index: int, role: str, monkeypatc
     assert {"name": "ROLE", "value": role} in container["env"]
     config = checked(with_downward(words, container), {"BATON_CLUSTER_KEY": "key"}, monkeypatch)
     assert template["metadata"]["labels"]["baton/role"] == role
-    assert template["spec"]["terminationGracePeriodSeconds"] > config.drain_timeout
+    assert "lifecycle" not in container
+    assert template["spec"]["terminationGracePeriodSeconds"] >= config.drain_timeout + TIME_TO_END_S
     assert {port["containerPort"] for port in container["ports"]} == {config.data_port, config.http_port}
 
 

@@ -218,6 +218,18 @@ async def test_a_change_has_a_higher_number_than_an_earlier_one_of_which_only_an
     assert min(one.change for node in stack.nodes for one in node.register.adapters) >= int(earlier)
 
 
+async def test_a_gateway_whose_clock_is_minutes_behind_undoes_what_another_one_has_done(folder):
+    ahead = int((time.time() + 600) * 1_000)  # the number that a gateway whose clock is ten minutes ahead has given
+    async with running(folder) as stack:
+        for role in ("prefill", "decode"):
+            await stack.node(role, adapters=(adapter("sql", "sql-v1", path="sql-v1", change=ahead),))
+        assert (await stack.post(UNLOAD, {"lora_name": "sql"}))[0] == 200
+        assert [await told(node, UnloadAdapter) for node in stack.nodes] == [[("sql", ahead + 1)]] * 2
+        assert await names(stack) == ["tiny"]
+        assert (await stack.post(LOAD, SQL))[0] == 200
+        assert await names(stack) == ["tiny", "sql"]
+
+
 async def test_the_oldest_of_very_many_unloaded_names_is_forgotten(folder, monkeypatch):
     monkeypatch.setattr(adapter_changes, "MAX_UNLOADED", 2)
     async with running(folder) as stack:
