@@ -39,12 +39,14 @@ class Link:
         loss: share of the packets that are lost.
         delay_s: how long a packet travels, in one direction.
         clock_step_s: by how much the monotonic clock of each host is ahead of that of the one before it.
+        is_relayed: packets go through the relay, which can silence connections, whatever this kernel has.
     """
 
     mtu: int = 1_500
     loss: float = 0.0
     delay_s: float = 0.0
     clock_step_s: int = 0
+    is_relayed: bool = False
 
     @property
     def netem(self) -> tuple[str, ...]:
@@ -99,7 +101,7 @@ class Hosts:
                 run("ip", "netns", "add", self.namespace(name))
                 (Path(self._boot_ids.name) / name).write_text(f"{uuid.uuid4()}\n")
             self._add_bridge()
-            if self._between.netem and not self._delay_all():
+            if self._between.is_relayed or (self._between.netem and not self._delay_all()):
                 self.has_bridge = False
                 run("ip", "link", "delete", self._bridge)
                 self._add_relay()
@@ -153,7 +155,7 @@ class Hosts:
             self._relay = subprocess.Popen(
                 [sys.executable, relay.__file__, str(self._between.delay_s), str(self._between.loss), *words],
                 pass_fds=[number for _, number in devices],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 preexec_fn=functools.partial(bind_to, os.getpid(), signal.SIGKILL),
             )
 
@@ -222,6 +224,15 @@ class Hosts:
         spared = f"not ( dport = :{spared_port} or sport = :{spared_port} )"
         run(*self.command(name, "ss", "-K", "-t", f"dst {self.address(other)} and {spared}"))
 
+    def silence(self, name: str, other: str, *, spared_port: int) -> None:
+        """Drop what goes over the TCP connections that two hosts have now, except those to a port, without an error to
+        either end. Connections made later work. The link must be relayed.
+        """
+        assert self._relay is not None and self._relay.stdin is not None
+        command = f"{self.address(name)} {self.address(other)} {spared_port}\n"
+        self._relay.stdin.write(command.encode())
+        self._relay.stdin.flush()
+
     def block(self, name: str, other: str) -> None:
         """Let nothing pass from one host to another."""
         run("ip", "-n", self.namespace(name), "route", "add", "blackhole", f"{self.address(other)}/32")
@@ -233,6 +244,8 @@ class Hosts:
         if self._relay is not None:
             self._relay.kill()
             self._relay.wait(RELAY_STOP_S)
+            if self._relay.stdin is not None:
+                self._relay.stdin.close()
         self._boot_ids.cleanup()
         for name in self._numbers:
             with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):

@@ -18,6 +18,7 @@ def figures(tally: Tally, found: Findings, *, broken: Sequence[str], injected: S
         "sent": tally.num_sent,
         "output_tokens_per_s": tally.num_tokens / found.load_s if found.load_s else None,
         "switches_s": list(found.switches_s),
+        "since_faults_s": list(found.since_faults_s),
         "equal": verdicts[Verdict.EQUAL],
         "other_tokens_by_rounding": verdicts[Verdict.ROUNDED],
         "agreeing_tokens": tally.num_agreeing / tally.num_tokens if tally.num_tokens else None,
@@ -68,6 +69,8 @@ def table(shown: Figures, repeat: str) -> list[str]:
     if switches_s := shown["switches_s"]:
         p50, _, longest = quantiles(switches_s)
         rows.append(("switches", f"of {len(switches_s)} transports in s: p50 {p50:.2f}, longest {longest:.2f}"))
+        p50, _, longest = quantiles(shown["since_faults_s"])
+        rows.append(("from reset", f"p50 {p50:.2f}, longest {longest:.2f}, with the time until a page was to be sent"))
     lines = ["", *(f"{name:12}{value}" for name, value in rows)]
     if shown["pauses_s"]:
         lines += ["", f"{'pauses in s':14}{'streams':>9}{'p50':>9}{'p99':>9}{'max':>9}"]

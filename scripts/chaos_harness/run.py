@@ -299,6 +299,7 @@ class Run:
             num_recovered=service.num_recovered,
             load_s=self._load_s,
             switches_s=self._site.switches_s,
+            since_faults_s=self._site.since_faults_s,
         )
 
     async def _unreleased(self) -> dict[str, str]:

@@ -68,7 +68,9 @@ class Findings:
         marks: longest pause, p99, by the name of the fault; only kinds with a mark.
         num_recovered: further attempts that the gateways have made.
         load_s: how long the load took.
-        switches_s: how long pairs whose connections were reset took to go on by another transport.
+        switches_s: how long pairs whose connections were reset took to go on by another transport, from when a node
+            noticed.
+        since_faults_s: the same from the reset, with the time until a page was to be sent.
     """
 
     pages: Mapping[str, str] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class Findings:
     num_recovered: int = 0
     load_s: float = 0.0
     switches_s: Sequence[float] = ()
+    since_faults_s: Sequence[float] = ()
 
 
 def broken_invariants(tally: Tally, found: Findings) -> list[str]:

@@ -156,3 +156,25 @@ def test_options_of_the_network_need_namespaces(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag} needs --namespaces"):
         ChaosConfig(**{name: 1_400})  # type: ignore[arg-type]
     assert ChaosConfig(**{name: 1_400}, namespaces=True).namespaces  # type: ignore[arg-type]
+
+
+def packet(source: str, target: str, *, flags: int = 0x10, protocol: int = 6) -> bytes:
+    """An IPv4 packet between two addresses with ports."""
+    (host, port), (to, to_port) = source.split(":"), target.split(":")
+    ip = bytes([0x45]) + bytes(8) + bytes([protocol, 0, 0]) + socket.inet_aton(host) + socket.inet_aton(to)
+    return ip + int(port).to_bytes(2, "big") + int(to_port).to_bytes(2, "big") + bytes(9) + bytes([flags]) + bytes(6)
+
+
+def test_the_relay_drops_connections_that_existed_when_they_were_silenced() -> None:
+    silence = relay.Silence()
+    old, back = packet("10.0.0.1:5000", "10.0.0.2:4001"), packet("10.0.0.2:4001", "10.0.0.1:5000")
+    assert not silence.has(old)
+    silence.begin("10.0.0.2 10.0.0.1 8002\n")
+    assert silence.has(old) and silence.has(back)
+    assert not silence.has(packet("10.0.0.2:5001", "10.0.0.1:8002"))
+    assert not silence.has(packet("10.0.0.1:5000", "10.0.0.3:4001"))
+    assert not silence.has(packet("10.0.0.1:5000", "10.0.0.2:4001", protocol=17))
+    assert not silence.has(packet("10.0.0.1:5002", "10.0.0.2:4001", flags=0x02))
+    assert not silence.has(packet("10.0.0.2:4001", "10.0.0.1:5002", flags=0x12))
+    assert not silence.has(packet("10.0.0.1:5002", "10.0.0.2:4001"))
+    assert silence.has(old)

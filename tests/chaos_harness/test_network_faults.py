@@ -37,7 +37,7 @@ def inject(
         peer.num_starts += ends
 
     service = SimpleNamespace(workers=[peer], hosts=SimpleNamespace(reset=reset))
-    site: Any = SimpleNamespace(service=service, problems=[], switches_s=[])
+    site: Any = SimpleNamespace(service=service, problems=[], switches_s=[], since_faults_s=[])
     node: Any = SimpleNamespace(name="decode-0", log=decode_log, num_starts=1)
     return asyncio.run(fault.inject(site, node)), site
 
@@ -59,6 +59,7 @@ def test_a_pair_that_goes_on_by_no_transport_fails_the_run_unless_a_node_has_end
     text, site = inject(Reset(), tmp_path / "log", said, decode_said=decode_said, ends=ends)
     assert shown in text
     assert (len(site.switches_s), len(site.problems)) == (num_switches, num_problems)
+    assert all(since >= took for since, took in zip(site.since_faults_s, site.switches_s, strict=True))
 
 
 @pytest.mark.parametrize("fault", [Reset, PairCut])

@@ -1,6 +1,7 @@
 """A service on two hosts whose data connections break while pages are under way: NIXL, then TCP, then NIXL again.
 
-The hosts are network namespaces with boot ids of their own, so that the nodes share no memory.
+The connections are reset, or their packets are lost without an error. The hosts are network namespaces with boot ids of
+their own, so that the nodes share no memory.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ NUM_NEW = 8
 @pytest.fixture
 async def service(tmp_path: Path) -> AsyncIterator[ChaosService]:
     try:
-        hosts = Hosts([PREFILL, DECODE], Link(delay_s=0.05))
+        hosts = Hosts([PREFILL, DECODE], Link(delay_s=0.05, is_relayed=True))
     except NoNamespaces as error:
         pytest.skip(str(error))
     try:
@@ -85,5 +86,21 @@ async def test_transfers_go_on_by_tcp_when_nixl_breaks_and_the_pair_returns_to_i
         seed += 1
         assert seed < 200, service.log_tail()
     assert carriers(service) == ["nixl", "tcp", "nixl"], service.log_tail()
+    await service.clients[service.gateway.name].call("POST", "/flush_cache")
+    assert [await generate(service, seed) for seed in range(1, 9)] == disturbed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+async def test_transfers_go_on_by_tcp_when_the_packets_of_nixl_are_lost_silently(service: ChaosService) -> None:
+    assert service.hosts is not None
+    await generate(service, 0)
+    assert carriers(service) == ["nixl"], service.log_tail()
+    data_port = service.nodes[PREFILL].data_port
+    under_way = [asyncio.create_task(generate(service, seed)) for seed in range(1, 9)]
+    await asyncio.sleep(0.4)
+    service.hosts.silence(DECODE, PREFILL, spared_port=data_port)
+    disturbed = await asyncio.gather(*under_way)
+    assert carriers(service) == ["nixl", "tcp"], service.log_tail()
+    assert "are silent, and are shut down" in service.nodes[PREFILL].log.read_text(), service.log_tail()
     await service.clients[service.gateway.name].call("POST", "/flush_cache")
     assert [await generate(service, seed) for seed in range(1, 9)] == disturbed

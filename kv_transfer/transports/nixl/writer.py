@@ -26,6 +26,7 @@ from kv_transfer.transports.base import Attached, AttachError, PageStore, Writer
 from kv_transfer.transports.nixl.agent import CLOSE_TIMEOUT_S, Agent, ProbeMemory
 from kv_transfer.transports.nixl.handshake import Handshake
 from kv_transfer.transports.nixl.peer_state import PeerState, Write, opened
+from kv_transfer.transports.nixl.silence import shut_silent
 from kv_transfer.transports.shm.protocol import DETACHED
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ STALLED_S = 10.0  # a turn of the thread that has taken so long waits for a call
 PAUSE_S = 50e-6
 COPYING_S = 10e-6
 LONG_S, LONG_PAUSE_S = 5.0, 0.02  # a write that has taken so long is checked more rarely
+#: While a write or probe takes longer, silent connections are searched so often, and with pauses so many times as long
+#: as a search.
+LATE_S, SEARCH_PAUSE_S, SEARCH_PAUSES = 0.5, 0.1, 20
 STUCK_PAUSE_S = 1.0  # a failed write is checked so often, for the death of its reader
 #: Seconds for which beginning writes may hold the loop between two calls of ``done``. A single write of that length
 #: ends as early as it can, and the engine already has its next step when pages are moved.
@@ -87,6 +91,8 @@ class NixlWriter(WriterTransport):
         self._num_bytes = self._num_bytes_here = 0  # written by the thread and by the loop itself
         self._num_stuck = 0
         self._is_copying = False
+        self._metadata = base64.b64decode(self._agent.metadata)
+        self._search_at = 0.0  # when silent connections are searched again
         self._turn_began_at = math.inf  # of the thread; infinite while it waits for a job
         self._handshake = Handshake(self._agent, lambda: [peer_state.key for peer_state in list(self._peers.values())])
         self._thread = threading.Thread(target=self._run, name="nixl-send", daemon=True)
@@ -269,8 +275,22 @@ class NixlWriter(WriterTransport):
             self._is_copying = bool(writes) and time.monotonic() - looked_at > COPYING_S
             for write in over:
                 writes.remove(write)
+            self._shut_silent(writes)
             self._sweep()
         self._shut(writes)
+
+    def _shut_silent(self, writes: list[Write]) -> None:
+        """Have UCX report an error for writes whose packets vanish (``silence``)."""
+        now = time.monotonic()
+        if not writes or self._search_at > now:
+            return
+        late = [write.peer_state for write in writes if not write.is_failed and write.begun_at + LATE_S <= now]
+        for peer_state in dict.fromkeys(late):
+            if num_shut := shut_silent(peer_state.key[0], self._metadata):
+                name = peer_state.connect.name
+                log.warning("%d nixl connections to decode node %s are silent, and are shut down", num_shut, name)
+        ended_at = time.monotonic()
+        self._search_at = ended_at + max(SEARCH_PAUSE_S, SEARCH_PAUSES * (ended_at - now))
 
     def _pause(self, attaching: list[PeerState], writes: list[Write]) -> float | None:
         """Seconds to wait for a job: few while something is about to happen; None: until one comes."""

@@ -20,7 +20,8 @@ class Site:
     Attributes:
         disk: a small disk, on which ``disk_user`` keeps its log and recording; None without one.
         problems: what a fault has found wrong; each of them fails the run.
-        switches_s: how long pairs took to go on by another transport.
+        switches_s: how long pairs took to go on by another transport, from when a node noticed.
+        since_faults_s: the same from the fault, with the time until a page was to be sent.
     """
 
     config: ChaosConfig
@@ -30,6 +31,7 @@ class Site:
     disk_user: str = ""
     problems: list[str] = field(default_factory=list)
     switches_s: list[float] = field(default_factory=list)
+    since_faults_s: list[float] = field(default_factory=list)
 
 
 def unnoticed_s(config: ChaosConfig) -> tuple[float, float]:

@@ -151,9 +151,11 @@ class Reset(NetworkFault):
             if not noticed_at and any(map(re.Pattern.search, broke, lines)):
                 noticed_at = time.monotonic()
             if noticed_at and (found := attached.search(lines[0])):
-                took_s = time.monotonic() - noticed_at
+                took_s, since_fault_s = time.monotonic() - noticed_at, time.monotonic() - began_at
                 site.switches_s.append(took_s)
-                return f"{what}; pages go by {found[1].decode()} {took_s:.2f} s after a node has noticed"
+                site.since_faults_s.append(since_fault_s)
+                after = f"{since_fault_s:.2f} s after that, {took_s:.2f} s after a node has noticed"
+                return f"{what}; pages go by {found[1].decode()} {after}"
             await asyncio.sleep(0.01)
         if not noticed_at:
             return f"{what}; no page was to be sent"

@@ -1,0 +1,130 @@
+"""End the TCP connections of UCX whose packets vanish.
+
+UCX leaves it to the kernel to give a connection up whose packets are not answered, which takes minutes. A connection
+that is shut down here is one that broke for UCX, as if the network had reset it, so that the pair goes on with another
+transport by the usual way, and with the usual fence.
+
+How long a write takes says nothing, since a link may be slow. What counts is the kernel's view of each connection:
+several retransmissions without an acknowledgement in between, while the same host answers over another connection. A
+reader that is stopped, or slow, still acknowledges.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+#: How long a connection must have been silent while another one with its host is not, and without another one.
+SILENT_S, ALONE_S = 0.8, 3.0
+#: Retransmissions in a row: with 1 % of the packets lost, two of them and the first packet are lost once in a million.
+NUM_RETRANSMISSIONS = 2
+#: By how much later than over a silent connection its host must have answered over another one.
+LATER_S = 0.3
+_TCP_INFO = struct.Struct("=8B13I")  # the beginning of ``struct tcp_info`` in linux/tcp.h
+_RETRANSMITS, _UNACKED, _LAST_DATA, _LAST_ACK = 2, 12, 19, 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionInfo:
+    """What the kernel knows of a TCP connection of this process.
+
+    Attributes:
+        host, port: of the other end.
+        own_port: of this end.
+        num_retransmissions: since the last acknowledgement.
+        is_waiting: something that was sent has not been acknowledged.
+        unacknowledged_s: since the last acknowledgement came.
+        unheard_s: since an acknowledgement or data came.
+    """
+
+    host: str
+    port: int
+    own_port: int
+    num_retransmissions: int
+    is_waiting: bool
+    unacknowledged_s: float
+    unheard_s: float
+
+
+def is_of_agent(connection: ConnectionInfo, reader: bytes, own: bytes) -> bool:
+    """Whether a connection is one of UCX to this reader. Its address is in the reader's metadata, and so is the port of
+    the end that was dialled in the metadata of that end.
+    """
+    family = socket.AF_INET6 if ":" in connection.host else socket.AF_INET
+    if socket.inet_pton(family, connection.host) not in reader:
+        return False
+    return connection.port.to_bytes(2, "big") in reader or connection.own_port.to_bytes(2, "big") in own
+
+
+def is_silent(connection: ConnectionInfo, others: Sequence[ConnectionInfo]) -> bool:
+    """Whether packets of a connection vanish. ``others``: connections of other kinds with the same host."""
+    if not connection.is_waiting or connection.num_retransmissions < NUM_RETRANSMISSIONS:
+        return False
+    if not others:
+        return connection.unacknowledged_s >= ALONE_S
+    latest_s = min(other.unheard_s for other in others)
+    return connection.unacknowledged_s >= max(SILENT_S, latest_s + LATER_S)
+
+
+def shut_silent(reader: bytes, own: bytes) -> int:
+    """Shut the silent connections of UCX to a reader down.
+
+    Args:
+        reader, own: metadata of the two agents.
+
+    Returns:
+        How many there were.
+    """
+    with contextlib.ExitStack() as stack:
+        found = [(info, stack.enter_context(sock)) for info, sock in _connections()]
+        theirs = [(info, sock) for info, sock in found if is_of_agent(info, reader, own)]
+        hosts = {info.host for info, _ in theirs}
+        others = [info for info, sock in found if info.host in hosts and (info, sock) not in theirs]
+        silent = [
+            sock for info, sock in theirs if is_silent(info, [other for other in others if other.host == info.host])
+        ]
+        for sock in silent:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        return len(silent)
+
+
+def _connections() -> Iterator[tuple[ConnectionInfo, socket.socket]]:
+    """The TCP connections of this process, each with a duplicate of its descriptor: the number of the descriptor itself
+    may stand for something else at any time.
+    """
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:  # no descriptor is left to look with
+        return
+    for name in names:
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed meanwhile
+            continue
+        info = _info_of(sock)
+        if info is None:
+            sock.close()
+        else:
+            yield info, sock
+
+
+def _info_of(sock: socket.socket) -> ConnectionInfo | None:
+    """What the kernel knows of a socket; None: it is not connected by TCP."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    try:
+        (host, port, *_), own_port = sock.getpeername(), sock.getsockname()[1]
+        values = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+    except (OSError, struct.error):
+        return None
+    last_data_s, last_ack_s = values[_LAST_DATA] / 1_000, values[_LAST_ACK] / 1_000
+    host = host.removeprefix("::ffff:").partition("%")[0]  # without the interface of a link-local address
+    is_waiting = values[_UNACKED] > 0
+    return ConnectionInfo(
+        host, port, own_port, values[_RETRANSMITS], is_waiting, last_ack_s, min(last_data_s, last_ack_s)
+    )
