@@ -80,7 +80,7 @@ def _client(url: str, options: DiscoveryOptions) -> "Etcd3Client":
     except ImportError as error:
         raise ConfigError("--etcd needs the extra etcd: pip install 'baton[etcd]'") from error
     parts = urlsplit(url)
-    return Etcd3Client(
+    client = Etcd3Client(
         host=parts.hostname or "",
         port=parts.port or 0,
         protocol=parts.scheme,
@@ -90,6 +90,9 @@ def _client(url: str, options: DiscoveryOptions) -> "Etcd3Client":
         timeout=TIMEOUT_S,
         api_path="/v3/",
     )
+    if options.etcd_ca is not None:
+        client.session.trust_env = False  # otherwise REQUESTS_CA_BUNDLE takes precedence
+    return client
 
 
 def _lease(client: "Etcd3Client", number: int) -> "Lease":
@@ -99,6 +102,9 @@ def _lease(client: "Etcd3Client", number: int) -> "Lease":
 
 
 def _brief(error: Exception) -> str:
-    """Return the innermost cause in a line: the library's own messages repeat whole objects."""
-    text = str(error) or type(error).__name__
+    """Return the innermost cause in a line: the library's own messages are empty, or repeat whole objects."""
+    cause: BaseException = error
+    while (inner := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)) is not None:
+        cause = inner
+    text = str(cause) or type(cause).__name__
     return text.splitlines()[0][:200]

@@ -1,6 +1,6 @@
 """``cluster`` on a real Ray cluster: a raylet in each of several network namespaces, real nodes, real load.
 
-The hosts are host-a (the head, which runs none of Baton's processes), host-b, host-c and host-d.
+The hosts are host-a (the head, which runs none of Baton's processes), host-b, host-c, host-d and host-e.
 """
 
 import json
@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_RAY, reason="needs the extra ray, and nsenter"),
 ]
 
+HOSTS = ("host-a", "host-b", "host-c", "host-d", "host-e")
 PORT = 8000
 SECRETS = {"BATON_API_KEY": "k", "BATON_CLUSTER_KEY": "c" * 32}
 CLUSTER = """
@@ -48,19 +49,54 @@ options = {{ dtype = "float32", max-total-tokens = 2048, transport = "tcp", node
 
 [decode]
 count = {decode}
-autoscale = {{ min = 1, max = 4 }}
-options = {{ dtype = "float32", max-total-tokens = 2048, transport = "tcp", node-timeout = 3, drain-timeout = 10 }}
+autoscale = {{ min = 1, max = 2 }}
+
+[decode.options]
+dtype = "float32"
+max-running-requests = 8
+max-total-tokens = 2048
+transport = "tcp"
+node-timeout = 3
+drain-timeout = 10
 
 [autoscale]
 up-after-s = 3
 down-after-s = 3
+"""
+PLACED = """
+surge-wait-s = 5
+
+[options]
+keys = "{keys}"
+served-model-name = "m"
+
+[gateway]
+count = 1
+labels = {{ tier = "front" }}
+resources = {{ uplink = 1 }}
+options = {{ host = "0.0.0.0" }}
+
+[prefill]
+count = 2
+labels = {{ tier = "!front" }}
+near = "decode"
+placement = "strict-spread"
+options = {{ dtype = "float32", max-total-tokens = 2048 }}
+
+[decode]
+count = 2
+gpus = 1
+memory-gb = 1.5
+labels = {{ tier = "in(fast,faster)" }}
+placement = "pack"
+options = {{ dtype = "float32", max-total-tokens = 2048, device = "cpu", threads = 1 }}
 """
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     try:
-        made = Hosts(("host-a", "host-b", "host-c", "host-d"))
+        made = Hosts(HOSTS)
     except NoNamespaces as error:
         pytest.skip(str(error))
     yield made
@@ -74,13 +110,13 @@ def ray_hosts(hosts: Hosts, tmp_path: Path) -> Iterator[RayHosts]:
     made.close()
 
 
-def write_config(folder: Path, *, gateways: int = 1, decode: int = 1, more: str = "") -> Path:
+def write_config(folder: Path, content: str = CLUSTER, *, gateways: int = 1, decode: int = 1, more: str = "") -> Path:
     keys = folder / "keys"
     if not keys.exists():
         keygen = [sys.executable, "-m", "scripts.cli", "keygen", str(keys), "all"]
         subprocess.run(keygen, check=True, cwd=ROOT, env=environment())
     path = folder / "cluster.toml"
-    path.write_text(CLUSTER.format(keys=keys / "all", gateways=gateways, decode=decode) + more)
+    path.write_text(content.format(keys=keys / "all", gateways=gateways, decode=decode) + more)
     return path
 
 
@@ -137,9 +173,11 @@ class Watched:
         return self.ray.cluster(self.asked_on, "logs", "supervisor").stdout + self.ray.logs()
 
     def host_of(self, address: str) -> str:
-        return next(
-            name for name in ("host-a", "host-b", "host-c", "host-d") if self.ray.hosts.address(name) == address
-        )
+        return next(name for name in HOSTS if self.ray.hosts.address(name) == address)
+
+    def hosts_of(self, role: str) -> list[str]:
+        """The host of each instance that has one, in the order of their starts."""
+        return [self.host_of(row["host"]) for row in self.status()["rows"] if row["role"] == role and row["host"]]
 
 
 def test_every_command_of_the_page_succeeds_with_a_token(hosts: Hosts, tmp_path: Path) -> None:
@@ -188,8 +226,12 @@ def test_scaling_and_upgrades_under_load_lose_no_request(ray_hosts: RayHosts, tm
         assert not before & {row["name"] for row in after}, "a process was not replaced"
         assert {row["revision"] for row in after} == {2}
         load.until_more()
-        cluster.run("scale", "--decode", "3", "--autoscale")
-        until(lambda: cluster.status()["counts"]["decode"] < 3, "fewer nodes by advice", cluster.explain)
+        cluster.run("scale", "--autoscale")
+        with Load(addresses[::-1], PORT, num_clients=12) as more:
+            until(lambda: len(cluster.rows("decode")) == 2, "one more node by advice", cluster.explain)
+            more.until_more(30)
+        assert not more.failures
+        cluster.until_ready(1, "decode")
         load.until_more()
         cluster.run("scale", "--decode", "1", "--no-autoscale")
         cluster.until_ready(1, "decode")
@@ -203,6 +245,40 @@ def test_scaling_and_upgrades_under_load_lose_no_request(ray_hosts: RayHosts, tm
     assert "there is no cluster 'baton'" in ray_hosts.cluster("host-a", "status").stderr
     for host in ("host-b", "host-c"):
         assert not ray_hosts.pids(host, "serving.worker") + ray_hosts.pids(host, "-m gateway")
+
+
+def test_processes_are_placed_by_labels_amounts_and_nearness(ray_hosts: RayHosts, tmp_path: Path) -> None:
+    ray_hosts.start("host-a", cpus=0, is_head=True)
+    ray_hosts.start("host-b", cpus=4, gpus=2, labels="tier=fast")
+    ray_hosts.start("host-c", cpus=4, gpus=2, labels="tier=faster")
+    ray_hosts.start("host-d", cpus=4, gpus=2, labels="tier=front", resources={"uplink": 1})
+    cluster = Watched(ray_hosts, "host-a")
+    cluster.run("up", "--config", write_config(tmp_path, PLACED))
+    cluster.settled()
+    assert cluster.hosts_of("gateway") == ["host-d"]
+    packed, again = cluster.hosts_of("decode")
+    assert packed == again and packed in ("host-b", "host-c")
+    [other] = {"host-b", "host-c"} - {packed}
+    assert cluster.hosts_of("prefill") == [packed, other], "near the decode nodes, and then on the host that is left"
+    devices = []
+    for row in cluster.settled("decode"):
+        [pid] = ray_hosts.pids(packed, f"--name={row['name']}")
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        devices += [value for value in variables if value.startswith(b"CUDA_VISIBLE_DEVICES=")]
+    assert sorted(devices) == [b"CUDA_VISIBLE_DEVICES=0", b"CUDA_VISIBLE_DEVICES=1"]
+
+    cluster.run("scale", "--decode", "3", "--gateway", "2")
+    cluster.until_ready(3, "decode")
+    assert cluster.hosts_of("decode") == [packed, packed, other], "a full host is left for the next one"
+
+    waiting = re.compile(r"gateway-1 +- +placing .* no host has room for 1 CPU, 1 uplink, tier=front$", re.M)
+    until(lambda: waiting.search(cluster.run("status")), "the gateway to wait for room", cluster.explain)
+    ray_hosts.start("host-e", cpus=1, labels="tier=front", resources={"uplink": 1})
+    cluster.until_ready(2, "gateway")
+    assert cluster.hosts_of("gateway") == ["host-d", "host-e"]
+    with Load([ray_hosts.hosts.address("host-e")], PORT) as load:
+        load.until_more()
+    assert not load.failures
 
 
 @pytest.mark.skipif(not HAS_RAY_CLIENT, reason="needs grpcio")

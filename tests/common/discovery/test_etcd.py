@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gateway.certificates import make_certificate
 from support.service.etcd import IS_INSTALLED, EtcdServer
 from support.service.processes import free_port
 
@@ -21,7 +22,7 @@ from common.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_INSTALLED, reason="needs etcd (Debian: etcd-server)")]
 
-FIRST, SECOND = "127.0.0.1:8001", "127.0.0.1:8002"
+FIRST, SECOND, THIRD = "127.0.0.1:8001", "127.0.0.1:8002", "127.0.0.1:8003"
 
 
 @pytest.fixture
@@ -92,6 +93,57 @@ def test_another_member_answers_for_one_that_is_away(etcd: EtcdServer) -> None:
     keys = store(f"http://127.0.0.1:{free_port()}", etcd.url)
     keys.put(GATEWAYS, FIRST, FIRST, ttl_s=60)
     assert keys.values(GATEWAYS) == (FIRST.encode(),)
+
+
+def test_a_cluster_of_three_serves_with_two_and_comes_back_from_one(tmp_path: Path) -> None:
+    peers = {f"etcd-{number}": free_port() for number in range(3)}
+    members = [EtcdServer(tmp_path / name, name=name, peers=peers) for name in peers]
+    urls = [member.url for member in members]
+    try:
+        for member in members:
+            member.begin()
+        for member in members:
+            member.wait_until_healthy()
+        with EtcdGateways(store(*urls), NodeConfig().check_gateway) as directory:
+            first = Announcement(store(*urls), FIRST)
+            until(lambda: directory.addresses() == (FIRST,))
+            members[0].kill()
+            second = Announcement(store(*urls), SECOND)
+            until(lambda: directory.addresses() == (FIRST, SECOND))
+            members[1].kill()
+            third = Announcement(store(*urls), THIRD)
+            with pytest.raises(EtcdError):
+                store(*urls).values(GATEWAYS)
+            assert directory.addresses() == (FIRST, SECOND)
+            members[0].start()
+            until(lambda: directory.addresses() == (FIRST, SECOND, THIRD))
+            for announcement in (first, second, third):
+                announcement.close()
+            until(lambda: directory.addresses() == ())
+    finally:
+        for member in members:
+            member.kill()
+
+
+def test_etcd_with_tls_is_trusted_by_its_authority_and_knows_its_clients_by_their_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, other = make_certificate(tmp_path), tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(make_certificate(other).cert))
+    server = EtcdServer(tmp_path / "etcd", certificate)
+    ca, cert, key = str(certificate.cert), str(certificate.cert), str(certificate.key)
+    try:
+        server.start()
+        known = EtcdStore(DiscoveryOptions(etcd=server.url, etcd_ca=ca, etcd_cert=cert, etcd_cert_key=key))
+        known.put(GATEWAYS, FIRST, FIRST, ttl_s=60)
+        assert known.values(GATEWAYS) == (FIRST.encode(),)
+        with pytest.raises(EtcdError):
+            EtcdStore(DiscoveryOptions(etcd=server.url, etcd_ca=ca)).values(GATEWAYS)
+        with pytest.raises(EtcdError, match="certificate verify failed"):
+            EtcdStore(DiscoveryOptions(etcd=server.url, etcd_cert=cert, etcd_cert_key=key)).values(GATEWAYS)
+    finally:
+        server.kill()
 
 
 def test_addresses_to_which_a_node_must_not_connect_are_ignored(

@@ -5,6 +5,7 @@ Killing a host's first process makes the kernel kill all others in its process n
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -57,14 +58,25 @@ class RayHosts:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.head = ""
 
-    def start(self, name: str, *, cpus: int = 8, labels: str = "", is_head: bool = False) -> None:
-        """Start a raylet; returns once it runs."""
+    def start(
+        self,
+        name: str,
+        *,
+        cpus: int = 8,
+        gpus: int = 0,
+        resources: Mapping[str, float] | None = None,
+        labels: str = "",
+        is_head: bool = False,
+    ) -> None:
+        """Start a raylet; returns once it runs. Ray believes what it is told of GPUs."""
         ray = Path(sys.executable).parent / "ray"
         address = self.hosts.address(name)
         words = [
-            *(str(ray), "start", "--block", f"--node-ip-address={address}", f"--num-cpus={cpus}", "--num-gpus=0"),
+            *(str(ray), "start", "--block", f"--node-ip-address={address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
             *("--object-store-memory=80000000", "--memory=4000000000", "--disable-usage-stats"),
         ]
+        if resources:
+            words.append(f"--resources={json.dumps(resources)}")
         if labels:
             words.append(f"--labels={labels}")
         if is_head:
