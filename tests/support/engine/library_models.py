@@ -90,8 +90,13 @@ LIBRARY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 _LATENT = {
-    **{"head_dim": 16, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16},
-    **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24},
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
 }
 #: Families beyond the table: as above, and why they are refused; empty where the comparison at start lets them pass.
 OTHER_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
