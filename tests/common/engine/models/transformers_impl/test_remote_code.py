@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint with code; the library keeps copies of such code in a cache, which is below ``tmp_path`` here."""
     from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the library adds its cache
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "gated"
     folder.mkdir()
