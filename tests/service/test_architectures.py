@@ -38,3 +38,26 @@ async def test_tokens_equal_those_of_the_library_cold_and_cached_on_two_decode_n
             assert f"transformers computes this model with its class {architecture}" in service.log()
     assert all(totals[node]["output_tokens"] > 0 for node in ("decode-0", "decode-1"))
     assert totals["prefill-0"]["pages_sent"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["OlmoForCausalLM", "Gemma2ForCausalLM", "OlmoeForCausalLM"])
+async def test_tokens_equal_those_of_the_library_after_retractions_on_the_decode_node(
+    tmp_path: Path, architecture: str
+) -> None:
+    """The pool has room for the prompts and not for their outputs; one model is plain, one has windows, one experts."""
+    folder = make_library_model(tmp_path / "m", architecture, seed=3, vocab_size=1100)
+    for path in SMALL_MODEL.glob("*token*"):
+        shutil.copy(path, folder)
+    cases = draw_prompts(folder, [5, 17, 20, 24], 40, seed=8)
+    options = {"model_impl": "transformers", "page_size": 4, "chunked_prefill_size": 32}
+    only = {"decode-0": {"max_total_tokens": 160, "num_reserved_decode_tokens": 1}}
+    with running(tmp_path / "logs", folder, node_options=options, only=only, modules=MODULES) as service:
+        async with service.client() as client:
+            answers = await asyncio.gather(*(client.generate(prompt, 40) for prompt, _ in cases for _ in range(2)))
+            for number, answer in enumerate(answers):
+                prompt, expected = cases[number // 2]
+                assert tuple(answer["output_ids"]) == expected, f"prompt of {len(prompt)} tokens"
+            totals = await client.settled()
+    assert totals["decode-0"]["retractions"] > 0
+    assert totals["prefill-0"]["pages_sent"] > 0

@@ -88,6 +88,44 @@ LIBRARY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Starcoder2ForCausalLM": ("starcoder2", {"sliding_window": WINDOW}),
 }
 
+_GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+_LATENT = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+}
+#: Families beyond the table: as above, and why they are refused; empty where the comparison at start lets them pass.
+OTHER_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "AfmoeForCausalLM": ("afmoe", {**_ALTERNATING, **_EXPERTS, "num_experts": 4, "num_dense_layers": 1}, ""),
+    "BioGptForCausalLM": ("biogpt", {}, "does not support attention functions from outside"),
+    "BitNetForCausalLM": ("bitnet", {}, ""),
+    "CwmForCausalLM": ("cwm", {**_ALTERNATING, "bos_token_id": 0}, ""),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", {**_EXPERTS, **_GROUPS, **_LATENT, "first_k_dense_replace": 1}, ""),
+    "DiffLlamaForCausalLM": ("diffllama", {}, "of its 2 layers not each has keys and values of its own, once"),
+    "DogeForCausalLM": ("doge", {}, "it computes masks of its own"),
+    "Dots1ForCausalLM": (
+        "dots1",
+        {**_EXPERTS, **_GROUPS, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        "",
+    ),
+    "ExaoneMoeForCausalLM": (
+        "exaone_moe",
+        {**_ALTERNATING, **_EXPERTS, "num_experts": 4, "n_group": 1, "topk_group": 1},
+        "",
+    ),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", {**_EXPERTS, **_GROUPS, **_LATENT}, ""),
+    "HeliumForCausalLM": ("helium", {"head_dim": 12}, ""),
+    "Jais2ForCausalLM": ("jais2", {}, ""),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", {**_EXPERTS, "num_local_experts": 4}, ""),
+    "MinistralForCausalLM": ("ministral", {**_ALTERNATING}, ""),
+    "OPTForCausalLM": ("opt", {"word_embed_proj_dim": 48, "ffn_dim": 80}, "its reduced copy cannot be computed"),
+    "PersimmonForCausalLM": ("persimmon", {}, ""),
+}
+
 #: Architectures without a plan in the library to divide them among ranks.
 WITHOUT_PLAN = (
     "GPT2LMHeadModel",
@@ -103,7 +141,7 @@ def make_library_model(folder: str | Path, architecture: str, seed: int = 0, **o
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type, own = LIBRARY_MODELS[architecture]
+    model_type, own, *_ = LIBRARY_MODELS.get(architecture) or OTHER_MODELS[architecture]
     kind = CONFIG_MAPPING[model_type]
     known = kind()
     given = {key: value for key, value in {**TINY, "tie_word_embeddings": False}.items() if hasattr(known, key)}

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from common.engine.kv_pool import TORCH_DTYPES
 from common.engine.models.checkpoints.checkpoint import StoredTensor, stored_tensors
-from common.engine.models.checkpoints.quantized.config import CheckpointQuantization
-from common.engine.models.checkpoints.quantized.sources import QuantizedMatrix, quantized_names
+from common.engine.models.checkpoints.quantized.sources import QuantizedMatrix, log_memory, quantized_names
 from common.engine.models.checkpoints.tensor_sources import CheckpointFiles, TensorSource, plain_sources
 from common.engine.models.config import STORED_DTYPES, ModelConfig
 from common.engine.models.decoder import DecoderWeights, allocate_weights
@@ -55,7 +54,14 @@ def load_weights(config: ModelConfig, dtype: str, device: torch.device, shard: S
             parts[name].zero_()
         progress.add_one()
     if config.quantization is not None:
-        _say_memory(config.quantization, sources, parts, stored)
+        names = [name for name in parts if isinstance(sources[name], QuantizedMatrix)]
+        log_memory(
+            config.quantization,
+            num_matrices=len(names),
+            in_files=sum(stored[each].num_bytes for name in names for each in sources[name].stored),
+            decoded=sum(parts[name].nbytes for name in names),
+            dtype=TORCH_DTYPES[dtype],
+        )
     return weights
 
 
@@ -86,23 +92,6 @@ def _find_sources(
         name = f"{base}.weight" if config.experts is None else config.experts.keys.name_of(f"{base}.weight")
         found[name] = QuantizedMatrix(base, parts, shapes.get(name, ()), config.quantization)
     return found
-
-
-def _say_memory(
-    quantization: CheckpointQuantization,
-    sources: dict[str, TensorSource],
-    parts: dict[str, Tensor],
-    stored: dict[str, StoredTensor],
-) -> None:
-    """Log what the matrices take in the checkpoint and here, before ``--weight-dtype`` rounds them."""
-    names = [name for name in parts if isinstance(sources[name], QuantizedMatrix)]
-    in_files = sum(stored[each].num_bytes for name in names for each in sources[name].stored)
-    here = sum(parts[name].nbytes for name in names)
-    dtype = str(parts[names[0]].dtype).removeprefix("torch.") if names else "nothing"
-    log.info(
-        "quantized checkpoint (%s): %d matrices of %.2f GB take %.2f GB as %s, before --weight-dtype rounds them",
-        *(quantization.description, len(names), in_files / 1e9, here / 1e9, dtype),
-    )
 
 
 class _Progress:

@@ -6,6 +6,7 @@ notes how it is called. This module imports transformers, and with it torch, whe
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from common.engine.models.transformers_impl.attention import AttentionHook
+
+log = logging.getLogger(__name__)
 
 #: Architectures whose tiny models give the library's tokens, token for token, in Baton's tests. Of others, a reduced
 #: copy is compared at each start.
@@ -132,6 +135,8 @@ class TransformersConfig(BaseModelConfig):
         stored = {**read_json(folder / "config.json"), **overrides}
         generation = read_json(folder / "generation_config.json", required=False)
         tensors = None if has_dummy_weights else stored_tensors(folder)
+        if trust_remote_code:
+            _warn_of_code(stored, folder)
         config = load_library_config(folder, overrides, trust_remote_code=trust_remote_code)
         refuse_by_configuration(config, stored, folder)
         if tensors is None:
@@ -200,11 +205,12 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
             **overrides,
         )
     except Exception as error:  # the library's code, and that of checkpoints, may raise anything
-        reason = _first_line(error)
-        hint = (
-            "" if trust_remote_code else "; a model with code of its own needs --trust-remote-code, and runs that code"
-        )
-        raise UnsupportedModelError(f"{folder}: transformers cannot read config.json ({reason}){hint}") from error
+        if not trust_remote_code and read_json(folder / "config.json").get("auto_map"):
+            raise UnsupportedModelError(
+                f"{folder}: this model is computed by Python code of the checkpoint; it needs --trust-remote-code, "
+                "and runs that code"
+            ) from error
+        raise UnsupportedModelError(f"{folder}: transformers cannot read config.json ({_first_line(error)})") from error
     if unused := sorted(set(unused) & set(overrides)):
         raise ConfigError(f"--hf-overrides: {', '.join(unused)} is no key of this model's config.json")
     if hasattr(config, "quantization_config"):
@@ -411,6 +417,19 @@ def _context_length(config: Any, folder: Path) -> int:
 def _has_unseen_window(config: Any, layers: Sequence[LayerAttention], context_length: int) -> bool:
     window = getattr(config, "sliding_window", None)
     return isinstance(window, int) and 0 < window < context_length and all(layer.window is None for layer in layers)
+
+
+def _warn_of_code(stored: Mapping[str, Any], folder: Path) -> None:
+    """Say that code of the checkpoint is about to run, if config.json names some in place of the library's classes."""
+    named = stored.get("auto_map")
+    classes = [
+        str(named[key]) for key in ("AutoConfig", "AutoModelForCausalLM") if isinstance(named, dict) and named.get(key)
+    ]
+    if classes:
+        log.warning(
+            "--trust-remote-code: Python code of %s (%s) runs in this process, with the rights of its user",
+            *(folder, ", ".join(classes)),
+        )
 
 
 def _digests_of_code(folder: Path) -> dict[str, str]:

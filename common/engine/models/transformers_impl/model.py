@@ -243,7 +243,7 @@ def load_transformers_model(
             config,
             kind,
             library_config,
-            _given_tensors(config, on_meta),
+            _given_tensors(config, on_meta, TORCH_DTYPES[dtype]),
             dtype=TORCH_DTYPES[dtype],
             attn_implementation=hook.name,
             trust_remote_code=trust,
@@ -285,13 +285,13 @@ def _reading_parts(plan: TpPlan | None, kind: Any) -> Iterator[Any]:
             os.environ[_NO_READING_AHEAD] = before
 
 
-def _given_tensors(config: TransformersConfig, on_meta: Any) -> dict[str, LateTensor] | None:
+def _given_tensors(config: TransformersConfig, on_meta: Any, dtype: torch.dtype) -> dict[str, LateTensor] | None:
     """Return the tensors that the library cannot read itself, by their names in the checkpoint; None: it can."""
     if config.has_dummy_weights:
         files = CheckpointFiles({})
         shapes = {name: tuple(one.shape) for name, one in on_meta.named_parameters()}
         return {name: LateTensor(DummyTensor(name, shape), files) for name, shape in shapes.items()}
-    return None if config.quantization is None else decoded_tensors(config.folder, config.quantization)
+    return None if config.quantization is None else decoded_tensors(config.folder, config.quantization, dtype)
 
 
 def _load_weights(

@@ -1,17 +1,21 @@
 """Tensors of a quantized checkpoint that are read and decoded one by one, when the library transformers takes them."""
 
-import logging
+import math
 from pathlib import Path
 from types import EllipsisType
 
+import torch
 from torch import Tensor
 
 from common.engine.models.checkpoints.checkpoint import stored_tensors
 from common.engine.models.checkpoints.quantized.config import CheckpointQuantization
-from common.engine.models.checkpoints.quantized.sources import QuantizedMatrix, quantized_names, stored_shape
+from common.engine.models.checkpoints.quantized.sources import (
+    QuantizedMatrix,
+    log_memory,
+    quantized_names,
+    stored_shape,
+)
 from common.engine.models.checkpoints.tensor_sources import CheckpointFiles, TensorSource, WholeTensor
-
-log = logging.getLogger(__name__)
 
 
 class LateTensor:
@@ -25,9 +29,11 @@ class LateTensor:
         return self._source.read(self._files)
 
 
-def decoded_tensors(folder: Path, quantization: CheckpointQuantization) -> dict[str, LateTensor]:
+def decoded_tensors(folder: Path, quantization: CheckpointQuantization, dtype: torch.dtype) -> dict[str, LateTensor]:
     """Return the tensors of the plain model that a checkpoint means, by its own names.
 
+    Args:
+        dtype: which the library converts them to; the log says what they take then.
     Raises:
         ConfigError: a header is damaged, or the tensors of a matrix do not tell its shape.
     """
@@ -43,9 +49,11 @@ def decoded_tensors(folder: Path, quantization: CheckpointQuantization) -> dict[
     for base, parts in matrices.items():
         shape = stored_shape(parts, stored, files)
         sources[f"{base}.weight"] = QuantizedMatrix(base, parts, shape, quantization)
-    num_bytes = sum(stored[name].num_bytes for name in taken)
-    log.info(
-        "quantized checkpoint (%s): %d matrices of %.2f GB are decoded to --dtype, before --weight-dtype rounds them",
-        *(quantization.description, len(matrices), num_bytes / 1e9),
+    log_memory(
+        quantization,
+        num_matrices=len(matrices),
+        in_files=sum(stored[name].num_bytes for name in taken),
+        decoded=dtype.itemsize * sum(math.prod(sources[f"{base}.weight"].shape) for base in matrices),
+        dtype=dtype,
     )
     return {name: LateTensor(source, files) for name, source in sources.items()}

@@ -1,8 +1,10 @@
 """The quantized matrices of a checkpoint as sources of plain ones."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from common.engine.models.checkpoints.checkpoint import StoredTensor
@@ -14,6 +16,8 @@ from common.engine.models.checkpoints.quantized.gptq import decode_gptq
 from common.engine.models.checkpoints.quantized.packing import Parts
 from common.engine.models.checkpoints.tensor_sources import CheckpointFiles
 from common.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 DECODERS: dict[str, Callable[[Parts, tuple[int, ...], CheckpointQuantization], Tensor]] = {
     "fp8": decode_fp8,
@@ -93,3 +97,13 @@ def stored_shape(
         return (num_out, rows) if columns < num_out else (num_out, rows * num_out // shapes["qzeros"][1])
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ConfigError(f"{', '.join(parts.values())} do not tell the shape of their matrix") from error
+
+
+def log_memory(
+    quantization: CheckpointQuantization, *, num_matrices: int, in_files: int, decoded: int, dtype: torch.dtype
+) -> None:
+    """Log what the matrices take in the files and once they are decoded to ``dtype``, both in bytes."""
+    log.info(
+        "quantized checkpoint (%s): %d matrices of %.2f GB take %.2f GB as %s, before --weight-dtype rounds them",
+        *(quantization.description, num_matrices, in_files / 1e9, decoded / 1e9, str(dtype).removeprefix("torch.")),
+    )

@@ -14,7 +14,6 @@ from support.engine.quantized_models import FORMATS, quantize_model
 from support.engine.reference_models import draw_prompts
 
 from common.engine.executor import TorchExecutor, load_executor
-from common.engine.models.checkpoints.checkpoint import stored_tensors
 from common.engine.models.checkpoints.quantized.config import parse_quantization
 from common.engine.models.checkpoints.quantized.late_tensors import decoded_tensors
 from common.engine.models.implementation import ModelSource, load_config
@@ -38,9 +37,9 @@ def make_pair(tmp_path: Path, kind: str, architecture: str) -> tuple[Path, Path]
     return plain, quantize_model(plain, tmp_path / "quantized", kind)
 
 
-def load(folder: Path) -> TorchExecutor:
+def load(folder: Path, dtype: str = "float32") -> TorchExecutor:
     config = load_config(ModelSource(str(folder), implementation="transformers"))
-    return load_executor(config, dtype="float32", num_slots=4, num_pages=30, page_size=16)
+    return load_executor(config, dtype=dtype, num_slots=4, num_pages=30, page_size=16)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -61,7 +60,7 @@ def test_every_format_tells_the_shapes_of_its_matrices(tmp_path: Path, kind: str
     plain, quantized = make_pair(tmp_path, kind, "OlmoForCausalLM")
     quantization = parse_quantization(FORMATS[kind][0], quantized)
     assert quantization is not None
-    decoded = decoded_tensors(quantized, quantization)
+    decoded = decoded_tensors(quantized, quantization, torch.float32)
     tensors = load_file(plain / "model.safetensors")
     assert decoded.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -98,9 +97,20 @@ def test_another_method_is_refused_by_name(tmp_path: Path) -> None:
         load_config(ModelSource(str(tmp_path)))
 
 
-def test_what_is_decoded_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _, quantized = make_pair(tmp_path, "awq", "OlmoForCausalLM")
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("bfloat16", 2)])
+def test_the_memory_of_the_file_and_of_the_decoded_matrices_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, num_bytes: int
+) -> None:
+    plain, quantized = make_pair(tmp_path, "awq", "OlmoForCausalLM")
     with caplog.at_level(logging.INFO):
-        load(quantized).close()
-    assert "quantized checkpoint (AWQ, 4 bits): 14 matrices" in caplog.text
-    assert len(stored_tensors(quantized)) > 14
+        load(quantized, dtype).close()
+    (line,) = (record for record in caplog.records if "quantized checkpoint" in record.msg)
+    assert line.getMessage() == (
+        f"quantized checkpoint (AWQ, 4 bits): 14 matrices of 0.00 GB take 0.00 GB as {dtype}, "
+        "before --weight-dtype rounds them"
+    )
+    assert isinstance(line.args, tuple)
+    matrices = {name: one for name, one in load_file(plain / "model.safetensors").items() if "proj" in name}
+    in_file = [one.nbytes for name, one in load_file(quantized / "model.safetensors").items() if "proj" in name]
+    assert line.args[2] == pytest.approx(sum(in_file) / 1e9)
+    assert line.args[3] == pytest.approx(num_bytes * sum(one.numel() for one in matrices.values()) / 1e9)
