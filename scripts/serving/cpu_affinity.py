@@ -5,9 +5,7 @@ holds the core. So nodes are pinned to disjoint sets of cores. Hardware threads 
 computes with one thread per core.
 """
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from common.errors import ConfigError
 
@@ -46,22 +44,3 @@ def divide(cores: list[tuple[int, ...]], num_nodes: int, num_threads: int | None
         start += len(mine)
         shares.append(Share(num_threads or len(mine), tuple(cpu for core in mine for cpu in core)))
     return shares
-
-
-def usable_cores() -> list[tuple[int, ...]]:
-    """The CPU numbers of each physical core that affinity and control group let this process use."""
-    allowed = sorted(os.sched_getaffinity(0))
-    cores: dict[str, list[int]] = {}
-    for cpu in allowed:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.setdefault(siblings.read_text() if siblings.exists() else str(cpu), []).append(cpu)
-    return [tuple(core) for core in cores.values()][: _quota()]
-
-
-def _quota() -> int | None:
-    """Whole CPUs that the control group grants, at least 1; None without a limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, int(quota) // int(period))
-    except (OSError, ValueError):
-        return None

@@ -1,7 +1,7 @@
 /* Matrix products of a decoder's linear layers in float32, on processors with AVX2 and without AVX-512.
  *
- * Weights keep their format, bfloat16 or float32, and are widened in registers. A vector of the packed weight, 64 bytes,
- * holds two consecutive inputs of sixteen outputs in bfloat16, or one input in float32. Rows of x are widened before, in
+ * Weights keep their format and are widened in registers. A vector of the packed weight, 64 bytes, holds two
+ * consecutive inputs of sixteen outputs in bfloat16 and float16, or one input in float32. Rows of x are widened before, in
  * tiles of at most ROWS rows: [inputs, rows]. Few rows take as long as memory needs to deliver the weights, many as long as
  * the products take.
  *
@@ -40,10 +40,10 @@ INLINE void widen_tile(const char *x, float *to, long inputs, long rows, int dty
             for (int lane = 0; lane < LANES; lane++) to[(i + lane) * rows + row] = part[lane];
         }
     for (long i = whole; i < inputs; i++)
-        for (long row = 0; row < rows; row++) { /* the upper half of a float is a number in bfloat16 */
-            float number = 0.0f;
-            memcpy((char *)&number + 4 - item, x + (row * inputs + i) * item, (size_t)item);
-            to[i * rows + row] = number;
+        for (long row = 0; row < rows; row++) {
+            char one[LANES * 4] = {0};
+            memcpy(one, x + (row * inputs + i) * item, (size_t)item);
+            to[i * rows + row] = load(one, 0, dtype)[0];
         }
 }
 
@@ -52,22 +52,19 @@ INLINE void add_product(vf *sum, vf a, vf b) {
     __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
 }
 
-/* Not inlined, since a copy for every size of tile would buy nothing. */
-static __attribute__((noinline)) void write_tile(const Tile *tile, vf sums[ROWS][MAX_TOGETHER * PARTS], int rows,
-                                                 int vectors) {
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++)
-            if (tile->out_dtype == F32)
-                store(tile->out, i * tile->width + j * LANES, sums[i][j], F32);
-            else
-                store(tile->out, i * tile->width + j * LANES, sums[i][j], BF16);
+/* The first or the second input of each word of a weight; a word of float32 is the input. */
+INLINE vf widened_weight(vu words, int second, int dtype) {
+    if (dtype == F32) return (vf)words;
+    if (dtype == BF16) return (vf)(second ? words & 0xffff0000 : words << 16);
+    const vh halves = __builtin_convertvector(second ? words >> 16 : words & 0xffff, vh);
+    return load((const char *)&halves, 0, F16);
 }
 
 INLINE void multiply_tile(const Tile *tile, int rows, int blocks, int dtype) {
-    const int each = dtype == BF16 ? 2 : 1, vectors = blocks * PARTS; /* each: inputs in a word of the weight */
+    const int each = dtype == F32 ? 1 : 2, vectors = blocks * PARTS; /* each: inputs in a word of the weight */
     const ptrdiff_t block_bytes = tile->inputs / each * 64;
     const char *weight = tile->weight, *ahead = tile->ahead;
-    vf sums[ROWS][MAX_TOGETHER * PARTS], totals[ROWS][MAX_TOGETHER * PARTS];
+    vf sums[ROWS][MAX_TOGETHER * PARTS], totals[ROWS * MAX_TOGETHER * PARTS];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
@@ -80,7 +77,7 @@ INLINE void multiply_tile(const Tile *tile, int rows, int blocks, int dtype) {
 #pragma GCC unroll 8
             for (int j = 0; j < vectors; j++) {
                 const vu words = (vu)load(weight + j / PARTS * block_bytes, j % PARTS * LANES, F32);
-                weights[j] = (vf)(dtype == F32 ? words : one ? words & 0xffff0000 : words << 16);
+                weights[j] = widened_weight(words, one, dtype);
             }
 #pragma GCC unroll 6
             for (int i = 0; i < rows; i++) {
@@ -93,8 +90,8 @@ INLINE void multiply_tile(const Tile *tile, int rows, int blocks, int dtype) {
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
-        for (int j = 0; j < vectors; j++) totals[i][j] = sums[i][j];
-    write_tile(tile, totals, rows, vectors);
+        for (int j = 0; j < vectors; j++) totals[i * vectors + j] = sums[i][j];
+    write_sums(totals, tile->out, tile->width, rows, vectors, tile->out_dtype);
 }
 
 INLINE void multiply_rows(const Tile *tile, long rows, long blocks, int dtype) {
@@ -131,16 +128,13 @@ static void multiply(const float *x, const char *weight, const char *bias, char 
                     /* Each of several passes over a block fetches its share of the next one. */
                     tile.ahead = tile.weight + (passes == 1 ? AHEAD / 4 : block_bytes + block_bytes * pass / passes);
                     const long left = rows - row < most ? rows - row : most;
-                    if (dtype == F32) /* constants within the parallel part: one from outside of it is a variable */
-                        multiply_rows(&tile, left, count, F32);
-                    else
-                        multiply_rows(&tile, left, count, BF16);
+                    WITH_CONSTANT(dtype, multiply_rows, &tile, left, count);
                 }
         }
     }
 }
 
-EXPORT int baton_can_multiply(int dtype) { return dtype == BF16 || dtype == F32; }
+EXPORT int baton_can_multiply(int dtype) { return dtype == BF16 || dtype == F32 || dtype == F16; }
 
 EXPORT void baton_linear(const char *x, const char *weight, const char *bias, char *out, float *widened, long rows,
                          long inputs, long width, int dtype, int out_dtype) {
@@ -150,10 +144,7 @@ EXPORT void baton_linear(const char *x, const char *weight, const char *bias, ch
     for (long row = 0; row < rows; row += most) {
         const char *from = x + row * inputs * (ptrdiff_t)item_bytes(dtype);
         const long count = rows - row < most ? rows - row : most;
-        if (dtype == F32)
-            widen_tile(from, widened + row * inputs, inputs, count, F32);
-        else
-            widen_tile(from, widened + row * inputs, inputs, count, BF16);
+        WITH_CONSTANT(dtype, widen_tile, from, widened + row * inputs, inputs, count);
     }
     multiply(widened, weight, bias, out, rows, inputs, width, dtype, out_dtype);
 }

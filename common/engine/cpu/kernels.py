@@ -237,11 +237,15 @@ class Kernels:
         self._token_weights(scaled.data_ptr(), None if threshold is None else threshold.data_ptr(), *scaled.shape)
         return scaled
 
-    def can_multiply(self, weight: Tensor) -> bool:
-        """Whether ``linear`` is the fastest product here with a weight ``[out, in]``: with AMX, oneDNN's is."""
+    def can_multiply(self, weight: Tensor, *, in_float32: bool = False) -> bool:
+        """Whether ``linear`` is the best product here with a weight ``[out, in]``.
+
+        With AMX, oneDNN's is faster. It rounds results to the format of the weight, so that it does not compute
+        ``in_float32``.
+        """
         num_out, num_in = weight.shape
-        is_fast = weight.dtype in self.linear_dtypes and not self.has_amx
-        return is_fast and num_out % LANES == 0 and num_in > 0 and num_in * weight.itemsize % 4 == 0
+        is_best = weight.dtype in self.linear_dtypes and (in_float32 or not self.has_amx)
+        return is_best and num_out % LANES == 0 and num_in > 0 and num_in * weight.itemsize % 4 == 0
 
     def pack_linear(self, weight: Tensor, memory: HugePages) -> Tensor:
         """Return the weight in the order in which ``linear`` reads it; see linear.c and float_linear.c."""
@@ -268,7 +272,7 @@ class Kernels:
 
     def floats_widened(self, numbers: int) -> int:
         """Return for how many floats ``linear`` needs memory if ``x`` has so many numbers."""
-        return numbers if self.linear_dtypes and not self.has_bf16_dot else 0
+        return numbers if torch.float32 in self.linear_dtypes else 0
 
     def can_multiply_quantized(self, weight: QuantizedWeight) -> bool:
         """Whether ``linear_quantized`` computes the product with this weight here."""

@@ -1,89 +1,108 @@
-/* Matrix products of a decoder's linear layers with weights that were packed once, in bfloat16. float_linear.c has those
- * for processors without dot products of bfloat16.
+/* Matrix products of a decoder's linear layers with weights that were packed once, of 16 bits, on processors with AVX-512.
+ * float_linear.c has those for processors with AVX2 alone.
  *
  * A vector of the packed weight holds two consecutive inputs of sixteen outputs, which is what the processor's dot
- * product of bfloat16 pairs takes. Three blocks of sixteen outputs stand together, [in / 2, 3, 16, 2], and one or two that
- * are left over at the end each alone, so that all weights are read in the order of their addresses, once for every
- * eight rows of x. Few rows take as long as memory needs to deliver the weights, many as long as the products take.
+ * product of bfloat16 pairs takes; without it, and for float16, both are widened to float32 in registers. Three blocks of
+ * sixteen outputs stand together, [in / 2, 3, 16, 2], and one or two that are left over at the end each alone, so that all
+ * weights are read in the order of their addresses, once for every eight rows of x. Few rows take as long as memory needs
+ * to deliver the weights, many as long as the products take.
  */
 #include "parts.h"
 
 #ifdef __AVX512BF16__
+EXPORT int baton_has_bf16_dot(void) { return 1; }
+#else
+EXPORT int baton_has_bf16_dot(void) { return 0; }
+#endif
+
+#ifdef __AVX512BW__
 
 enum { ROWS = 8 }; /* with 3 blocks 24 sums, 3 weights and one input fit in the 32 registers */
 
-/* `rows` rows of `x` times `blocks` blocks of sixteen outputs. `pairs`: half the number of inputs. */
-INLINE void multiply_tile(const uint32_t *x, const char *weight, const char *bias, char *out, long pairs, long width,
-                          int rows, int blocks, int dtype) {
+/* The first or the second number of each pair. */
+INLINE __m512 widened(__m512i pairs, int second, int dtype) {
+    if (dtype == BF16) return (__m512)(second ? (vu)pairs & 0xffff0000 : (vu)pairs << 16);
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(second ? _mm512_srli_epi32(pairs, 16) : pairs));
+}
+
+/* sum + a * b, of both numbers of each pair. */
+INLINE __m512 add_pairs(__m512 sum, __m512i a, __m512i b, int dtype) {
+#ifdef __AVX512BF16__
+    if (dtype == BF16) return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#endif
+    sum = _mm512_fmadd_ps(widened(a, 0, dtype), widened(b, 0, dtype), sum);
+    return _mm512_fmadd_ps(widened(a, 1, dtype), widened(b, 1, dtype), sum);
+}
+
+typedef struct {
+    const uint32_t *x;
+    const char *weight, *bias; /* or null */
+    char *out;
+    long pairs, width; /* pairs: half the number of inputs */
+    int dtype, out_dtype;
+} Tile;
+
+/* Some rows times some blocks of sixteen outputs. */
+INLINE void multiply_tile(const Tile *tile, int blocks, int dtype, int rows) {
+    const long pairs = tile->pairs;
+    const char *weight = tile->weight;
     __m512 sums[ROWS][BLOCKS];
+    vf totals[ROWS * BLOCKS];
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < blocks; j++) sums[i][j] = bias ? (__m512)load(bias, j * LANES, BF16) : _mm512_setzero_ps();
+        for (int j = 0; j < blocks; j++)
+            sums[i][j] = tile->bias ? (__m512)load(tile->bias, j * LANES, dtype) : _mm512_setzero_ps();
     for (long k = 0; k < pairs; k++) {
-        __m512bh weights[BLOCKS];
+        __m512i weights[BLOCKS];
         for (int j = 0; rows > 1 && j < blocks; j++)
             __builtin_prefetch(weight + (k * blocks + j) * 64 + (rows > 5 ? AHEAD : AHEAD / 4), 0, 2);
 #pragma GCC unroll 4
-        for (int j = 0; j < blocks; j++)
-            weights[j] = (__m512bh)_mm512_loadu_si512(weight + (k * blocks + j) * 64);
+        for (int j = 0; j < blocks; j++) weights[j] = _mm512_loadu_si512(weight + (k * blocks + j) * 64);
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
-            const __m512bh input = (__m512bh)_mm512_set1_epi32((int)x[i * pairs + k]);
+            const __m512i input = _mm512_set1_epi32((int)tile->x[i * pairs + k]);
 #pragma GCC unroll 4
-            for (int j = 0; j < blocks; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], input, weights[j]);
+            for (int j = 0; j < blocks; j++) sums[i][j] = add_pairs(sums[i][j], input, weights[j], dtype);
         }
     }
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < blocks; j++) store(out, i * width + j * LANES, (vf)sums[i][j], dtype);
+        for (int j = 0; j < blocks; j++) totals[i * blocks + j] = (vf)sums[i][j];
+    write_sums(totals, tile->out, tile->width, rows, blocks, tile->out_dtype);
 }
 
-INLINE void multiply_rows(const uint32_t *x, const char *weight, const char *bias, char *out, long pairs, long width,
-                          long rows, int blocks, int dtype) {
-    switch (rows) {
-        case 1: return multiply_tile(x, weight, bias, out, pairs, width, 1, blocks, dtype);
-        case 2: return multiply_tile(x, weight, bias, out, pairs, width, 2, blocks, dtype);
-        case 3: return multiply_tile(x, weight, bias, out, pairs, width, 3, blocks, dtype);
-        case 4: return multiply_tile(x, weight, bias, out, pairs, width, 4, blocks, dtype);
-        case 5: return multiply_tile(x, weight, bias, out, pairs, width, 5, blocks, dtype);
-        case 6: return multiply_tile(x, weight, bias, out, pairs, width, 6, blocks, dtype);
-        case 7: return multiply_tile(x, weight, bias, out, pairs, width, 7, blocks, dtype);
-        default: return multiply_tile(x, weight, bias, out, pairs, width, ROWS, blocks, dtype);
-    }
+/* The format becomes a constant here, within the parallel part: a constant from outside of it is a variable. */
+INLINE void multiply_rows(const Tile *tile, int blocks, long rows) {
+    if (tile->dtype == BF16)
+        WITH_ROWS(rows, multiply_tile, tile, blocks, BF16);
+    else
+        WITH_ROWS(rows, multiply_tile, tile, blocks, F16);
 }
 
-INLINE void multiply(const char *x, const char *weight, const char *bias, char *out, long rows, long inputs, long width,
-                     int dtype) {
-    const long pairs = inputs / 2, all_blocks = width / LANES;
-#pragma omp parallel for schedule(static) if (rows * inputs * width > 1 << 18)
-    for (long block = 0; block < all_blocks; block += BLOCKS)
-        for (long row = 0; row < rows; row += ROWS) {
-            const uint32_t *first = (const uint32_t *)x + row * pairs;
-            char *target = out + (row * width + block * LANES) * (ptrdiff_t)item_bytes(dtype);
-            const char *panel = weight + block * pairs * 64, *panel_bias = bias ? bias + block * LANES * 2 : 0;
-            const long left = rows - row < ROWS ? rows - row : ROWS;
-            if (all_blocks - block >= BLOCKS) {
-                multiply_rows(first, panel, panel_bias, target, pairs, width, left, BLOCKS, dtype);
-            } else {
-                for (long j = 0; j < all_blocks - block; j++)
-                    multiply_rows(first, panel + j * pairs * 64, panel_bias ? panel_bias + j * LANES * 2 : 0,
-                                  target + j * LANES * (ptrdiff_t)item_bytes(dtype), pairs, width, left, 1, dtype);
-            }
-        }
-}
-
-EXPORT int baton_has_bf16_dot(void) { return 1; }
-EXPORT int baton_can_multiply(int dtype) { return dtype == BF16; }
+EXPORT int baton_can_multiply(int dtype) { return dtype == BF16 || dtype == F16; }
 
 EXPORT void baton_linear(const char *x, const char *weight, const char *bias, char *out, float *widened, long rows,
                          long inputs, long width, int dtype, int out_dtype) {
-    (void)widened, (void)dtype;
-    if (out_dtype == F32) multiply(x, weight, bias, out, rows, inputs, width, F32);
-    if (out_dtype == BF16) multiply(x, weight, bias, out, rows, inputs, width, BF16);
+    (void)widened;
+    const long pairs = inputs / 2, all_blocks = width / LANES;
+#pragma omp parallel for schedule(static) if (rows * inputs * width > 1 << 18)
+    for (long first = 0; first < all_blocks; first += BLOCKS)
+        for (long row = 0; row < rows; row += ROWS) {
+            const int together = all_blocks - first >= BLOCKS;
+            const long end = together ? first + 1 : all_blocks, left = rows - row < ROWS ? rows - row : ROWS;
+            for (long block = first; block < end; block++) {
+                const Tile tile = {.x = (const uint32_t *)x + row * pairs, .weight = weight + block * pairs * 64,
+                                   .bias = bias ? bias + block * LANES * 2 : 0, .pairs = pairs, .width = width,
+                                   .out = out + (row * width + block * LANES) * (ptrdiff_t)item_bytes(out_dtype),
+                                   .dtype = dtype, .out_dtype = out_dtype};
+                if (together)
+                    multiply_rows(&tile, BLOCKS, left);
+                else
+                    multiply_rows(&tile, 1, left);
+            }
+        }
 }
-#else
-EXPORT int baton_has_bf16_dot(void) { return 0; }
-#if !defined(__FMA__) || defined(__AVX512F__)
+#elif !defined(__FMA__) || defined(__AVX512F__)
 EXPORT int baton_can_multiply(int dtype) { return (void)dtype, 0; }
 
 EXPORT void baton_linear(const char *x, const char *weight, const char *bias, char *out, float *widened, long rows,
@@ -91,7 +110,6 @@ EXPORT void baton_linear(const char *x, const char *weight, const char *bias, ch
     (void)x, (void)weight, (void)bias, (void)out, (void)widened, (void)rows, (void)inputs, (void)width;
     (void)dtype, (void)out_dtype;
 }
-#endif
 #endif
 
 /* Several products: the rows of x up to ends[i], from ends[i - 1] on, times weights[chosen[i]], without biases. */

@@ -11,6 +11,27 @@ enum { BLOCKS = 3 };
 enum { BLOCKS = 1 };
 #endif
 
+/* Call with a number of rows up to eight as a constant, the last argument. */
+#define WITH_ROWS(rows, function, ...)                  \
+    do switch (rows) {                                  \
+            case 1: function(__VA_ARGS__, 1); break;    \
+            case 2: function(__VA_ARGS__, 2); break;    \
+            case 3: function(__VA_ARGS__, 3); break;    \
+            case 4: function(__VA_ARGS__, 4); break;    \
+            case 5: function(__VA_ARGS__, 5); break;    \
+            case 6: function(__VA_ARGS__, 6); break;    \
+            case 7: function(__VA_ARGS__, 7); break;    \
+            default: function(__VA_ARGS__, 8);          \
+        }                                               \
+    while (0)
+
+/* Write a tile's sums [rows, vectors]. Not inlined, since a copy for every size of tile would buy nothing. */
+static __attribute__((noinline, unused)) void write_sums(const vf *sums, char *out, long width, int rows, int vectors,
+                                                         int dtype) {
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) store(out, i * width + j * LANES, sums[i * vectors + j], dtype);
+}
+
 typedef struct {
     const uint8_t *values;
     const float *scales;

@@ -98,8 +98,8 @@ static __attribute__((noinline)) void write_tile(const QuantizedWeight *w, vf to
 }
 
 /* `rows` rows from `row` on times `blocks` blocks of sixteen outputs from `block` on. */
-INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block, int rows,
-                          int blocks, int bits, int dtype, int out_dtype) {
+INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block,
+                          int blocks, int bits, int dtype, int out_dtype, int rows) {
     const long inputs = w->inputs, groups = inputs / w->group;
     const uint8_t *values = w->values + block * inputs * LANES * bits / 8; /* the groups of a tile follow each other */
     vf totals[ROWS][BLOCKS];
@@ -135,27 +135,13 @@ INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char
                blocks, dtype, out_dtype);
 }
 
-INLINE void multiply_rows(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block, long rows,
-                          int blocks, int bits, int dtype, int out_dtype) {
-    switch (rows) {
-        case 1: return multiply_tile(w, x, out, row, block, 1, blocks, bits, dtype, out_dtype);
-        case 2: return multiply_tile(w, x, out, row, block, 2, blocks, bits, dtype, out_dtype);
-        case 3: return multiply_tile(w, x, out, row, block, 3, blocks, bits, dtype, out_dtype);
-        case 4: return multiply_tile(w, x, out, row, block, 4, blocks, bits, dtype, out_dtype);
-        case 5: return multiply_tile(w, x, out, row, block, 5, blocks, bits, dtype, out_dtype);
-        case 6: return multiply_tile(w, x, out, row, block, 6, blocks, bits, dtype, out_dtype);
-        case 7: return multiply_tile(w, x, out, row, block, 7, blocks, bits, dtype, out_dtype);
-        default: return multiply_tile(w, x, out, row, block, ROWS, blocks, bits, dtype, out_dtype);
-    }
-}
-
 /* The number of bits becomes a constant here, within the parallel part: a constant from outside of it is a variable. */
-INLINE void multiply_blocks(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block,
-                            long rows, int blocks, int dtype, int out_dtype) {
+INLINE void multiply_rows(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block, long rows,
+                          int blocks, int dtype, int out_dtype) {
     if (w->bits == 8)
-        multiply_rows(w, x, out, row, block, rows, blocks, 8, dtype, out_dtype);
+        WITH_ROWS(rows, multiply_tile, w, x, out, row, block, blocks, 8, dtype, out_dtype);
     else
-        multiply_rows(w, x, out, row, block, rows, blocks, 4, dtype, out_dtype);
+        WITH_ROWS(rows, multiply_tile, w, x, out, row, block, blocks, 4, dtype, out_dtype);
 }
 
 static void multiply(const QuantizedWeight *w, const QuantizedRows *x, char *out, long rows, int dtype,
@@ -167,10 +153,10 @@ static void multiply(const QuantizedWeight *w, const QuantizedRows *x, char *out
             const long left = rows - row < ROWS ? rows - row : ROWS;
             const long end = block + BLOCKS < all_blocks ? block + BLOCKS : all_blocks;
             if (end - block == BLOCKS)
-                multiply_blocks(w, x, out, row, block, left, BLOCKS, dtype, out_dtype);
+                multiply_rows(w, x, out, row, block, left, BLOCKS, dtype, out_dtype);
             else
                 for (long last = block; last < end; last++)
-                    multiply_blocks(w, x, out, row, last, left, 1, dtype, out_dtype);
+                    multiply_rows(w, x, out, row, last, left, 1, dtype, out_dtype);
         }
 }
 

@@ -53,7 +53,8 @@ class DecoderWeights:
             layer.mlp.pack(dtype, memory)
         if self.head is not None:
             at_least_int8: WeightDtype = "int8" if dtype == "int4" else dtype
-            self.head.pack(at_least_int8, memory=memory, keep_weight=self.head.weight is self.embedding)
+            keep_weight = self.head.weight is self.embedding
+            self.head.pack(at_least_int8, memory=memory, keep_weight=keep_weight, in_float32=True)
 
 
 def allocate_weights(

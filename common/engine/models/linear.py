@@ -17,6 +17,9 @@ from common.engine.models.quantization import (
     quantize_weight,
 )
 
+#: Numbers of a weight that ``_WidenedProduct`` widens at a time: 2 MB in float32.
+WIDENED_NUMBERS = 1 << 19
+
 
 class Product(Protocol):
     """``x @ weight.T + bias`` with a weight in one of the forms that weights are kept in.
@@ -44,18 +47,27 @@ class Linear:
         self.bias = bias
         self._product: Product | None = None
 
-    def pack(self, dtype: WeightDtype = "auto", *, memory: HugePages | None = None, keep_weight: bool = False) -> None:
+    def pack(
+        self,
+        dtype: WeightDtype = "auto",
+        *,
+        memory: HugePages | None = None,
+        keep_weight: bool = False,
+        in_float32: bool = False,
+    ) -> None:
         """Round the weight to ``dtype``, and pack it if something here multiplies faster than with the plain one.
 
         Args:
             memory: for the packed weight, beside those of other layers; None: the weight has memory of its own.
             keep_weight: keep the plain weight too, for an embedding tied to the output.
+            in_float32: results are asked for in float32, and must not be rounded before: for the logits, of which the
+                largest two would often be equal.
         """
         if self.weight is None or self.weight.device.type != "cpu":
             return
         memory = memory or HugePages(0)
         if dtype == "auto":
-            self._product = _plain_product(self.weight, self.bias, memory)
+            self._product = _plain_product(self.weight, self.bias, memory, in_float32=in_float32)
         else:
             self._product = quantized_product(quantize_weight(self.weight, dtype), self.bias, memory)
         if not keep_weight and self._product is not None:
@@ -111,11 +123,13 @@ def quantized_product(weight: QuantizedWeight, bias: Tensor | None, memory: Huge
     return TorchQuantizedProduct(weight, bias)
 
 
-def _plain_product(weight: Tensor, bias: Tensor | None, memory: HugePages) -> Product | None:
+def _plain_product(weight: Tensor, bias: Tensor | None, memory: HugePages, *, in_float32: bool) -> Product | None:
     """Return the fastest product with this weight on this CPU; None for ``F.linear``."""
     kernels = load_kernels()
-    if kernels is not None and kernels.can_multiply(weight):
+    if kernels is not None and kernels.can_multiply(weight, in_float32=in_float32):
         return _PlainProduct(kernels, kernels.pack_linear(weight, memory), bias)
+    if in_float32 and weight.dtype != torch.float32:
+        return _WidenedProduct(weight, bias)
     return _OneDnnProduct(weight, bias) if _is_known_to_onednn(weight.dtype) else None
 
 
@@ -150,6 +164,22 @@ class _QuantizedProduct:
     @property
     def native(self) -> NativeProduct:
         return NativeProduct(None, None, pointer(self._weight), self._weight.inputs, self._weight.outputs)
+
+
+class _WidenedProduct:
+    """torch's product in float32: a part of the weight at a time is widened, which stays in the cache meanwhile.
+
+    torch has no product of numbers of 16 bits that returns sums which are not rounded.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._parts = weight.split(max(1, WIDENED_NUMBERS // max(1, weight.shape[1])))
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = x.float()
+        y = torch.cat([F.linear(rows, part.float()) for part in self._parts], dim=1)
+        return (y if self._bias is None else y + self._bias).to(dtype)
 
 
 class _OneDnnProduct:

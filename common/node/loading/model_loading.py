@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from common.cache.page_layout import PageLayout
 from common.config.node import NodeConfig
 from common.config.shared import ONLY_ON_CPUS
+from common.cpu_cores import usable_cores
 from common.errors import ConfigError
 from common.model_folder import find_checkpoint, find_tokenizer
 from common.node.loading.device_plan import (
@@ -90,13 +91,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
     num_fitting()  # refuse a pool that can never fit before the weights are read
     from common.engine.executor import load_executor  # loads torch
 
-    num_cpus = len(os.sched_getaffinity(0))
-    if device == "cpu" and config.threads is not None and config.threads > num_cpus:
-        raise ConfigError(
-            f"--threads {config.threads}: this process may use {num_cpus} CPUs, and threads that share one are many "
-            f"times slower; give at most {num_cpus}"
-        )
-    num_threads = max(1, (config.threads or num_cpus) // config.tp)
+    num_threads = max(1, compute_threads(config, device) // config.tp)
     ranks.start(_load_message(config, model, device, num_threads))
 
     def num_pages() -> int:
@@ -124,6 +119,21 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
     num_pages_made = executor.num_pages
     capacity = replace(capacity, num_pages=num_pages_made, num_slots=min(capacity.num_slots, num_pages_made))
     return model, executor, capacity
+
+
+def compute_threads(config: NodeConfig, device: str) -> int:
+    """The threads of all ranks of the node: ``--threads``, by default one for each core that the process may use.
+
+    Raises:
+        ConfigError: ``--threads`` is more than these cores.
+    """
+    num_cores = len(usable_cores())
+    if device == "cpu" and config.threads is not None and config.threads > num_cores:
+        raise ConfigError(
+            f"--threads {config.threads}: this process may use {num_cores} cores, and threads that share one are many "
+            f"times slower; give at most {num_cores}"
+        )
+    return config.threads or num_cores
 
 
 def formats(config: NodeConfig, model: "BaseModelConfig") -> list[str]:

@@ -5,13 +5,15 @@ random KV, so that no prompt has to be computed first. All engines take turns, a
 processes only make a round slower. The limits are measured in the same run: memory bandwidth, and the fastest matrix
 product; a decode step reads only the experts that its rows chose, which are counted. On CPUs the last row is a decode
 step with int8 weights, beside that with bfloat16. "its classes" is the model's class in transformers over our pages, as
-``--model-impl transformers`` computes it; it is left out for shapes with experts. A second table shows how long the
+``--model-impl transformers`` computes it; it is left out for shapes with experts. The last column says which marks a
+row misses: a share of its limit, and to be ahead of ``transformers``. A second table shows how long the
 engine waits for the host between two decode steps, with and without overlap scheduling.
 
 ``--peer vllm=PYTHON`` and ``--peer llama.cpp=FOLDER`` measure other engines too, which must be installed.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -27,6 +29,7 @@ from common.cache.page_layout import ITEM_BYTES
 from common.config.shared import WeightDtype
 from common.engine.attention import make_attention
 from common.engine.attention.protocol import GraphSafeAttention
+from common.engine.cpu.huge_pages import HugePages
 from common.engine.cuda_graphs import CudaGraphRunner, batch_sizes_to_capture
 from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import TORCH_DTYPES, KVPool
@@ -57,6 +60,11 @@ SHAPES = ("qwen3-0.6b", "qwen3-moe-small")
 PAGE_SIZE = 16
 CONTEXT = 256
 Options = argparse.Namespace  # the fields of `add_options`
+#: Shares of the limit to reach: of a decode step with up to so many rows, and of prefill. Int8 weights, relative to
+#: bfloat16.
+DECODE_MARKS = ((4, 0.9), (8, 0.8), (math.inf, 0.7))
+PREFILL_MARK = 0.85
+INT8_MARK = 1.7
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
 
 
@@ -73,12 +81,27 @@ class Measurement:
     Attributes:
         limit: None for the row with int8 weights, which stands beside bfloat16.
         others: of other engines, or of another format, by name.
+        mark: the share of the limit to reach; without a limit, the ratio to bfloat16.
     """
 
     name: str
     ours: float
     limit: float | None
     others: dict[str, float]
+    mark: float
+
+    @property
+    def missed(self) -> list[str]:
+        """What this row should reach and does not: its mark, and to be ahead of transformers."""
+        missed = []
+        if self.limit is None:
+            if self.ours < self.mark * self.others["bfloat16"]:
+                missed.append(f"{self.mark} of bfloat16")
+        elif self.ours < self.mark * self.limit:
+            missed.append(f"{self.mark:.0%} of the limit")
+        if self.ours <= self.others.get(TransformersPeer.name, 0.0):
+            missed.append(f"ahead of {TransformersPeer.name}")
+        return missed
 
 
 @dataclass(frozen=True)
@@ -303,11 +326,15 @@ def executor_over(model: CausalModel, options: Options, grammars: GrammarCompile
 
 
 def measure_limits(options: Options) -> MachineLimits:
+    """Measure how fast the machine reads and multiplies; a CPU reads ordinary pages, and huge ones as weights have."""
     device = torch.device(options.device)
     ballast = torch.ones(64 << 20, dtype=torch.float32, device=device)
     readers = [lambda: ballast.sum(), lambda: torch.dot(ballast, ballast), lambda: ballast.view(torch.int64).sum()]
-    read = max(ballast.nbytes / best_s(reader, 3 * options.rounds, device) for reader in readers)
-    return MachineLimits(read, max(product_speeds(options)))
+    speeds = [ballast.nbytes / best_s(reader, 3 * options.rounds, device) for reader in readers]
+    if device.type == "cpu":
+        ballast = HugePages(0).empty(tuple(ballast.shape), ballast.dtype).fill_(1.0)
+        speeds += [ballast.nbytes / best_s(reader, 3 * options.rounds, device) for reader in readers]
+    return MachineLimits(max(speeds), max(product_speeds(options)))
 
 
 def product_speeds(options: Options) -> list[float]:
@@ -363,7 +390,8 @@ def measure_prefill(num_tokens: int, engines: Engines, limits: MachineLimits, op
     flops = 2 * linear_parameters(config, with_head=False) * num_tokens
     flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
     others = {name: num_tokens / seconds for name, seconds in zip(theirs, theirs_s, strict=True)}
-    return Measurement(f"prefill {num_tokens}", num_tokens / ours_s, num_tokens * limits.flops_per_s / flops, others)
+    limit = num_tokens * limits.flops_per_s / flops
+    return Measurement(f"prefill {num_tokens}", num_tokens / ours_s, limit, others, mark=PREFILL_MARK)
 
 
 def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options: Options) -> Measurement:
@@ -379,13 +407,14 @@ def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options:
     memory_s = (read * ITEM_BYTES[options.dtype] + kv_bytes) / limits.read_bytes_per_s
     step_s = max(memory_s, 2 * parameters * batch / limits.flops_per_s)
     others = {name: batch * steps / seconds for name, seconds in zip(theirs, theirs_s, strict=True)}
-    return Measurement(f"decode batch {batch}", batch * steps / ours_s, batch / step_s, others)
+    mark = next(share for largest, share in DECODE_MARKS if batch <= largest)
+    return Measurement(f"decode batch {batch}", batch * steps / ours_s, batch / step_s, others, mark=mark)
 
 
 def measure_quantized(batch: int, plain: TorchExecutor, quantized: TorchExecutor, options: Options) -> Measurement:
     runs = [decode_run(batch, executor, options) for executor in (quantized, plain)]
     speeds = [batch * options.new_tokens / seconds for seconds in take_turns(runs, options)]
-    return Measurement(f"int8, batch {batch}", speeds[0], None, {"bfloat16": speeds[1]})
+    return Measurement(f"int8, batch {batch}", speeds[0], None, {"bfloat16": speeds[1]}, mark=INT8_MARK)
 
 
 def take_turns(runs: Sequence[Callable[[], object]], options: Options) -> list[float]:
@@ -449,6 +478,7 @@ def heading(options: Options, limits: MachineLimits, engines: Engines) -> str:
         f"limits: memory {limits.read_bytes_per_s / 1e9:.1f} GB/s, products {limits.flops_per_s / 1e9:.0f} GFLOP/s\n"
         f"{'tokens/s':<18}{'ours':>10}{'limit':>10}{'of limit':>10}"
         + "".join(f"{name:>14}{'ratio':>8}" for name in names)
+        + "  mark"
     )
 
 
@@ -457,4 +487,5 @@ def row_of(row: Measurement) -> str:
     limit = f"{'':>20}" if row.limit is None else f"{row.limit:>10.1f}{row.ours / row.limit:>10.0%}"
     format_name = "  of bfloat16:" if row.limit is None else ""
     others = "".join(f"{speed:>14.1f}{row.ours / speed:>8.2f}" for speed in row.others.values())
-    return f"{row.name:<18}{row.ours:>10.1f}{limit}{format_name}{others}"
+    mark = f"missed: {', '.join(row.missed)}" if row.missed else "met"
+    return f"{row.name:<18}{row.ours:>10.1f}{limit}{format_name}{others}  {mark}"

@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.cpu_cores import usable_cores
 from common.errors import ConfigError
 from scripts.benchmarks.peers.peer import Workload
 from scripts.models.random_model import QWEN3_600M
-from scripts.serving.cpu_affinity import usable_cores
 
 #: Of one token: keys and values of eight heads of 128 numbers in bfloat16.
 LAYER_KV_BYTES = 2 * 8 * 128 * 2

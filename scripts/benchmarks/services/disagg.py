@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.config.shared import SMALL_MODEL
+from common.cpu_cores import usable_cores
 from scripts.benchmarks.harness.options import comma_separated
 from scripts.benchmarks.harness.service_fixture import MAX_OTHERS, measured_load, running_service
 from scripts.benchmarks.peers.peer import parse_peers
@@ -36,7 +37,6 @@ from scripts.benchmarks.peers.vllm_server import running_vllm
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report
 from scripts.models.random_model import QWEN3_600M, random_model
-from scripts.serving.cpu_affinity import usable_cores
 
 SHORTEST = ("--models=small", "--arrangements=split", "--capacity=5", "--shares=1", "--small-seconds=2")
 NUM_INPUT, NUM_OUTPUT = 512, 64

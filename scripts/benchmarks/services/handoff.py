@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from common.config.shared import SMALL_MODEL
+from common.cpu_cores import usable_cores
 from common.errors import BatonError, ConfigError
 from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.benchmarks.harness.options import comma_separated
@@ -28,7 +29,6 @@ from scripts.benchmarks.harness.service_fixture import MAX_OTHERS, measured_load
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.config import LoadtestConfig
 from scripts.models.random_model import random_model
-from scripts.serving.cpu_affinity import usable_cores
 
 SHORTEST = ("--model=small", "--dtype=float32", "--transports=shm", "--rounds=1", "--requests=2", "--lengths=256")
 LOCAL = "local"

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.config.shared import SMALL_MODEL
+from common.cpu_cores import usable_cores
 from common.errors import BatonError
 from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.benchmarks.harness.options import comma_separated
@@ -35,7 +36,6 @@ from scripts.load_tester.config import LoadOptions, LoadtestConfig
 from scripts.load_tester.workload.plan import make_plan
 from scripts.load_tester.workload.traces import read_trace
 from scripts.models.random_model import random_model
-from scripts.serving.cpu_affinity import usable_cores
 from scripts.simulator.calibration.command import calibrate_command
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.hardware.node_model import Profile, find_hardware

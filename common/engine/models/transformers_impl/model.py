@@ -338,16 +338,18 @@ class PackedLinear(nn.Module):
 
     Args:
         shape: outputs and inputs.
+        dtype: of the results, by default that of the inputs.
     """
 
-    def __init__(self, linear: Linear, shape: tuple[int, int]) -> None:
+    def __init__(self, linear: Linear, shape: tuple[int, int], dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self._linear = linear
         self.shape = shape
+        self._dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self._linear(rows).view(*x.shape[:-1], -1)
+        return self._linear(rows, self._dtype).view(*x.shape[:-1], -1)
 
 
 def pack(model: Any, dtype: WeightDtype = "auto") -> None:
@@ -364,9 +366,9 @@ def pack(model: Any, dtype: WeightDtype = "auto") -> None:
         for name, layer in list(parent.named_children()):
             if (linear := _linear_of(layer)) is None:
                 continue
-            is_tied = layer.weight is embedding
-            linear.pack(at_least_int8 if layer is head else dtype, memory=memory, keep_weight=is_tied)
-            setattr(parent, name, PackedLinear(linear, _shape_of(layer)))
+            is_tied, is_head = layer.weight is embedding, layer is head
+            linear.pack(at_least_int8 if is_head else dtype, memory=memory, keep_weight=is_tied, in_float32=is_head)
+            setattr(parent, name, PackedLinear(linear, _shape_of(layer), torch.float32 if is_head else None))
 
 
 def _shape_of(layer: Any) -> tuple[int, int]:

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.engine.native_targets import USABLE
+
+from common.engine.cpu.targets import Target
 
 ROOT = Path(__file__).parents[4]
 
 PROGRAM = '''
-import ctypes, itertools, pathlib
+import ctypes, itertools, pathlib, sys
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +26,7 @@ from common.engine.batch import RowArrays, make_batch
 from common.engine.cpu.compile_native import build_library
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import Kernels, library_for
-from common.engine.cpu.targets import own_target
+from common.engine.cpu.targets import NATIVE, TARGETS
 from common.engine.kv_pool import TORCH_DTYPES, layer_views
 from common.engine.models import layers, linear
 from common.engine.models.config import ModelConfig, RopeConfig
@@ -31,7 +34,7 @@ from common.engine.models.decoder import Decoder, allocate_weights
 from common.engine.models.quantization import QuantizedWeight
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
-optimized = library_for(own_target())
+optimized = library_for(next(target for target in (*TARGETS, NATIVE) if target.name == sys.argv[1]))
 library = replace(
     optimized,
     name="sanitized",
@@ -141,7 +144,10 @@ print("clean")
 
 
 @pytest.mark.slow
-def test_the_kernels_run_clean_under_the_sanitizers_for_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", USABLE, ids=lambda target: target.name)
+def test_the_kernels_run_clean_under_the_sanitizers_for_addresses_and_undefined_behaviour(
+    tmp_path: Path, target: Target
+) -> None:
     compiler = os.environ.get("CC", "cc")
     runtimes = [
         subprocess.run([compiler, f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout.strip()
@@ -155,7 +161,12 @@ def test_the_kernels_run_clean_under_the_sanitizers_for_addresses_and_undefined_
         "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment
+        [sys.executable, "-c", PROGRAM, target.name],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        env=environment,
     )
     assert ended.returncode == 0, ended.stderr[-6000:]
     assert ended.stdout.strip() == "clean"

@@ -1,10 +1,13 @@
-"""Nodes that compute in different formats have different weight versions, unless their page layouts differ."""
+"""Nodes that compute in different formats have different weight versions; a node has no more threads than cores."""
 
 import pytest
 
 from common.config.node import NodeConfig
 from common.engine.models.config import ModelConfig
-from common.node.loading.model_loading import formats
+from common.errors import ConfigError
+from common.node.loading import model_loading
+from common.node.loading.model_loading import compute_threads, formats, load_model
+from common.node.tensor_parallel.rank_processes import RankProcesses
 from tests.support.service.service import SMALL_MODEL
 
 
@@ -23,3 +26,26 @@ def test_a_weight_version_names_the_formats_that_pages_do_not_show(
 ) -> None:
     config = NodeConfig(model=str(SMALL_MODEL), **options)  # type: ignore[arg-type]
     assert formats(config, ModelConfig.load(SMALL_MODEL)) == expected
+
+
+def test_a_node_with_more_threads_than_cores_is_refused_before_its_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two hardware threads of a core count once."""
+    monkeypatch.setattr(model_loading, "usable_cores", lambda: [(0, 2), (1, 3)])
+    config = NodeConfig(model=str(SMALL_MODEL), device="cpu", threads=3)
+    with pytest.raises(ConfigError, match=r"--threads 3: this process may use 2 cores.* give at most 2"):
+        load_model(config, RankProcesses(1))
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(None, 2), (1, 1), (2, 2)])
+def test_a_node_has_a_thread_for_each_core_by_default(
+    monkeypatch: pytest.MonkeyPatch, threads: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(model_loading, "usable_cores", lambda: [(0, 2), (1, 3)])
+    assert compute_threads(NodeConfig(model=str(SMALL_MODEL), threads=threads), "cpu") == expected
+
+
+def test_on_a_gpu_threads_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loading, "usable_cores", lambda: [(0,)])
+    assert compute_threads(NodeConfig(model=str(SMALL_MODEL), threads=3), "cuda") == 3
