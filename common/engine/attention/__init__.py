@@ -1,5 +1,6 @@
 """Attention over paged KV: one protocol and several backends, all of which must agree with ``reference``."""
 
+import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -14,6 +15,8 @@ from common.engine.attention.torch_sdpa import TorchAttention
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels import has_interpreter
 from common.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def _triton(pool: KVPool, num_heads: int, params: LayerParams) -> AttentionBackend:
@@ -50,7 +53,10 @@ def resolve_attention(name: str, device: torch.device, layout: PageLayout, param
     """
     if name == "auto":
         if device.type == "cpu":
-            return "torch" if cpu_conflict(layout) else "cpu"
+            reason = cpu_conflict(layout)
+            if reason:
+                log.info("--attention-backend auto is torch here: cpu %s", reason.partition(":")[0])
+            return "torch" if reason else "cpu"
         name = "triton" if find_spec("triton") else "torch"
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name}: unknown; give auto, {', '.join(BACKENDS)}")

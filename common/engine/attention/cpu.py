@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.cache.page_layout import PageLayout
-from common.engine.attention.protocol import AttentionBackend, LayerParams
+from common.engine.attention.protocol import AttentionBackend, AttentionParams, LayerParams
 from common.engine.attention.torch_sdpa import ExtendRow, TorchAttention
 from common.engine.batch import StepBatch, cut_into_pieces
 from common.engine.cpu.kernels import (
@@ -30,13 +30,14 @@ from common.engine.cpu.kernels import (
     Paged,
     load_kernels,
 )
-from common.engine.kv_pool import PAGE_DTYPES, KVPool
+from common.engine.kv_pool import PAGE_DTYPES, KVPool, LayerKV
 
 log = logging.getLogger(__name__)
 
 #: New tokens from which on matrix instructions or flash attention are faster for a row.
 LONG_EXTEND = 32
 NEVER = 1 << 62
+NO_WINDOW = 2**31 - 1
 #: New tokens of a long row in one unit of work for a thread.
 SHORT_PIECE, LONG_PIECE = 128, 1024
 PIECES_PER_THREAD = 4
@@ -50,12 +51,9 @@ class CpuAttention:
         self.params = params
         self.kernels = kernels
         layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
-        #: The keys and values of each layer, found once, since views of tensors take long to make.
+        #: Each layer for the kernels, found once, since views of tensors take long to make.
         self.caches = (LayerCache * len(layers))(
-            *(
-                LayerCache(one.keys.data_ptr(), one.values.data_ptr(), params[index].scale_for(pool.layout.head_dim))
-                for index, one in enumerate(layers)
-            )
+            *(_layer_cache(one, how, pool.layout.head_dim) for one, how in zip(layers, params, strict=True))
         )
         self.page_stride, self.head_stride = layers[0].keys.stride()[:2]
         self.group = num_heads // pool.layout.num_kv_heads
@@ -94,27 +92,37 @@ class CpuStep:
         return self._backend.caches
 
     def paged(self, num_heads: int, layer: int = 0) -> Paged:
-        """Return the location of a layer's keys and values."""
+        """Return a layer for the kernels."""
         cache, backend = self._backend.caches[layer], self._backend
         table, layout = self.batch.page_table, backend.pool.layout
         return Paged(
-            *(cache.keys, cache.values, table.data_ptr(), table.shape[1]),
+            *(cache, table.data_ptr(), table.shape[1]),
             *(layout.page_size, backend.page_stride, backend.head_stride),
             *(num_heads, layout.num_kv_heads, layout.head_dim, DTYPES[PAGE_DTYPES[layout.dtype]]),
         )
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kernels, params = self._backend.kernels, self._backend.params[layer]
-        paged, scale = self.paged(q.shape[1], layer), params.scale_for(q.shape[2])
+        paged = self.paged(q.shape[1], layer)
         kernels.write_kv(paged, self.batch.token_pages, self.batch.token_offsets, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
         if self.pieces.shape[0]:
-            kernels.paged_attention(paged, self.pieces, q, out, scale)
+            kernels.paged_attention(paged, self.pieces, q, out)
         if self.long_pieces is not None:
-            kernels.long_attention(paged, self.long_pieces, q, out, scale)
+            kernels.long_attention(paged, self.long_pieces, q, out)
         for row in self._rest:
             out[row.first : row.end] = row.attend(q[row.first : row.end], self._backend.pool.layer(layer), params)
         return out
+
+
+def _layer_cache(kv: LayerKV, params: AttentionParams, head_dim: int) -> LayerCache:
+    """Describe a layer to the kernels, which keep no reference to the sinks."""
+    sinks = params.sinks
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
+    return LayerCache(
+        *(kv.keys.data_ptr(), kv.values.data_ptr(), None if sinks is None else sinks.data_ptr()),
+        *(params.scale_for(head_dim), params.soft_cap or 0.0, min(params.window or NO_WINDOW, NO_WINDOW)),
+    )
 
 
 def _long_pieces(batch: StepBatch, rows: NDArray[np.intp], backend: CpuAttention) -> LongPieces:
@@ -132,14 +140,16 @@ def cpu_conflict(layout: PageLayout) -> str:
         return "cannot read KV pages in FP8: give auto or torch, or --kv-cache-dtype int8"
     if layout.is_latent or layout.value_dim != layout.head_dim:
         return "needs keys and values of one size, which this model has not: give auto or torch"
+    if layout.head_dim % LANES or layout.head_dim > MAX_DIM:
+        sizes = f"needs heads of a multiple of {LANES} numbers, at most {MAX_DIM}"
+        return f"{sizes}, and this model has {layout.head_dim}: give auto or torch"
     return ""
 
 
 def cpu_attention(pool: KVPool, num_heads: int, params: LayerParams) -> AttentionBackend:
-    """Return ``CpuAttention``; ``TorchAttention`` without a compiler, or for heads and layers that the kernels lack."""
-    layout = pool.layout
-    is_supported = layout.head_dim % LANES == 0 and layout.head_dim <= MAX_DIM and all(one.is_plain for one in params)
-    if not all(one.is_plain for one in params):
-        log.info("attention runs in torch: the CPU kernels have no windows, soft caps and sinks, which this model has")
-    kernels = load_kernels() if is_supported and num_heads // layout.num_kv_heads <= MAX_QUERIES else None
+    """Return ``CpuAttention``; ``TorchAttention`` without a compiler, or if too many query heads share a KV head."""
+    if num_heads // pool.layout.num_kv_heads > MAX_QUERIES:
+        log.info("attention runs in torch: in the CPU kernels at most %d query heads share a KV head", MAX_QUERIES)
+        return TorchAttention(pool, params)
+    kernels = load_kernels()
     return CpuAttention(pool, num_heads, params, kernels) if kernels else TorchAttention(pool, params)

@@ -9,7 +9,7 @@ library, ``load_kernels`` logs a warning and returns None, and torch does the wo
 import ctypes
 import logging
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, addressof, c_float, c_int, c_long, c_void_p
+from ctypes import POINTER, Structure, addressof, c_float, c_int, c_int32, c_long, c_void_p
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -52,12 +52,24 @@ LIBRARY = Library(
 )
 
 
-class Paged(Structure):
-    """Location of one layer's keys and values, strides in elements: the C struct of the same name."""
+class LayerCache(Structure):
+    """Keys and values of one layer, and how it attends: the C struct of the same name."""
 
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("sinks", c_void_p),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("window", c_int32),
+    )
+
+
+class Paged(Structure):
+    """Location of one layer's keys and values, strides in elements: the C struct of the same name."""
+
+    _fields_ = (
+        ("layer", LayerCache),
         ("page_table", c_void_p),
         ("table_width", c_long),
         ("page_size", c_long),
@@ -111,12 +123,6 @@ class NativeProduct(Structure):
     def num_groups(self) -> int:
         """Groups of inputs that are rounded together."""
         return self.inputs // self.quantized.contents.group if self.quantized else 0
-
-
-class LayerCache(Structure):
-    """Keys and values of one layer: the C struct of the same name."""
-
-    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("scale", c_float))
 
 
 class LongPieces(NamedTuple):
@@ -180,12 +186,10 @@ class Kernels:
             *(c_void_p, POINTER(QuantizedRows), *(c_void_p,) * 3, c_long, c_void_p, c_int, c_int),
         )
         self._paged_attention = library.baton_paged_attention
-        self._paged_attention.argtypes = (
-            *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_float, c_int),
-        )
+        self._paged_attention.argtypes = (*(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_int),)
         self._long_attention = library.baton_long_attention
         self._long_attention.argtypes = (
-            *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_long, c_void_p, c_float),
+            *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_long, c_void_p),
         )
         self._write_kv = library.baton_write_kv
         self._write_kv.argtypes = (POINTER(Paged), c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_long, c_int)
@@ -339,19 +343,19 @@ class Kernels:
         )
         return out
 
-    def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor, scale: float) -> None:
+    def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor) -> None:
         """Compute attention for ``pieces``: ``[P, 4]`` int64 of (row, first query, queries, position of the first)."""
         self._paged_attention(
             *(kv, pieces.data_ptr(), pieces.shape[0], q.data_ptr(), q.stride(0)),
-            *(out.data_ptr(), scale, DTYPES[q.dtype]),
+            *(out.data_ptr(), DTYPES[q.dtype]),
         )
 
-    def long_attention(self, kv: Paged, pieces: LongPieces, q: Tensor, out: Tensor, scale: float) -> None:
+    def long_attention(self, kv: Paged, pieces: LongPieces, q: Tensor, out: Tensor) -> None:
         """Compute attention for long pieces in bfloat16; see long_attention.c for the supported shapes."""
         assert self.has_long_attention
         self._long_attention(
             *(kv, pieces.pieces.data_ptr(), len(pieces.pieces), pieces.scratch.data_ptr(), pieces.scratch.shape[1]),
-            *(q.data_ptr(), q.stride(0), out.data_ptr(), scale),
+            *(q.data_ptr(), q.stride(0), out.data_ptr()),
         )
 
     def write_kv(self, kv: Paged, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:

@@ -18,11 +18,6 @@ typedef struct {
     Product qkv, o, gate_up, down;
 } Layer;
 
-typedef struct {
-    char *keys, *values;
-    float scale; /* of the scores */
-} LayerCache;
-
 /* What the layers of a step share. Every array of activations has a row for each of the step's tokens. */
 typedef struct {
     char *x; /* the residual stream */
@@ -30,7 +25,7 @@ typedef struct {
     float *widened;        /* rows of a product, for baton_linear */
     QuantizedRows rounded; /* and for baton_linear_quantized */
     const float *cos, *sin;
-    Paged kv; /* without keys and values, which every layer has */
+    Paged kv; /* each layer has its own LayerCache */
     const Piece *pieces, *long_pieces; /* of baton_paged_attention and of baton_long_attention */
     char *scratch;                     /* of baton_long_attention */
     const int64_t *pages, *offsets; /* of every token's KV */
@@ -51,8 +46,7 @@ static void multiply(const Step *step, const Product *by, const char *x, char *o
 /* Write the KV of all tokens, and their attention into `attended`. */
 static void attend(const Step *step, const Layer *layer, const LayerCache *cache) {
     Paged kv = step->kv;
-    kv.keys = cache->keys;
-    kv.values = cache->values;
+    kv.layer = *cache;
     const long stride = layer->qkv.outputs;
     const ptrdiff_t item = (ptrdiff_t)item_bytes(step->dtype);
     const char *k = step->qkv + kv.heads * kv.dim * item, *v = k + kv.kv_heads * kv.dim * item;
@@ -60,10 +54,9 @@ static void attend(const Step *step, const Layer *layer, const LayerCache *cache
     baton_norm_and_rotate(step->qkv, layer->q_norm, layer->k_norm, step->cos, step->sin, step->rows, kv.heads,
                           kv.kv_heads, kv.dim, step->eps, step->dtype);
     baton_write_kv(&kv, step->pages, step->offsets, step->rows, k, v, stride, step->dtype);
-    baton_paged_attention(&kv, step->pieces, step->num_pieces, step->qkv, stride, step->attended, cache->scale,
-                          step->dtype);
+    baton_paged_attention(&kv, step->pieces, step->num_pieces, step->qkv, stride, step->attended, step->dtype);
     baton_long_attention(&kv, step->long_pieces, step->num_long, step->scratch, step->scratch_bytes, step->qkv, stride,
-                         step->attended, cache->scale);
+                         step->attended);
 }
 
 static char *gather(const Step *step, const char *from, long width, char *to) {

@@ -138,18 +138,18 @@ INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], fl
 }
 #endif
 
-/* Copy the KV of tokens 0 .. length - 1: keys as [tokens, dim], values as [tokens / TOKENS, dim, TOKENS / 2] pairs of
- * tokens. Both are zero beyond the end, up to a multiple of 32 tokens. */
-static void copy_row(const Paged *kv, long row, long head, long length, uint32_t *keys, uint32_t *values) {
+/* Copy the KV of tokens begin .. length - 1: keys as [tokens, dim], values as [tokens / TOKENS, dim, TOKENS / 2] pairs
+ * of tokens. Both are zero before and beyond, up to a multiple of 32 tokens. */
+static void copy_row(const Paged *kv, long row, long head, long begin, long length, uint32_t *keys, uint32_t *values) {
     const long dim = kv->dim;
-    for (long start = 0; start < length; start += 2 * LANES) {
-        ptrdiff_t at[2 * LANES];
-        const long count = length - start < 2 * LANES ? length - start : 2 * LANES;
-        for (long t = 0; t < count; t++) at[t] = token_at(kv, row, head, start + t) * 2;
+    for (long start = begin / (2 * LANES) * (2 * LANES); start < length; start += 2 * LANES) {
+        ptrdiff_t at[2 * LANES]; /* or -1 */
+        for (long t = start; t < start + 2 * LANES; t++)
+            at[t - start] = t < begin || t >= length ? -1 : token_at(kv, row, head, t) * 2;
         for (long t = 0; t < 2 * LANES; t++) {
             uint32_t *to = keys + (start + t) * dim / 2;
-            if (t < count)
-                memcpy(to, kv->keys + at[t], (size_t)dim * 2);
+            if (at[t] >= 0)
+                memcpy(to, kv->layer.keys + at[t], (size_t)dim * 2);
             else
                 memset(to, 0, (size_t)dim * 2);
         }
@@ -157,8 +157,8 @@ static void copy_row(const Paged *kv, long row, long head, long length, uint32_t
             vu square[LANES]; /* a row for each pair of tokens */
             for (int t = 0; t < LANES; t++) {
                 const vu zero = {0};
-                const vu low = 2 * t < count ? (vu)load(kv->values + at[2 * t], i, BF16) : zero;
-                const vu high = 2 * t + 1 < count ? (vu)load(kv->values + at[2 * t + 1], i, BF16) : zero;
+                const vu low = at[2 * t] >= 0 ? (vu)load(kv->layer.values + at[2 * t], i, BF16) : zero;
+                const vu high = at[2 * t + 1] >= 0 ? (vu)load(kv->layer.values + at[2 * t + 1], i, BF16) : zero;
                 square[t] = low >> 16 | high;
             }
             transpose(square);
@@ -168,13 +168,21 @@ static void copy_row(const Paged *kv, long row, long head, long length, uint32_t
     }
 }
 
-/* Turn the scores of 16 queries into weights. Each query sees `visible` tokens, counted from this block's first. */
-static void weigh(Flash *f, int half, long tokens, vi visible, int is_masked, float scale, long dim) {
+/* The factor of scores; of capped ones, it has been applied before. */
+INLINE float scale_of(const Paged *kv) { return kv->layer.soft_cap != 0.0f ? 1.0f : kv->layer.scale; }
+
+/* Turn the scores of 16 queries into weights. `own`: the number of each query among this block's tokens. */
+static void weigh(Flash *f, int half, const Paged *kv, long tokens, vi own, int is_masked) {
     const int at = 16 * half;
+    const float scale = scale_of(kv), soft_cap = kv->layer.soft_cap;
+    const int32_t window = kv->layer.window;
+    const long dim = kv->dim;
     vf best = f->best[half];
-    for (long t = 0; is_masked && t < tokens; t++) {
+    for (long t = 0; (is_masked || soft_cap != 0.0f) && t < tokens; t++) {
         vf score = load((const char *)&f->scores[t][at], 0, F32);
-        store((char *)&f->scores[t][at], 0, choose(visible > (int)t, score, splat(-1e30f)), F32);
+        if (soft_cap != 0.0f) score = capped(score * kv->layer.scale, soft_cap);
+        if (is_masked) score = choose(is_seen(own - (int)t, window), score, splat(-1e30f));
+        store((char *)&f->scores[t][at], 0, score, F32);
     }
     for (long t = 0; t < tokens; t++) best = larger(best, load((const char *)&f->scores[t][at], 0, F32));
     const vf shrink = exponential((f->best[half] - best) * scale), base = best * scale;
@@ -184,8 +192,8 @@ static void weigh(Flash *f, int half, long tokens, vi visible, int is_masked, fl
         vf first = exponential(load((const char *)&f->scores[t][at], 0, F32) * scale - base);
         vf second = exponential(load((const char *)&f->scores[t + 1][at], 0, F32) * scale - base);
         if (is_masked) { /* the least exponential is not 0 */
-            first = choose(visible > (int)t, first, splat(0));
-            second = choose(visible > (int)t + 1, second, splat(0));
+            first = choose(is_seen(own - (int)t, window), first, splat(0));
+            second = choose(is_seen(own - (int)t - 1, window), second, splat(0));
         }
         total += first + second;
         vu low = (vu)first + 0x8000, high = (vu)second + 0x8000; /* rounded: weights are never NaN nor negative */
@@ -199,8 +207,7 @@ static void weigh(Flash *f, int half, long tokens, vi visible, int is_masked, fl
 
 /* Up to 32 queries: those of `num_tokens` neighbouring tokens, from token `first` of the piece on. */
 static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head, long first, long num_tokens,
-                        const uint32_t *keys, const uint32_t *values, const char *q, long q_stride, char *out,
-                        float scale) {
+                        const uint32_t *keys, const uint32_t *values, const char *q, long q_stride, char *out) {
     const long group = kv->heads / kv->kv_heads, dim = kv->dim, num = num_tokens * group;
     const char *from = q + 2 * ((piece->first_query + first) * q_stride + head * group * dim);
     memset(f->queries, 0, sizeof f->queries);
@@ -212,20 +219,25 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
             memcpy(&f->queries[i / 2][m], query + 2 * i, sizeof(uint32_t));
         }
     }
-    vi visible[2]; /* from token 0 on */
-    for (int m = 0; m < QUERIES; m++) visible[m / 16][m % 16] = (int)(piece->position + first + m / group + 1);
-    f->best[0] = f->best[1] = splat(-1e30f);
-    f->total[0] = f->total[1] = (vf){0};
-    const long length = piece->position + first + num_tokens;
-    for (long start = 0; start < length; start += TOKENS) {
-        const long tokens = length - start < TOKENS ? (length - start + 31) / 32 * 32 : TOKENS;
+    const long position = piece->position + first, length = position + num_tokens;
+    const float *sinks = kv->layer.sinks ? kv->layer.sinks + head * group : 0;
+    vi positions[2];
+    for (int m = 0; m < QUERIES; m++) {
+        positions[m / 16][m % 16] = (int)(position + m / group);
+        f->best[m / 16][m % 16] = sinks ? sinks[m % group] / scale_of(kv) : -1e30f;
+        f->total[m / 16][m % 16] = sinks ? 1.0f : 0.0f;
+    }
+    for (long start = first_seen(kv, position) / 32 * 32, tokens; start < length; start += tokens) {
+        const long in_block = start % TOKENS, left = (length - start + 31) / 32 * 32;
+        tokens = left < TOKENS - in_block ? left : TOKENS - in_block;
         for (long t = 0; t < tokens; t += 32)
             multiply(keys + (start + t) * dim / 2, dim / 2, f->queries, f->scores + t, dim / 2, 0);
-        const int is_masked = start + tokens > piece->position + first + 1;
+        const int is_masked = start + tokens > position + 1 || start < first_seen(kv, length - 1);
         for (int half = 0; half < 2; half++)
-            weigh(f, half, tokens, visible[half] - (int)start, is_masked, scale, dim);
+            weigh(f, half, kv, tokens, positions[half] - (int)start, is_masked);
         for (long i = 0; i < dim; i += 32)
-            multiply(values + (start * dim + i * TOKENS) / 2, TOKENS / 2, f->weights, f->sums + i, tokens / 2, 1);
+            multiply(values + ((start - in_block) * dim + i * TOKENS + in_block) / 2, TOKENS / 2, f->weights, f->sums + i,
+                     tokens / 2, 1);
     }
     for (long i = 0; i < dim; i += LANES)
         for (int half = 0; half < 2; half++) {
@@ -240,26 +252,26 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
 }
 
 static void attend_piece(const Paged *kv, const Piece *piece, long head, char *scratch, const char *q, long q_stride,
-                         char *out, float scale) {
+                         char *out) {
     const long length = piece->position + piece->num_queries, step = QUERIES / (kv->heads / kv->kv_heads);
     uint32_t *keys = (uint32_t *)scratch, *values = keys + (length + TOKENS - 1) / TOKENS * TOKENS / 2 * kv->dim;
     TileConfig before;
     Flash flash;
-    copy_row(kv, piece->row, head, length, keys, values);
+    copy_row(kv, piece->row, head, first_seen(kv, piece->position), length, keys, values);
     configure_tiles(&before);
     for (long first = 0; first < piece->num_queries; first += step) {
         const long left = piece->num_queries - first;
-        attend_tile(&flash, kv, piece, head, first, left < step ? left : step, keys, values, q, q_stride, out, scale);
+        attend_tile(&flash, kv, piece, head, first, left < step ? left : step, keys, values, q, q_stride, out);
     }
     restore_tiles(&before);
 }
 
 EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
-                                 long scratch_bytes, const char *q, long q_stride, char *out, float scale) {
+                                 long scratch_bytes, const char *q, long q_stride, char *out) {
 #pragma omp parallel for schedule(dynamic) if (num_pieces * kv->kv_heads > 1)
     for (long unit = 0; unit < num_pieces * kv->kv_heads; unit++)
         attend_piece(kv, pieces + unit / kv->kv_heads, unit % kv->kv_heads,
-                     scratch + omp_get_thread_num() * scratch_bytes, q, q_stride, out, scale);
+                     scratch + omp_get_thread_num() * scratch_bytes, q, q_stride, out);
 }
 
 #else
@@ -268,9 +280,8 @@ EXPORT int baton_has_amx(void) { return 0; }
 EXPORT int baton_has_long_attention(void) { return 0; }
 
 EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
-                                 long scratch_bytes, const char *q, long q_stride, char *out, float scale) {
-    (void)kv, (void)pieces, (void)num_pieces, (void)scratch, (void)scratch_bytes;
-    (void)q, (void)q_stride, (void)out, (void)scale;
+                                 long scratch_bytes, const char *q, long q_stride, char *out) {
+    /* only called without pieces */
 }
 
 #endif

@@ -81,20 +81,21 @@ INLINE void add_values(Query *q, const int count, const char *values, const ptrd
     }
 }
 
-/* Turn scores into weights relative to the best score so far; if the best rises, scale earlier sums down. Only the
- * first `visible` tokens of the tile count. `scales` may be null. */
-INLINE void reweigh(Query *q, const Places *places, const Scales *scales, long visible, long dim, float scale) {
-    if (visible <= 0) { /* the whole tile comes after the query */
-        memset(q->scores, 0, sizeof q->scores);
-        return;
-    }
+/* Turn scores into weights relative to the best score so far; if the best rises, scale earlier sums down. The query is
+ * number `own` of the tile's tokens, or lies outside. `scales` may be null. */
+INLINE void reweigh(Query *q, const Paged *kv, const Places *places, const Scales *scales, long own) {
+    const float scale = kv->layer.scale, soft_cap = kv->layer.soft_cap;
+    const int32_t window = kv->layer.window;
+    const long dim = kv->dim;
     char *scores = (char *)q->scores;
     vf highest = splat(q->best), total = {0};
     for (int t = 0; t < places->count; t += LANES) {
         vi number;
         memcpy(&number, places->number + t, sizeof number);
         const vf factor = scales ? load((const char *)scales->keys, t, F32) * (scale * q->query_unit) : splat(scale);
-        const vf scaled = choose(number < (int32_t)visible, load(scores, t, F32) * factor, splat(-INFINITY));
+        vf scaled = load(scores, t, F32) * factor;
+        if (soft_cap != 0.0f) scaled = capped(scaled, soft_cap);
+        scaled = choose(is_seen((int32_t)own - number, window), scaled, splat(-INFINITY));
         store(scores, t, scaled, F32);
         highest = larger(highest, scaled);
     }
@@ -194,9 +195,9 @@ INLINE void find_scales(const Tile *tile, Scales *to) {
     }
 }
 
-/* Attention of `num` queries, which share a KV head, to one tile. The first of them sees `visible` of its tokens. */
-INLINE void attend_tile(Query *q, int num, const Tile *tile, const Tile *next, long visible, long group, long dim,
-                        float scale, int dtype) {
+/* Attention of `num` queries, which share a KV head, to one tile. The first of them is number `own` of its tokens. */
+INLINE void attend_tile(Query *q, int num, const Paged *kv, const Tile *tile, const Tile *next, long own, int dtype) {
+    const long dim = kv->dim, group = kv->heads / kv->kv_heads;
     const int is_dotted = with_dots(dim, dtype);
     Scales scales;
     if (is_dotted) {
@@ -207,7 +208,7 @@ INLINE void attend_tile(Query *q, int num, const Tile *tile, const Tile *next, l
     }
     if (dtype == I8) find_scales(tile, &scales); /* now, since they come with the values */
     for (int m = 0; m < num; m++)
-        reweigh(q + m, tile->places, dtype == I8 ? &scales : 0, visible + m / group, dim, scale);
+        reweigh(q + m, kv, tile->places, dtype == I8 ? &scales : 0, own + m / group);
     if (is_dotted)
         add_all(q, num, tile, next, dim, dtype);
     else
@@ -236,43 +237,44 @@ INLINE long tile_size(long length, long most) {
 
 INLINE Tile tile_of(const Paged *kv, long kv_head, const Places *places, int dtype) {
     const ptrdiff_t offset = kv_head * kv->head_stride * (ptrdiff_t)item_bytes(dtype);
-    return (Tile){kv->keys + offset, kv->values + offset, places};
+    return (Tile){kv->layer.keys + offset, kv->layer.values + offset, places};
 }
 
 /* One piece of a row at the KV heads first_head .. end_head - 1. q, out: [tokens, heads, dim], strides in elements.
  * A tile is computed for all heads before the next one, since the heads of a page are neighbours in memory. `pages`: the
  * dtype of the pages, a constant. */
 INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long end_head, const char *q, long q_stride,
-                   char *out, float scale, int dtype, int pages) {
+                   char *out, int dtype, int pages) {
     Query queries[MAX_QUERIES];
     Places places[2]; /* of this tile and the next */
     const long group = kv->heads / kv->kv_heads, dim = kv->dim;
     const int num = (int)(piece->num_queries * group), is_dotted = with_dots(dim, pages);
     const int all = num * (int)(end_head - first_head);
-    const long length = piece->position + piece->num_queries; /* the last query sees this many tokens */
+    /* What the first query does not see, no other one sees; the last one sees no token from `length` on. */
+    const long begin = first_seen(kv, piece->position), length = piece->position + piece->num_queries;
+    const float *sinks = kv->layer.sinks;
     /* Many queries read a tile so often that it must stay in the nearest cache. */
-    const long most = tile_size(length, num > 4 ? 2 * STREAM : TILE);
-    locate(kv, piece->row, 0, length, most, places);
+    const long most = tile_size(length - begin, num > 4 ? 2 * STREAM : TILE);
+    locate(kv, piece->row, begin, length, most, places);
     for (int m = 0; m < all; m++) {
-        ptrdiff_t from = (piece->first_query + m % num / group) * q_stride +
-                         ((first_head + m / num) * group + m % num % group) * dim;
+        const long head = (first_head + m / num) * group + m % num % group;
+        const ptrdiff_t from = (piece->first_query + m % num / group) * q_stride + head * dim;
         for (long i = 0; i < dim; i += LANES)
             store((char *)queries[m].query, i, load(q, from + i, dtype), F32);
         queries[m].query_unit = is_dotted ? round_to_pairs(queries[m].query, queries[m].query, dim, pages) : 1.0f;
         memset(queries[m].sums, 0, (size_t)dim * sizeof(float));
-        queries[m].best = -INFINITY;
-        queries[m].total = 0.0f;
+        queries[m].best = sinks ? sinks[head] : -INFINITY;
+        queries[m].total = sinks ? 1.0f : 0.0f;
     }
     int turn = 0;
-    for (long start = 0; start < length; start += most, turn ^= 1) {
+    for (long start = begin; start < length; start += most, turn ^= 1) {
         if (start + most < length) locate(kv, piece->row, start + most, length, most, places + !turn);
         for (long head = first_head; head < end_head; head++) {
             const Tile tile = tile_of(kv, head, places + turn, pages);
             const Tile next = head + 1 < end_head      ? tile_of(kv, head + 1, places + turn, pages)
                               : start + most < length ? tile_of(kv, first_head, places + !turn, pages)
                                                        : tile;
-            attend_tile(queries + (head - first_head) * num, num, &tile, &next, piece->position + 1 - start, group,
-                        dim, scale, pages);
+            attend_tile(queries + (head - first_head) * num, num, kv, &tile, &next, piece->position - start, pages);
         }
     }
     for (int m = 0; m < all; m++) {
@@ -294,25 +296,25 @@ INLINE long heads_at_once(const Paged *kv, const Piece *piece, long num_pieces) 
 
 /* The formats of numbers become constants here, within the parallel part: a constant from outside of it is a variable. */
 INLINE void attend_heads(const Paged *kv, const Piece *piece, long head, long end, const char *q, long q_stride,
-                         char *out, float scale, int dtype) {
+                         char *out, int dtype) {
     if (kv->dtype == I8)
-        attend(kv, piece, head, end, q, q_stride, out, scale, dtype, I8);
+        attend(kv, piece, head, end, q, q_stride, out, dtype, I8);
     else if (dtype == F32)
-        attend(kv, piece, head, end, q, q_stride, out, scale, F32, F32);
+        attend(kv, piece, head, end, q, q_stride, out, F32, F32);
     else if (dtype == BF16)
-        attend(kv, piece, head, end, q, q_stride, out, scale, BF16, BF16);
+        attend(kv, piece, head, end, q, q_stride, out, BF16, BF16);
     else
-        attend(kv, piece, head, end, q, q_stride, out, scale, F16, F16);
+        attend(kv, piece, head, end, q, q_stride, out, F16, F16);
 }
 
 EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
-                                  char *out, float scale, int dtype) {
+                                  char *out, int dtype) {
 #pragma omp parallel for schedule(dynamic) if (num_pieces * kv->kv_heads > 1)
     for (long unit = 0; unit < num_pieces * kv->kv_heads; unit++) {
         const Piece *piece = pieces + unit / kv->kv_heads;
         const long head = unit % kv->kv_heads, count = heads_at_once(kv, piece, num_pieces), end = head + count;
         if (head % count == 0)
-            attend_heads(kv, piece, head, end < kv->kv_heads ? end : kv->kv_heads, q, q_stride, out, scale, dtype);
+            attend_heads(kv, piece, head, end < kv->kv_heads ? end : kv->kv_heads, q, q_stride, out, dtype);
     }
 }
 
@@ -349,11 +351,11 @@ EXPORT void baton_write_kv(const Paged *kv, const int64_t *pages, const int64_t 
             ptrdiff_t to = pages[n] * kv->page_stride + head * kv->head_stride + offsets[n] * kv->dim;
             ptrdiff_t from = n * stride + head * kv->dim, scale = to + scale_after(kv, offsets[n]);
             if (is_rounded) {
-                write_rounded(k + from * item, kv->keys + to, kv->keys + scale, kv->dim, dtype);
-                write_rounded(v + from * item, kv->values + to, kv->values + scale, kv->dim, dtype);
+                write_rounded(k + from * item, kv->layer.keys + to, kv->layer.keys + scale, kv->dim, dtype);
+                write_rounded(v + from * item, kv->layer.values + to, kv->layer.values + scale, kv->dim, dtype);
                 continue;
             }
-            memcpy(kv->keys + to * item, k + from * item, (size_t)head_bytes);
-            memcpy(kv->values + to * item, v + from * item, (size_t)head_bytes);
+            memcpy(kv->layer.keys + to * item, k + from * item, (size_t)head_bytes);
+            memcpy(kv->layer.values + to * item, v + from * item, (size_t)head_bytes);
         }
 }

@@ -61,8 +61,8 @@ void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *
 void baton_write_kv(const Paged *kv, const int64_t *pages, const int64_t *offsets, long num_tokens, const char *k,
                     const char *v, long stride, int dtype);
 void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
-                           char *out, float scale, int dtype);
+                           char *out, int dtype);
 void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch, long scratch_bytes,
-                          const char *q, long q_stride, char *out, float scale);
+                          const char *q, long q_stride, char *out);
 
 #endif

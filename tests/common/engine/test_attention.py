@@ -12,8 +12,10 @@ from support.engine.devices import DEVICES
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention import BACKENDS, make_attention, resolve_attention
+from common.engine.attention.cpu import CpuAttention
 from common.engine.attention.protocol import AttentionParams
 from common.engine.batch import RowArrays, make_batch
+from common.engine.cpu.kernels import LANES, load_kernels
 from common.engine.kv_pool import KVPool
 from common.engine.models.linear import Linear
 from common.errors import ConfigError
@@ -26,6 +28,11 @@ rows_strategy = st.lists(
 )
 
 
+def heads_for(backend: str, heads: list[tuple[int, int, int]]) -> st.SearchStrategy[tuple[int, int, int]]:
+    """Those of (heads, KV heads, numbers in each) that the backend does not refuse."""
+    return st.sampled_from([one for one in heads if backend != "cpu" or one[2] % LANES == 0])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("backend", FAST)
@@ -36,7 +43,7 @@ def test_a_backend_equals_the_reference_on_any_mixture_of_rows(backend: str, dty
     @given(
         rows=rows_strategy,
         page_size=st.sampled_from([1, 3, 16, 64]),
-        heads=st.sampled_from([(4, 2, 16), (4, 4, 64), (6, 1, 24), (16, 8, 128), (5, 5, 20)]),
+        heads=heads_for(backend, [(4, 2, 16), (4, 4, 64), (6, 1, 24), (16, 8, 128), (5, 5, 20)]),
     )
     def check(rows: list[tuple[int, int]], page_size: int, heads: tuple[int, int, int]) -> None:
         compare(named(backend), device, dtype, rows, page_size, heads)
@@ -157,7 +164,7 @@ def test_a_backend_equals_the_reference_with_any_parameters(backend: str, dtype:
     @given(
         rows=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=3),
         page_size=st.sampled_from([1, 3, 16]),
-        heads=st.sampled_from([(2, 1, 16), (6, 2, 24), (3, 3, 20)]),
+        heads=heads_for(backend, [(2, 1, 16), (6, 2, 32), (6, 2, 24), (3, 3, 20)]),
         window=st.sampled_from([None, 1, 7, 30]),
         soft_cap=st.sampled_from([None, 1.5, 30.0]),
         scale=st.sampled_from([None, 0.4]),
@@ -176,6 +183,36 @@ def test_a_backend_equals_the_reference_with_any_parameters(backend: str, dtype:
         compare(named(backend), device, dtype, rows, page_size, heads, params)
 
     check()
+
+
+@pytest.mark.parametrize("fields", [{"window": 7}, {"soft_cap": 30.0}, {"has_sinks": True}, {}])
+def test_the_cpu_kernels_compute_windows_soft_caps_and_sinks_themselves(fields: dict[str, Any]) -> None:
+    if load_kernels() is None:
+        pytest.skip("there is no compiler")
+    pool = KVPool(PageLayout(1, 2, 32, 16, "bfloat16"), 1)
+    for name in ("auto", "cpu"):
+        assert type(make_attention(name, pool, 4, (make_params(4, **fields),))) is CpuAttention
+    pool.close()
+
+
+@pytest.mark.parametrize("head_dim", [20, 272])
+def test_the_cpu_kernels_refuse_heads_of_other_sizes_by_name(head_dim: int, caplog: pytest.LogCaptureFixture) -> None:
+    layout, device = PageLayout(1, 2, head_dim, 16, "bfloat16"), torch.device("cpu")
+    with pytest.raises(ConfigError, match=rf"--attention-backend cpu: needs heads of .* 16 .* {head_dim}: give auto"):
+        resolve_attention("cpu", device, layout)
+    with caplog.at_level("INFO"):
+        assert resolve_attention("auto", device, layout) == "torch"
+    assert f"this model has {head_dim}" in caplog.text
+
+
+def test_many_query_heads_of_one_kv_head_are_computed_by_torch_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = KVPool(PageLayout(1, 1, 32, 16, "bfloat16"), 1)
+    with caplog.at_level("INFO"):
+        assert type(make_attention("auto", pool, 17)).__name__ == "TorchAttention"
+    assert "at most 16 query heads" in caplog.text
+    pool.close()
 
 
 #: Fields of layouts that most models do not have, with the heads to try.

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine.attention_steps import compare
+from support.engine.attention_steps import compare, make_params
 from support.engine.native_targets import USABLE
 from torch.nn import functional as F
 
@@ -216,6 +216,44 @@ def test_attention_equals_the_reference(
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 600), st.one_of(st.just(1), st.integers(1, 31), st.integers(32, 80))),
+        min_size=1,
+        max_size=4,
+    ),
+    page_size=st.sampled_from([1, 3, 16, 64]),
+    heads=st.sampled_from([(4, 2, 16), (6, 2, 32), (16, 8, 128), (3, 3, 64), (8, 1, 96), (16, 1, 256)]),
+    formats=st.sampled_from([(kept, pages) for kept in ("float32", "bfloat16", "float16") for pages in (kept, "int8")]),
+    window=st.one_of(st.none(), st.integers(1, 40), st.sampled_from([100, 128, 257, 5000])),
+    soft_cap=st.sampled_from([None, 1.5, 30.0]),
+    scale=st.sampled_from([None, 0.2]),
+    has_sinks=st.booleans(),
+)
+def test_attention_with_any_parameters_equals_the_reference(
+    compiled: Kernels,
+    rows: list[tuple[int, int]],
+    page_size: int,
+    heads: tuple[int, int, int],
+    formats: tuple[str, str],
+    window: int | None,
+    soft_cap: float | None,
+    scale: float | None,
+    has_sinks: bool,
+) -> None:
+    """Rows decode, end within tiles, and are long enough for the kernel of prompts."""
+    dtype, pages = formats
+    compare(
+        lambda pool, num_heads, params: CpuAttention(pool, num_heads, params, compiled),
+        *("cpu", dtype, rows, page_size, heads),
+        make_params(heads[0], has_sinks=has_sinks, window=window, soft_cap=soft_cap, scale=scale),
+        format={"dtype": pages},
+        # A larger scale makes the same rounding of the dot products count more.
+        tolerance={"float32": 1e-4, "int8": 2e-3}[pages] if dtype == "float32" else None,
+    )
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=4),
@@ -235,12 +273,13 @@ def test_attention_to_pages_of_int8_equals_the_reference(
     )
 
 
-def test_a_long_prompt_has_the_same_attention_wherever_it_is_cut_and_beside_other_rows() -> None:
+@pytest.mark.parametrize("window", [None, 5, 70, 290])
+def test_a_long_prompt_has_the_same_attention_wherever_it_is_cut_and_beside_other_rows(window: int | None) -> None:
     kernels = load_kernels()
     if kernels is None or not kernels.has_long_attention:
         pytest.skip("this processor has neither AMX nor a dot product of bfloat16")
     pool = KVPool(PageLayout(1, 2, 64, 16, "bfloat16"), 60)
-    backend = CpuAttention(pool, 6, (AttentionParams(),), kernels)
+    backend = CpuAttention(pool, 6, (AttentionParams(window=window),), kernels)
     torch.manual_seed(0)
     tokens = torch.randn(420, 10, 64).bfloat16()
     tokens[:200, 8:] = 0  # a weight that is not quite 0 of a later token would show beside these values

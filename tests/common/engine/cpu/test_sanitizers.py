@@ -105,10 +105,12 @@ for (dtype, pages_dtype), (heads, kv_heads, dim), page_size in itertools.product
     pool = ExactPool(PageLayout(1, kv_heads, dim, page_size, pages_dtype), 4 * pages)
     table = np.random.permutation(4 * pages).astype(np.int32).reshape(4, pages)
     batch = make_batch(RowArrays(starts, num_new, table, page_size), torch.device("cpu"))
-    step = CpuAttention(pool, heads, (AttentionParams(),), kernels).prepare(batch)
     count = int(num_new.sum())
     q, k, v = (torch.randn(count, n, dim).to(TORCH_DTYPES[dtype]) for n in (heads, kv_heads, kv_heads))
-    assert step.extend(0, q, k, v).isfinite().all()
+    special = AttentionParams(window=21, soft_cap=30.0, sinks=torch.randn(heads))
+    for params in (AttentionParams(), special):
+        step = CpuAttention(pool, heads, (params,), kernels).prepare(batch)
+        assert step.extend(0, q, k, v).isfinite().all()
 
 layers.load_kernels = linear.load_kernels = lambda: kernels
 linear.HugePages = lambda _: Exact()

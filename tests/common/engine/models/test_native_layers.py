@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine.attention_steps import make_step
+from support.engine.attention_steps import make_params, make_step
 from torch import Tensor
 
 from common.config.shared import WeightDtype
@@ -45,7 +45,8 @@ class Case:
         self.pool = KVPool(config.layout(PAGE_SIZE, dtype), NUM_PAGES)
         self.pool.pages.view(TORCH_DTYPES[dtype]).normal_()
         self._content = self.pool.pages.clone()
-        params = (AttentionParams(scale=0.2),) * config.num_layers
+        special = make_params(config.num_heads, window=9, soft_cap=5.0, has_sinks=True)
+        params = [AttentionParams(scale=0.2), *[special] * (config.num_layers - 1)]
         self._attention = CpuAttention(self.pool, config.num_heads, params, kernels)
 
     @property
