@@ -133,8 +133,9 @@ def rows_bound_s(
 
 
 def in_rows(
-    requests: Sequence[SentRequest], num_rows: int, rate: float, threshold: int, *, lookahead: int = 1_000
-) -> SimulatedService:
+    requests: Sequence[SentRequest], num_rows: int, rate: float, threshold: int, *, lookahead: int = 1_000,
+    policy: str = "fcfs",
+) -> SimulatedService:  # fmt: skip
     """Run outputs with enough pages and few rows."""
     return run_requests(
         requests,
@@ -143,6 +144,7 @@ def in_rows(
         priority_aging_per_second=rate,
         priority_scheduling_preemption_threshold=threshold,
         max_dispatch_ahead=lookahead,
+        schedule_policy=policy,
     )
 
 
@@ -156,10 +158,11 @@ def in_rows(
     lookahead=st.sampled_from([0, 4, 1_000]),
     num_rows=st.sampled_from([1, 2, 5]),
     threshold=st.sampled_from([0, 5, 10]),
+    policy=st.sampled_from(POLICIES),
 )
-def test_ageing_bounds_the_end_of_every_output_where_rows_are_short(
+def test_ageing_bounds_the_end_of_every_output_where_rows_are_short_under_every_policy(
     kinds: list[tuple[int, int, int | None]], load: float, head: int, burst_s: float, rate: float, lookahead: int,
-    num_rows: int, threshold: int,
+    num_rows: int, threshold: int, policy: str,
 ) -> None:  # fmt: skip
     """Covers runs with and without preemption of rows, and requests that wait in the gateway or on the nodes."""
     is_sent_late = lookahead < 1_000
@@ -171,7 +174,7 @@ def test_ageing_bounds_the_end_of_every_output_where_rows_are_short(
         SentRequest(at, 3 * PAGE, max_new, priority, group, 2 * PAGE)
         for at, (max_new, priority, group) in zip(arrivals, sizes, strict=True)
     ]
-    service = in_rows(requests, num_rows, rate, threshold, lookahead=lookahead)
+    service = in_rows(requests, num_rows, rate, threshold, lookahead=lookahead, policy=policy)
     for number, sent in enumerate(requests):
         ended_s = service.ended[f"r{number}"].ended_at - sent.at
         assert ended_s <= rows_bound_s(sent, rate, requests, num_rows, is_sent_late=is_sent_late) + 1e-9

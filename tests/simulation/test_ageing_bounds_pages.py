@@ -32,6 +32,7 @@ from support.simulation.priority_ageing import (
 )
 from support.simulation.simulated_service import NodeLimits, SimulatedService
 
+from common.config.scheduling import POLICIES
 from scripts.simulator.costs import Costs
 
 NUM_PAGES = 24
@@ -76,7 +77,7 @@ def pages_bound_s(
 
 def in_pages(
     requests: Sequence[SentRequest], rate: float, *, threshold: int, skip_ahead: int, num_pages: int = NUM_PAGES,
-    reserved: int | None = None, lookahead: int = 1_000,
+    reserved: int | None = None, lookahead: int = 1_000, policy: str = "fcfs",
 ) -> SimulatedService:  # fmt: skip
     """Run outputs with enough rows and few pages."""
     return run_requests(
@@ -88,6 +89,7 @@ def in_pages(
         max_skip_ahead=skip_ahead,
         num_reserved_decode_tokens=reserved,
         max_dispatch_ahead=lookahead,
+        schedule_policy=policy,
     )
 
 
@@ -114,10 +116,11 @@ def retractions(service: SimulatedService) -> Counter[str]:
     threshold=st.sampled_from([0, 2, 5, 10]),
     reserved=st.sampled_from([None, 1]),
     lookahead=st.sampled_from([0, 4, 1_000]),
+    policy=st.sampled_from(POLICIES),
 )
-def test_ageing_bounds_the_end_of_every_output_where_pages_are_short(
+def test_ageing_bounds_the_end_of_every_output_where_pages_are_short_under_every_policy(
     kinds: list[Kind], load: float, head: int, burst_s: float, rate: float, skip_ahead: int, threshold: int,
-    reserved: int | None, lookahead: int,
+    reserved: int | None, lookahead: int, policy: str,
 ) -> None:  # fmt: skip
     """Covers runs with and without preemption, and a reserve so small that the batch outgrows the pool."""
     sizes = [kinds[number % len(kinds)] for number in range(60)]
@@ -130,8 +133,9 @@ def test_ageing_bounds_the_end_of_every_output_where_pages_are_short(
         for at, (size, max_new, *rest) in zip(arrivals, sizes, strict=True)
     ]
     service = in_pages(
-        requests, rate, threshold=threshold, skip_ahead=skip_ahead, reserved=reserved, lookahead=lookahead
-    )
+        requests, rate, threshold=threshold, skip_ahead=skip_ahead, reserved=reserved, lookahead=lookahead,
+        policy=policy,
+    )  # fmt: skip
     retracted = retractions(service)
     for number, sent in enumerate(requests):
         ended_s = service.ended[f"r{number}"].ended_at - sent.at

@@ -41,7 +41,7 @@ LOADS = {
         " --decode=6",
     ),
 }
-#: Runs only with --large, once.
+#: Runs only with --large or --only-large, once.
 LARGE = {
     "500 prefill and 500 decode nodes, 500 in, 200 out": (
         100_000,
@@ -90,7 +90,9 @@ def measure(name: str, words: Sequence[str], num_rounds: int, *, is_stepwise: bo
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each load; the best counts (%(default)s)")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each load's requests to run (%(default)s)")
-    parser.add_argument("--large", action="store_true", help="also 1,000 nodes and 100,000 requests, some minutes")
+    large = parser.add_mutually_exclusive_group()
+    large.add_argument("--large", action="store_true", help="also 1,000 nodes and 100,000 requests, some minutes")
+    large.add_argument("--only-large", action="store_true", help="only 1,000 nodes and 100,000 requests")
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
@@ -98,7 +100,8 @@ def run(options: argparse.Namespace) -> dict[str, float]:
         raise ConfigError("--rounds must be at least 1")
     print(f"{'':56}{'row-steps':>10}{'wall':>8}{'CPU':>8}  million a minute; step by step, CPU")
     figures: dict[str, float] = {}
-    for name, (num_requests, words) in {**LOADS, **(LARGE if options.large else {})}.items():
+    loads = LARGE if options.only_large else {**LOADS, **LARGE} if options.large else LOADS
+    for name, (num_requests, words) in loads.items():
         given = [*words.split(), f"--num-requests={max(1, round(num_requests * options.scale))}"]
         row = measure(name, given, 1 if name in LARGE else options.rounds)
         line = f"{name:56}{row.row_steps:>10,}{row.wall_s:>7.1f}s{row.cpu_s:>7.1f}s  {row.per_minute / 1e6:.1f}"
@@ -110,5 +113,6 @@ def run(options: argparse.Namespace) -> dict[str, float]:
             figures[f"{name}, times as fast as step by step"] = stepwise.cpu_s / row.cpu_s
             line += f"; {stepwise.cpu_s:.1f}s, {stepwise.cpu_s / row.cpu_s:.1f} times as long"
         print(line, flush=True)
-    print(f"Mark: {MARK / 1e6:.0f} million a minute, for the first.")
+    if not options.only_large:
+        print(f"Mark: {MARK / 1e6:.0f} million a minute, for the first.")
     return figures

@@ -5,6 +5,7 @@ Everything here follows from ``evaluate``; simulations, processes and printing a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from scripts.simulator.hardware.node_model import NodeModel
 from scripts.simulator.planning import estimate
@@ -14,6 +15,8 @@ from scripts.simulator.planning.search import Evaluate, Found, Goal, best_settin
 
 #: Loads, as multiples of the given one, at which separate and colocated nodes are compared.
 FACTORS = (0.25, 0.5, 1.0, 2.0)
+#: How close the two loads come between which a colocated pool begins or ceases to be cheaper.
+CROSSING_TOLERANCE = 0.1
 #: Starts that need this many times the devices of the smallest are not searched.
 MAX_START = 2.0
 HOURLY = 3600.0
@@ -50,6 +53,13 @@ class LoadRow:
     factor: float
     separate: Found | None
     colocated: Found | None
+
+    @property
+    def is_colocated_cheaper(self) -> bool:
+        """Whether a colocated pool needs fewer devices."""
+        if self.colocated is None or self.separate is None:
+            return self.colocated is not None
+        return self.colocated.deployment.num_devices < self.separate.deployment.num_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +104,7 @@ class PlanResult:
 
     def colocated_cheaper_at(self) -> list[float]:
         """The factors among ``rows`` at which a colocated pool needs fewer devices."""
-        return [
-            row.factor
-            for row in self.rows
-            if row.colocated is not None
-            and (row.separate is None or row.colocated.deployment.num_devices < row.separate.deployment.num_devices)
-        ]
+        return [row.factor for row in self.rows if row.is_colocated_cheaper]
 
 
 class Planner:
@@ -136,7 +141,7 @@ class Planner:
         result = PlanResult(self._load, best, pool, nodes=self._choices.nodes)
         if result.chosen is None:
             return replace(result, why=self._why_not(bool(separate or colocated)))
-        rows = tuple(self._row(factor, best, pool) for factor in self._factors)
+        rows = self._rows(best, pool)
         return replace(result, rows=rows, capacities=tuple(self._capacities(result.chosen)))
 
     # ---- where the search begins ------------------------------------------------------------------------------------
@@ -192,6 +197,22 @@ class Planner:
             yield replace(settings, local_prefill=local)
 
     # ---- around the plan --------------------------------------------------------------------------------------------
+
+    def _rows(self, best: Found | None, pool: Found | None) -> tuple[LoadRow, ...]:
+        """All loads, and loads around the point at which a colocated pool begins or ceases to be cheaper.
+
+        Nodes are whole, so there may be several such points. Then none is sought.
+        """
+        rows = [self._row(factor, best, pool) for factor in self._factors]
+        changes = [(low, high) for low, high in pairwise(rows) if low.is_colocated_cheaper != high.is_colocated_cheaper]
+        if len(changes) == 1:
+            low, high = changes[0]
+            while high.factor / low.factor - 1 > CROSSING_TOLERANCE:
+                middle = self._row((low.factor * high.factor) ** 0.5, best, pool)
+                rows.append(middle)
+                is_like_low = middle.is_colocated_cheaper == low.is_colocated_cheaper
+                low, high = (middle, high) if is_like_low else (low, middle)
+        return tuple(sorted(rows, key=lambda row: row.factor))
 
     def _row(self, factor: float, best: Found | None, pool: Found | None) -> LoadRow:
         return LoadRow(factor, self._at(factor, best), self._at(factor, pool))

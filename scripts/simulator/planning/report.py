@@ -118,6 +118,8 @@ def crossing_words(result: PlanResult) -> str:
     if cheaper == factors[: len(cheaper)]:
         return f"cheaper up to {rates(cheaper[-1:])}, and no longer at {rates([factors[len(cheaper)]])}"
     others = [factor for factor in factors if factor not in cheaper]
+    if others == factors[: len(others)]:
+        return f"cheaper from {rates(cheaper[:1])} on, and not yet at {rates(others[-1:])}"
     return f"cheaper at {rates(cheaper)}, not at {rates(others)}"
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -125,9 +126,27 @@ def test_local_prompts_of_a_decode_node_share_its_steps() -> None:
 # ---- what holds for all histories -----------------------------------------------------------------------------------
 
 PROMPTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 120)), min_size=1, max_size=24)
+KINDS_OF_NODES = pytest.mark.parametrize("is_local", [False, True], ids=["prefill", "decode"])
 
 
-def play(at: PrefillNode, prompts: Sequence[tuple[int, int]]) -> list[list[tuple[str, int]]]:
+class LocalPrompts(DecodeNode):
+    """A decode node that computes prompts, each with one output token."""
+
+    def submit(self, rid: str, length: int) -> None:
+        super().submit(rid, length, new=1, is_local=True)
+
+    def step(self) -> list[tuple[str, int]]:
+        super().step()
+        return self.chunks
+
+
+def any_node(*, is_local: bool, **options: Any) -> PrefillNode | LocalPrompts:
+    if is_local:
+        return LocalPrompts(num_pages=4_000, slots=64, rules=OFF, chunk=CHUNK, is_mixed=True, **options)
+    return node(**options)
+
+
+def play(at: PrefillNode | LocalPrompts, prompts: Sequence[tuple[int, int]]) -> list[list[tuple[str, int]]]:
     """Submit each prompt before the step of its number, and run to the end; returns the chunks of all steps."""
     steps = []
     for number in itertools.count():
@@ -144,7 +163,8 @@ def rounded(count: int) -> int:
     return -(-count // PAGE) * PAGE
 
 
-@settings(max_examples=40, deadline=None)
+@KINDS_OF_NODES
+@settings(max_examples=30, deadline=None)
 @given(
     prompts=PROMPTS,
     policy=st.sampled_from(POLICIES),
@@ -153,9 +173,9 @@ def rounded(count: int) -> int:
     ),
 )
 def test_no_step_is_filled_less_and_neither_kind_takes_the_share_of_the_other(
-    prompts: list[tuple[int, int]], policy: str, limits: LongPromptLimits
+    is_local: bool, prompts: list[tuple[int, int]], policy: str, limits: LongPromptLimits
 ) -> None:
-    at = node(policy=policy, long_prompts=limits)
+    at = any_node(is_local=is_local, policy=policy, long_prompts=limits)
     threshold = limits.threshold or CHUNK
     part = min(max(int(CHUNK * limits.share), PAGE), CHUNK - PAGE) // PAGE * PAGE
     left = {f"{index}": length for index, (_, length) in enumerate(prompts)}
@@ -177,27 +197,37 @@ def test_no_step_is_filled_less_and_neither_kind_takes_the_share_of_the_other(
     assert not any(left.values())
 
 
+@KINDS_OF_NODES
 @settings(max_examples=25, deadline=None)
-@given(prompts=PROMPTS, share=st.sampled_from([0.25, 0.5, 0.75]), is_in_turns=st.booleans())
-def test_no_prompt_ends_later_than_the_shares_say(
-    prompts: list[tuple[int, int]], share: float, is_in_turns: bool
+@given(
+    prompts=PROMPTS,
+    policy=st.sampled_from(POLICIES),
+    share=st.sampled_from([0.25, 0.5, 0.75]),
+    is_in_turns=st.booleans(),
+)
+def test_no_prompt_ends_later_than_the_shares_say_under_every_policy(
+    is_local: bool, prompts: list[tuple[int, int]], policy: str, share: float, is_in_turns: bool
 ) -> None:
-    """In order of arrival a prompt of one kind waits only for those of its kind before it, at the rate of its kind. Of
-    the share of long prompts every second step is the first one's, if two are in progress."""
-    at = node(long_prompts=LongPromptLimits(share=share, max_begun=2 if is_in_turns else 1))
+    """A prompt waits only for those of its kind that begin before it, at the rate of its kind. Of the share of long
+    prompts every second step is the first one's, if two are in progress."""
+    at = any_node(
+        is_local=is_local, policy=policy, long_prompts=LongPromptLimits(share=share, max_begun=2 if is_in_turns else 1)
+    )
     part = min(max(int(CHUNK * share), PAGE), CHUNK - PAGE) // PAGE * PAGE
-    ends: dict[str, int] = {}
-    for number, _ in enumerate(play(at, prompts)):
-        ends |= dict.fromkeys([rid for rid in at.done if rid not in ends], number)
-    order = sorted(range(len(prompts)), key=lambda index: (prompts[index][0], index))
+    ends: dict[int, int] = {}  # number of the step, in the order in which the prompts begin
+    for number, step in enumerate(play(at, prompts)):
+        for rid, _ in step:
+            ends[int(rid)] = number
     for kind, rate in ((True, part / (2 if is_in_turns else 1)), (False, CHUNK - part)):
+        order = [index for index in ends if (prompts[index][1] > CHUNK) is kind]
+        if policy == "fcfs":
+            assert order == sorted(order, key=lambda index: (prompts[index][0], index))
         busy_until = 0.0
         for index in order:
             arrival, length = prompts[index]
-            if (length > CHUNK) is kind:
-                # Rounded up to whole steps for each prompt: the chunk before it may end anywhere in a step.
-                busy_until = max(busy_until, arrival) + rounded(length) / rate + 2
-                assert ends[f"{index}"] <= math.ceil(busy_until)
+            # Rounded up to whole steps for each prompt: the chunk before it may end anywhere in a step.
+            busy_until = max(busy_until, arrival) + rounded(length) / rate + 2
+            assert ends[index] <= math.ceil(busy_until)
 
 
 # ---- pages ----------------------------------------------------------------------------------------------------------

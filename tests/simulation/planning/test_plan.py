@@ -144,7 +144,7 @@ def test_the_command_prints_a_plan_and_writes_it(
     assert plan["price_per_hour"] == 2.0 * plan["devices"]
     tokens_per_hour = (found["load"]["input_tokens_per_s"] + found["load"]["output_tokens_per_s"]) * 3600
     assert plan["price_per_million_tokens"] == pytest.approx(plan["price_per_hour"] / tokens_per_hour * 1e6)
-    assert [row["factor"] for row in found["loads"]] == [0.25, 0.5, 1.0, 2.0]
+    assert {0.25, 0.5, 1.0, 2.0} <= {row["factor"] for row in found["loads"]}
     assert found["capacities"][0]["factor"] >= 1.0
     text = page.read_text()
     assert "Devices by load" in text and "Good requests by load" in text and "<script" not in text

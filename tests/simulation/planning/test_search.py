@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 from common.config.cli import parse
 from scripts.simulator.config import SimulateConfig
+from scripts.simulator.costs import Costs
+from scripts.simulator.hardware.node_model import NodeModel
 from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.estimate import LoadSize, RequestSize
-from scripts.simulator.planning.planner import LoadRow, PlanResult
+from scripts.simulator.planning.planner import FACTORS, Choices, LoadRow, Objective, Planner, PlanResult
 from scripts.simulator.planning.report import crossing_words, short_words
 from scripts.simulator.planning.search import Found, Goal, best_settings, capacity, fewest, tune
 from scripts.simulator.planning.verdict import Verdict, WindowResult, is_hopeless, judge
@@ -99,6 +101,31 @@ def test_capacity_is_zero_where_nothing_holds() -> None:
     assert capacity(lambda deployment, factor: verdict(0.1), Deployment(1, 1), GOAL) == 0.0
 
 
+# ---- where a colocated pool is cheaper ------------------------------------------------------------------------------
+
+
+def rows_of(service: Service) -> tuple[LoadRow, ...]:
+    load = LoadSize((RequestSize(1_000, 0, 10),) * 10, 10.0)
+    choices = Choices({1: NodeModel(Costs(0.01, 0.001, 0.001, 0.0), 256, 20_000, 1, 1.0)})
+    return Planner(service, load, choices, objective=Objective(10.0, 1.0), goal=GOAL).plan().rows
+
+
+def test_the_load_at_which_a_colocated_pool_ceases_to_be_cheaper_is_found_within_a_tenth() -> None:
+    """One node of each kind suffices for all loads. A colocated one needs 0.8 of a node for a share of 0.95, and 0.9
+    is asked for; beyond that two are needed."""
+    rows = rows_of(Service(0.25, 0.25, 0.8))
+    assert [row.factor for row in rows] == sorted({*FACTORS, *(row.factor for row in rows)})
+    cheaper = [row.factor for row in rows if row.is_colocated_cheaper]
+    others = [row.factor for row in rows if not row.is_colocated_cheaper]
+    crossing = 0.95 / 0.9 / 0.8
+    assert cheaper[-1] <= crossing < others[0] <= 1.1 * cheaper[-1]
+
+
+def test_no_load_is_added_where_a_colocated_pool_is_always_or_never_cheaper() -> None:
+    assert tuple(row.factor for row in rows_of(Service(1, 1, 0.5))) == FACTORS
+    assert tuple(row.factor for row in rows_of(Service(4, 4, 40))) == FACTORS
+
+
 # ---- verdicts -------------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +162,8 @@ def test_a_deployment_is_hopeless_once_too_many_have_missed() -> None:
         ([(2, 2), (4, 4)], "not cheaper at any simulated load, 10 and 20 requests/s among them"),
         ([(2, 1), (4, 3)], "cheaper at all simulated loads, up to 20 requests/s"),
         ([(2, 1), (4, 4)], "cheaper up to 10 requests/s, and no longer at 20 requests/s"),
-        ([(2, 2), (4, 3)], "cheaper at 20 requests/s, not at 10 requests/s"),
+        ([(2, 2), (4, 3)], "cheaper from 20 requests/s on, and not yet at 10 requests/s"),
+        ([(2, 1), (4, 4), (5, 4)], "cheaper at 10 and 30 requests/s, not at 20 requests/s"),
     ],
 )
 def test_the_loads_at_which_a_colocated_pool_is_cheaper_are_named(devices: list[tuple[int, int]], words: str) -> None:

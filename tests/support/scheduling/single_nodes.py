@@ -89,19 +89,21 @@ class DecodeNode:
         rules: PriorityRules = ON,
         policy: str = "fcfs",
         ratio: NewTokenRatio | None = None,
+        chunk: int = 8,
         **limits: Any,
     ) -> None:
         self.allocator = PageAllocator(num_pages)
         self.cache = RadixCache(self.allocator, PAGE)
         self.now = 0.0
         self.done: list[str] = []
+        self.chunks: list[tuple[str, int]] = []  # of the last step: requests, and how many of their tokens it computed
         self.granted: list[str] = []
         self.num_submitted = 0
         self.connected: set[str] = set()  # prefill nodes that can compute a request again
         self.scheduler = DecodeScheduler(
             self.cache,
             self.allocator,
-            limits=DecodeLimits(slots, chunk_tokens=8, is_retracted_by_priority=rules.is_enabled, **limits),
+            limits=DecodeLimits(slots, chunk_tokens=chunk, is_retracted_by_priority=rules.is_enabled, **limits),
             ordering=RequestOrdering(make_policy(policy, self.cache), rules),
             ratio=ratio or NewTokenRatio(RatioConstants(initial=0.0)),
             eos_token_ids=(),
@@ -157,8 +159,10 @@ class DecodeNode:
         plan = self.scheduler.plan(self.now)
         self.take_grants()
         self.check()
+        self.chunks = []
         if plan is None:
             return []
+        self.chunks = [(chunk.request.rid, chunk.num_tokens) for chunk in self.scheduler.chunks(plan)]
         sampled = [one for one in self.scheduler.commit(result_of(plan)) if isinstance(one, Sampled)]
         self.done += [one.request.rid for one in sampled if one.finish]
         self.check()
