@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,11 @@ from scripts.benchmarks.harness.cpu_quota import cpu_quota, why_no_quota
 
 
 @pytest.mark.skipif(bool(why_no_quota()), reason="no control group can be made here")
-def test_a_process_joins_the_group_which_is_removed_after_an_error():
+def test_a_process_joins_the_group_which_is_removed_after_an_error() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    groups = []
+    groups: list[Path] = []
 
-    def fail_in_the_block():
+    def fail_in_the_block() -> None:
         with cpu_quota(25) as quota:
             groups.append(quota.path)
             quota.add(process.pid)
@@ -29,7 +30,9 @@ def test_a_process_joins_the_group_which_is_removed_after_an_error():
     assert [group.exists() for group in groups] == [False]
 
 
-def test_a_machine_without_control_groups_is_refused_by_a_sentence_that_names_them(monkeypatch, tmp_path):
+def test_a_machine_without_control_groups_is_refused_by_a_sentence_that_names_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(module, "V1", tmp_path / "one" / "cpu")
     monkeypatch.setattr(module, "V2", tmp_path / "two")
     with pytest.raises(ConfigError, match=r"no control group can cap .*one/cpu/.*No such file.*two/.*No such file"):
@@ -37,7 +40,9 @@ def test_a_machine_without_control_groups_is_refused_by_a_sentence_that_names_th
     assert why_no_quota()
 
 
-def test_groups_of_killed_benchmarks_are_removed_and_those_of_running_ones_stay(monkeypatch, tmp_path):
+def test_groups_of_killed_benchmarks_are_removed_and_those_of_running_ones_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     for pid in (ended.pid, os.getpid()):
