@@ -181,7 +181,7 @@ class Registry:
         self.prefills: tuple[Worker, ...] = ()
         self.decodes: tuple[Worker, ...] = ()
         self.draining: frozenset[str] = frozenset()
-        self._limiting: tuple[Worker, ...] = ()  # decode nodes whose capacity the limits count
+        self._limiting: frozenset[str] = frozenset()  # incarnations of decode nodes whose capacity the limits count
         self._holders: dict[str, tuple[tuple[Worker, ...], tuple[Worker, ...]]] = {}  # of adapters, as in ``able``
         self.limits: ServingLimits | None = None
         self.accepted: ServingLimits | None = None
@@ -244,8 +244,8 @@ class Registry:
         node = self.workers[incarnation]
         before = node.max_running
         node.max_running = node.register.max_running if heartbeat.share is None else heartbeat.share
-        if node.max_running != before and self.limits is not None:
-            self.limits = replace(self.limits, max_running=sum([one.max_running for one in self._limiting]))
+        if node.max_running != before and self.limits is not None and incarnation in self._limiting:
+            self.limits = replace(self.limits, max_running=self.limits.max_running + node.max_running - before)
             self.accepted = self.limits
         node.on_heartbeat(heartbeat, now)
         if heartbeat.gateway_sent_at:
@@ -444,7 +444,7 @@ class Registry:
         for node in self.workers.values():
             node.failed_peers = node.reported_peers
         prefills, decodes = self._able()
-        self._limiting = tuple(decodes)
+        self._limiting = frozenset([node.incarnation for node in decodes])
         self.limits = self._limits(prefills, decodes)
         self.adapters = self._adapters(prefills, decodes)
         self.accepted = self.limits or self.accepted

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.benchmarks.harness.cpu_quota import why_no_quota
 from scripts.benchmarks.main import BENCHMARKS, NAMES, empty_figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,13 @@ SLOW = {
 @pytest.mark.parametrize(
     "command",
     [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES]
-    + [pytest.param("engine --shape=qwen3-moe-small", marks=pytest.mark.slow)],
+    + [
+        pytest.param("engine --shape=qwen3-moe-small", marks=pytest.mark.slow),
+        pytest.param(
+            "scale --no-pairing --rates-only --gateway-share=25",
+            marks=[pytest.mark.slow, pytest.mark.skipif(bool(why_no_quota()), reason="no control group can be made")],
+        ),
+    ],
 )
 def test_the_shortest_form_prints_figures_greater_than_zero(command: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"

@@ -46,32 +46,27 @@ class DecodePlace(NamedTuple):
     """A decode node as a place for one prompt, or several of them, with an array for what differs among them.
 
     Attributes:
-        num_queued: tokens of prompts that it still has to compute.
-        num_to_compute: tokens of this prompt that it has not cached.
+        own_s: what it takes for the prompts before this one, for a step, whose end the first chunk waits for, and for
+            this prompt.
+        prompt_s: what it takes for this prompt alone.
         num_outputs: outputs that it computes.
         num_coming: outputs that it will compute once prefill nodes have computed their prompts.
         coming_s: within this time, at an even pace.
-        token_s: what a prompt token adds to a step there.
-        step_s: what a step takes without prompts, which the first chunk has to wait for.
-        is_full: it has no room for one more output now.
     """
 
-    num_queued: Numbers
-    num_to_compute: Numbers
+    own_s: Numbers
+    prompt_s: Numbers
     num_outputs: Numbers
     num_coming: Numbers
     coming_s: float
-    token_s: Numbers
-    step_s: Numbers
-    is_full: NDArray[np.bool_] | bool
 
     @property
     def cost_s(self) -> NDArray[np.float64]:
-        own_s = self.step_s + (self.num_queued + self.num_to_compute) * self.token_s
-        return np.where(self.is_full, np.inf, own_s + DELAY_WEIGHT * self._others_s(self.num_to_compute * self.token_s))
+        return np.asarray(self.own_s + DELAY_WEIGHT * self._others_s())
 
-    def _others_s(self, seconds: Numbers) -> Numbers:
-        """By how much outputs are delayed, taken together, while a prompt is computed for so many seconds."""
+    def _others_s(self) -> Numbers:
+        """By how much outputs are delayed, taken together, while the prompt is computed."""
+        seconds = self.prompt_s
         coming_s = seconds - self.coming_s / 2
         if self.coming_s:
             coming_s = np.where(seconds < self.coming_s, seconds * seconds / (2 * self.coming_s), coming_s)

@@ -102,7 +102,7 @@ class PrefixIndex:
         if not ends:
             return None
         tokens = np.array(sizes, np.float64) * (self._piece_tokens / PIECE_BYTES)
-        return tokens @ _bits(ends, num_rows)  # no node is in two rows of the matrix
+        return tokens @ _bits(ends, num_rows).astype(np.float64)  # no node is in two rows of the matrix
 
     def remember(self, pieces: bytes, rows: Iterable[int]) -> None:
         """Nodes get a prompt."""

@@ -258,13 +258,16 @@ class Router:
     def _least(self, rows: Rows, costs: Column) -> int:
         """The place of the least cost; of equal ones that of the node that was chosen longest ago."""
         places = (costs == costs[costs.argmin()]).nonzero()[0]
+        if len(places) == 1:
+            return int(places[0])
         return int(places[self._arrays.turn[rows[places]].argmin()])
 
     def _wait_s(self, rows: Rows | int, now: float) -> Column:
         """Seconds that prefill nodes still take for the tokens that they were given, as far as is known."""
         arrays, token_s = self._arrays, self._arrays.prompt_token_s[rows]
-        own_s = np.maximum(arrays.idle_at[rows] - now, 0.0)
-        wait_s: Column = np.minimum(own_s + arrays.other_load[rows] * token_s, arrays.load[rows] * token_s)
+        least, most = (min, max) if isinstance(rows, int) else (np.minimum, np.maximum)  # numpy is slow for one number
+        own_s = most(arrays.idle_at[rows] - now, 0.0)
+        wait_s: Column = least(own_s + arrays.other_load[rows] * token_s, arrays.load[rows] * token_s)
         return wait_s
 
     def _local_node(self, prefill: int, decode: int, decodes: Rows, needs: _Needs) -> int | None:
@@ -282,29 +285,52 @@ class Router:
             num_to_send=needs.num_lacking(decode),
             send_s=float(arrays.send_token_s[prefill]),
         )
-        costs = self._decode_place(decodes, needs, there).cost_s
-        best = self._least(decodes, costs)
-        return int(decodes[best]) if costs[best] < there.cost_s else None
+        return self._cheaper_decode(decodes, needs, there)
 
-    def _decode_place(self, rows: Rows, needs: _Needs, there: PrefillPlace) -> DecodePlace:
-        """Decode nodes as places for a prompt; one that has computed none yet counts as fast as the others."""
-        arrays = self._arrays
-        num_requests, num_begun = arrays.num_requests[rows], arrays.num_begun[rows]
-        token_s = arrays.prompt_token_s[rows]
-        known = token_s[token_s > 0]
-        if len(known) < len(token_s):
-            token_s[token_s == 0] = known.sum() / len(known) if len(known) else there.token_s
-        is_full = arrays.load[rows] + np.minimum(needs.num_hold, arrays.most_held[rows]) > arrays.capacity[rows]
-        return DecodePlace(
-            num_queued=arrays.local_load[rows],
-            num_to_compute=needs.all_lacking(rows),
+    def _cheaper_decode(self, rows: Rows, needs: _Needs, there: PrefillPlace) -> int | None:
+        """The row of the cheapest decode node with room that costs less than a prefill node; None if none does.
+
+        The nodes that cost more by themselves already, without the delay of others, are left out first.
+        """
+        arrays, limit_s = self._arrays, there.cost_s
+        token_s, num_lacking = self._token_s(rows, there.token_s), needs.all_lacking(rows)
+        own_s = arrays.step_s[rows] + (arrays.local_load[rows] + num_lacking) * token_s
+        cheap = (own_s < limit_s).nonzero()[0]
+        if not len(cheap):
+            return None
+        rows = rows[cheap]
+        num_begun = arrays.num_begun[rows]
+        costs = DecodePlace(
+            own_s=own_s[cheap],
+            prompt_s=(num_lacking * token_s)[cheap],
             num_outputs=num_begun,
-            num_coming=np.maximum(num_requests - num_begun, 0),
+            num_coming=np.maximum(arrays.num_requests[rows] - num_begun, 0.0),
             coming_s=there.wait_s,
-            token_s=token_s,
-            step_s=arrays.step_s[rows],
-            is_full=is_full | (num_requests >= arrays.max_running[rows]),
-        )
+        ).cost_s
+        while len(rows):
+            best = self._least(rows, costs)
+            if costs[best] >= limit_s:
+                return None
+            if self._has_room(rows[best : best + 1], needs.num_hold).all():
+                return int(rows[best])
+            able = self._has_room(rows, needs.num_hold)
+            rows, costs = rows[able], costs[able]
+        return None
+
+    def _has_room(self, rows: Rows, num_hold: int) -> NDArray[np.bool_]:
+        """Which decode nodes can take one more request now."""
+        arrays = self._arrays
+        hold = arrays.load[rows] + np.minimum(num_hold, arrays.most_held[rows])
+        has_room: NDArray[np.bool_] = hold <= arrays.capacity[rows]
+        return has_room & (arrays.num_requests[rows] < arrays.max_running[rows])
+
+    def _token_s(self, rows: Rows, fallback_s: float) -> Column:
+        """What a prompt token takes on decode nodes; one that has computed none yet counts as fast as the others."""
+        token_s: Column = self._arrays.prompt_token_s[rows]
+        if not token_s[token_s.argmin()]:
+            known = token_s[token_s > 0]
+            token_s[token_s == 0] = known.sum() / len(known) if len(known) else fallback_s
+        return token_s
 
     def _chosen(self, prefill: int | None, decode: int | None, needs: _Needs, pieces: bytes) -> WorkerPair:
         """Counts a request as sent to the nodes of these rows; without a prefill node the decode node computes it."""

@@ -11,6 +11,9 @@ of two tokens come and go at the highest rate, over one gateway and over two wit
 The processor time of a gateway, all its threads, belongs to it alone. The rate does not: client and nodes take the
 same cores. With as few cores as here, that of two gateways is bound by them; the processor time of each gateway per
 request, less that for heartbeats, says what it could reach.
+
+With ``--gateway-share``, each gateway gets a fixed share of a core, so that cores are left to client and nodes. The
+measured rates of one and of two gateways can then be compared, as long as the gateways use their whole share.
 """
 
 import argparse
@@ -38,6 +41,7 @@ from common.open_files import raise_open_file_limit
 from common.wire.key_folder import load_keys
 from common.wire.messages import Role
 from gateway.workers.routing.router import LocalPrefill, Router
+from scripts.benchmarks.harness.cpu_quota import MAX_PERCENT, MIN_PERCENT, cpu_quota, why_no_quota
 from scripts.benchmarks.harness.options import comma_separated
 from scripts.benchmarks.services.gateways.client import Connection, cpu_seconds, http_post, is_complete
 from scripts.benchmarks.services.gateways.many_nodes import Order, Report, run_nodes
@@ -242,13 +246,20 @@ class RunningGateway:
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(max_queued: int) -> AsyncIterator[RunningGateway]:
+async def running_gateway(max_queued: int, share: int) -> AsyncIterator[RunningGateway]:
+    """Args:
+    share: percent of a core that it gets at most; 0: all that it needs.
+    """
     words = [
         sys.executable, "-m", "gateway", "--model", SMALL_MODEL, "--served-model-name", SMALL_MODEL_NAME,
         "--port", "0", "--control-port", "0", "--max-queued-requests", str(max_queued), "--no-log-requests",
         "--node-timeout", str(NODE_TIMEOUT_S),
     ]  # fmt: skip
-    async with pinned_process(words, _all_cores()) as process:
+    async with contextlib.AsyncExitStack() as stack:
+        quota = stack.enter_context(cpu_quota(share)) if share else None
+        process = await stack.enter_async_context(pinned_process(words, _all_cores()))
+        if quota is not None:
+            quota.add(process.pid)
         assert process.stderr is not None
         control = (await process.stderr.readline()).decode().split()[-1]
         url = (await process.stderr.readline()).decode().split()[-1]
@@ -331,8 +342,8 @@ async def measure_idle(
 
 async def measure_rate(
     gateways: Sequence[RunningGateway], nodes: Nodes, options: argparse.Namespace, table: Table, idle: float
-) -> None:
-    """Requests of two tokens that come and go, from a client with a fixed number of connections.
+) -> float:
+    """Requests of two tokens that come and go, from a client with a fixed number of connections; returns their rate.
 
     Args:
         idle: as for ``measure_held``.
@@ -372,10 +383,12 @@ async def measure_rate(
     if failures:
         raise BatonError(f"a gateway answered {failures[0][:400]!r}")
     table.add(f"{label}: rate of requests of two tokens", count / elapsed_s, "per s")
+    table.add(f"{label}: CPU of each gateway meanwhile", sum(spent) / len(spent) / elapsed_s * 100, "% of a core")
     each_s = max((sum(spent) - idle * elapsed_s) / count, 1e-9)
     table.add(f"{label}: CPU of a gateway per request", each_s * 1e6, "us")
     allowed = (len(gateways) - idle) / each_s
     table.add(f"{label}: rate for which it suffices, on a core for each gateway", allowed, "per s")
+    return count / elapsed_s
 
 
 def _label(gateways: Sequence[RunningGateway]) -> str:
@@ -385,8 +398,11 @@ def _label(gateways: Sequence[RunningGateway]) -> str:
 async def measure_service(nodes: Nodes, options: argparse.Namespace, table: Table) -> None:
     async with contextlib.AsyncExitStack() as stack:
         gateways: list[RunningGateway] = []
+        rates: list[float] = []
         for _ in range(2):
-            gateways.append(await stack.enter_async_context(running_gateway(2 * options.in_flight)))
+            gateways.append(
+                await stack.enter_async_context(running_gateway(2 * options.in_flight, options.gateway_share))
+            )
             before = [(cpu_seconds(one.pid), one.rss_bytes) for one in gateways]
             await nodes.order(Order(gateways=[]))
             while '"num_workers":0' not in (await gateways[0].read("/v1/workers?limit=1")):
@@ -401,8 +417,10 @@ async def measure_service(nodes: Nodes, options: argparse.Namespace, table: Tabl
                 table.add("memory of the gateway per node", (one.rss_bytes - rss) / options.nodes / 1e3, "kB")
             await asyncio.sleep(2.0)  # gateways that share nodes learn their shares
             idle = await measure_idle(gateways, options, table, "no requests")
-            await measure_rate(gateways, nodes, options, table, idle)
-            await measure_held(gateways, nodes, options, table, idle)
+            rates.append(await measure_rate(gateways, nodes, options, table, idle))
+            if not options.rates_only:
+                await measure_held(gateways, nodes, options, table, idle)
+    table.add("measured rate of two gateways, of that of one", rates[1] / rates[0] * 100, "%")
 
 
 # ---- the benchmark ---------------------------------------------------------------------------------------------------
@@ -441,6 +459,15 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     return table.figures
 
 
+def _percent(text: str) -> int:
+    """The share of a core that a control group can grant here; 0: no limit."""
+    if not text.isdecimal() or not (int(text) == 0 or MIN_PERCENT <= int(text) <= MAX_PERCENT):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {MIN_PERCENT} to {MAX_PERCENT}")
+    if int(text) and (problem := why_no_quota()):
+        raise argparse.ArgumentTypeError(problem)
+    return int(text)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     numbers = comma_separated(int)
     parser.add_argument("--pairing-nodes", type=numbers, default="10,100,1000", help="for the router (%(default)s)")
@@ -453,4 +480,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=100, help="of each of them (%(default)s)")
     parser.add_argument("--connections", type=int, default=512, help="of the client that measures rates (%(default)s)")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement (%(default)s)")
+    parser.add_argument(
+        "--gateway-share", type=_percent, default=0, metavar="PERCENT",
+        help="of a core that each gateway gets at most; needs root and control groups (default: no limit)",
+    )  # fmt: skip
+    parser.add_argument("--rates-only", action="store_true", help="hold no requests, and measure rates alone")
     parser.add_argument("--processes", type=int, default=2, help="among which the nodes are divided (%(default)s)")

@@ -27,17 +27,8 @@ def test_a_prefill_node_costs_its_queue_the_prompt_and_the_transfer():
 
 
 def test_a_decode_node_costs_the_delay_of_every_output_there_as_well():
-    place = DecodePlace(
-        num_queued=30,
-        num_to_compute=20,
-        num_outputs=4,
-        num_coming=0,
-        coming_s=0.0,
-        token_s=0.001,
-        step_s=0.01,
-        is_full=False,
-    )
-    assert place.cost_s == pytest.approx(0.01 + 0.05 + DELAY_WEIGHT * 4 * 0.02)
+    place = DecodePlace(own_s=0.06, prompt_s=0.02, num_outputs=4, num_coming=0, coming_s=0.0)
+    assert place.cost_s == pytest.approx(0.06 + DELAY_WEIGHT * 4 * 0.02)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +40,8 @@ def test_a_decode_node_costs_the_delay_of_every_output_there_as_well():
     ],
 )
 def test_outputs_that_will_begin_meanwhile_are_delayed_by_what_is_left(coming_s, delay_s):
-    place = DecodePlace(0, 20, num_outputs=0, num_coming=2, coming_s=coming_s, token_s=0.001, step_s=0.0, is_full=False)
+    place = DecodePlace(own_s=0.02, prompt_s=0.02, num_outputs=0, num_coming=2, coming_s=coming_s)
     assert place.cost_s == pytest.approx(0.02 + DELAY_WEIGHT * delay_s)
-
-
-def test_a_full_decode_node_computes_no_prompt():
-    place = DecodePlace(0, 1, num_outputs=0, num_coming=0, coming_s=0.0, token_s=0.001, step_s=0.01, is_full=True)
-    assert place.cost_s == float("inf")
 
 
 def test_prompts_go_to_the_prefill_node_until_something_is_measured():
