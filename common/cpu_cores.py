@@ -1,6 +1,7 @@
 """The processor cores that this process may use."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -15,9 +16,34 @@ def usable_cores() -> list[tuple[int, ...]]:
 
 
 def _quota() -> int | None:
-    """Whole CPUs that the control group grants, at least 1; None without a limit."""
+    """Whole CPUs that the control groups of this process grant, at least 1; None without a limit."""
+    granted = [cpus for folder in _control_groups() if (cpus := _granted(folder)) is not None]
+    return max(1, int(min(granted))) if granted else None
+
+
+def _control_groups() -> Iterator[Path]:
+    """The folders that may limit the processor time of this process, of version 1 and 2 of control groups."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, int(quota) // int(period))
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup/cpu" if controllers else "/sys/fs/cgroup")
+        own = root / path.lstrip("/")
+        yield own
+        yield from (parent for parent in own.parents if parent.is_relative_to(root))
+
+
+def _granted(folder: Path) -> float | None:
+    """CPUs that one control group grants; None without a limit."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else None
     except (OSError, ValueError):
         return None

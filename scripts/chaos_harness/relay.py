@@ -41,6 +41,7 @@ class Silence:
         address, other, port = command.split()
         hosts = frozenset((socket.inet_aton(address), socket.inet_aton(other)))
         self._spared[hosts] = int(port).to_bytes(2, "big")
+        self._later = {ends for ends in self._later if frozenset(end[:4] for end in ends) != hosts}
 
     def has(self, packet: bytes) -> bool:
         """Whether this packet is to be dropped."""

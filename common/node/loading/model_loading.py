@@ -125,15 +125,15 @@ def compute_threads(config: NodeConfig, device: str) -> int:
     """The threads of all ranks of the node: ``--threads``, by default one for each core that the process may use.
 
     Raises:
-        ConfigError: ``--threads`` is more than these cores.
+        ConfigError: ``--threads`` is more than the CPUs of these cores. Containers count hardware threads.
     """
-    num_cores = len(usable_cores())
-    if device == "cpu" and config.threads is not None and config.threads > num_cores:
+    num_cpus = len(os.sched_getaffinity(0))
+    if device == "cpu" and config.threads is not None and config.threads > num_cpus:
         raise ConfigError(
-            f"--threads {config.threads}: this process may use {num_cores} cores, and threads that share one are many "
-            f"times slower; give at most {num_cores}"
+            f"--threads {config.threads}: this process may use {num_cpus} CPUs, and threads that share one are many "
+            f"times slower; give at most {num_cpus}"
         )
-    return config.threads or num_cores
+    return config.threads or len(usable_cores())
 
 
 def formats(config: NodeConfig, model: "BaseModelConfig") -> list[str]:

@@ -58,37 +58,48 @@ def is_of_agent(connection: ConnectionInfo, reader: bytes, own: bytes) -> bool:
     return connection.port.to_bytes(2, "big") in reader or connection.own_port.to_bytes(2, "big") in own
 
 
-def is_silent(connection: ConnectionInfo, others: Sequence[ConnectionInfo]) -> bool:
-    """Whether packets of a connection vanish. ``others``: connections of other kinds with the same host."""
+def is_silent(connection: ConnectionInfo, others: Sequence[ConnectionInfo], waited_s: float) -> bool:
+    """Whether packets of a connection vanish.
+
+    Args:
+        others: connections of other kinds with the same host.
+        waited_s: for how long a write has been under way; before, the connection may have been idle.
+    """
     if not connection.is_waiting or connection.num_retransmissions < NUM_RETRANSMISSIONS:
         return False
+    silent_s = min(connection.unacknowledged_s, waited_s)
     if not others:
-        return connection.unacknowledged_s >= ALONE_S
+        return silent_s >= ALONE_S
     latest_s = min(other.unheard_s for other in others)
-    return connection.unacknowledged_s >= max(SILENT_S, latest_s + LATER_S)
+    return silent_s >= max(SILENT_S, latest_s + LATER_S)
 
 
-def shut_silent(reader: bytes, own: bytes) -> int:
+def shut_silent(reader: bytes, own: bytes, waited_s: float) -> int:
     """Shut the silent connections of UCX to a reader down.
 
     Args:
         reader, own: metadata of the two agents.
+        waited_s: age of the oldest write to the reader that is under way.
 
     Returns:
         How many there were.
     """
+    others: list[ConnectionInfo] = []
+    num_shut = 0
     with contextlib.ExitStack() as stack:
-        found = [(info, stack.enter_context(sock)) for info, sock in _connections()]
-        theirs = [(info, sock) for info, sock in found if is_of_agent(info, reader, own)]
-        hosts = {info.host for info, _ in theirs}
-        others = [info for info, sock in found if info.host in hosts and (info, sock) not in theirs]
-        silent = [
-            sock for info, sock in theirs if is_silent(info, [other for other in others if other.host == info.host])
-        ]
-        for sock in silent:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        return len(silent)
+        theirs: list[tuple[ConnectionInfo, socket.socket]] = []
+        for info, sock in _connections():
+            if is_of_agent(info, reader, own):
+                theirs.append((info, stack.enter_context(sock)))
+            else:
+                others.append(info)
+                sock.close()
+        for info, sock in theirs:
+            if is_silent(info, [other for other in others if other.host == info.host], waited_s):
+                num_shut += 1
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+    return num_shut
 
 
 def _connections() -> Iterator[tuple[ConnectionInfo, socket.socket]]:
@@ -103,8 +114,13 @@ def _connections() -> Iterator[tuple[ConnectionInfo, socket.socket]]:
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            sock = socket.socket(fileno=os.dup(int(name)))
+            duplicate = os.dup(int(name))
         except OSError:  # closed meanwhile
+            continue
+        try:
+            sock = socket.socket(fileno=duplicate)
+        except OSError:  # no socket any more
+            os.close(duplicate)
             continue
         info = _info_of(sock)
         if info is None:

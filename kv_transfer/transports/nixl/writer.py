@@ -284,9 +284,10 @@ class NixlWriter(WriterTransport):
         now = time.monotonic()
         if not writes or self._search_at > now:
             return
-        late = [write.peer_state for write in writes if not write.is_failed and write.begun_at + LATE_S <= now]
-        for peer_state in dict.fromkeys(late):
-            if num_shut := shut_silent(peer_state.key[0], self._metadata):
+        late = [write for write in writes if not write.is_failed and write.begun_at + LATE_S <= now]
+        oldest = {write.peer_state: write for write in sorted(late, key=lambda write: -write.begun_at)}
+        for peer_state, write in oldest.items():
+            if num_shut := shut_silent(peer_state.key[0], self._metadata, now - write.begun_at):
                 name = peer_state.connect.name
                 log.warning("%d nixl connections to decode node %s are silent, and are shut down", num_shut, name)
         ended_at = time.monotonic()

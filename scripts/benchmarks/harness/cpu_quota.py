@@ -65,6 +65,11 @@ def _make(name: str, quota_us: int) -> Path:
         except OSError as error:
             problems.append(f"{group}: {error.strerror}")
             continue
+        missing = [file for file in ("cgroup.procs", *limits) if not (group / file).exists()]
+        if missing:  # an ordinary folder, or a group without this controller
+            problems.append(f"{group / missing[0]}: there is no such file")
+            group.rmdir()
+            continue
         try:
             for file, text in limits.items():
                 (group / file).write_text(text)

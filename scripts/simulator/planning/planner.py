@@ -204,7 +204,10 @@ class Planner:
         Nodes are whole, so there may be several such points. Then none is sought.
         """
         rows = [self._row(factor, best, pool) for factor in self._factors]
-        changes = [(low, high) for low, high in pairwise(rows) if low.is_colocated_cheaper != high.is_colocated_cheaper]
+        served = [row for row in rows if row.separate or row.colocated]
+        changes = [
+            (low, high) for low, high in pairwise(served) if low.is_colocated_cheaper != high.is_colocated_cheaper
+        ]
         if len(changes) == 1:
             low, high = changes[0]
             while high.factor / low.factor - 1 > CROSSING_TOLERANCE:

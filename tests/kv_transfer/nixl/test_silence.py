@@ -26,8 +26,8 @@ def metadata(host: str, port: int) -> bytes:
 
 
 def test_a_connection_is_silent_while_its_host_answers_over_another_one() -> None:
-    assert is_silent(LOST, [ANSWERING])
-    assert is_silent(LOST, [replace(LOST, port=8003), ANSWERING])
+    assert is_silent(LOST, [ANSWERING], 0.9)
+    assert is_silent(LOST, [replace(LOST, port=8003), ANSWERING], 0.9)
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,20 @@ def test_a_connection_is_silent_while_its_host_answers_over_another_one() -> Non
     ids=["nothing was sent", "one packet was lost", "a short while", "a slow reader that acknowledges"],
 )
 def test_a_connection_that_may_be_slow_is_not_silent(alive: ConnectionInfo) -> None:
-    assert not is_silent(alive, [ANSWERING])
+    assert not is_silent(alive, [ANSWERING], 9.0)
 
 
 def test_a_host_that_answers_nowhere_is_left_to_the_control_plane() -> None:
-    assert not is_silent(replace(LOST, unacknowledged_s=60.0), [replace(ANSWERING, unheard_s=59.8)])
+    assert not is_silent(replace(LOST, unacknowledged_s=60.0), [replace(ANSWERING, unheard_s=59.8)], 60.0)
+
+
+def test_a_connection_that_was_idle_before_is_silent_only_since_the_write_began() -> None:
+    assert not is_silent(replace(LOST, unacknowledged_s=20.7), [ANSWERING], 0.7)
 
 
 def test_without_another_connection_the_silence_must_be_longer() -> None:
-    assert not is_silent(replace(LOST, unacknowledged_s=2.9), [])
-    assert is_silent(replace(LOST, unacknowledged_s=3.0), [])
+    assert not is_silent(replace(LOST, unacknowledged_s=2.9), [], 9.0)
+    assert is_silent(replace(LOST, unacknowledged_s=3.0), [], 3.0)
 
 
 def test_connections_of_ucx_are_known_by_the_metadata_of_the_end_that_was_dialled() -> None:
@@ -70,7 +74,7 @@ def test_a_reader_that_does_not_read_keeps_its_connection() -> None:
                 while True:
                     sock.send(bytes(1 << 16))
             time.sleep(1.2)
-            assert shut_silent(metadata(*server.getsockname()), b"") == 0
+            assert shut_silent(metadata(*server.getsockname()), b"", 9.0) == 0
             accepted.setblocking(True)
             assert accepted.recv(1 << 16)
             sock.setblocking(True)

@@ -1,4 +1,6 @@
-"""Nodes that compute in different formats have different weight versions; a node has no more threads than cores."""
+"""Nodes that compute in different formats have different weight versions; a node has no more threads than CPUs."""
+
+import os
 
 import pytest
 
@@ -28,20 +30,21 @@ def test_a_weight_version_names_the_formats_that_pages_do_not_show(
     assert formats(config, ModelConfig.load(SMALL_MODEL)) == expected
 
 
-def test_a_node_with_more_threads_than_cores_is_refused_before_its_weights_are_read(
+def test_a_node_with_more_threads_than_cpus_is_refused_before_its_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two hardware threads of a core count once."""
-    monkeypatch.setattr(model_loading, "usable_cores", lambda: [(0, 2), (1, 3)])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     config = NodeConfig(model=str(SMALL_MODEL), device="cpu", threads=3)
-    with pytest.raises(ConfigError, match=r"--threads 3: this process may use 2 cores.* give at most 2"):
+    with pytest.raises(ConfigError, match=r"--threads 3: this process may use 2 CPUs.* give at most 2"):
         load_model(config, RankProcesses(1))
 
 
-@pytest.mark.parametrize(("threads", "expected"), [(None, 2), (1, 1), (2, 2)])
+@pytest.mark.parametrize(("threads", "expected"), [(None, 2), (1, 1), (2, 2), (4, 4)])
 def test_a_node_has_a_thread_for_each_core_by_default(
     monkeypatch: pytest.MonkeyPatch, threads: int | None, expected: int
 ) -> None:
+    """Two hardware threads of a core count once; as many threads as these may be asked for."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(model_loading, "usable_cores", lambda: [(0, 2), (1, 3)])
     assert compute_threads(NodeConfig(model=str(SMALL_MODEL), threads=threads), "cpu") == expected
 
