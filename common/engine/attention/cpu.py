@@ -135,7 +135,7 @@ def _long_pieces(batch: StepBatch, rows: NDArray[np.intp], backend: CpuAttention
 
 
 def cpu_conflict(layout: PageLayout) -> str:
-    """Return why no kernel can read this layout, with the fix; empty if one can, or torch can in its place."""
+    """Return why no kernel can read this layout, with the fix; empty if one can."""
     if layout.dtype == "fp8_e4m3":
         return "cannot read KV pages in FP8: give auto or torch, or --kv-cache-dtype int8"
     if layout.is_latent or layout.value_dim != layout.head_dim:

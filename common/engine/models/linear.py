@@ -24,7 +24,7 @@ WIDENED_NUMBERS = 1 << 19
 class Product(Protocol):
     """``x @ weight.T + bias`` with a weight in one of the forms that weights are kept in.
 
-    The result for a row does not depend on the rows beside it, except in oneDNN's product.
+    The result for a row does not depend on the rows beside it, except in products of oneDNN and torch.
     """
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:

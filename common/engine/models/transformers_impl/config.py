@@ -205,7 +205,7 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
             **overrides,
         )
     except Exception as error:  # the library's code, and that of checkpoints, may raise anything
-        if not trust_remote_code and read_json(folder / "config.json").get("auto_map"):
+        if not trust_remote_code and _needs_code({**read_json(folder / "config.json"), **overrides}):
             raise UnsupportedModelError(
                 f"{folder}: this model is computed by Python code of the checkpoint; it needs --trust-remote-code, "
                 "and runs that code"
@@ -216,6 +216,13 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def _needs_code(stored: Mapping[str, Any]) -> bool:
+    """Whether the configuration itself is code of the checkpoint, of a type that the library does not know."""
+    from transformers import CONFIG_MAPPING
+
+    return stored.get("model_type") not in CONFIG_MAPPING and "AutoConfig" in (stored.get("auto_map") or {})
 
 
 def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path) -> None:

@@ -122,6 +122,14 @@ def test_without_the_flag_the_checkpoint_is_refused_and_the_flag_is_named(folder
     )
 
 
+def test_a_damaged_key_of_a_known_type_is_named_although_the_checkpoint_has_code(folder: Path) -> None:
+    stored = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**stored, "model_type": "llama", "num_attention_heads": "x"}))
+    with pytest.raises(UnsupportedModelError, match="num_attention_heads") as error:
+        load_config(ModelSource(str(folder), implementation="transformers"))
+    assert "--trust-remote-code" not in str(error.value)
+
+
 def test_a_checkpoint_without_code_runs_none_and_nothing_is_said(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
