@@ -12,6 +12,15 @@ _LAYERS = {"num_hidden_layers": 3, "sliding_window": WINDOW}
 _ALTERNATING = {**_LAYERS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+_LATENT = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+}
 #: By the architecture's name in config.json: its ``model_type``, and what differs from ``TINY``.
 LIBRARY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ApertusForCausalLM": ("apertus", {}),
@@ -22,13 +31,7 @@ LIBRARY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {
             **_EXPERTS,
-            "head_dim": 16,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 24,
+            **_LATENT,
             "n_routed_experts": 4,
             "n_group": 1,
             "topk_group": 1,
@@ -89,15 +92,6 @@ LIBRARY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 _GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
-_LATENT = {
-    "head_dim": 16,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24,
-}
 #: Families beyond the table: as above, and why they are refused; empty where the comparison at start lets them pass.
 OTHER_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "AfmoeForCausalLM": ("afmoe", {**_ALTERNATING, **_EXPERTS, "num_experts": 4, "num_dense_layers": 1}, ""),
