@@ -13,7 +13,6 @@ from common.errors import BatonError
 from scripts.chaos_harness.answers import Answer, smallest_margin
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.faults.base import Fault, Site
-from scripts.chaos_harness.faults.network import Reset
 from scripts.chaos_harness.faults.table import FAULTS
 from scripts.chaos_harness.hosts import Hosts, Link
 from scripts.chaos_harness.load import Load
@@ -284,8 +283,6 @@ class Run:
         await asyncio.sleep(0.5)  # until the gateway has seen the connections close
         after = self._open_descriptors()
         problems = list(self._site.problems)
-        if Reset.name in self.injected and not self._site.switches_s:
-            problems.append("reset: no pair was seen to go on by another transport")
         problems += [f"the log of {name} has a traceback" for name in service.tracebacks()]
         return Findings(
             pages=pages,

@@ -81,5 +81,4 @@ def test_a_short_run_between_hosts_that_lose_packets_keeps_every_invariant(tmp_p
     assert shown["sent"] == shown["equal"] == 60
     assert shown["output_tokens_per_s"] > 0
     assert shown["faults"]["reset"] > 0
-    assert len(shown["switches_s"]) > 0
     assert shown["broken"] == []
