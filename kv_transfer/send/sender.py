@@ -32,6 +32,7 @@ from common.wire.messages import (
     Grant,
     Message,
     PairState,
+    Ping,
     PrefillDone,
     Refused,
     Resend,
@@ -376,6 +377,7 @@ class Sender:
         """
         self._now = now
         self._poll_connections()
+        self._messages += [(peer, Ping()) for peer in self._transport.late() if peer in self._connections.by_peer]
         for expired, end in self._table.expired(now):
             self._end(expired, end)
         self._queue.start(min(max_pages, self._queue.next_share), rank)

@@ -147,6 +147,14 @@ class WriterTransport(Transport, Protocol):
         """Tickets whose writes are over, oldest first, each once."""
         ...
 
+    def late(self) -> list[str]:
+        """Attached peers to which something has been under way for longer than usual since the last call.
+
+        They are sent something on the control plane: if they acknowledge that, and nothing that they are sent here,
+        packets of this transport are lost (``kv_transfer.transports.silence``). By default nothing is known of that.
+        """
+        return []
+
     def detach(self, peer: str) -> bool:
         """Drop a peer's pool, attached or attaching or neither; nothing new is written to it. Never blocks.
 

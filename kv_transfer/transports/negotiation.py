@@ -362,6 +362,9 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         over = [(t.name, ticket) for t in self._transports for ticket in t.done()]
         return [self._tickets.pop(ticket)[0] for ticket in over if ticket in self._tickets]
 
+    def late(self) -> list[str]:
+        return [peer for transport in self._transports for peer in transport.late()]
+
     def detach(self, peer: str) -> bool:
         self._attempts.pop(peer, None)
         is_fenced = self._detach(peer)

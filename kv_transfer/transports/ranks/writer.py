@@ -117,6 +117,9 @@ class RanksWriter(RanksEnd[WriterTransport], WriterTransport):
             over += [self._tickets.pop((rank, ticket))[0] for ticket in end.done() if (rank, ticket) in self._tickets]
         return over
 
+    def late(self) -> list[str]:
+        return list(dict.fromkeys(split(name)[0] for end in self._ends for name in end.late()))
+
     def detach(self, peer: str) -> bool:
         attachment = self._attachments.pop(peer, None)
         pairs = {*self._leaving.pop(peer, ()), *(attachment.pairs if attachment is not None else ())}
