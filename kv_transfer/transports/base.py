@@ -167,6 +167,12 @@ class WriterTransport(Transport, Protocol):
         """
         return False
 
+    def is_changing(self, peer: str) -> bool:
+        """Whether an attached peer changes its transport as soon as nothing is under way, so that no write should
+        begin.
+        """
+        return False
+
     def late(self) -> list[str]:
         """Attached peers to which something has been under way for longer than usual since the last call.
 

@@ -172,7 +172,7 @@ class _Attempt:
         begun_at: when ``current`` began to attach.
         due: a better transport that is tried again; empty: none is.
         better: the attempt to attach by it, once the peer has offered it again.
-        better_until: by when that must have worked.
+        better_until: by when that must have worked, and then by when nothing must be under way.
         is_leaving: it ends in favour of a better transport once nothing is under way.
     """
 
@@ -326,11 +326,10 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
                 continue
             if not attempt.due:
                 self._ask_for_better(peer, attempt, now)
-            elif all(owner != peer for _, owner in self._tickets.values()) and attempt.is_leaving:
-                news.append(self._leave(peer, attempt))
-            elif attempt.better is not None and attempt.better.is_attached:
-                if all(owner != peer for _, owner in self._tickets.values()):
-                    news.append(self._change(peer, attempt, attempt.better))
+            elif self.is_changing(peer) and all(owner != peer for _, owner in self._tickets.values()):
+                news.append(
+                    self._change(peer, attempt, attempt.better) if attempt.better else self._leave(peer, attempt)
+                )
             elif attempt.better_until <= now and not attempt.is_leaving:
                 self._give_up_better(peer, attempt)
         return news
@@ -366,11 +365,18 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         attempt.better_until = self._clock() + PATIENCE_S
         return True
 
+    def is_changing(self, peer: str) -> bool:
+        attempt = self._attempts.get(peer)
+        if attempt is None:
+            return False
+        return attempt.is_leaving or (attempt.better is not None and attempt.better.is_attached)
+
     def _hear_better(self, attached: Attached, attempt: _Attempt, better: _Attempt) -> None:
         if attached.problem:
             self._give_up_better(attached.peer, attempt)
         else:
             better.is_attached = True
+            attempt.better_until = self._clock() + PATIENCE_S
 
     def _give_up_better(self, peer: str, attempt: _Attempt) -> None:
         """The better transport rests once more; the attachment has gone on."""
@@ -384,7 +390,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         """Ends an attachment whose peer cannot offer a better transport beside it."""
         assert attempt.current is not None
         self._broken.left(peer)
-        attempt.has_written = False
+        attempt.has_written = attempt.is_leaving = False
         instead = f"{attempt.due} is tried again instead of {attempt.current.name}"
         return Attached(peer, attempt.connect.epoch, f"pages to decode node {attempt.connect.name}: {instead}")
 

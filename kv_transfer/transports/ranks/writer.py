@@ -101,6 +101,10 @@ class RanksWriter(RanksEnd[WriterTransport], WriterTransport):
             attachment.beside = connect.epoch
         return is_begun
 
+    def is_changing(self, peer: str) -> bool:
+        pairs = self._attachments[peer].pairs if peer in self._attachments else ()
+        return any(self._ends[source].is_changing(rank_of_peer(peer, target)) for source, target in pairs)
+
     def poll(self) -> list[Attached]:
         news = []
         for source, end in enumerate(self._ends):

@@ -97,6 +97,10 @@ def test_pages_go_on_while_the_better_transport_is_attached_and_each_goes_once()
     assert (offer.epoch, offer.beside, offer.resumes) == (3, 2, False)
     pair.compute(KEY, 4)
     pair.pump()
+    pair.hear_decode()
+    pair.compute(KEY, 5)
+    pair.pump()
+    assert pair.wires["other"].num_in_flight == 2, "no further write begins before the change"
     for _ in range(2):
         pair.wires["other"].tick()
     assert len(pair.writers["other"].written) == 4, "they go on"

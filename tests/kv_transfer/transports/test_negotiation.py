@@ -271,10 +271,13 @@ def test_a_pair_returns_to_a_better_transport_once_it_works_and_nothing_is_under
     pair.carry_a_page()
     assert pair.writer.poll() == [], "pages go on meanwhile"
     pair.begin_page()
+    assert not pair.writer.is_changing(DECODE)
     pair.parts["a"].news = [Attached(DECODE, 3)]
     assert pair.writer.poll() == [], "a page is under way"
+    assert pair.writer.is_changing(DECODE)
     pair.end_page()
     assert pair.writer.poll() == [Attached(DECODE, 3, "", "a", "it works again")]
+    assert not pair.writer.is_changing(DECODE)
     assert pair.writer.poll() == []
     assert pair.parts["b"].num_detached == 2, "the peer does not know yet"
     assert pair.reader.chosen(PREFILL, 3, "a")
@@ -320,7 +323,7 @@ def test_an_idle_pair_stays_with_what_works(pair: Pair) -> None:
     assert pair.writer.returns() == [DECODE]
 
 
-@pytest.mark.parametrize("how", ["problem", "no answer", "no offer", "refused", "garbage"])
+@pytest.mark.parametrize("how", ["problem", "no answer", "no offer", "refused", "garbage", "a write does not end"])
 def test_a_transport_that_does_not_come_back_is_left_alone_for_longer(pair: Pair, how: str) -> None:
     return_to_better(pair)
     if how == "refused":
@@ -330,9 +333,16 @@ def test_a_transport_that_does_not_come_back_is_left_alone_for_longer(pair: Pair
         pair.writer.attach_beside(DECODE, msgspec.structs.replace(offer_beside(pair), **endpoint))
     if how == "problem":
         pair.parts["a"].news = [Attached(DECODE, 3, "no answer")]
-    if how in ("no answer", "no offer"):
+    if how == "a write does not end":
+        pair.begin_page()
+        pair.parts["a"].news = [Attached(DECODE, 3)]
+        assert pair.writer.poll() == []
+    if how in ("no answer", "no offer", "a write does not end"):
         pair.now += PATIENCE_S
     assert pair.writer.poll() == []
+    assert not pair.writer.is_changing(DECODE)
+    if how == "a write does not end":
+        pair.end_page()
     if how == "no offer":  # it comes too late
         pair.writer.attach_beside(DECODE, offer_beside(pair))
         assert pair.parts["a"].attached == []
