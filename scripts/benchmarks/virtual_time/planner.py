@@ -43,7 +43,7 @@ from scripts.simulator.simulation import Simulation
 
 SHORTEST = (
     "--model=small", "--calibrate-seconds=4", "--nodes=1+1", "--loads=0.5", "--num-requests=20",
-    "--capacity-requests=20", "--slo-ttft=60s", "--slo-itl=60s",
+    "--capacity-requests=20", "--attempts=1", "--slo-ttft=60s", "--slo-itl=60s",
 )  # fmt: skip
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -79,8 +79,8 @@ FIGURES = {
     "goodput": "goodput",
 }
 MARK, MARK_P99 = 0.15, 0.25
-#: A live run during which other programs used more cores than this is repeated, so often at most.
-MOST_OTHERS, MOST_ATTEMPTS = 0.08, 3
+#: A live run during which other programs used more cores than this is repeated.
+MOST_OTHERS = 0.08
 Options = argparse.Namespace  # the fields of `add_options`
 
 
@@ -94,6 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--num-requests", type=int, default=200, help="of each run (%(default)s)")
     add("--capacity-requests", type=int, default=120, help="of a run that measures the capacity (%(default)s)")
     add("--repeats", type=int, default=1, help="live runs, whose median counts (%(default)s)")
+    add("--attempts", type=int, default=3, help="live runs in place of one that was disturbed (%(default)s)")
     add("--input-mean", type=float, default=160.0, help="mean tokens of a prompt (%(default)s)")
     add("--output-mean", type=float, default=12.0, help="mean tokens of an output (%(default)s)")
     add("--slo-ttft", default="500ms", help="objective of a request, for the goodput (%(default)s)")
@@ -141,11 +142,11 @@ class Deployment:
     def name(self) -> str:
         return f"{self.num_prefill}+{self.num_decode}"
 
-    def live(self, url: str, load: dict[str, Any]) -> Run:
+    def live(self, url: str, load: dict[str, Any], attempts: int) -> Run:
         config = LoadtestConfig(
             url=url, endpoint="generate", scrape="none", live=False, clients=1, flush_cache=True, **load
         )
-        for _ in range(MOST_ATTEMPTS):
+        for _ in range(attempts):
             report, others = measured_load(config)
             if others <= MOST_OTHERS:
                 break
@@ -286,10 +287,11 @@ def cells_of(url: str, predictions: Sequence[Prediction], options: Options) -> I
     """Try the predictions for one deployment."""
     for one in predictions:
         if one.share:
-            live = [one.deployment.live(url, one.load) for _ in range(options.repeats)]
+            live = [one.deployment.live(url, one.load, options.attempts) for _ in range(options.repeats)]
             yield Cell(one.name, live, one.simulated)
             continue
-        capacity, expected = one.deployment.live(url, one.load).requests_per_s, one.simulated.requests_per_s
+        capacity = one.deployment.live(url, one.load, options.attempts).requests_per_s
+        expected = one.simulated.requests_per_s
         off = f"{expected / capacity - 1:+.0%}"
         print(f"{one.name}: {capacity:.3g} requests/s, simulated {expected:.3g} ({off})", flush=True)
 
