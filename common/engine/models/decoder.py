@@ -17,7 +17,7 @@ from common.engine.attention.protocol import AttentionParams, LayerParams, Rotat
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.config import ModelConfig
 from common.engine.models.expert_config import ExpertConfig
-from common.engine.models.feed_forward import Experts, Mlp, make_expert_product
+from common.engine.models.feed_forward import ExpertLoop, Experts, Mlp, make_expert_product
 from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
@@ -157,7 +157,9 @@ class Decoder:
 
     @property
     def adaptable(self) -> dict[str, tuple[int, int]]:
-        return native_matrices(self.config)
+        products = [layer.mlp.product for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
+        has_expert_loop = all(isinstance(product, ExpertLoop) for product in products)
+        return native_matrices(self.config, has_expert_loop=has_expert_loop)
 
     def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
         return make_lora(adapter, self.config, self.weights.embedding.dtype, self.weights.embedding.device)

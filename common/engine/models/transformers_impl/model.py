@@ -127,14 +127,14 @@ class TransformersModel:
 
 
 def _named_linear_layers(model: Any) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
-    """Return the linear layers with their outputs and inputs, by their names in checkpoints; none beside experts.
+    """Return the linear layers with their outputs and inputs, by their names in checkpoints; none within experts.
 
-    An adapter adds rows by the tokens of a step, and experts compute only some of them.
+    An adapter adds rows by the tokens of a step, of which experts compute only some. Shared experts compute all.
     """
     found: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
     for name, layer in model.base_model.named_modules():
-        if "expert" in name:
-            return {}
+        if any("expert" in part and not part.startswith("shared_expert") for part in name.split(".")):
+            continue
         if isinstance(layer, PackedLinear):
             found[f"{model.base_model_prefix}.{name}"] = layer, layer.shape
         elif type(layer) in (nn.Linear, Conv1D):
