@@ -19,6 +19,7 @@ from common.engine.models.feed_forward import ExpertLoop, Experts, FeedForward, 
 from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.linear import Linear
 from common.engine.models.lora.checkpoint import AdapterCheckpoint, LowRankPair
+from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 
 #: Outputs and inputs of a matrix.
 Shape = tuple[int, int]
@@ -58,11 +59,13 @@ class LoraWeights:
         additions: what is added to matrices: of the native decoder by layer and name in ``_merged_matrices``, of others
             by name.
         expert_layers: numbers of the layers of whose experts it changes a matrix.
+        number: what the other ranks of a node know it by; 0 without ranks.
     """
 
     digest: str
     additions: Mapping[Hashable, Addition]
     expert_layers: frozenset[int] = frozenset()
+    number: int = 0
 
 
 def _merged_matrices(model: ModelConfig, layer: int) -> dict[str, dict[str, Shape]]:
@@ -109,26 +112,48 @@ def native_matrices(model: ModelConfig, *, has_expert_loop: bool = True) -> dict
     }
 
 
-def make_lora(adapter: AdapterCheckpoint, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoraWeights:
-    """Merge the parts of an adapter as those of the model's matrices are, and pack them for this machine."""
+def make_lora(
+    adapter: AdapterCheckpoint,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard = WHOLE_MODEL,
+) -> LoraWeights:
+    """Merge the parts of an adapter as those of the model's matrices are, and pack them for this machine.
+
+    Args:
+        model: the whole model.
+        shard: the part of it that the adapter is for. B is divided where the matrix is divided by its outputs, and A
+            where it is divided by its inputs: then the sum over all ranks is that of the adapter, too.
+    """
     found: dict[Hashable, Addition] = {}
     expert_layers = set()
+    own_model = shard.config_of(model)
     for layer in range(model.num_layers):
+        own_matrices = _merged_matrices(own_model, layer)
         for matrix, shapes in _merged_matrices(model, layer).items():
-            parts = [adapter.pairs.get(name) for name in shapes]
+            own = own_matrices[matrix]
+            parts = [_part(adapter.pairs.get(name), shard.part_of(shapes[name], own[name])) for name in shapes]
             if any(parts):
-                found[layer, matrix] = _merged(parts, [outputs for outputs, _ in shapes.values()], dtype, device)
+                found[layer, matrix] = _merged(parts, [outputs for outputs, _ in own.values()], dtype, device)
                 if matrix.startswith(_EXPERTS):
                     expert_layers.add(layer)
     return LoraWeights(adapter.digest, found, frozenset(expert_layers))
 
 
-def make_unmerged_lora(adapter: AdapterCheckpoint, dtype: torch.dtype, device: torch.device) -> LoraWeights:
+def _part(pair: LowRankPair | None, part: tuple[slice, ...]) -> LowRankPair | None:
+    outputs, inputs = part
+    return None if pair is None else LowRankPair(pair.a[:, inputs], pair.b[outputs])
+
+
+def make_unmerged_lora(
+    digest: str, pairs: Mapping[str, LowRankPair], dtype: torch.dtype, device: torch.device
+) -> LoraWeights:
     """Pack an adapter for a model whose matrices are those of its checkpoint."""
     found: dict[Hashable, Addition] = {}
-    for name, pair in adapter.pairs.items():
+    for name, pair in pairs.items():
         found[name] = _merged([pair], [len(pair.b)], dtype, device)
-    return LoraWeights(adapter.digest, found)
+    return LoraWeights(digest, found)
 
 
 def _merged(

@@ -53,6 +53,7 @@ class TransformersModel:
         hook: the model's attention function.
         shard: the part that ``model`` is.
         group: the ranks that compute all parts together; None: ``model`` is whole.
+        plan: by which ``model`` is divided; None: it is whole, or gets no adapters.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class TransformersModel:
         *,
         shard: Shard = WHOLE_MODEL,
         group: RankGroup | None = None,
+        plan: TpPlan | None = None,
     ) -> None:
         self.config = shard.with_own_heads(config)
+        self._plan = plan
         self._hook = hook
         self._dtype = dtype
         self._group = group
@@ -91,7 +94,9 @@ class TransformersModel:
         with contextlib.ExitStack() as added:
             for name, additions in ({} if adapters is None else adapters.matrices()).items():
                 layer, _ = self._linear_layers[str(name)]
-                added.enter_context(layer.register_forward_hook(functools.partial(_add, additions)))
+                hook = functools.partial(_add, additions)
+                # Before the hooks of the plan, which join the outputs of all ranks.
+                added.enter_context(layer.register_forward_hook(hook, prepend=True))
             hidden = self._hook.run(self._layers, tokens, positions, calls)
         return hidden if keep is None else hidden[keep]
 
@@ -101,11 +106,14 @@ class TransformersModel:
 
     @property
     def adaptable(self) -> dict[str, tuple[int, int]]:
-        return {name: shape for name, (_, shape) in self._linear_layers.items()}
+        plan, own = self._plan, {name: shape for name, (_, shape) in self._linear_layers.items()}
+        return own if plan is None else {name: plan.whole_shape(name, shape) for name, shape in own.items()}
 
     def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
-        weight = next(self._layers.parameters())
-        return make_unmerged_lora(adapter, self._dtype, weight.device)
+        pairs, plan = adapter.pairs, self._plan
+        if plan is not None:
+            pairs = {name: plan.part_of_pair(name, pair) for name, pair in pairs.items()}
+        return make_unmerged_lora(adapter.digest, pairs, self._dtype, next(self._layers.parameters()).device)
 
     def _attention_params(self) -> LayerParams:
         params = []
@@ -262,7 +270,7 @@ def load_transformers_model(
     def make(group: RankGroup | None) -> TransformersModel:
         if plan is not None and group is not None:
             plan.connect(model, group)
-        return TransformersModel(config, model, hook, TORCH_DTYPES[dtype], shard=shard, group=group)
+        return TransformersModel(config, model, hook, TORCH_DTYPES[dtype], shard=shard, group=group, plan=plan)
 
     return make
 
