@@ -222,14 +222,19 @@ def test_a_start_says_once_that_auto_is_torch(tmp_path: Path, caplog: pytest.Log
     ]
 
 
-def test_many_query_heads_of_one_kv_head_are_computed_by_torch_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [(17, 1, 16), (40, 2, 32), (48, 1, 128)])
+def test_more_than_16_query_heads_of_one_kv_head_are_computed_in_groups(
+    heads: tuple[int, int, int], dtype: str
 ) -> None:
-    pool = KVPool(PageLayout(1, 1, 32, 16, "bfloat16"), 1)
-    with caplog.at_level("INFO"):
-        assert type(make_attention("auto", pool, 17)).__name__ == "TorchAttention"
-    assert "at most 16 query heads" in caplog.text
+    if load_kernels() is None:
+        pytest.skip("there is no compiler")
+    pool = KVPool(PageLayout(1, heads[1], heads[2], 16, "bfloat16"), 1)
+    assert type(make_attention("auto", pool, heads[0])) is CpuAttention
     pool.close()
+    params = make_params(heads[0], "cpu", has_sinks=True, window=50)
+    for how in (AttentionParams(), params):
+        compare(named("cpu"), "cpu", dtype, [(0, 1), (37, 1), (250, 70), (5, 20), (0, 300)], 16, heads, how)
 
 
 #: Fields of layouts that most models do not have, with the heads to try.
