@@ -33,6 +33,7 @@ from common.engine.models.lora.adapters import Addition, LoraWeights, StepAdapte
 from common.engine.models.lora.checkpoint import AdapterCheckpoint
 from common.engine.models.transformers_impl.attention import AttentionHook, freeze_rope
 from common.engine.models.transformers_impl.config import TransformersConfig, load_library_config, make_on_meta
+from common.engine.models.transformers_impl.experts import PackedExperts, can_pack
 from common.engine.models.transformers_impl.tp_plan import TpPlan
 from common.engine.tensor_parallel.group import RankGroup
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
@@ -363,8 +364,8 @@ class PackedLinear(nn.Module):
 def pack(model: Any, dtype: WeightDtype = "auto") -> None:
     """Round every linear layer to ``dtype`` and repack it for this machine, one at a time, so that memory is enough.
 
-    The projection to the vocabulary is rounded to 8 bits at least. Weights that are no linear layers, such as those of
-    experts in one tensor, stay as they are.
+    So are experts, all of a layer at a time. The projection to the vocabulary is rounded to 8 bits at least. Other
+    weights stay as they are.
     """
     memory = HugePages()
     head = model.get_output_embeddings()
@@ -372,6 +373,8 @@ def pack(model: Any, dtype: WeightDtype = "auto") -> None:
     at_least_int8: WeightDtype = "int8" if dtype == "int4" else dtype
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
+            if can_pack(layer):
+                setattr(parent, name, PackedExperts(layer, dtype, memory))
             if (linear := _linear_of(layer)) is None:
                 continue
             is_tied, is_head = layer.weight is embedding, layer is head

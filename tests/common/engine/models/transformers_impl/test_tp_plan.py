@@ -155,7 +155,10 @@ def test_random_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_a_rank_has_its_part_of_the_weights_and_no_projection_to_the_vocabulary(tmp_path: Path) -> None:
+def test_a_rank_has_its_part_of_the_weights_and_no_projection_to_the_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.engine.models.transformers_impl.model.can_pack", lambda _: False)
     folder = make_library_model(tmp_path, "MixtralForCausalLM")
     config = config_of(folder)
     parts: list[TransformersModel] = []
