@@ -14,14 +14,14 @@ import zmq
 
 from common.clock import Clock
 from common.config.shared import Role as RoleName
-from common.discovery.gateway_directory import MAX_GATEWAYS, GatewayDirectory
+from common.discovery.gateway_directory import GatewayDirectory
 from common.errors import ErrorCode, InvariantError
 from common.node.adapters import NodeAdapters
 from common.node.departure import Departure, DepartureStep, Remainder
 from common.node.endpoint import ControlEndpoint
 from common.node.engine_thread import EngineThread
-from common.node.gateways.credit import Credit
-from common.node.gateways.gateway_link import NO_LOAD, GatewayLink, total_load
+from common.node.gateways.gateway_link import NO_LOAD, GatewayLink
+from common.node.gateways.gateway_links import GatewayLinks
 from common.node.gateways.request_owners import RequestOwners
 from common.node.prefill_connections import PrefillConnections
 from common.node.role import Role, heartbeat_of
@@ -40,7 +40,6 @@ from common.wire.messages import (
     Failed,
     Find,
     Found,
-    FromGateway,
     FromPrefill,
     Generate,
     Heartbeat,
@@ -98,7 +97,6 @@ class EventLoop:
         adapters: those that gateways have this node load and unload.
 
     Attributes:
-        refused: the reason for which the last of all gateways has refused this node; None if one has not.
         next_role: the role in which this node is to go on, once ``run`` has returned; None if it stops.
         turned_at: the instant at which the loop last began a turn, which it does once a second at least.
         snapshots: the latest two, the newest last; one is taken whenever a heartbeat is due. Other threads may read
@@ -124,13 +122,8 @@ class EventLoop:
         self._listen = endpoint.listen
         self._clock = clock
         self._gateways = gateways
-        self._has_one_gateway = gateways.is_fixed and len(gateways.addresses()) == 1
-        self._links: list[GatewayLink] = []
-        self._refusals: dict[str, str] = {}  # reasons, by the addresses of gateways that refuse this node
-        self._duplicates: set[str] = set()  # further addresses of gateways that this node reaches at another one
         self._register = register
         self._adapters = adapters
-        self._credit = None if self._has_one_gateway else Credit(room)
         self._profiling: GatewayLink | None = None  # the gateway that has asked for the last profile
         self._owners = RequestOwners(orphan_timeout_s)
         self._next_heartbeat_at = self._next_load_at = 0.0
@@ -139,42 +132,39 @@ class EventLoop:
         self._num_failed_checks = 0
         self.turned_at = clock.now()
         self.snapshots: tuple[Snapshot, ...] = ()
-        self.refused: str | None = None
         self.next_role: RoleName | None = None
         self._departure: Departure | None = None
         self._is_empty = False  # nothing is left here, as every gateway knows
         self._drain_s: float | None = None  # a drain that was asked for and has not begun
         self._poller = zmq.Poller()
+        self._links = GatewayLinks(gateways, endpoint, register=register, clock=clock, poller=self._poller, room=room)
         self._sources = PrefillConnections(endpoint, self._poller)
-        self._watch(self._listen)
+        for socket in self._listen.sockets:
+            self._poller.register(socket, zmq.POLLIN)
         self._poller.register(engine.fileno(), zmq.POLLIN)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._files: list[int] = []
-        self._follow_directory()
 
     @property
     def gateway_address(self) -> str:
         """Addresses of the gateways that this node dials, separated by commas. Other threads may ask."""
-        return ",".join(link.address for link in self._links)
+        return self._links.addresses
 
     @property
     def is_registered(self) -> bool:
         """Whether a gateway has accepted this node. Other threads may ask."""
-        return any(link.is_registered for link in self._links)
+        return self._links.is_registered
 
     @property
     def is_dialling(self) -> bool:
         """Whether no gateway is even connected. Other threads may ask."""
-        return all(link.is_dialling for link in self._links)
+        return self._links.is_dialling
 
-    def _watch(self, mailbox: Mailbox) -> None:
-        for socket in mailbox.sockets:
-            self._poller.register(socket, zmq.POLLIN)
-
-    def _unwatch(self, mailbox: Mailbox) -> None:
-        for socket in mailbox.sockets:
-            self._poller.unregister(socket)
+    @property
+    def refused(self) -> str | None:
+        """The reason for which the last of all gateways has refused this node; None if one has not."""
+        return self._links.refused
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -184,13 +174,12 @@ class EventLoop:
         while not self._is_stopping and self.refused is None and self.next_role is None:
             self._wait(0.0 if more else LONGEST_WAIT_S)
             now = self.turned_at = self._clock.now()
-            if not self._gateways.is_fixed:
-                self._follow_directory()
+            self._links.follow_directory()
             self._receive(now)
             while (result := self._engine.take()) is not None:
                 self._role.commit(result, now)
             for answer in self._engine.take_answers():
-                if self._profiling is not None:
+                if self._profiling is not None and self._profiling in self._links:
                     self._profiling.send(answer)
             self._compile_grammars(now)
             if self._adapters.has_news:
@@ -265,7 +254,7 @@ class EventLoop:
         if not problem:
             log.info("leaving the %s role to become a %s node", register.role, message.role)
             self._departure = Departure(message.role, now + message.timeout_s)
-            self._send_to_all(Deregister())
+            self._links.send_to_all(Deregister())
 
     def _begin_drain(self, timeout_s: float, now: float) -> None:
         self._drain_s = None
@@ -273,14 +262,14 @@ class EventLoop:
         num_left = load.num_waiting + load.num_running
         log.info("draining: taking no new requests, and stopping in %g s or when %d have ended", timeout_s, num_left)
         self._departure = Departure(None, now + timeout_s)
-        self._send_to_all(Deregister())
+        self._links.send_to_all(Deregister())
 
     def _depart(self, departure: Departure, now: float) -> None:
         """Take the next step of leaving the role."""
         load = self._role.load()
         num_left = load.num_waiting + load.num_running
         is_idle = not (num_left or self._engine.is_busy or self._role.outbox.grammars)
-        has_acknowledged = all(link.has_acknowledged for link in self._links)
+        has_acknowledged = self._links.have_acknowledged
         left = Remainder(is_idle, load.num_quarantined_pages, self.is_registered, has_acknowledged)
         match departure.next_step(left, now):
             case DepartureStep.SAY_EMPTY:
@@ -289,7 +278,7 @@ class EventLoop:
                     link.expect_ack()
                 self._next_heartbeat_at = now
             case DepartureStep.SAY_DRAINING:
-                self._send_to_all(Deregister())
+                self._links.send_to_all(Deregister())
             case DepartureStep.END_REQUESTS:
                 self._role.stop("the node changes its role", now)
                 self._flush()
@@ -327,7 +316,7 @@ class EventLoop:
         """Answer every open request, deregister, and close every socket."""
         self._role.stop(reason, self._clock.now())
         self._flush()
-        self._send_to_all(Deregister(is_empty=self._is_empty))
+        self._links.send_to_all(Deregister(is_empty=self._is_empty))
         for mailbox in self._mailboxes():
             mailbox.close()
         wake, self._wake = self._wake, -1
@@ -368,13 +357,13 @@ class EventLoop:
 
     def _on_gateway(self, link: GatewayLink, sender: str, message: Message, now: float) -> None:
         if link.incarnation != sender:
-            self._leave_duplicates(link, sender)
+            self._links.leave_duplicates(link, sender)
         if lost := link.heard_from(sender):
             self._lose(lost, now)
         if isinstance(message, RequestMessage):
             self._on_request(sender, message, now)
         elif isinstance(message, Registered):
-            link.on_registered(message)
+            self._links.on_registered(link, message)
             self._end_requests(self._owners.reclaim(sender), now, "continued")
             self._next_heartbeat_at = now
             if self._departure is not None:
@@ -382,12 +371,8 @@ class EventLoop:
                 link.send(Deregister())
             if self._adapters.has_changed:  # since the registration was sent, perhaps
                 link.send(self._adapters.state)
-            if self._credit is not None:
-                self._credit.join(sender)
         elif isinstance(message, HeartbeatAck):
-            link.on_acknowledged(message)
-            if self._credit is not None:
-                self._credit.acknowledge(sender, message.demand)
+            self._links.on_acknowledged(link, message)
         elif isinstance(message, ChangeRole):
             self._change_role(link, message, now)
         elif isinstance(message, Drain):
@@ -397,7 +382,7 @@ class EventLoop:
             self._end_requests(self._owners.reclaim(sender), now, "continued")
             link.register()
         elif isinstance(message, Refused):
-            self._on_refused(link, message.reason)
+            self._links.on_refused(link, message.reason)
         elif isinstance(message, Find):
             link.send(Found(self._find(message, now), message.number))
         elif isinstance(message, StartProfile | StopProfile):
@@ -409,12 +394,12 @@ class EventLoop:
             self._adapters.unused(sender, message.adapter)
         elif isinstance(message, PrefillNodes):
             link.on_prefill_nodes(message)
-            nodes = {peer.incarnation: peer for one in self._links for peer in one.prefill_nodes}
+            nodes = self._links.prefill_nodes
             if not nodes:
                 log.info(
                     "no gateway has a prefill node yet; until one comes, only local prefill works (--local-prefill)"
                 )
-            self._role.on_gateway(PrefillNodes(tuple(nodes.values())), now)
+            self._role.on_gateway(PrefillNodes(nodes), now)
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)
             said = self._role.outbox.gateway
@@ -430,68 +415,12 @@ class EventLoop:
         elif isinstance(message, Abort):
             self._owners.drop_output((message.rid, message.attempt))
 
-    def _on_refused(self, link: GatewayLink, reason: str) -> None:
-        """Leave a gateway that refuses this node; the node goes on while another one may take it."""
-        if len(self._links) == 1:
-            self.refused = reason
-            return
-        log.error("the gateway at %s refuses this node: %s", link.address, reason)
-        self._refusals[link.address] = reason
-        self._leave(link)
-
-    def _leave_duplicates(self, link: GatewayLink, gateway: str) -> None:
-        """Leave other links to a gateway that is heard over this one, which it answers on as the newest connection."""
-        for other in [other for other in self._links if other is not link and other.incarnation == gateway]:
-            log.error(
-                "%s and %s are addresses of one gateway, and %s is not used any more: name the gateway once",
-                *(other.address, link.address, other.address),
-            )
-            self._duplicates.add(other.address)
-            self._leave(other)
-
-    def _follow_directory(self) -> None:
-        """Dial gateways that are new in the directory, and leave those that are not in it.
-
-        One that has accepted this node stays: the directory may be wrong for a time, as etcd drops what it has not
-        heard from.
-        """
-        addresses = self._gateways.addresses()
-        for address in [address for address in self._refusals if address not in addresses]:
-            del self._refusals[address]  # another gateway may come there
-        for link in [link for link in self._links if not (link.address in addresses or link.is_registered)]:
-            log.info("the gateway at %s is not announced any more", link.address)
-            self._leave(link)
-            self._duplicates.clear()  # one may be another address of this gateway
-        used = {link.address for link in self._links} | self._refusals.keys() | self._duplicates
-        new = [address for address in addresses if address not in used]
-        for address in new[: max(MAX_GATEWAYS - len(self._links), 0)]:
-            self._dial(address)
-        if addresses and not self._links:
-            self.refused = self._refusals[addresses[-1]]
-
-    def _dial(self, address: str) -> None:
-        key = b"" if self._endpoint.keys is None else self._endpoint.keys.gateway
-        mailbox = self._endpoint.dial(FromGateway, address, key)
-        link = GatewayLink(mailbox, address, self._register, self._clock, is_alone=self._has_one_gateway)
-        self._links.append(link)
-        self._watch(mailbox)
-
-    def _leave(self, link: GatewayLink) -> None:
-        self._links.remove(link)
-        self._unwatch(link.mailbox)
-        link.mailbox.close()
-        if self._profiling is link:
-            self._profiling = None
-        if self._credit is not None:
-            self._credit.leave(link.incarnation)
-
     # ---- requests and the gateways that they belong to --------------------------------------------------------------
 
     def _lose(self, gateway: str, now: float) -> None:
         """A gateway is lost: end its requests, but for those that another gateway may continue."""
         self._end_requests(self._owners.lose(gateway, now), now)
-        if self._credit is not None:
-            self._credit.leave(gateway)
+        self._links.lost(gateway)
 
     def _end_requests(self, keys: Sequence[RequestKey], now: float, reason: EndReason = "aborted") -> None:
         """End requests that no gateway wants any more here."""
@@ -515,18 +444,15 @@ class EventLoop:
 
     def _send_to_owners(self, messages: Sequence[Message]) -> None:
         """Send each message to the gateway of its request; those about the node go to all."""
-        if len(self._links) == 1 and not self._owners.has_keys:
-            self._links[0].send(*messages)
+        only = self._links.only
+        if only is not None and not self._owners.has_keys:
+            only.send(*messages)
             return
         for message in messages:
             owner = self._owners.owner(message) if isinstance(message, RequestMessage) else None
             for link in self._links:
                 if link.is_registered and owner in (link.incarnation, None):
                     link.send(message)
-
-    def _send_to_all(self, message: Message) -> None:
-        for link in self._links:
-            link.send(message)
 
     def _receive_from_decode_nodes(self, now: float) -> None:
         known = frozenset(self._role.peers())
@@ -556,7 +482,7 @@ class EventLoop:
     @property
     def _has_load_to_report(self) -> bool:
         """Whether gateways share this node, and it has or had something to do for one."""
-        return self._credit is not None and (
+        return self._links.is_shared and (
             bool(self._role.requests()) or any(link.other_load != NO_LOAD for link in self._links if link.is_registered)
         )
 
@@ -579,12 +505,8 @@ class EventLoop:
         snapshot = Snapshot(now, self._heartbeat(), tuple(self._role.pairs())[:MAX_PAIRS])
         self.snapshots = (*self.snapshots[-1:], snapshot)
         self._end_requests(self._owners.sweep(self._role.requests(), now), now)
-        in_flight = self._owners.num_on_node() if self._credit is not None else {}
-        for link in self._links:
-            if link.is_registered:
-                share = None if self._credit is None else self._credit.offer(link.incarnation, in_flight)
-                other_load = total_load(other.client_load for other in self._links if other is not link)
-                link.beat(snapshot.heartbeat, snapshot.pairs, share, other_load)
+        in_flight = self._owners.num_on_node() if self._links.is_shared else {}
+        self._links.beat(snapshot.heartbeat, snapshot.pairs, in_flight)
 
     def _flush(self) -> None:
         outbox = self._role.outbox
@@ -621,4 +543,4 @@ class EventLoop:
         )
 
     def _mailboxes(self) -> list[Mailbox]:
-        return [*(link.mailbox for link in self._links), *self._sources.mailboxes(), self._listen]
+        return [*self._links.mailboxes(), *self._sources.mailboxes(), self._listen]

@@ -48,6 +48,7 @@ class Simulation:
             num_cores=config.cores,
             costs_beside=config.costs_beside,
             costs_beside_decode=config.costs_beside_decode,
+            sharing=config.sharing,
         )
         self.cluster = Cluster(
             settings, config.pool(MODEL), num_prefill=config.prefill, num_decode=config.decode, on_end=self._on_end

@@ -82,6 +82,18 @@ def test_of_three_long_steps_on_two_cores_each_gets_two_thirds_of_a_core() -> No
     assert list(found.values()) == pytest.approx([1.5 * long] * 3, abs=1.5 * STAY_S)
 
 
+def test_steps_take_longer_than_by_even_shares_while_nodes_are_more_than_cores() -> None:
+    events = EventQueue()
+    cores = Cores(events, 1, {"decode": 2.0})
+    ends: list[float] = []
+    for _ in range(2):
+        cores.run("decode", 1.0, SAME, lambda: ends.append(events.now()))
+    while len(ends) < 2:
+        events.step()
+    # Half of the core, and twice as long: 4 s. Both end at once, so neither is alone.
+    assert ends == pytest.approx([4.0, 4.0])
+
+
 def test_a_step_without_work_ends_at_once() -> None:
     assert ends_of(1, {"none": (1.0, 0.0), "long": (0.0, 3.0)}) == pytest.approx({"none": 1.0, "long": 3.0})
 

@@ -123,12 +123,8 @@ INLINE float round_to_pairs(const float *from, void *to, long count, int dtype) 
         _mm256_storeu_si256((__m256i *)(target + 2 * i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
 #endif
     if (dtype == BF16) return 1.0f;
-    vf largest = {0};
-    for (long i = 0; i < count; i += LANES) {
-        const vf x = load((const char *)from, i, F32);
-        largest = larger(largest, larger(x, -x));
-    }
-    const float best = highest_of(largest), inverse = best > 0.0f ? 32767.0f / best : 0.0f;
+    const float best = largest_magnitude((const char *)from, 0, count, F32);
+    const float inverse = best > 0.0f ? 32767.0f / best : 0.0f;
     for (long i = 0; i < count; i += LANES) {
         const __m512i whole = _mm512_cvtps_epi32((__m512)(load((const char *)from, i, F32) * inverse));
         _mm256_storeu_si256((__m256i *)(target + 2 * i), _mm512_cvtsepi32_epi16(whole));

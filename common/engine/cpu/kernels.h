@@ -137,6 +137,20 @@ INLINE float highest_of(vf x) {
     return x[0] > x[1] ? x[0] : x[1];
 }
 
+/* The largest magnitude of `count` numbers (a multiple of LANES) from `index` on; NaN if one of them is not finite. */
+INLINE float largest_magnitude(const char *array, ptrdiff_t index, long count, int dtype) {
+    vf largest = {0}, broken = {0};
+    for (long i = index; i < index + count; i += LANES) {
+        const vf x = load(array, i, dtype);
+        largest = larger(larger(x, -x), largest);
+        broken += x * 0.0f;
+    }
+    return highest_of(largest) + sum(broken);
+}
+
+/* Rounds to whole numbers below 2^22: adding the number moves what is below one out of the mantissa. */
+INLINE vf to_nearest(vf x) { return (x + 12582912.0f) - 12582912.0f; }
+
 /* e to the x, to about 1e-7: split off a power of two, then a polynomial (as in Cephes). Clamped to +-87. */
 INLINE vf exponential(vf x) {
     x = smaller(larger(x, splat(-87.0f)), splat(87.0f));

@@ -243,9 +243,11 @@ INLINE Tile tile_of(const Paged *kv, long group, const Places *places, int dtype
 
 /* One piece of a row at the groups of heads first_head .. end_head - 1. q, out: [tokens, heads, dim], strides in
  * elements. A tile is computed for all groups before the next one, since the heads of a page are neighbours in memory.
- * `pages`: the dtype of the pages, a constant. */
+ * `pages`: the dtype of the pages, a constant; `inputs`: that of q and out, which is the same unless the pages are
+ * rounded. */
 INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long end_head, const char *q, long q_stride,
-                   char *out, int dtype, int pages) {
+                   char *out, int inputs, int pages) {
+    const int dtype = pages == I8 ? inputs : pages;
     Query queries[MAX_QUERIES];
     Places places[2]; /* of this tile and the next */
     const long group = group_size(kv), dim = kv->dim;
@@ -295,17 +297,12 @@ INLINE long heads_at_once(const Paged *kv, const Piece *piece, long num_pieces) 
     return fitting < fair ? fitting : fair;
 }
 
-/* The formats of numbers become constants here, within the parallel part: a constant from outside of it is a variable. */
 INLINE void attend_heads(const Paged *kv, const Piece *piece, long head, long end, const char *q, long q_stride,
                          char *out, int dtype) {
     if (kv->dtype == I8)
         attend(kv, piece, head, end, q, q_stride, out, dtype, I8);
-    else if (dtype == F32)
-        attend(kv, piece, head, end, q, q_stride, out, F32, F32);
-    else if (dtype == BF16)
-        attend(kv, piece, head, end, q, q_stride, out, BF16, BF16);
     else
-        attend(kv, piece, head, end, q, q_stride, out, F16, F16);
+        WITH_CONSTANT(dtype, attend, kv, piece, head, end, q, q_stride, out, dtype);
 }
 
 EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
@@ -321,21 +318,14 @@ EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num
 
 /* Round a token's key or value to int8, with the least power of two as scale that lets no number exceed 127. */
 static void write_rounded(const char *from, char *to, char *scale, long dim, int dtype) {
-    vf largest = {0}, broken = {0};
-    for (long i = 0; i < dim; i += LANES) {
-        const vf x = load(from, i, dtype);
-        largest = larger(larger(x, -x), largest);
-        broken += x * 0.0f; /* NaN if a number is not finite; the scale is infinite then */
-    }
-    const float best = highest_of(largest);
+    const float best = largest_magnitude(from, 0, dim, dtype);
     uint32_t bits;
     memcpy(&bits, &best, sizeof bits);
     const int least = (int)(bits >> 23) - 6 + ((bits & 0x7fffff) > 0x7effff);
-    const int biased = sum(broken) != 0.0f ? 255 : least < 1 ? 1 : least;
+    const int biased = best != best ? 255 : least < 1 ? 1 : least; /* 255: infinite */
     *scale = (char)biased;
-    const vf magic = splat(12582912.0f); /* adding it rounds to an integer */
     for (long i = 0; i < dim; i += LANES) {
-        const vf whole = (load(from, i, dtype) * power_of_two(254 - (uint32_t)biased) + magic) - magic;
+        const vf whole = to_nearest(load(from, i, dtype) * power_of_two(254 - (uint32_t)biased));
         const vb narrow = __builtin_convertvector(__builtin_convertvector(whole, vi), vb);
         memcpy(to + i, &narrow, sizeof narrow);
     }

@@ -16,27 +16,19 @@ enum { ROWS = 8, WORTH_THREADS = 65536 };
 /* Round `length` numbers to 8 bits, relative to the largest of them, and write four of them every `stride` bytes. */
 INLINE void quantize(const char *x, ptrdiff_t from, long length, int8_t *values, long stride, float *scale,
                      int32_t *total, int dtype) {
-    vf largest = {0}, broken = {0};
-    for (long i = 0; i < length; i += LANES) {
-        const vf part = load(x, from + i, dtype);
-        largest = larger(largest, larger(part, -part));
-        broken += part * 0.0f; /* NaN if a number is not finite, and the scale then */
-    }
-    const float best = highest_of(largest), inverse = best > 0.0f ? 127.0f / best : 0.0f;
-    const vf magic = splat(12582912.0f); /* adding it rounds to an integer */
+    const float best = largest_magnitude(x, from, length, dtype), inverse = best > 0.0f ? 127.0f / best : 0.0f;
     vi sums = {0};
     for (long i = 0; i < length; i += LANES) {
-        const vf rounded = (load(x, from + i, dtype) * inverse + magic) - magic;
+        const vf rounded = to_nearest(load(x, from + i, dtype) * inverse);
         const vi whole = __builtin_convertvector(choose(rounded == rounded, rounded, (vf){0}), vi);
         const vb narrow = __builtin_convertvector(whole, vb);
         for (int four = 0; four < LANES / 4; four++)
             memcpy(values + (i / 4 + four) * stride, (const char *)&narrow + four * 4, 4);
         sums += whole;
     }
-    int32_t all = 0;
-    for (int lane = 0; lane < LANES; lane++) all += sums[lane];
-    *scale = best / 127.0f + sum(broken);
-    *total = all;
+    *scale = best / 127.0f;
+    *total = 0;
+    for (int lane = 0; lane < LANES; lane++) *total += sums[lane];
 }
 
 static void quantize_rows(const char *x, const QuantizedRows *to, long rows, long inputs, long group, int dtype) {
@@ -87,24 +79,13 @@ INLINE void add_products(__m512i sums[ROWS][BLOCKS], const uint8_t *values, cons
     }
 }
 
-/* Write a tile's totals, plus the bias. Not inlined, since a copy for every size of tile would buy nothing. */
-static __attribute__((noinline)) void write_tile(const QuantizedWeight *w, vf totals[ROWS][BLOCKS], char *out,
-                                                 long block, int rows, int blocks, int dtype, int out_dtype) {
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < blocks; j++) {
-            const vf bias = w->bias ? load(w->bias, (block + j) * LANES, dtype) : (vf){0};
-            store(out, i * w->outputs + j * LANES, totals[i][j] + bias, out_dtype);
-        }
-}
-
 /* `rows` rows from `row` on times `blocks` blocks of sixteen outputs from `block` on. */
 INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block,
                           int blocks, int bits, int dtype, int out_dtype, int rows) {
     const long inputs = w->inputs, groups = inputs / w->group;
     const uint8_t *values = w->values + block * inputs * LANES * bits / 8; /* the groups of a tile follow each other */
-    vf totals[ROWS][BLOCKS];
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < blocks; j++) totals[i][j] = (vf){0};
+    vf totals[ROWS * BLOCKS];
+    for (int i = 0; i < rows * blocks; i++) totals[i] = (vf){0};
     for (long g = 0; g < groups; g++) {
         __m512i sums[ROWS][BLOCKS];
 #pragma GCC unroll 8
@@ -128,11 +109,15 @@ INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < blocks; j++)
-                totals[i][j] += (vf)_mm512_cvtepi32_ps(sums[i][j]) * x->scales[(row + i) * groups + g] *
+                totals[i * blocks + j] += (vf)_mm512_cvtepi32_ps(sums[i][j]) * x->scales[(row + i) * groups + g] *
                                 load((const char *)w->scales, ((block + j) * groups + g) * LANES, F32);
     }
-    write_tile(w, totals, out + (row * w->outputs + block * LANES) * (ptrdiff_t)item_bytes(out_dtype), block, rows,
-               blocks, dtype, out_dtype);
+    for (int j = 0; w->bias && j < blocks; j++) {
+        const vf bias = load(w->bias, (block + j) * LANES, dtype);
+        for (int i = 0; i < rows; i++) totals[i * blocks + j] += bias;
+    }
+    write_sums(totals, out + (row * w->outputs + block * LANES) * (ptrdiff_t)item_bytes(out_dtype), w->outputs, rows,
+               blocks, out_dtype);
 }
 
 /* The number of bits becomes a constant here, within the parallel part: a constant from outside of it is a variable. */

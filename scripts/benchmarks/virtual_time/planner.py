@@ -1,11 +1,11 @@
 """How far simulated latencies are from those of live services, at loads and with nodes that were not calibrated.
 
-A service with one prefill and one decode node is calibrated, and if two decode nodes are asked for, how much two of
-them slow each other (``simulate --calibrate``). Then everything is simulated. Only when all predictions are written
-down, with their instant and SHA-256, services with other numbers of nodes run on the same cores. The load tester sends
-each of them the same requests at the same instants as the simulator had. Rates are shares of the simulated capacity:
-what the service answers with 64 requests in flight. The nodes have one thread each and a model of 83 million parameters
-with random weights, whose decode steps take 7 ms.
+A service with one prefill and one decode node is calibrated, and if other numbers are asked for, how much two decode
+nodes slow each other, and how three nodes share two cores (``simulate --calibrate``). Then everything is simulated.
+Only when all predictions are written down, with their instant and SHA-256, services with other numbers of nodes run on
+the same cores. The load tester sends each of them the same requests at the same instants as the simulator had. Rates
+are shares of the simulated capacity: what the service answers with 64 requests in flight. The nodes have one thread
+each and a model of 83 million parameters with random weights, whose decode steps take 7 ms.
 
 ``--trace FILE`` replays a Mooncake or Azure trace (``FILE@FROM:TO`` these seconds of it), with lengths scaled to the
 given means and at most eight times as long. Without a trace, requests are drawn. Every run begins with empty caches.
@@ -37,13 +37,13 @@ from scripts.load_tester.workload.plan import make_plan
 from scripts.load_tester.workload.traces import read_trace
 from scripts.models.random_model import random_model
 from scripts.simulator.calibration.command import calibrate_command
-from scripts.simulator.config import SimulateConfig
+from scripts.simulator.config import SHARED_CORES, SimulateConfig
 from scripts.simulator.hardware.node_model import Profile, find_hardware
 from scripts.simulator.simulation import Simulation
 
 SHORTEST = (
     "--model=small", "--calibrate-seconds=4", "--nodes=1+1", "--loads=0.5", "--num-requests=20",
-    "--capacity-requests=20", "--slo-ttft=60s", "--slo-itl=60s",
+    "--capacity-requests=20", "--attempts=1", "--slo-ttft=60s", "--slo-itl=60s",
 )  # fmt: skip
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -79,8 +79,8 @@ FIGURES = {
     "goodput": "goodput",
 }
 MARK, MARK_P99 = 0.15, 0.25
-#: A live run during which other programs used more cores than this is repeated, so often at most.
-MOST_OTHERS, MOST_ATTEMPTS = 0.08, 3
+#: A live run during which other programs used more cores than this is repeated.
+MOST_OTHERS = 0.08
 Options = argparse.Namespace  # the fields of `add_options`
 
 
@@ -94,6 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--num-requests", type=int, default=200, help="of each run (%(default)s)")
     add("--capacity-requests", type=int, default=120, help="of a run that measures the capacity (%(default)s)")
     add("--repeats", type=int, default=1, help="live runs, whose median counts (%(default)s)")
+    add("--attempts", type=int, default=3, help="live runs in place of one that was disturbed (%(default)s)")
     add("--input-mean", type=float, default=160.0, help="mean tokens of a prompt (%(default)s)")
     add("--output-mean", type=float, default=12.0, help="mean tokens of an output (%(default)s)")
     add("--slo-ttft", default="500ms", help="objective of a request, for the goodput (%(default)s)")
@@ -141,11 +142,11 @@ class Deployment:
     def name(self) -> str:
         return f"{self.num_prefill}+{self.num_decode}"
 
-    def live(self, url: str, load: dict[str, Any]) -> Run:
+    def live(self, url: str, load: dict[str, Any], attempts: int) -> Run:
         config = LoadtestConfig(
             url=url, endpoint="generate", scrape="none", live=False, clients=1, flush_cache=True, **load
         )
-        for _ in range(MOST_ATTEMPTS):
+        for _ in range(attempts):
             report, others = measured_load(config)
             if others <= MOST_OTHERS:
                 break
@@ -220,9 +221,10 @@ def cells(options: Options) -> Iterator[Cell]:
         if not profile.exists():
             with running_service(flags) as url:
                 calibrate(url, profile, options.calibrate_seconds)
-        if any(decode > 1 for _, decode in options.nodes) and not _knows_two(profile):
+        if any(sum(nodes) > 2 for nodes in options.nodes) and not _knows_three(profile):
             with running_service([*flags, "--decode=2"]) as url:
-                calibrate(url, profile, options.calibrate_seconds, hardware=str(profile))
+                cores = SHARED_CORES if len(usable_cores()) == SHARED_CORES else None
+                calibrate(url, profile, options.calibrate_seconds, hardware=str(profile), cores=cores)
         deployments = [Deployment(prefill, decode, profile) for prefill, decode in options.nodes]
         predictions = {one.name: predictions_of(one, options) for one in deployments}
         write_down([one for several in predictions.values() for one in several], options.predictions)
@@ -232,16 +234,19 @@ def cells(options: Options) -> Iterator[Cell]:
                 yield from cells_of(url, predictions[deployment.name], options)
 
 
-def _knows_two(profile: Path) -> bool:
-    """Whether a profile tells how two decode nodes slow each other."""
+def _knows_three(profile: Path) -> bool:
+    """Whether a profile tells how two decode nodes slow each other, and on two cores, how three nodes share them."""
     known = find_hardware(str(profile), None).source
-    return isinstance(known, Profile) and bool(known.beside_decode)
+    assert isinstance(known, Profile)
+    return bool(known.beside_decode) and (bool(known.crowded) or len(usable_cores()) != SHARED_CORES)
 
 
-def calibrate(url: str, profile: Path, seconds: float, hardware: str | None = None) -> None:
+def calibrate(
+    url: str, profile: Path, seconds: float, *, hardware: str | None = None, cores: int | None = None
+) -> None:
     contention = CpuContention(os.sched_getaffinity(0))
     config = SimulateConfig(
-        calibrate=url, json=str(profile), calibrate_seconds=seconds, hardware=hardware, progress=False
+        calibrate=url, json=str(profile), calibrate_seconds=seconds, hardware=hardware, cores=cores, progress=False
     )
     if calibrate_command(config):
         raise BatonError("the service could not be calibrated")
@@ -282,10 +287,11 @@ def cells_of(url: str, predictions: Sequence[Prediction], options: Options) -> I
     """Try the predictions for one deployment."""
     for one in predictions:
         if one.share:
-            live = [one.deployment.live(url, one.load) for _ in range(options.repeats)]
+            live = [one.deployment.live(url, one.load, options.attempts) for _ in range(options.repeats)]
             yield Cell(one.name, live, one.simulated)
             continue
-        capacity, expected = one.deployment.live(url, one.load).requests_per_s, one.simulated.requests_per_s
+        capacity = one.deployment.live(url, one.load, options.attempts).requests_per_s
+        expected = one.simulated.requests_per_s
         off = f"{expected / capacity - 1:+.0%}"
         print(f"{one.name}: {capacity:.3g} requests/s, simulated {expected:.3g} ({off})", flush=True)
 

@@ -130,6 +130,7 @@ MOONCAKE = Experiment(
                 Variant("4 colocated, whole prompts, no cache", colocated(4, -1, 8), _NO_CACHE, is_baseline=True),
                 Variant("4 colocated, whole prompts", colocated(4, -1, 8)),
                 Variant("4 colocated, chunks of 512", colocated(4, 512, 8)),
+                Variant("4 colocated, chunks of 128", colocated(4, 128, 8)),
                 Variant("3 prefill + 1 decode, no cache", separate(3, 1, 8), _NO_CACHE),
                 Variant("3 prefill + 1 decode", separate(3, 1, 8)),
                 Variant("2 prefill + 2 decode", separate(2, 2, 8)),

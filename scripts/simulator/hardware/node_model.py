@@ -4,15 +4,17 @@ The roofline: the matrix products of a step take as long as their multiplication
 is longer. Attention, all-reduce and a fixed overhead come on top of it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
+from common.config.shared import Role
 from common.errors import ConfigError
 from scripts.simulator.costs import Costs
 from scripts.simulator.hardware.accelerators import ACCELERATORS, Accelerator
 from scripts.simulator.hardware.model_shape import ModelShape, find_shape
+from scripts.simulator.service.cores import Sharing
 
 #: Share of the memory that weights and KV pages take together; the rest is for activations.
 MEMORY_SHARE = 0.9
@@ -32,6 +34,7 @@ class NodeModel:
         price_per_hour: of the whole node, in US dollars; 0 if unknown.
         costs_beside: costs while another node computes on the same processor (``--cores``); None if unknown.
         costs_beside_decode: costs of a decode node while another decode node computes there; None if unknown.
+        sharing: by what factor steps take longer where there are more nodes than cores.
     """
 
     costs: Costs
@@ -41,6 +44,7 @@ class NodeModel:
     price_per_hour: float
     costs_beside: Costs | None = None
     costs_beside_decode: Costs | None = None
+    sharing: Sharing = field(default_factory=Sharing)
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="profile", tag_field="kind"):
@@ -50,6 +54,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
         costs: parameters of ``Costs`` by name, in seconds and bytes per second.
         beside: those that are others while another node computes on the same processor.
         beside_decode: those of a decode step that are others while another decode node computes there.
+        unpinned, crowded: factors by role (``Sharing``).
         num_devices: accelerators of the node.
         price_per_hour: of the whole node, in US dollars.
         errors: median relative error of the fit, by what was fitted.
@@ -67,15 +72,21 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
     samples: dict[str, int] = {}
     beside: dict[str, float] = {}
     beside_decode: dict[str, float] = {}
+    unpinned: dict[Role, float] = {}
+    crowded: dict[Role, float] = {}
 
     def __post_init__(self) -> None:
         names = set(Costs.__dataclass_fields__)
-        for field in ("costs", "beside", "beside_decode"):
-            for name, value in getattr(self, field).items():
+        for part in ("costs", "beside", "beside_decode"):
+            for name, value in getattr(self, part).items():
                 if name not in names:
-                    raise ValueError(f"{field}.{name} is not a cost; known are {', '.join(sorted(names))}")
+                    raise ValueError(f"{part}.{name} is not a cost; known are {', '.join(sorted(names))}")
                 if not 0 <= value < float("inf"):
-                    raise ValueError(f"{field}.{name} must be at least 0")
+                    raise ValueError(f"{part}.{name} must be at least 0")
+        for part in ("unpinned", "crowded"):
+            for role, factor in getattr(self, part).items():
+                if not 0 < factor < float("inf"):
+                    raise ValueError(f"{part}.{role} must be more than 0")
         if self.kv_bytes_per_token < 1 or self.pool_tokens < 1 or self.num_devices < 1:
             raise ValueError("kv_bytes_per_token, pool_tokens and num_devices must be more than 0")
 
@@ -115,7 +126,9 @@ def _of_profile(profile: Profile) -> NodeModel:
     costs = Costs(**profile.costs)
     beside = replace(costs, **profile.beside) if profile.beside else None
     decode = replace(beside or costs, **profile.beside_decode) if profile.beside_decode else None
-    return NodeModel(costs, kv_bytes, profile.pool_tokens, profile.num_devices, profile.price_per_hour, beside, decode)
+    sharing = Sharing(profile.unpinned, profile.crowded)
+    sizes = (kv_bytes, profile.pool_tokens, profile.num_devices, profile.price_per_hour)
+    return NodeModel(costs, *sizes, beside, decode, sharing)
 
 
 def _of_roofline(device: Accelerator, shape: ModelShape, tp: int, flag: str) -> NodeModel:

@@ -37,7 +37,8 @@ class Cluster:
     ) -> None:
         self.events = EventQueue()
         self._settings = settings
-        self._cores = None if settings.num_cores is None else Cores(self.events, settings.num_cores)
+        num_cores = settings.num_cores
+        self._cores = None if num_cores is None else Cores(self.events, num_cores, settings.sharing.crowded)
         self.network = Network(self.events, settings.costs, self._passes)
         self.gateway = Gateway(pool, self.events, self._from_gateway, on_end=on_end)
         self.nodes: dict[str, Node] = {}  # by incarnation, including killed nodes

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.config.shared import Role
 from scripts.simulator.event_queue import EventQueue, Timer
@@ -12,6 +12,21 @@ from scripts.simulator.event_queue import EventQueue, Timer
 STAY_S = 0.1
 #: How long a thread that wakes, and may run on any core, waits while all compute: most of a tick, 4 ms, of that Linux.
 WAKE_S = 0.003
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """By what factor steps take longer where there are more nodes than cores, by the role of the node; 1.0 if missing.
+
+    What the gateway, the clients and the kernel take from the nodes is in these factors.
+
+    Attributes:
+        unpinned: while each node that computes has a core, against nodes that are pinned to cores of their own.
+        crowded: while more nodes compute than there are cores, against even shares of the cores.
+    """
+
+    unpinned: Mapping[Role, float] = field(default_factory=dict)
+    crowded: Mapping[Role, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -37,13 +52,17 @@ class Cores:
 
     While there are more steps than cores, some have a core of their own and some share one. They take turns.
 
+    Args:
+        crowded: by what factor steps take longer than by even shares while there are more steps than cores, by role.
+
     Attributes:
         count: of the cores. As many nodes, or fewer, are pinned to cores of their own.
     """
 
-    def __init__(self, events: EventQueue, count: int) -> None:
+    def __init__(self, events: EventQueue, count: int, crowded: Mapping[Role, float] | None = None) -> None:
         self._events = events
         self.count = count
+        self._crowded = crowded or {}
         self._steps: list[Step] = []
         self._since = 0.0  # the instant of which every `left` is
         self._speeds: list[float] = []  # from then on, in shares of a step per second
@@ -98,7 +117,8 @@ class Cores:
         on_core = line[core :: self.count]
         elsewhere = [other for other in line if other not in on_core] or [other for other in line if other is not step]
         beside_s = sum(step.beside_s[other.role] for other in elsewhere) / len(elsewhere)
-        return 1 / max(beside_s, 1e-9) / len(on_core)
+        factor = self._crowded.get(step.role, 1.0) if len(line) > self.count else 1.0
+        return 1 / max(beside_s * factor, 1e-9) / len(on_core)
 
     def _take_turns(self) -> None:
         self._progress()

@@ -23,7 +23,7 @@ from common.cache.page_allocator import PageAllocator
 from common.cache.page_layout import PageLayout
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
-from common.discovery.gateway_directory import MAX_GATEWAYS, FixedGateways
+from common.discovery.gateway_directory import FixedGateways
 from common.errors import ConfigError
 from common.finish_reason import finish_reason
 from common.node import worker_main as process
@@ -248,22 +248,31 @@ class Watched:
         pass
 
 
-def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> None:
-    engine, role = Engine(), Watched()
-    engine.may_run.set()
-    thread = EngineThread(engine)
+@contextlib.contextmanager
+def node_of(role: "Watched", *gateways: str, max_outstanding: int = 1) -> Iterator[EventLoop]:
+    """A node with this role; its loop does not run."""
+    engine = Engine()
+    thread = EngineThread(engine, max_outstanding=max_outstanding)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
-    node = EventLoop(
-        role, thread, register=lambda: None, gateways=FixedGateways(("127.0.0.1:1",)), orphan_timeout_s=1.0, room=1,
-        endpoint=endpoint, clock=MonotonicClock(), adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
+    role.node = node = EventLoop(
+        role, thread, register=lambda: None, gateways=FixedGateways(gateways or ("127.0.0.1:1",)), orphan_timeout_s=1.0,
+        room=1, endpoint=endpoint, clock=MonotonicClock(), adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
     )  # type: ignore[arg-type]  # fmt: skip
-    role.node = node
-    os.eventfd_write(node._wake, 1)  # the only wake-up
-    node.run()
-    node.close("the test is over")
-    thread.close()
-    context.term()
+    engine.may_run.set()
+    try:
+        yield node
+    finally:
+        node.close("the test is over")
+        thread.close()
+        context.term()
+
+
+def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> None:
+    role = Watched()
+    with node_of(role) as node:
+        os.eventfd_write(node._wake, 1)  # the only wake-up
+        node.run()
     assert role.seen == (0, True)
 
 
@@ -291,21 +300,10 @@ class Eager(Watched):
 
 
 def test_with_overlap_the_loop_plans_a_step_while_another_one_runs() -> None:
-    engine, role = Engine(), Eager()
-    engine.may_run.set()
-    thread = EngineThread(engine, max_outstanding=2)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
-    node = EventLoop(
-        role, thread, register=lambda: None, gateways=FixedGateways(("127.0.0.1:1",)), orphan_timeout_s=1.0, room=1,
-        endpoint=endpoint, clock=MonotonicClock(), adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
-    )  # type: ignore[arg-type]  # fmt: skip
-    role.node = node
-    os.eventfd_write(node._wake, 1)
-    node.run()
-    node.close("the test is over")
-    thread.close()
-    context.term()
+    role = Eager()
+    with node_of(role, max_outstanding=2) as node:
+        os.eventfd_write(node._wake, 1)
+        node.run()
     assert role.outstanding[:2] == [0, 1]
     assert role.committed == list(range(1, len(role.committed) + 1))
 
@@ -320,135 +318,44 @@ class Named(Watched):
 
 def test_prefill_nodes_are_those_of_all_gateways() -> None:
     """Gateways that differ for a moment cost no connection."""
-    engine, role = Engine(), Named()
-    thread = EngineThread(engine)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
-    node = EventLoop(
-        role, thread, register=lambda: None, gateways=FixedGateways(("127.0.0.1:1", "127.0.0.1:2")),
-        orphan_timeout_s=1.0, room=1, endpoint=endpoint, clock=MonotonicClock(),
-        adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
-    )  # type: ignore[arg-type]  # fmt: skip
+    role = Named()
     first, second = (Peer(f"prefill-{i}", str(i) * 32, f"host:{i}") for i in range(2))
     expected = [(0, (first,), {0}), (1, (first, second), {0, 1}), (0, (), {0, 1}), (1, (second,), {1}), (1, (), set())]
-    for gateway, nodes, names in expected:
-        node._on_gateway(node._links[gateway], str(gateway) * 32, PrefillNodes(nodes), 0.0)
-        assert sorted(role.named) == [f"prefill-{i}" for i in sorted(names)]
-    node.close("the test is over")
-    engine.may_run.set()
-    thread.close()
-    context.term()
+    with node_of(role, "127.0.0.1:1", "127.0.0.1:2") as node:
+        links = list(node._links)
+        for gateway, nodes, names in expected:
+            node._on_gateway(links[gateway], str(gateway) * 32, PrefillNodes(nodes), 0.0)
+            assert sorted(role.named) == [f"prefill-{i}" for i in sorted(names)]
 
 
 def test_a_withdrawn_adapter_waits_for_every_registered_gateway_and_is_told_to_one_that_registers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Engine()
-    thread = EngineThread(engine)
-    adapters = NodeAdapters(engine, NodeConfig(), thread.notify)
     adapter = Adapter("a", "0" * 32)
-    adapters._serving["a"] = adapter
-    engine.drop_adapter = lambda dropped: None  # type: ignore[attr-defined]
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
-    node = EventLoop(
-        Watched(), thread, register=lambda: None, gateways=FixedGateways(("127.0.0.1:1", "127.0.0.1:2")),
-        orphan_timeout_s=1.0, room=1, endpoint=endpoint, clock=MonotonicClock(), adapters=adapters,
-    )  # type: ignore[arg-type]  # fmt: skip
     sent: list[tuple[GatewayLink, Message]] = []
     monkeypatch.setattr(GatewayLink, "send", lambda self, *messages: sent.extend((self, one) for one in messages))
-    first, second = node._links
-    node._on_gateway(first, "1" * 32, Registered(1, 1.0), 0.0)
-    assert sent == [], "nothing has changed"
-    node._on_gateway(first, "1" * 32, UnloadAdapter("a", 1, number=5), 0.0)
-    node._change_adapters()
-    withdrawn = Adapters((msgspec.structs.replace(adapter, change=1, is_withdrawn=True),))
-    assert sent == [(first, withdrawn), (second, withdrawn)]
-    node._on_gateway(second, "2" * 32, Registered(1, 1.0), 0.0)
-    assert sent[2:] == [(second, withdrawn)]
-    for gateway, link in ("1" * 32, first), ("2" * 32, second):
+    with node_of(Watched(), "127.0.0.1:1", "127.0.0.1:2") as node:
+        node._adapters._serving["a"] = adapter
+        monkeypatch.setattr(node._adapters._engine, "drop_adapter", lambda dropped: None, raising=False)
+        first, second = node._links
+        node._on_gateway(first, "1" * 32, Registered(1, 1.0), 0.0)
+        assert sent == [], "nothing has changed"
+        node._on_gateway(first, "1" * 32, UnloadAdapter("a", 1, number=5), 0.0)
         node._change_adapters()
-        assert len(sent) == 3, "a gateway may still send requests with the adapter"
-        node._on_gateway(link, gateway, AdapterUnused(adapter.id), 0.0)
-    node._change_adapters()
-    assert sent[3:] == [(first, Adapters((), {"a": 1}, number=5)), (second, Adapters((), {"a": 1}))]
-    node.close("the test is over")
-    engine.may_run.set()
-    thread.close()
-    context.term()
-
-
-class Directory:
-    """Gateways that come and go."""
-
-    is_fixed = False
-    description = "a directory"
-
-    def __init__(self, *known: str) -> None:
-        self.known = known
-
-    def addresses(self) -> tuple[str, ...]:
-        return self.known
-
-
-@contextlib.contextmanager
-def node_of(directory: Directory) -> Iterator[EventLoop]:
-    """A node that finds its gateways in a directory; its loop does not run."""
-    engine = Engine()
-    thread = EngineThread(engine)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
-    node = EventLoop(
-        Watched(), thread, register=lambda: None, gateways=directory, orphan_timeout_s=1.0, room=1,
-        endpoint=endpoint, clock=MonotonicClock(), adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
-    )  # type: ignore[arg-type]  # fmt: skip
-    try:
-        yield node
-    finally:
-        node.close("the test is over")
-        engine.may_run.set()
-        thread.close()
-        context.term()
-
-
-def test_a_node_ends_once_every_announced_gateway_has_refused_it() -> None:
-    directory = Directory("127.0.0.1:1", "127.0.0.1:2")
-    with node_of(directory) as node:
-        assert node.gateway_address == "127.0.0.1:1,127.0.0.1:2"
-        node._on_refused(node._links[1], "it serves another model")
-        assert node.refused is None
-        directory.known = ("127.0.0.1:2",)
-        node._follow_directory()
-        assert (node.gateway_address, node.refused) == ("", "it serves another model")
-
-
-def test_a_gateway_with_two_addresses_keeps_one_link_and_an_error_names_both(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    directory = Directory("localhost:1", "127.0.0.1:1", "127.0.0.1:2")
-    with node_of(directory) as node:
-        first, second, other = node._links
-        arrived = {
-            first.mailbox: [Envelope("1" * 32, Registered(1, 1.0))],
-            second.mailbox: [Envelope("1" * 32, Registered(2, 1.0)), Envelope("1" * 32, Ping())],
-            other.mailbox: [Envelope("2" * 32, Registered(1, 1.0))],
-        }
-        monkeypatch.setattr(Mailbox, "receive", lambda self, **_: arrived.pop(self, []))
-        node._receive(0.0)
-        assert [link.address for link in node._links] == ["127.0.0.1:1", "127.0.0.1:2"]
-        assert all(link.is_registered for link in node._links)
-        [error] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-        assert "localhost:1 and 127.0.0.1:1 are addresses of one gateway" in error
-        node._follow_directory()
-        assert [link.address for link in node._links] == ["127.0.0.1:1", "127.0.0.1:2"], "it is left for good"
-        node._links[0].is_registered = False
-        directory.known = ("localhost:1", "127.0.0.1:2")
-        node._follow_directory()
-        assert node.gateway_address == "127.0.0.1:2,localhost:1", "its other address is not announced any more"
+        withdrawn = Adapters((msgspec.structs.replace(adapter, change=1, is_withdrawn=True),))
+        assert sent == [(first, withdrawn), (second, withdrawn)]
+        node._on_gateway(second, "2" * 32, Registered(1, 1.0), 0.0)
+        assert sent[2:] == [(second, withdrawn)]
+        for gateway, link in ("1" * 32, first), ("2" * 32, second):
+            node._change_adapters()
+            assert len(sent) == 3, "a gateway may still send requests with the adapter"
+            node._on_gateway(link, gateway, AdapterUnused(adapter.id), 0.0)
+        node._change_adapters()
+        assert sent[3:] == [(first, Adapters((), {"a": 1}, number=5)), (second, Adapters((), {"a": 1}))]
 
 
 def test_a_link_that_is_left_while_others_are_read_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    with node_of(Directory("localhost:1", "127.0.0.1:1")) as node:
+    with node_of(Watched(), "localhost:1", "127.0.0.1:1") as node:
         first, second = node._links
         second.incarnation = "1" * 32
         arrived = {first.mailbox: [Envelope("1" * 32, Registered(1, 1.0))]}
@@ -456,19 +363,7 @@ def test_a_link_that_is_left_while_others_are_read_is_not_read(monkeypatch: pyte
         followed: list[GatewayLink] = []
         monkeypatch.setattr(GatewayLink, "follow", lambda self, now: followed.append(self) or "")
         node._receive(0.0)
-        assert (followed, node._links) == ([first], [first])
-
-
-def test_links_to_gateways_are_bounded_and_end_unless_they_are_announced_or_have_accepted_the_node() -> None:
-    directory = Directory("127.0.0.1:1", "127.0.0.1:2")
-    with node_of(directory) as node:
-        for link in node._links:
-            link.is_dialling = False
-        node._links[1].is_registered = True
-        directory.known = tuple(f"127.0.0.1:{port}" for port in range(3, MAX_GATEWAYS + 10))
-        node._follow_directory()
-        assert len(node._links) == MAX_GATEWAYS
-        assert [link.address for link in node._links][:2] == ["127.0.0.1:2", "127.0.0.1:3"]
+        assert (followed, list(node._links)) == ([first], [first])
 
 
 def test_a_process_ends_although_a_thread_of_it_never_does() -> None:

@@ -1,208 +1,16 @@
-"""Requests whose nodes are lost or fail: the stream gets every token once, whatever happens when.
+"""Requests whose nodes are lost or fail: the stream gets every token once, whatever happens when."""
 
-The nodes are played by the tests. Token i of a prompt is ``(sum of the prompt + 7 * i) % 250``, on every node.
-"""
+from support.gateway.played_cluster import PlayedCluster, Text, output_of, token_of
 
-import math
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.cluster.manual_clock import ManualClock
-from support.gateway.fake_nodes import make_register
-
-from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode
-from common.sampling_params import SamplingParams, TokenLogprobs
-from common.wire.messages import Abort, Failed, Generate, Heartbeat, Move, Moved, Tokens
-from gateway.requests.dispatcher import Dispatcher
+from common.sampling_params import SamplingParams
+from common.wire.messages import Abort, Generate, Heartbeat, Move, Moved, Tokens
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
-from gateway.workers.pool import WorkerPools, make_pool
-
-
-def token_of(prompt, i):
-    return (sum(prompt) + 7 * i) % 250
-
-
-class Text:
-    def push(self, tokens):
-        return "".join(map(chr, tokens))
-
-    def flush(self):
-        return ""
-
-
-class Call:
-    """A call that is due later."""
-
-    def __init__(self, due_at, act, argument):
-        self.due_at, self.act, self.argument = due_at, act, argument
-        self.is_cancelled = False
-
-    def cancel(self):
-        self.is_cancelled = True
-
-
-class Cluster:
-    """A dispatcher, and nodes that answer when the test tells them to.
-
-    Attributes:
-        work: ``Generate`` messages at each living node, in order of arrival.
-    """
-
-    def __init__(self, *, prefills=2, decodes=2, **options):
-        config = GatewayConfig(**{"model": "tiny", **options})
-        self.pool = make_pool(config, "tiny", 300)
-        self.clock = ManualClock(1.0)
-        self.calls, self.soon, self.ended = [], [], []
-        self.work, self.sent, self.names = {}, [], {}
-        self.num_starts = 0
-        self.dispatcher = Dispatcher(WorkerPools([self.pool]), self, self, self.clock, on_end=self.ended.append)
-        for role, count in (("prefill", prefills), ("decode", decodes)):
-            for i in range(count):
-                self.start(role, f"{role}-{i}")
-
-    # ---- for the dispatcher ----
-
-    def send(self, message, *incarnations):
-        for incarnation in incarnations:
-            self.sent.append((message, incarnation))
-            for sample in message.samples() if isinstance(message, Generate) else ():
-                assert incarnation in self.work, "a request was sent to a lost node"
-                self.work[incarnation].append(sample)
-            if isinstance(message, Abort) and incarnation in self.work:
-                kept = [
-                    one for one in self.work[incarnation] if (one.rid, one.attempt) != (message.rid, message.attempt)
-                ]
-                self.work[incarnation] = kept
-
-    def call_later(self, delay_s, act, rid):
-        self.calls.append(Call(self.clock.now() + delay_s, act, rid))
-        return self.calls[-1]
-
-    def call_soon(self, act):
-        self.soon.append(act)
-
-    # ---- for tests ----
-
-    def start(self, role, name, **fields):
-        self.num_starts += 1
-        incarnation = f"{name}-{self.num_starts:06}".ljust(32, "x")
-        self.names[incarnation] = name
-        self.work[incarnation] = []
-        self.pool.registry.register(incarnation, make_register(role, name, **fields), self.clock.now())
-        self.dispatcher.on_workers_added(self.pool)
-        self.turn()
-        return incarnation
-
-    def lose(self, incarnation, alive_until=math.inf):
-        """As ``gateway.workers.control_plane.ControlPlane.lose``."""
-        del self.work[incarnation]
-        self.pool.registry.remove(incarnation)
-        self.pool.router.remove_worker(incarnation)
-        self.dispatcher.on_worker_lost(incarnation, self.names[incarnation], alive_until=alive_until)
-        self.turn()
-
-    def turn(self):
-        while self.soon:
-            due, self.soon = self.soon, []
-            for act in due:
-                act()
-
-    def wait(self, seconds):
-        self.clock.advance(seconds)
-        due = [call for call in self.calls if call.due_at <= self.clock.now()]
-        self.calls = [call for call in self.calls if call not in due]
-        for call in due:
-            if not call.is_cancelled:
-                call.act(call.argument)
-        self.dispatcher.tick(self.clock.now())
-        self.turn()
-
-    def come(self, *rids, prompt=(1, 2, 3), max_new=20, **fields):
-        sampling = SamplingParams(max_new_tokens=max_new)
-        streams = [
-            OutputStream(
-                GenerateRequest(rid, rid, prompt, sampling, "tiny", timeout_s=1e9, **fields),
-                0,
-                Text,
-                lambda s: None,
-                self.clock.now(),
-            )
-            for rid in rids
-        ]
-        self.dispatcher.dispatch(streams)
-        self.turn()
-        return streams if len(streams) > 1 else streams[0]
-
-    def node_of(self, role, rid):
-        """The living node of a role that works on a request; the one that was told last."""
-        return [one for one in self.work if self.names[one].startswith(role) and self.generate(one, rid)][-1]
-
-    def generate(self, node, rid):
-        return next((one for one in self.work[node] if one.rid == rid), None)
-
-    def prefill(self, rid):
-        """The prefill node is done: it sends the first token, unless the output has begun."""
-        node = self.node_of("prefill", rid)
-        message = self.generate(node, rid)
-        self.work[node].remove(message)
-        if not message.output:
-            self.say(node, message, 0)
-
-    def decode(self, rid, num_tokens=1, *, start=None):
-        """The decode node sends the next tokens."""
-        node = self.node_of("decode", rid)
-        message = self.generate(node, rid)
-        start = max(len(self.stream(rid).ids), 1) if start is None else start
-        for i in range(start, min(start + num_tokens, message.sampling.max_new_tokens)):
-            self.say(node, message, i)
-
-    def finish(self, rid):
-        self.prefill(rid)
-        self.decode(rid, 100)
-
-    def say(self, node, message, i):
-        is_last = i == message.sampling.max_new_tokens - 1
-        tokens = Tokens(
-            message.rid,
-            message.attempt,
-            i,
-            (token_of(message.prompt, i),),
-            finish="length" if is_last else "",
-            cached_tokens=0 if i else len(message.output) + 1,
-            prompt_logprobs=() if i else (TokenLogprobs(-1.0, ()),),
-        )
-        self.dispatcher.on_tokens(node, tokens)
-        self.turn()
-
-    def fail(self, node, rid, code):
-        message = self.generate(node, rid)
-        self.work[node].remove(message)
-        self.dispatcher.on_failed(node, Failed(rid, message.attempt, code, f"failed by {self.names[node]}"))
-        self.turn()
-
-    def stream(self, rid):
-        return next(stream for stream in self.dispatcher.streams() if stream.request.rid == rid)
-
-    def check_idle(self):
-        """Nothing is counted any more: at the router, in the queue, or for admission."""
-        assert not self.dispatcher.num_in_flight
-        assert not len(self.pool.queue)
-        assert self.pool.admission.num_in_flight == 0
-        for incarnation in self.work:
-            assert self.pool.router.load(incarnation) == 0, incarnation
-            assert self.pool.router.num_requests(incarnation) == 0
-            assert not self.pool.registry.workers[incarnation].is_reserved
-
-
-def output_of(stream):
-    request = stream.request
-    return [token_of(request.prompt, i) for i in range(request.sampling.max_new_tokens)]
 
 
 def test_a_lost_decode_node_is_replaced_and_the_output_goes_on() -> None:
-    cluster = Cluster()
+    cluster = PlayedCluster()
     stream = cluster.come("a")
     cluster.prefill("a")
     cluster.decode("a", 5)
@@ -221,7 +29,7 @@ def test_a_lost_decode_node_is_replaced_and_the_output_goes_on() -> None:
 
 
 def test_a_lost_prefill_node_is_replaced_and_the_decode_node_with_the_pages_stays() -> None:
-    cluster = Cluster(decodes=3)
+    cluster = PlayedCluster(decodes=3)
     stream = cluster.come("a")
     decode = cluster.node_of("decode", "a")
     for _ in range(3):
@@ -237,7 +45,7 @@ def test_a_lost_prefill_node_is_replaced_and_the_decode_node_with_the_pages_stay
 
 
 def test_a_lost_prefill_node_is_not_missed_once_the_decode_node_has_sent_a_token() -> None:
-    cluster = Cluster()
+    cluster = PlayedCluster()
     stream = cluster.come("a")
     prefill = cluster.node_of("prefill", "a")
     cluster.prefill("a")
@@ -249,7 +57,7 @@ def test_a_lost_prefill_node_is_not_missed_once_the_decode_node_has_sent_a_token
 
 
 def test_a_continued_request_needs_its_new_prefill_node_until_the_next_token() -> None:
-    cluster = Cluster(prefills=3)
+    cluster = PlayedCluster(prefills=3)
     stream = cluster.come("a")
     cluster.prefill("a")
     cluster.decode("a", 5)
@@ -263,7 +71,7 @@ def test_a_continued_request_needs_its_new_prefill_node_until_the_next_token() -
 
 
 def test_late_tokens_of_an_ended_attempt_are_refused() -> None:
-    cluster = Cluster()
+    cluster = PlayedCluster()
     stream = cluster.come("a")
     cluster.prefill("a")
     node = cluster.node_of("decode", "a")
@@ -280,7 +88,7 @@ def test_late_tokens_of_an_ended_attempt_are_refused() -> None:
 
 
 def test_tokens_that_came_before_the_first_one_are_not_mixed_with_those_of_the_next_attempt() -> None:
-    cluster = Cluster()
+    cluster = PlayedCluster()
     stream = cluster.come("a")
     node = cluster.node_of("decode", "a")
     message = cluster.generate(node, "a")
@@ -293,7 +101,7 @@ def test_tokens_that_came_before_the_first_one_are_not_mixed_with_those_of_the_n
 
 
 def test_a_request_for_one_token_goes_to_another_prefill_node() -> None:
-    cluster = Cluster()
+    cluster = PlayedCluster()
     stream = cluster.come("a", max_new=1)
     cluster.lose(cluster.node_of("prefill", "a"))
     cluster.prefill("a")
@@ -302,7 +110,7 @@ def test_a_request_for_one_token_goes_to_another_prefill_node() -> None:
 
 
 def test_one_token_that_is_left_needs_a_decode_node() -> None:
-    cluster = Cluster()
+    cluster = PlayedCluster()
     stream = cluster.come("a", max_new=5)
     cluster.prefill("a")
     cluster.decode("a", 3)
@@ -314,7 +122,7 @@ def test_one_token_that_is_left_needs_a_decode_node() -> None:
 
 
 def test_a_recovered_request_goes_before_those_that_have_not_been_sent() -> None:
-    cluster = Cluster(decodes=1, max_dispatch_ahead=0)
+    cluster = PlayedCluster(decodes=1, max_dispatch_ahead=0)
     rids = [f"r{i}" for i in range(8)]
     cluster.come(*rids, prompt=(5,))
     cluster.come("waits", prompt=(6,))
@@ -325,7 +133,7 @@ def test_a_recovered_request_goes_before_those_that_have_not_been_sent() -> None
 
 
 def test_without_a_node_a_request_waits_and_then_ends_with_what_was_lacking() -> None:
-    cluster = Cluster(decodes=1, recovery_timeout=10.0)
+    cluster = PlayedCluster(decodes=1, recovery_timeout=10.0)
     stream = cluster.come("a")
     cluster.lose(cluster.node_of("decode", "a"))
     cluster.wait(9.9)
@@ -341,7 +149,7 @@ def test_without_a_node_a_request_waits_and_then_ends_with_what_was_lacking() ->
 
 def test_a_request_that_fits_no_other_node_ends_with_an_error_unless_a_large_one_comes_back() -> None:
     for comes_back in (True, False):
-        cluster = Cluster(decodes=0, recovery_timeout=10.0)
+        cluster = PlayedCluster(decodes=0, recovery_timeout=10.0)
         cluster.start("decode", "decode-large", num_pages=64)
         stream = cluster.come("a", max_new=500)
         cluster.start("decode", "decode-small", num_pages=8)
@@ -360,7 +168,7 @@ def test_a_request_that_fits_no_other_node_ends_with_an_error_unless_a_large_one
 
 
 def test_an_output_that_no_prefill_node_can_hold_is_continued_by_a_decode_node_alone() -> None:
-    cluster = Cluster(prefills=0, decodes=0)
+    cluster = PlayedCluster(prefills=0, decodes=0)
     cluster.start("prefill", "prefill-small", num_pages=1)
     for name in ("decode-0", "decode-1"):
         cluster.start("decode", name, num_pages=64)
@@ -376,7 +184,7 @@ def test_an_output_that_no_prefill_node_can_hold_is_continued_by_a_decode_node_a
 
 
 def test_an_output_of_another_gateway_is_continued_even_if_no_prefill_node_can_hold_it() -> None:
-    cluster = Cluster(prefills=0, decodes=1)
+    cluster = PlayedCluster(prefills=0, decodes=1)
     cluster.start("prefill", "prefill-small", num_pages=1)
     request = GenerateRequest("a", "a", (1, 2, 3), SamplingParams(max_new_tokens=30), "tiny", timeout_s=1e9)
     stream = OutputStream(request, 0, Text, lambda s: None, cluster.clock.now())
@@ -390,7 +198,7 @@ def test_an_output_of_another_gateway_is_continued_even_if_no_prefill_node_can_h
 
 def test_a_request_whose_target_comes_back_without_memory_while_it_moves_is_continued() -> None:
     """A node that has reconnected has the same incarnation, and nothing of what the router had counted for it."""
-    cluster = Cluster(prefills=1, decodes=2)
+    cluster = PlayedCluster(prefills=1, decodes=2)
     stream = cluster.come("a", prompt=(1,) * 100)
     cluster.prefill("a")
     cluster.decode("a", 3)
@@ -413,7 +221,7 @@ def test_a_request_whose_target_comes_back_without_memory_while_it_moves_is_cont
 
 
 def test_a_full_node_is_avoided_and_asked_again_after_a_pause() -> None:
-    cluster = Cluster(prefills=1, decodes=1)
+    cluster = PlayedCluster(prefills=1, decodes=1)
     stream = cluster.come("a")
     cluster.fail(cluster.node_of("decode", "a"), "a", ErrorCode.QUEUE_FULL)
     cluster.start("decode", "decode-other")
@@ -426,7 +234,7 @@ def test_a_full_node_is_avoided_and_asked_again_after_a_pause() -> None:
 
 
 def test_a_node_that_shuts_down_gets_the_request_no_more() -> None:
-    cluster = Cluster()
+    cluster = PlayedCluster()
     cluster.come("a")
     leaving = cluster.node_of("decode", "a")
     cluster.fail(leaving, "a", ErrorCode.SHUTTING_DOWN)
@@ -437,7 +245,7 @@ def test_a_node_that_shuts_down_gets_the_request_no_more() -> None:
 
 def test_a_request_whose_transfer_the_prefill_node_has_ended_continues_with_another_one() -> None:
     """As when the prefill node loses its gateway, which has not noticed that yet and still follows the request."""
-    cluster = Cluster(recovery_timeout=10.0)
+    cluster = PlayedCluster(recovery_timeout=10.0)
     stream = cluster.come("a")
     prefill, decode = cluster.node_of("prefill", "a"), cluster.node_of("decode", "a")
     cluster.fail(decode, "a", ErrorCode.ABORTED)
@@ -450,7 +258,7 @@ def test_a_request_whose_transfer_the_prefill_node_has_ended_continues_with_anot
 
 
 def test_a_request_that_only_nodes_have_aborted_never_ends_as_aborted() -> None:
-    cluster = Cluster(prefills=1, decodes=1, recovery_timeout=10.0)
+    cluster = PlayedCluster(prefills=1, decodes=1, recovery_timeout=10.0)
     stream = cluster.come("a")
     for _ in range(8):
         if not stream.is_ended:
@@ -462,7 +270,7 @@ def test_a_request_that_only_nodes_have_aborted_never_ends_as_aborted() -> None:
 
 
 def test_a_request_with_which_another_gateway_goes_on_ends_with_a_code_of_its_own() -> None:
-    cluster = Cluster()
+    cluster = PlayedCluster()
     stream = cluster.come("a")
     cluster.prefill("a")
     cluster.fail(cluster.node_of("decode", "a"), "a", ErrorCode.TAKEN_OVER)
@@ -471,7 +279,7 @@ def test_a_request_with_which_another_gateway_goes_on_ends_with_a_code_of_its_ow
 
 
 def test_nodes_are_told_whether_a_request_ends_or_continues_elsewhere() -> None:
-    cluster = Cluster(prefills=1)
+    cluster = PlayedCluster(prefills=1)
     for rid, ends in (("continued", False), ("aborted", True)):
         cluster.come(rid)
         cluster.fail(cluster.node_of("prefill", rid), rid, ErrorCode.TRANSFER_FAILED)
@@ -486,7 +294,7 @@ def test_nodes_are_told_whether_a_request_ends_or_continues_elsewhere() -> None:
 
 
 def test_a_suspect_request_has_its_nodes_for_itself_and_ends_if_they_are_lost_again() -> None:
-    cluster = Cluster(prefills=3, decodes=3)
+    cluster = PlayedCluster(prefills=3, decodes=3)
     stream = cluster.come("killer")
     for _ in range(2):
         cluster.prefill("killer")
@@ -507,7 +315,7 @@ def test_a_suspect_request_has_its_nodes_for_itself_and_ends_if_they_are_lost_ag
 
 
 def test_a_request_is_not_suspected_for_nodes_that_were_silent_before_they_got_it() -> None:
-    cluster = Cluster(prefills=3, decodes=1)
+    cluster = PlayedCluster(prefills=3, decodes=1)
     stream = cluster.come("a")
     for i in range(6):
         node = cluster.node_of("decode", "a")
@@ -523,7 +331,7 @@ def test_a_request_is_not_suspected_for_nodes_that_were_silent_before_they_got_i
 
 
 def test_a_request_that_hangs_each_node_before_it_says_anything_is_suspected_and_ends() -> None:
-    cluster = Cluster(prefills=3, decodes=4)
+    cluster = PlayedCluster(prefills=3, decodes=4)
     registry = cluster.pool.registry
     cluster.wait(0.5)  # since the last heartbeat
     stream = cluster.come("killer")
@@ -540,7 +348,7 @@ def test_a_request_that_hangs_each_node_before_it_says_anything_is_suspected_and
 
 
 def test_requests_that_shared_two_losses_take_turns_for_longer_than_the_recovery_timeout() -> None:
-    cluster = Cluster(prefills=1, decodes=1, recovery_timeout=60.0)
+    cluster = PlayedCluster(prefills=1, decodes=1, recovery_timeout=60.0)
     rids = [f"r{i}" for i in range(10)]
     streams = cluster.come(*rids)
     prefill = cluster.node_of("prefill", "r0")
@@ -560,7 +368,7 @@ def test_requests_that_shared_two_losses_take_turns_for_longer_than_the_recovery
 
 
 def test_a_suspect_request_does_not_end_by_a_loss_that_others_share() -> None:
-    cluster = Cluster(prefills=1, decodes=1)
+    cluster = PlayedCluster(prefills=1, decodes=1)
     cluster.come("other", max_new=100)
     suspect = cluster.come("suspect")
     for i in range(6):
@@ -576,7 +384,7 @@ def test_a_suspect_request_does_not_end_by_a_loss_that_others_share() -> None:
 
 
 def test_a_loss_that_a_node_reports_counts_against_a_request_once_the_gateway_sees_it() -> None:
-    cluster = Cluster(prefills=1, decodes=1)
+    cluster = PlayedCluster(prefills=1, decodes=1)
     stream = cluster.come("a")
     for i in range(3):
         prefill, decode = cluster.node_of("prefill", "a"), cluster.node_of("decode", "a")
@@ -590,7 +398,7 @@ def test_a_loss_that_a_node_reports_counts_against_a_request_once_the_gateway_se
 
 
 def test_nodes_that_only_lose_each_other_do_not_make_a_request_suspect() -> None:
-    cluster = Cluster(prefills=1, decodes=1)
+    cluster = PlayedCluster(prefills=1, decodes=1)
     stream = cluster.come("a")
     for _ in range(4):
         cluster.fail(cluster.node_of("decode", "a"), "a", ErrorCode.NODE_LOST)
@@ -601,7 +409,7 @@ def test_nodes_that_only_lose_each_other_do_not_make_a_request_suspect() -> None
 
 
 def test_requests_wait_while_the_only_nodes_serve_a_suspect_one_that_shows_no_progress() -> None:
-    cluster = Cluster(prefills=1, decodes=2)
+    cluster = PlayedCluster(prefills=1, decodes=2)
     stream = cluster.come("suspect")
     cluster.prefill("suspect")
     for _ in range(2):
@@ -624,7 +432,7 @@ def test_requests_wait_while_the_only_nodes_serve_a_suspect_one_that_shows_no_pr
 
 
 def test_a_pair_whose_transfers_fail_is_avoided_and_then_probed_by_one_request() -> None:
-    cluster = Cluster(prefills=1, decodes=1)
+    cluster = PlayedCluster(prefills=1, decodes=1)
     streams = cluster.come("a", "b", "c")
     node = cluster.node_of("decode", "a")
     for rid in "abc":
@@ -647,7 +455,7 @@ def test_a_pair_whose_transfers_fail_is_avoided_and_then_probed_by_one_request()
 
 
 def test_an_output_that_has_begun_continues_on_the_same_weights_only() -> None:
-    cluster = Cluster(recovery_timeout=10.0)
+    cluster = PlayedCluster(recovery_timeout=10.0)
     begun, fresh = cluster.come("begun"), cluster.come("fresh", prompt=(9,))
     cluster.prefill("begun")
     for i in range(2):
@@ -662,114 +470,3 @@ def test_an_output_that_has_begun_continues_on_the_same_weights_only() -> None:
     assert begun.error.code is ErrorCode.NODE_LOST
     assert "no decode node with the weights that began the output" in begun.error.message
     cluster.check_idle()
-
-
-EVENTS = st.one_of(
-    st.tuples(st.just("come"), st.integers(1, 12)),
-    st.tuples(
-        st.sampled_from(
-            ["prefill", "prefill", "decode", "decode", "arrive", "arrive", "lose", "start", "late", "wait"]
-        ),
-        st.integers(0, 99),
-    ),
-    st.tuples(
-        st.sampled_from([ErrorCode.TRANSFER_FAILED, ErrorCode.QUEUE_FULL, ErrorCode.SHUTTING_DOWN, ErrorCode.ABORTED]),
-        st.integers(0, 99),
-    ),
-)
-
-
-class RandomHistory:
-    """Performs events on a cluster; each that makes no sense now does nothing."""
-
-    def __init__(self):
-        self.cluster = Cluster(recovery_timeout=1e6)
-        self.streams = []
-        self.old = []  # work of lost nodes, which may go on unaware
-        self.delayed = []  # prefill nodes and messages whose first token is under way
-        self.next_index = {}  # of a computed prompt, by rid and attempt: the token that the decode node sends next
-
-    def perform(self, kind, number):
-        cluster = self.cluster
-        work = [(node, message) for node in cluster.work for message in cluster.work[node]]
-        if kind == "come" and cluster.pool.registry.is_ready:
-            rid, prompt = f"r{len(self.streams)}", (len(self.streams), 3)
-            self.streams.append(cluster.come(rid, prompt=prompt, max_new=number))
-        elif kind == "start":
-            names = {cluster.names[node] for node in cluster.work}
-            names = [f"{role}-{i}" for role in ("prefill", "decode") for i in range(2) if f"{role}-{i}" not in names]
-            for name in names[number % 4 :][:1]:
-                cluster.start(name.partition("-")[0], name)
-        elif kind == "lose":
-            for node in list(cluster.work)[number % 4 :][:1]:
-                self.old += [one for one in work if one[0] == node]
-                self.delayed = [one for one in self.delayed if one[0] != node]
-                cluster.lose(node)
-        elif kind == "wait":
-            cluster.wait(number / 20)
-        elif kind == "late":
-            for node, message in self.old[number % 4 :][:1]:
-                cluster.dispatcher.on_tokens(node, Tokens(message.rid, message.attempt, len(message.output), (251,)))
-        elif kind == "arrive":
-            for node, message in self.delayed[:1]:
-                self.delayed.remove((node, message))
-                cluster.say(node, message, 0)
-        elif kind in ("prefill", "decode"):
-            works = [one for one in work if cluster.names[one[0]].startswith(kind)]
-            for node, message in works[number % max(len(works), 1) :][:1]:
-                self.prefilled(node, message) if kind == "prefill" else self.decoded(node, message)
-        elif isinstance(kind, ErrorCode):
-            for node, message in work[number % max(len(work), 1) :][:1]:
-                cluster.fail(node, message.rid, kind)
-
-    def prefilled(self, node, message):
-        self.cluster.work[node].remove(message)
-        self.next_index[message.rid, message.attempt] = max(len(message.output), 1)
-        if not message.output:
-            self.delayed.append((node, message))
-
-    def decoded(self, node, message):
-        key = (message.rid, message.attempt)
-        if message.prefill is None:  # it computes the prompt, too
-            self.next_index.setdefault(key, len(message.output))
-        if key in self.next_index and self.next_index[key] < message.sampling.max_new_tokens:
-            self.next_index[key] += 1
-            self.cluster.say(node, message, self.next_index[key] - 1)
-
-    def finish(self):
-        """Starts what is missing and lets everything end."""
-        cluster = self.cluster
-        for node in list(cluster.work):
-            if cluster.pool.registry.workers[node].is_draining:
-                cluster.lose(node)
-        for _ in range(4):
-            self.perform("start", 0)
-        for _ in range(500):
-            if not cluster.dispatcher.num_in_flight:
-                return
-            for kind in ("prefill", "decode"):
-                for number in range(sum(map(len, cluster.work.values()))):
-                    self.perform(kind, number)
-            while self.delayed:
-                self.perform("arrive", 0)
-            cluster.wait(1.0)
-        raise AssertionError("requests hang")
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(EVENTS, max_size=120))
-def test_random_losses_at_random_moments_give_every_stream_its_tokens(events):
-    history = RandomHistory()
-    for kind, number in events:
-        history.perform(kind, number)
-    history.finish()
-    for stream in history.streams:
-        if stream.error is not None:  # a request that was lost three times without progress
-            assert stream.error.code is ErrorCode.NODE_LOST
-            assert "the nodes for itself" in stream.error.message
-            assert stream.ids == output_of(stream)[: len(stream.ids)]
-        else:
-            assert stream.ids == output_of(stream)
-            assert stream.text == "".join(map(chr, output_of(stream)))
-            assert stream.prompt_logprobs == (TokenLogprobs(-1.0, ()),)
-    history.cluster.check_idle()

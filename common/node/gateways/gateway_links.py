@@ -1,0 +1,193 @@
+"""The connections of a node to all gateways of its directory, and how the gateways share what the node runs at once."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+
+import zmq
+
+from common.clock import Clock
+from common.discovery.gateway_directory import MAX_GATEWAYS, GatewayDirectory
+from common.node.endpoint import ControlEndpoint
+from common.node.gateways.credit import Credit
+from common.node.gateways.gateway_link import GatewayLink, total_load
+from common.wire.mailbox import Mailbox
+from common.wire.messages import (
+    FromGateway,
+    Heartbeat,
+    HeartbeatAck,
+    Message,
+    PairState,
+    Peer,
+    Register,
+    Registered,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+class GatewayLinks:
+    """One link to each gateway that the directory names, oldest first.
+
+    Args:
+        register: makes the message that registers this node.
+        poller: is told of the sockets.
+        room: requests that the node runs at once.
+
+    Attributes:
+        refused: the reason for which the last of all gateways has refused this node; None if one has not.
+        is_shared: whether the node may have several gateways.
+    """
+
+    def __init__(
+        self,
+        directory: GatewayDirectory,
+        endpoint: ControlEndpoint,
+        *,
+        register: Callable[[], Register],
+        clock: Clock,
+        poller: zmq.Poller,
+        room: int,
+    ) -> None:
+        self._directory = directory
+        self._endpoint = endpoint
+        self._register = register
+        self._clock = clock
+        self._poller = poller
+        self._links: list[GatewayLink] = []
+        self._refusals: dict[str, str] = {}  # reasons, by the addresses of gateways that refuse this node
+        self._duplicates: set[str] = set()  # further addresses of gateways that this node reaches at another one
+        self.is_shared = not directory.is_fixed or len(directory.addresses()) != 1
+        self._credit = Credit(room) if self.is_shared else None
+        self.refused: str | None = None
+        self._follow()
+
+    def __iter__(self) -> Iterator[GatewayLink]:
+        return iter(self._links)
+
+    def __contains__(self, link: object) -> bool:
+        return link in self._links
+
+    @property
+    def only(self) -> GatewayLink | None:
+        """The link to the one gateway; None if there are several, or none."""
+        return self._links[0] if len(self._links) == 1 else None
+
+    @property
+    def addresses(self) -> str:
+        """Addresses of the gateways that this node dials, separated by commas."""
+        return ",".join(link.address for link in self._links)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether a gateway has accepted this node."""
+        return any(link.is_registered for link in self._links)
+
+    @property
+    def is_dialling(self) -> bool:
+        """Whether no gateway is even connected."""
+        return all(link.is_dialling for link in self._links)
+
+    @property
+    def have_acknowledged(self) -> bool:
+        """Whether every gateway has (``GatewayLink.has_acknowledged``)."""
+        return all(link.has_acknowledged for link in self._links)
+
+    @property
+    def prefill_nodes(self) -> tuple[Peer, ...]:
+        """Those that any gateway knows."""
+        return tuple({peer.incarnation: peer for link in self._links for peer in link.prefill_nodes}.values())
+
+    def mailboxes(self) -> list[Mailbox]:
+        return [link.mailbox for link in self._links]
+
+    # ---- which gateways ---------------------------------------------------------------------------------------------
+
+    def follow_directory(self) -> None:
+        """Dial gateways that are new in the directory, and leave those that are not in it.
+
+        One that has accepted this node stays: the directory may be wrong for a time, as etcd drops what it has not
+        heard from.
+        """
+        if not self._directory.is_fixed:
+            self._follow()
+
+    def _follow(self) -> None:
+        addresses = self._directory.addresses()
+        for address in [address for address in self._refusals if address not in addresses]:
+            del self._refusals[address]  # another gateway may come there
+        for link in [link for link in self._links if not (link.address in addresses or link.is_registered)]:
+            log.info("the gateway at %s is not announced any more", link.address)
+            self._leave(link)
+            self._duplicates.clear()  # one may be another address of this gateway
+        used = {link.address for link in self._links} | self._refusals.keys() | self._duplicates
+        new = [address for address in addresses if address not in used]
+        for address in new[: max(MAX_GATEWAYS - len(self._links), 0)]:
+            self._dial(address)
+        if addresses and not self._links:
+            self.refused = self._refusals[addresses[-1]]
+
+    def leave_duplicates(self, link: GatewayLink, gateway: str) -> None:
+        """Leave other links to a gateway that is heard over this one, which it answers on as the newest connection."""
+        for other in [other for other in self._links if other is not link and other.incarnation == gateway]:
+            log.error(
+                "%s and %s are addresses of one gateway, and %s is not used any more: name the gateway once",
+                *(other.address, link.address, other.address),
+            )
+            self._duplicates.add(other.address)
+            self._leave(other)
+
+    def on_refused(self, link: GatewayLink, reason: str) -> None:
+        """Leave a gateway that refuses this node; the node goes on while another one may take it."""
+        if len(self._links) == 1:
+            self.refused = reason
+            return
+        log.error("the gateway at %s refuses this node: %s", link.address, reason)
+        self._refusals[link.address] = reason
+        self._leave(link)
+
+    def _dial(self, address: str) -> None:
+        key = b"" if self._endpoint.keys is None else self._endpoint.keys.gateway
+        mailbox = self._endpoint.dial(FromGateway, address, key)
+        self._links.append(GatewayLink(mailbox, address, self._register, self._clock, is_alone=not self.is_shared))
+        for socket in mailbox.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def _leave(self, link: GatewayLink) -> None:
+        self._links.remove(link)
+        for socket in link.mailbox.sockets:
+            self._poller.unregister(socket)
+        link.mailbox.close()
+        self.lost(link.incarnation)
+
+    # ---- what they are told, and say --------------------------------------------------------------------------------
+
+    def on_registered(self, link: GatewayLink, message: Registered) -> None:
+        link.on_registered(message)
+        if self._credit is not None:
+            self._credit.join(link.incarnation)
+
+    def on_acknowledged(self, link: GatewayLink, message: HeartbeatAck) -> None:
+        link.on_acknowledged(message)
+        if self._credit is not None:
+            self._credit.acknowledge(link.incarnation, message.demand)
+
+    def lost(self, gateway: str) -> None:
+        """A gateway process is gone, or not used any more: others may have its share."""
+        if self._credit is not None:
+            self._credit.leave(gateway)
+
+    def send_to_all(self, message: Message) -> None:
+        for link in self._links:
+            link.send(message)
+
+    def beat(self, heartbeat: Heartbeat, pairs: tuple[PairState, ...], in_flight: Mapping[str, int]) -> None:
+        """Send each gateway a heartbeat, with its share of a shared node.
+
+        Args:
+            in_flight: requests on this node by gateway, those that have left included.
+        """
+        for link in self._links:
+            if link.is_registered:
+                share = None if self._credit is None else self._credit.offer(link.incarnation, in_flight)
+                other_load = total_load(other.client_load for other in self._links if other is not link)
+                link.beat(heartbeat, pairs, share, other_load)
