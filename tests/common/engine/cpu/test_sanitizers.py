@@ -146,6 +146,7 @@ print("clean")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("target", USABLE, ids=lambda target: target.name)
 def test_the_kernels_run_clean_under_the_sanitizers_for_addresses_and_undefined_behaviour(
     tmp_path: Path, target: Target
@@ -166,7 +167,7 @@ def test_the_kernels_run_clean_under_the_sanitizers_for_addresses_and_undefined_
         [sys.executable, "-c", PROGRAM, target.name],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
         cwd=ROOT,
         env=environment,
     )
