@@ -1,7 +1,7 @@
 """The types of the radix tree: nodes, pending transfers, watches, and the results of calls."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 TOKEN_BYTES = 4
@@ -12,10 +12,28 @@ TokenKey = bytes
 Watchers = dict[bytes, "dict[PrefixWatch, None]"]
 
 
+class PackedTokens(tuple[int, ...]):
+    """Token ids whose packed form is known.
+
+    Attributes:
+        packed: these ids in packed form.
+    """
+
+    packed: TokenKey
+
+    @classmethod
+    def of(cls, tokens: Iterable[int], packed: TokenKey) -> "PackedTokens":
+        found = cls(tokens)
+        found.packed = packed
+        return found
+
+
 def pack(tokens: Sequence[int] | TokenKey) -> TokenKey:
     """Pack token ids; packed tokens are returned unchanged. Raises ``OverflowError`` for ids outside uint32."""
     if isinstance(tokens, bytes):
         return tokens
+    if isinstance(tokens, PackedTokens):
+        return tokens.packed
     return array("I", tokens).tobytes()  # twice as fast as ``struct`` and numpy
 
 

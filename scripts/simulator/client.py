@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
+from common.cache.tree_node import PackedTokens
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.scheduling.output_length_predictor import OutputLengthPredictor
@@ -43,7 +45,8 @@ class PlannedTokens:
         self._answers: dict[int, list[int]] = {}  # both nodes of a request ask for its answer
 
     def prompt(self, planned: PlannedRequest) -> tuple[int, ...]:
-        return tuple(self._tokens(planned.segments))
+        ids = self._ids(planned.segments)
+        return PackedTokens.of(self._interned[ids].tolist(), ids.astype(np.uint32).tobytes())
 
     def expect(self, planned: PlannedRequest) -> None:
         """Prepare the answer to a request that is about to be sent."""
@@ -66,6 +69,10 @@ class PlannedTokens:
         self._answers.pop(index, None)
 
     def _tokens(self, segments: Sequence[Segment]) -> list[int]:
+        tokens: list[int] = self._interned[self._ids(segments)].tolist()
+        return tokens
+
+    def _ids(self, segments: Sequence[Segment]) -> NDArray[np.intp]:
         lengths = [length for _, length in segments]
         if max(lengths, default=0) > len(self._places):
             self._places = np.arange(1, 2 * max(lengths), dtype=np.uint64)
@@ -79,8 +86,7 @@ class PlannedTokens:
         values ^= values >> np.uint64(33)
         num_ids = np.uint64(len(self._interned) - FIRST_TOKEN)
         ids = FIRST_TOKEN + ((values >> np.uint64(33)) * num_ids >> np.uint64(31))  # a product, where `%` takes longer
-        tokens: list[int] = self._interned[ids.astype(np.intp)].tolist()
-        return tokens
+        return ids.astype(np.intp)
 
 
 @dataclass(slots=True)
