@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
 #: The protocol version, and the digest of its messages.
-PINNED = (13, "d887a995faab37c9")
+PINNED = (14, "8a5709f5652bc8e1")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,
