@@ -9,9 +9,11 @@ next token depends on. A step with such rows waits for the tokens of the step be
 is queued by then, and sampling.
 """
 
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from common.cache.window_pages import LayerGroups
 from common.config.shared import WeightDtype
-from common.engine.attention import make_attention, resolve_attention
+from common.engine.attention import log_choice, make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionBackend, GraphSafeAttention, planned_params
 from common.engine.batch import RowArrays, make_batch
 from common.engine.cuda_graphs import DecodeGraphs, DecodeInputs, GraphRunner
@@ -132,6 +134,7 @@ class TorchExecutor:
         self.pool = pool
         self.num_slots = num_slots
         self.adapters: dict[str, LoraWeights] = {}
+        self._adapter_numbers = itertools.count(1)
         self._attention = attention
         self._ranks = ranks
         self._page_size = pool.layout.page_size
@@ -161,10 +164,20 @@ class TorchExecutor:
     def read_adapter(self, folder: Path, *, max_rank: int, root: Path | None = None) -> LoraWeights:
         """Read a LoRA adapter for this model onto its device; safe on any thread.
 
+        The other ranks have it too when this returns, and drop it some time after the last reference to it is gone.
+
         Raises:
-            ConfigError: as ``common.engine.models.lora.checkpoint.read_adapter``.
+            ConfigError: as ``common.engine.models.lora.checkpoint.read_adapter``, or another rank cannot read it.
+            RankLostError: another rank does not answer.
         """
-        return self.model.make_lora(read_adapter(folder, self.model.adaptable, max_rank=max_rank, root=root))
+        checkpoint = read_adapter(folder, self.model.adaptable, max_rank=max_rank, root=root)
+        adapter = self.model.make_lora(checkpoint)
+        if self._ranks is None:
+            return adapter
+        adapter = replace(adapter, number=next(self._adapter_numbers))
+        weakref.finalize(adapter, self._ranks.drop_adapter, adapter.number).atexit = False
+        self._ranks.read_adapter(adapter.number, adapter.digest, folder, max_rank=max_rank, root=root)
+        return adapter
 
     def drop_adapter(self, adapter: str) -> None:
         """Forget an adapter that no request has any more, by its id; safe on any thread."""
@@ -350,7 +363,7 @@ class TorchExecutor:
         tokens = self._tokens(rows, batch.first_new)
         kept = _kept_positions(rows, batch.first_new)
         if self._ranks is not None:
-            self._ranks.begin(arrays, kept)
+            self._ranks.begin(arrays, kept, [0 if one is None else one.number for one in of_row or ()])
         keep = to_device(kept, self.pool.device)
         adapters = None if of_row is None else StepAdapters(of_row, arrays.num_new, kept, self.pool.device)
         attention = self._attention.prepare(batch)
@@ -500,6 +513,7 @@ def load_executor(
     shard = WHOLE_MODEL if ranks is None else Shard(0, ranks.num_ranks)
     layout = config.layout(page_size, dtype, kv_cache_dtype)
     layout = layout.of_heads(len(shard.kv_heads(layout.num_kv_heads)))
+    log_choice(attention, place, layout)
     attention = resolve_attention(attention, place, layout, planned_params(config.layers))
     if (attention, place.type, dtype, layout.dtype) == ("triton", "cuda", "float32", "fp8_e4m3"):
         raise ConfigError("--kv-cache-dtype fp8: triton computes FP8 pages in 16 bits; give --dtype bfloat16, or torch")

@@ -20,7 +20,7 @@ from common.stage_spans import StageSpan
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -552,6 +552,7 @@ class Connect(Message, frozen=True, tag="connect"):
     resumes: bool = False  # the last connection broke, and its transfers go on under this epoch
     num_ranks: NumRanks = 1  # of the decode node, each with its KV heads of every page
     num_peer_ranks: NumRanks = 1  # of the prefill node, as the decode node knows it
+    beside: Count = 0  # epoch of the connection that goes on until this offer is taken up; 0: none goes on
 
 
 class Connected(Message, frozen=True, tag="connected"):
@@ -561,6 +562,12 @@ class Connected(Message, frozen=True, tag="connected"):
     transport: Id
     num_units: Annotated[int, Meta(ge=1, le=65536)] = 1  # stretches of tokens in which each page comes
     why: Sentence = ""  # why this transport was chosen
+
+
+class OfferBeside(Message, frozen=True, tag="offer_beside"):
+    """prefill -> decode: a better transport may work again; offer the pool beside the connection, which goes on."""
+
+    epoch: Count  # of the connection
 
 
 class AttachFailed(Message, frozen=True, tag="attach_failed"):
@@ -690,4 +697,4 @@ FromGateway = (
 FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Ping
 #: What may come to the socket on which a node listens.
 ToListeningNode = FromDecode | Invite
-FromPrefill = Connected | AttachFailed | Refused | PagesWritten | PrefillDone | Closed | Ping
+FromPrefill = Connected | OfferBeside | AttachFailed | Refused | PagesWritten | PrefillDone | Closed | Ping

@@ -44,6 +44,7 @@ class PrefillConnection:
         num_tries: offers since the last page came.
         retry_at: when to offer the pool again.
         answer_by: when the answer to an offer, or the proof that nothing is written any more, must be here.
+        beside: epoch of an offer of better transports, while pages come by another; 0: there is none.
         drop_reason: why the prefill node has dropped the connection, without proof that its writes are over.
     """
 
@@ -61,6 +62,7 @@ class PrefillConnection:
     num_tries: int = 0
     retry_at: float | None = None
     answer_by: float | None = None
+    beside: int = 0
     drop_reason: str = ""
 
     @property
@@ -81,6 +83,7 @@ class PrefillConnection:
     def broke(self, why: str, now: float) -> bool:
         """Nothing can come until the pool is offered again. False: transfers need not wait for that."""
         self.is_attached, self.answer_by, self.drop_reason, self.problem = False, None, "", why
+        self.beside = 0
         self.retry_at = now
         if self.num_tries:
             self.retry_at += min(BACKOFF_S * 2 ** min(self.num_tries - 1, 30), MAX_BACKOFF_S)
@@ -100,6 +103,10 @@ class PrefillConnection:
     def page_came(self) -> None:
         """The connection works, so the next break starts the count of tries again."""
         self.num_tries = 0
+
+    def changed(self) -> None:
+        """The prefill node has taken the offer of better transports up."""
+        self.epoch, self.beside, self.is_attached = self.beside, 0, False
 
     def offered_again(self, epoch: int, now: float) -> None:
         """The pool is offered again under this epoch."""
@@ -138,11 +145,33 @@ class PrefillConnections:
         connection = self.by_peer.get(peer)
         return connection if connection is not None and connection.epoch == epoch and connection.is_awaited else None
 
+    def usable(self, peer: str, epoch: int) -> PrefillConnection | None:
+        """The connection, if pages can be granted under this epoch."""
+        connection = self.by_peer.get(peer)
+        return connection if connection is not None and connection.is_usable and connection.epoch == epoch else None
+
+    def taken_up(self, peer: str, epoch: int) -> PrefillConnection | None:
+        """The connection that the prefill node has left for one under this epoch, which was offered beside it."""
+        connection = self.by_peer.get(peer)
+        if connection is None or not connection.is_usable or not connection.epoch < epoch <= self.epoch:
+            return None
+        return connection
+
+    def offer_beside(self, peer: str) -> Connect:
+        """Offer better transports than the one of a connection, which goes on; the endpoint is empty if there are
+        none.
+        """
+        self.epoch += 1
+        connection = self.by_peer[peer]
+        endpoint = self._transport.offer_beside(peer, self.epoch)
+        connection.beside = self.epoch if endpoint else 0
+        return self._connect(peer, endpoint, beside=connection.epoch)
+
     def offer(self, peer: str, name: str, num_ranks: int) -> Connect:
         """Offer the pool to a prefill node of so many ranks for the first time, or from scratch."""
         self.epoch += 1
         self.by_peer[peer] = PrefillConnection(self.epoch, name, num_ranks)
-        return self._connect(peer, resumes=False)
+        return self._connect(peer, self._endpoint(peer))
 
     def due_offers(self, now: float) -> list[tuple[str, Connect]]:
         """Offers to prefill nodes whose pause is over."""
@@ -151,7 +180,7 @@ class PrefillConnections:
             if connection.retry_at is not None and connection.retry_at <= now:
                 self.epoch += 1
                 connection.offered_again(self.epoch, now)
-                offers.append((peer, self._connect(peer, resumes=True)))
+                offers.append((peer, self._connect(peer, self._endpoint(peer), resumes=True)))
         return offers
 
     def overdue(self, now: float) -> list[tuple[str, PrefillConnection]]:
@@ -195,9 +224,12 @@ class PrefillConnections:
         self.by_peer.pop(peer, None)
         self._transport.withdraw(peer)
 
-    def _connect(self, peer: str, *, resumes: bool) -> Connect:
+    def _endpoint(self, peer: str) -> str:
+        self._transport.expect(peer, self.by_peer[peer].num_ranks)
+        return self._transport.offer(peer, self.epoch)
+
+    def _connect(self, peer: str, endpoint: str, *, resumes: bool = False, beside: int = 0) -> Connect:
         store, num_ranks = self._transport.store, self.by_peer[peer].num_ranks
-        self._transport.expect(peer, num_ranks)
         return Connect(
             name=self._name,
             digest=self._digest,
@@ -205,9 +237,10 @@ class PrefillConnections:
             layout=LayoutMessage.of(store.layout),
             num_pages=store.num_pages,
             transport=self._transport.name,
-            endpoint=self._transport.offer(peer, self.epoch),
+            endpoint=endpoint,
             checksums=self._checksums,
             resumes=resumes,
             num_ranks=self._transport.num_ranks,
             num_peer_ranks=num_ranks,
+            beside=beside,
         )

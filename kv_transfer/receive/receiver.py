@@ -27,6 +27,7 @@ from common.wire.messages import (
     Coverage,
     Grant,
     Message,
+    OfferBeside,
     PagesWritten,
     PairState,
     PrefillDone,
@@ -198,10 +199,7 @@ class Receiver:
     def _on_broken(self, peer: str, connection: PrefillConnection, reason: str, now: float) -> None:
         """Nothing can be written under the connection's epoch any more; its transfers wait for the next one."""
         self._totals["broken_pairs"] += connection.is_attached
-        for session in self._table.of(peer):
-            if session.accepts(ReceiveEvent.SUSPEND):
-                session.suspend()
-                self._transport.forbid(session.pages)
+        self._suspend(peer)
         if connection.broke(reason, now):
             log.warning(
                 "pages of prefill node %s cannot come now and are soon tried again: %s", connection.name, reason
@@ -213,6 +211,13 @@ class Receiver:
             why += " and could not be mended"
         self._refuse(peer, connection, f"{why} in {connection.num_tries} tries: {reason}")
 
+    def _suspend(self, peer: str) -> None:
+        """Transfers that were granted wait for the next connection."""
+        for session in self._table.of(peer):
+            if session.accepts(ReceiveEvent.SUSPEND):
+                session.suspend()
+                self._transport.forbid(session.pages)
+
     def _lose(self, peer: str, why: str) -> None:
         self.peer_lost(peer)
         self._table.events.append(PairLost(peer, why))
@@ -222,7 +227,11 @@ class Receiver:
     def on_message(self, peer: str, message: Message, now: float = 0.0) -> None:
         """Handle a message of a prefill node; one that cannot be meant for this node is only counted."""
         if isinstance(message, Connected):
-            is_ours = self._on_connected(peer, message)
+            is_ours = self._on_connected(peer, message, now)
+        elif isinstance(message, OfferBeside):
+            is_ours = self._connections.usable(peer, message.epoch) is not None
+            if is_ours:
+                self._messages.append((peer, self._connections.offer_beside(peer)))
         elif isinstance(message, AttachFailed):
             is_ours = self._on_attach_failed(peer, message, now)
         elif isinstance(message, Refused):
@@ -234,12 +243,21 @@ class Receiver:
             is_ours = False
         self._totals["stale_messages"] += not is_ours
 
-    def _on_connected(self, peer: str, message: Connected) -> bool:
+    def _on_connected(self, peer: str, message: Connected, now: float) -> bool:
         connection = self._connections.awaited(peer, message.epoch)
-        if connection is None:
+        changed = self._connections.taken_up(peer, message.epoch)
+        if connection is None and changed is None:
             return False
-        if not self._transport.chosen(peer, message.epoch, message.transport):
+        is_chosen = changed is None or changed.beside == message.epoch
+        if not is_chosen or not self._transport.chosen(peer, message.epoch, message.transport):
+            if changed is not None:
+                self._on_broken(peer, changed, f"{message.transport} is not offered any more", now)
             return False
+        if changed is not None:  # nothing is under way by the transport before
+            self._suspend(peer)
+            changed.changed()
+        connection = connection or changed
+        assert connection is not None
         layout = self._transport.store.layout
         if layout.page_size % message.num_units:
             why = f"a page of {layout.page_size} tokens cannot come in {message.num_units} parts"

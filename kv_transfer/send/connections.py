@@ -29,6 +29,7 @@ class DecodeConnection:
     Attributes:
         checksums: which pages are sent with a checksum.
         transport, why: the transport that carries pages, and why that one; set once attached.
+        beside: epoch under which a better transport is attached meanwhile; 0: none is.
         granted: pages of the decode node that some transfer may write.
     """
 
@@ -40,6 +41,7 @@ class DecodeConnection:
     is_attached: bool = False
     transport: str = ""
     why: str = ""
+    beside: int = 0
     granted: set[int] = field(default_factory=set)
 
     def problem(self, session: SendSession, grant: Grant, max_source_pages: int) -> tuple[str, ErrorCode]:
@@ -112,6 +114,15 @@ class DecodeConnections:
         self.by_peer[peer] = DecodeConnection(connect.name, connect.epoch, connect.num_pages, mapping, checksums)
         return None
 
+    def attach_beside(self, peer: str, connect: Connect) -> bool:
+        """Attach by a better transport, if the peer offers one, while the connection goes on. False: it does not."""
+        connection = self.usable(peer, connect.beside)
+        if connection is None:
+            return False
+        if self._transport.attach_beside(peer, connect if connect.endpoint else None):
+            connection.beside = connect.epoch
+        return True
+
     def _mismatch(self, connect: Connect) -> str:
         """Why this decode node does not fit, as a sentence; empty if it does."""
         ours, theirs = self._transport.store.layout, connect.layout.layout()
@@ -134,19 +145,25 @@ class DecodeConnections:
         log.warning("the pool of decode node %s cannot be attached now: %s", name, problem)
         return AttachFailed(epoch, problem)
 
-    def poll(self) -> tuple[list[tuple[str, Message]], list[tuple[str, str]]]:
+    def poll(self) -> tuple[list[tuple[str, Message]], list[tuple[str, str]], list[str]]:
         """Collect what became of attachments.
 
         Returns:
-            Answers to peers whose attachment has succeeded or failed by now; and (peer, why) of attached peers
-            whose connection has broken, still to be dropped.
+            Answers to peers whose attachment has succeeded or failed by now; (peer, why) of attached peers whose
+            connection has broken, still to be dropped; and peers whose transfers wait for new grants, since a better
+            transport carries their pages from now on.
         """
         answers: list[tuple[str, Message]] = []
         broken: list[tuple[str, str]] = []
+        changed: list[str] = []
         for news in self._transport.poll():
             connection = self.by_peer.get(news.peer)
-            if connection is None or connection.epoch != news.epoch:
+            if connection is None or news.epoch not in (connection.epoch, connection.beside):
                 continue
+            if news.epoch == connection.beside:
+                connection.epoch, connection.beside = news.epoch, 0
+                connection.granted.clear()
+                changed.append(news.peer)
             if news.problem and connection.is_attached:
                 broken.append((news.peer, news.problem))
             elif news.problem:
@@ -159,7 +176,7 @@ class DecodeConnections:
                 answers.append(
                     (news.peer, Connected(connection.epoch, connection.transport, num_units, connection.why))
                 )
-        return answers, broken
+        return answers, broken, changed
 
     def _attached(self, connection: DecodeConnection, news: Attached) -> None:
         connection.is_attached = True

@@ -31,7 +31,9 @@ from common.wire.messages import (
     Coverage,
     Grant,
     Message,
+    OfferBeside,
     PairState,
+    Ping,
     PrefillDone,
     Refused,
     Resend,
@@ -94,6 +96,9 @@ class Sender:
         if self._connections.is_stale(peer, connect):
             self._totals["stale_messages"] += 1
             return
+        if connect.beside:
+            self._totals["stale_messages"] += not self._connections.attach_beside(peer, connect)
+            return
         connection = self._connections.by_peer.get(peer)
         if connect.resumes and connection is not None and connection.is_attached:
             self._totals["broken_pairs"] += 1
@@ -107,9 +112,12 @@ class Sender:
         self._poll_connections()
 
     def _poll_connections(self) -> None:
-        answers, broken = self._connections.poll()
+        answers, broken, changed = self._connections.poll()
         if answers:
             self._settle_writes()  # a peer that is connected again may grant again, and nothing of before is under way
+        for peer in changed:
+            end = TransferEnd("failed", "pages go by another transport")
+            self._end_grants(peer, end, is_all=False, is_resumed=True, is_fenced=True)
         self._messages += answers
         for peer, why in broken:
             self._totals["broken_pairs"] += 1
@@ -138,6 +146,11 @@ class Sender:
             Whether nothing is under way any more.
         """
         is_fenced = self._connections.drop(peer)
+        self._end_grants(peer, why, is_all=is_all, is_resumed=is_resumed, is_fenced=is_fenced)
+        return is_fenced
+
+    def _end_grants(self, peer: str, why: TransferEnd, *, is_all: bool, is_resumed: bool, is_fenced: bool) -> None:
+        """As ``_sever``, with the pool dropped or granted anew."""
         for session in [s for s in self._table.to(peer) if is_all or s.is_granted]:
             if is_fenced:
                 self._queue.lose(session)
@@ -153,7 +166,6 @@ class Sender:
             self._queue.lose(session)
             self._table.end_lingering(session)
         self._table.sever_early(peer, why, self._now, is_resumed=is_resumed)
-        return is_fenced
 
     # ---- what the role says -------------------------------------------------------------------------------------
 
@@ -376,6 +388,10 @@ class Sender:
         """
         self._now = now
         self._poll_connections()
+        known = self._connections.by_peer
+        self._messages += [(peer, Ping()) for peer in self._transport.late() if peer in known]
+        asked = [peer for peer in self._transport.returns() if peer in known]
+        self._messages += [(peer, OfferBeside(known[peer].epoch)) for peer in asked]
         for expired, end in self._table.expired(now):
             self._end(expired, end)
         self._queue.start(min(max_pages, self._queue.next_share), rank)

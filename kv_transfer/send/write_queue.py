@@ -63,7 +63,7 @@ class WriteQueue:
 
     @property
     def has_due(self) -> bool:
-        return bool(self._due)
+        return any(not self._transport.is_changing(session.peer) for session in self._due.values())
 
     @property
     def next_share(self) -> int:
@@ -87,6 +87,8 @@ class WriteQueue:
             rank: pages of the transfer with the lowest rank go first; None: first due, first written.
         """
         due = list(self._due.values())
+        if held := [peer for peer in dict.fromkeys(one.peer for one in due) if self._transport.is_changing(peer)]:
+            due = [session for session in due if session.peer not in held]
         if rank is not None:
             due.sort(key=lambda session: rank(session.key))
         for session in due:

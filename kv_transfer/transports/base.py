@@ -147,6 +147,40 @@ class WriterTransport(Transport, Protocol):
         """Tickets whose writes are over, oldest first, each once."""
         ...
 
+    def returns(self) -> list[str]:
+        """Attached peers for which a better transport should be tried again, each once: ask each for an offer beside
+        the attachment, and answer with ``attach_beside``. By default there are none.
+        """
+        return []
+
+    def attach_beside(self, peer: str, connect: Connect | None) -> bool:
+        """Begin to attach by a better transport under a later epoch, while the attachment goes on. Never blocks.
+
+        As soon as it works and nothing is under way, ``poll`` reports ``Attached`` under the later epoch, which then is
+        the peer's only one. If it does not work, that is not reported.
+
+        Args:
+            connect: None: the peer cannot offer its pool beside the attachment.
+
+        Returns:
+            False: that was not asked for, or is known not to work; the offer is not used.
+        """
+        return False
+
+    def is_changing(self, peer: str) -> bool:
+        """Whether an attached peer changes its transport as soon as nothing is under way, so that no write should
+        begin.
+        """
+        return False
+
+    def late(self) -> list[str]:
+        """Attached peers to which something has been under way for longer than usual since the last call.
+
+        They are sent something on the control plane: if they acknowledge that, and nothing that they are sent here,
+        packets of this transport are lost (``kv_transfer.transports.silence``). By default nothing is known of that.
+        """
+        return []
+
     def detach(self, peer: str) -> bool:
         """Drop a peer's pool, attached or attaching or neither; nothing new is written to it. Never blocks.
 
@@ -184,6 +218,12 @@ class ReaderTransport(Transport, Protocol):
     def offer(self, peer: str, epoch: int) -> str:
         """The endpoint through which this peer alone may attach under this epoch, once. Earlier offers to it end."""
         ...
+
+    def offer_beside(self, peer: str, epoch: int) -> str:
+        """As ``offer``, by better transports than the one by which the peer is attached, which stays attached until
+        ``chosen`` is called for this epoch. Empty: there are none. By default there are none.
+        """
+        return ""
 
     def withdraw(self, peer: str) -> None:
         """End offers to this peer.

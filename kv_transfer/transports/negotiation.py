@@ -5,8 +5,9 @@ The reader offers every transport that it has. The writer tries the transports t
 keeps the first that attaches; a transport attaches only once bytes have gone from process to process. ``Attached.why``
 names the transports that were tried before and failed, with the reasons.
 
-A transport that breaks after that rests for this pair: the pair goes on with the next one that works, and the writer
-returns to the better one after a while (``broken_transports``), at a moment at which nothing is under way.
+A transport that breaks after that rests for this pair: the pair goes on with the next one that works. After a while
+(``broken_transports``) the writer attaches by the better one again, while pages go on by the other, and changes to it
+once it works, at a moment at which nothing is under way.
 """
 
 import json
@@ -169,6 +170,10 @@ class _Attempt:
         failures: sentences about the transports that were tried before ``current``, or that rest.
         has_written: a write has begun since it was attached.
         begun_at: when ``current`` began to attach.
+        due: a better transport that is tried again; empty: none is.
+        better: the attempt to attach by it, once the peer has offered it again.
+        better_until: by when that must have worked, and then by when nothing must be under way.
+        is_leaving: it ends in favour of a better transport once nothing is under way.
     """
 
     connect: Connect
@@ -179,6 +184,10 @@ class _Attempt:
     is_attached: bool = False
     has_written: bool = False
     begun_at: float = 0.0
+    due: str = ""
+    better: "_Attempt | None" = None
+    better_until: float = 0.0
+    is_leaving: bool = False
 
 
 class _Negotiating(Transport, Generic[T]):
@@ -220,6 +229,8 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         self._broken = BrokenTransports()
         self._attempts: dict[str, _Attempt] = {}
         self._draining: dict[str, None] = {}  # detached peers with writes under way
+        self._asked: list[str] = []  # peers for ``returns``
+        self._parting: dict[str, WriterTransport] = {}  # the transport that a peer has left, until the peer knows it
         self._tickets: dict[tuple[str, int], tuple[int, str]] = {}  # (transport, its ticket) -> (our ticket, peer)
         self._num_tickets = 0
 
@@ -284,9 +295,14 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         for transport in self._transports:
             for attached in transport.poll():
                 attempt = self._attempts.get(attached.peer)
-                if attempt is None or attempt.current is not transport or attempt.connect.epoch != attached.epoch:
+                if attempt is None:
                     continue
-                news += self._hear(attached, attempt, transport)
+                if attempt.current is transport and attempt.connect.epoch == attached.epoch:
+                    news += self._hear(attached, attempt, transport)
+                elif attempt.better is not None and attempt.better.connect.epoch == attached.epoch:
+                    self._hear_better(attached, attempt, attempt.better)
+                elif attached.problem and self._parting.get(attached.peer) is transport:
+                    self._part(attached.peer)
         return [*news, *self._give_up_slow(), *self._returns()]
 
     def _give_up_slow(self) -> list[Attached]:
@@ -300,22 +316,99 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         return news
 
     def _returns(self) -> list[Attached]:
-        """Ends attachments in favour of better transports whose rest is over, where nothing is under way.
+        """Returns pairs to better transports whose rest is over.
 
-        A page must have been written since: the peer counts the offers of its pool without a page in between.
+        A page must have been written since, so that an idle pair stays with what works.
         """
         news, now = [], self._clock()
-        for peer, attempt in self._attempts.items():
+        for peer, attempt in list(self._attempts.items()):
             if not attempt.has_written or attempt.current is None:
                 continue
-            better = self._transports[: self._transports.index(attempt.current)]
-            name = self._broken.due(peer, [one.name for one in better if one.name in attempt.offers], now)
-            if name and all(owner != peer for _, owner in self._tickets.values()):
-                self._broken.left(peer)
-                instead = f"{name} is tried again instead of {attempt.current.name}"
-                why = f"pages to decode node {attempt.connect.name}: {instead}"
-                news.append(Attached(peer, attempt.connect.epoch, why))
+            if not attempt.due:
+                self._ask_for_better(peer, attempt, now)
+            elif self.is_changing(peer) and all(owner != peer for _, owner in self._tickets.values()):
+                news.append(
+                    self._change(peer, attempt, attempt.better) if attempt.better else self._leave(peer, attempt)
+                )
+            elif attempt.better_until <= now and not attempt.is_leaving:
+                self._give_up_better(peer, attempt)
         return news
+
+    def _ask_for_better(self, peer: str, attempt: _Attempt, now: float) -> None:
+        assert attempt.current is not None
+        better = self._transports[: self._transports.index(attempt.current)]
+        attempt.due = self._broken.due(peer, [one.name for one in better if one.name in attempt.offers], now)
+        if attempt.due:
+            attempt.better_until = now + PATIENCE_S
+            self._asked.append(peer)
+
+    def returns(self) -> list[str]:
+        asked, self._asked = self._asked, []
+        return [peer for peer in asked if peer in self._attempts]
+
+    def attach_beside(self, peer: str, connect: Connect | None) -> bool:
+        attempt = self._attempts.get(peer)
+        if attempt is None or not attempt.due or attempt.better is not None or attempt.is_leaving:
+            return False
+        if connect is None:
+            attempt.is_leaving = True
+            return False
+        transport = next(one for one in self._transports if one.name == attempt.due)
+        try:
+            offers = msgspec.json.decode(connect.endpoint, type=dict[str, str])
+            endpoint = offers.get(attempt.due, "")
+            transport.attach(peer, msgspec.structs.replace(connect, transport=attempt.due, endpoint=endpoint))
+        except (AttachError, msgspec.DecodeError, UnicodeError):
+            self._give_up_better(peer, attempt)
+            return False
+        attempt.better = _Attempt(connect, offers, [], [], transport)
+        attempt.better_until = self._clock() + PATIENCE_S
+        return True
+
+    def is_changing(self, peer: str) -> bool:
+        attempt = self._attempts.get(peer)
+        if attempt is None:
+            return False
+        return attempt.is_leaving or (attempt.better is not None and attempt.better.is_attached)
+
+    def _hear_better(self, attached: Attached, attempt: _Attempt, better: _Attempt) -> None:
+        if attached.problem:
+            self._give_up_better(attached.peer, attempt)
+        else:
+            better.is_attached = True
+            attempt.better_until = self._clock() + PATIENCE_S
+
+    def _give_up_better(self, peer: str, attempt: _Attempt) -> None:
+        """The better transport rests once more; the attachment has gone on."""
+        if attempt.better is not None and attempt.better.current is not None:
+            is_fenced = attempt.better.current.detach(peer)
+            assert is_fenced, "nothing was written by it"
+        self._broken.could_not_attach(peer, attempt.due, self._clock())
+        attempt.due, attempt.better = "", None
+
+    def _leave(self, peer: str, attempt: _Attempt) -> Attached:
+        """Ends an attachment whose peer cannot offer a better transport beside it."""
+        assert attempt.current is not None
+        self._broken.left(peer)
+        attempt.has_written = attempt.is_leaving = False
+        instead = f"{attempt.due} is tried again instead of {attempt.current.name}"
+        return Attached(peer, attempt.connect.epoch, f"pages to decode node {attempt.connect.name}: {instead}")
+
+    def _change(self, peer: str, attempt: _Attempt, better: _Attempt) -> Attached:
+        """Goes on by the better transport. The other one stays attached until the peer has heard of it, since the peer
+        would take its end for a break.
+        """
+        assert attempt.current is not None
+        self._attempts[peer], self._parting[peer] = better, attempt.current
+        self._broken.attached(peer, attempt.due, self._clock())
+        return Attached(peer, better.connect.epoch, "", attempt.due, "it works again")
+
+    def _part(self, peer: str) -> None:
+        """Detaches the transport that the peer has left."""
+        transport = self._parting.pop(peer, None)
+        if transport is not None:
+            is_fenced = transport.detach(peer)
+            assert is_fenced, "nothing was under way"
 
     def _note_failure(self, peer: str, attempt: _Attempt, transport: WriterTransport, problem: str) -> None:
         attempt.failures.append(f"{transport.name}: {problem}")
@@ -323,7 +416,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
 
     def _hear(self, attached: Attached, attempt: _Attempt, transport: WriterTransport) -> list[Attached]:
         if attempt.is_attached:
-            attempt.has_written = False  # it is over, and not because of ``_returns``
+            attempt.has_written = False  # it is over, and ``_returns`` has no part in that
             return [attached]
         if not attached.problem:
             attempt.is_attached = True
@@ -347,6 +440,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
     def prepare(self, peer: str, pages: Sequence[int]) -> None:
         attempt = self._attempts[peer]
         assert attempt.is_attached and attempt.current is not None
+        self._part(peer)  # the peer has granted these pages under the last epoch
         attempt.current.prepare(peer, pages)
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
@@ -362,8 +456,12 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         over = [(t.name, ticket) for t in self._transports for ticket in t.done()]
         return [self._tickets.pop(ticket)[0] for ticket in over if ticket in self._tickets]
 
+    def late(self) -> list[str]:
+        return [peer for transport in self._transports for peer in transport.late()]
+
     def detach(self, peer: str) -> bool:
         self._attempts.pop(peer, None)
+        self._parting.pop(peer, None)
         is_fenced = self._detach(peer)
         if is_fenced:  # none of its tickets is reported any more
             self._tickets = {ticket: known for ticket, known in self._tickets.items() if known[1] != peer}
@@ -392,6 +490,14 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
         self.withdraw(peer)
         self._offered[peer] = epoch
         return json.dumps({transport.name: transport.offer(peer, epoch) for transport in self._transports})
+
+    def offer_beside(self, peer: str, epoch: int) -> str:
+        _, current = self._chosen.get(peer, (0, None))
+        better = self._transports[: self._transports.index(current)] if current is not None else []
+        if not better:
+            return ""
+        self._offered[peer] = epoch
+        return json.dumps({transport.name: transport.offer(peer, epoch) for transport in better})
 
     def withdraw(self, peer: str) -> None:
         self._offered.pop(peer, None)

@@ -160,6 +160,11 @@ class Hosts:
             )
 
     @property
+    def has_relay(self) -> bool:
+        """Whether packets go through the relay, so that connections can be silenced."""
+        return self._relay is not None
+
+    @property
     def bridge_address(self) -> str:
         """The address of this machine on the network."""
         return f"{self._subnet}.{BRIDGE_NUMBER}"

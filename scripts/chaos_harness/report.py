@@ -70,7 +70,7 @@ def table(shown: Figures, repeat: str) -> list[str]:
         p50, _, longest = quantiles(switches_s)
         rows.append(("switches", f"of {len(switches_s)} transports in s: p50 {p50:.2f}, longest {longest:.2f}"))
         p50, _, longest = quantiles(shown["since_faults_s"])
-        rows.append(("from reset", f"p50 {p50:.2f}, longest {longest:.2f}, with the time until a page was to be sent"))
+        rows.append(("from fault", f"p50 {p50:.2f}, longest {longest:.2f}, with the time until a page was to be sent"))
     lines = ["", *(f"{name:12}{value}" for name, value in rows)]
     if shown["pauses_s"]:
         lines += ["", f"{'pauses in s':14}{'streams':>9}{'p50':>9}{'p99':>9}{'max':>9}"]

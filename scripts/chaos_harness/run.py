@@ -13,6 +13,7 @@ from common.errors import BatonError
 from scripts.chaos_harness.answers import Answer, smallest_margin
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.faults.base import Fault, Site
+from scripts.chaos_harness.faults.network import Silence
 from scripts.chaos_harness.faults.table import FAULTS
 from scripts.chaos_harness.hosts import Hosts, Link
 from scripts.chaos_harness.load import Load
@@ -134,10 +135,17 @@ class Run:
             return None
         names = [f"prefill-{i}" for i in range(config.prefill)]
         names += [f"decode-{i}" for i in range(config.decode)]
-        link = Link(config.mtu, config.packet_loss / 100, config.packet_delay / 1_000, config.clock_step)
+        link = Link(
+            config.mtu,
+            config.packet_loss / 100,
+            config.packet_delay / 1_000,
+            config.clock_step,
+            is_relayed=Silence.name in config.faults,
+        )
         hosts = Hosts(names, link)
-        if not hosts.has_bridge:
-            self._say("packets go through a relay in user space, since this kernel has no netem")
+        if hosts.has_relay:
+            why = f"--faults {Silence.name} needs it" if link.is_relayed else "this kernel has no netem"
+            self._say(f"packets go through a relay in user space, since {why}")
         stack.callback(hosts.close)
         return hosts
 

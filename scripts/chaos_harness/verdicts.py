@@ -68,9 +68,9 @@ class Findings:
         marks: longest pause, p99, by the name of the fault; only kinds with a mark.
         num_recovered: further attempts that the gateways have made.
         load_s: how long the load took.
-        switches_s: how long pairs whose connections were reset took to go on by another transport, from when a node
-            noticed.
-        since_faults_s: the same from the reset, with the time until a page was to be sent.
+        switches_s: how long pairs whose connections were reset or fell silent took to go on by another transport, from
+            when a node noticed.
+        since_faults_s: the same from the fault, with the time until a page was to be sent.
     """
 
     pages: Mapping[str, str] = field(default_factory=dict)

@@ -30,7 +30,12 @@ RESULTS: dict[tuple[str, str], Any] = {
     ("writer", "write"): int,
     ("writer", "done"): list[int],
     ("writer", "detach"): bool,
+    ("writer", "late"): list[str],
+    ("writer", "returns"): list[str],
+    ("writer", "attach_beside"): bool,
+    ("writer", "is_changing"): bool,
     ("reader", "offer"): str,
+    ("reader", "offer_beside"): str,
     ("reader", "chosen"): bool,
     ("reader", "poll"): list[Fenced],
 }

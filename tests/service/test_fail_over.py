@@ -1,7 +1,7 @@
 """A service on two hosts whose data connections break while pages are under way: NIXL, then TCP, then NIXL again.
 
-The connections are reset, or their packets are lost without an error. The hosts are network namespaces with boot ids of
-their own, so that the nodes share no memory.
+The connections are reset, or their packets are lost without an error, also where there is no other transport. The
+hosts are network namespaces with boot ids of their own, so that the nodes share no memory.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from support.service.client import prompt_of, until
 
 from common.config.serve import ServeConfig
 from kv_transfer.transports.broken_transports import MIN_REST_S
+from kv_transfer.transports.silence import LOST
 from scripts.chaos_harness.hosts import Hosts, Link, NoNamespaces
 from scripts.chaos_harness.service import ChaosService
 
@@ -25,7 +26,12 @@ NUM_NEW = 8
 
 
 @pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[ChaosService]:
+def transport() -> str:
+    return "auto"
+
+
+@pytest.fixture
+async def service(tmp_path: Path, transport: str) -> AsyncIterator[ChaosService]:
     try:
         hosts = Hosts([PREFILL, DECODE], Link(delay_s=0.05, is_relayed=True))
     except NoNamespaces as error:
@@ -33,7 +39,7 @@ async def service(tmp_path: Path) -> AsyncIterator[ChaosService]:
     try:
         config = ServeConfig(
             served_model_name="m", prefill=1, decode=1, dtype="float32", device="cpu", threads=1, cluster_key="c" * 32,
-            max_total_tokens=8192, chunked_prefill_size=64,
+            max_total_tokens=8192, chunked_prefill_size=64, transport=transport,
         )  # fmt: skip
         service = ChaosService(config, tmp_path, hosts=hosts)
         try:
@@ -102,5 +108,28 @@ async def test_transfers_go_on_by_tcp_when_the_packets_of_nixl_are_lost_silently
     disturbed = await asyncio.gather(*under_way)
     assert carriers(service) == ["nixl", "tcp"], service.log_tail()
     assert "are silent, and are shut down" in service.nodes[PREFILL].log.read_text(), service.log_tail()
+    await service.clients[service.gateway.name].call("POST", "/flush_cache")
+    assert [await generate(service, seed) for seed in range(1, 9)] == disturbed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("transport", ["tcp"])
+async def test_transfers_go_on_by_new_connections_when_the_packets_of_tcp_are_lost_silently(
+    service: ChaosService,
+) -> None:
+    assert service.hosts is not None
+    await generate(service, 0)
+    assert carriers(service) == ["tcp"], service.log_tail()
+    data_port = service.nodes[PREFILL].data_port
+    under_way = [asyncio.create_task(generate(service, seed)) for seed in range(1, 9)]
+    await asyncio.sleep(0.4)
+    service.hosts.silence(DECODE, PREFILL, spared_port=data_port)
+    disturbed = await asyncio.gather(*under_way)
+    seed = 100
+    while len(carriers(service)) == 1:  # every page may have come before
+        await generate(service, seed)
+        seed += 1
+    assert carriers(service) == ["tcp", "tcp"], service.log_tail()
+    assert LOST in "".join(service.nodes[name].log.read_text() for name in (PREFILL, DECODE)), service.log_tail()
     await service.clients[service.gateway.name].call("POST", "/flush_cache")
     assert [await generate(service, seed) for seed in range(1, 9)] == disturbed

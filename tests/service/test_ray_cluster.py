@@ -184,11 +184,17 @@ def test_every_command_of_the_page_succeeds_with_a_token(hosts: Hosts, tmp_path:
     page = (ROOT / "docs/ray.md").read_text()
     lines = [shlex.split(line) for line in re.findall(r"^\$ ./scripts/cluster (.*)$", page, re.M)]
     assert {words[0] for words in lines} == {"up", "status", "logs", "scale", "upgrade", "down"}
+    starts = re.findall(r"^\$ (?:RAY_REDIS_ADDRESS=\S+ )?ray start (.*)$", page, re.M)
+    for address, name in (("10.0.0.1", "host-a"), ("10.0.0.2", "host-b")):
+        starts = [line.replace(address, hosts.address(name)) for line in starts]
     variables = SECRETS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 32}
     config = write_config(tmp_path)
     made = RayHosts(hosts, tmp_path / "hosts", variables=variables)
     try:
-        made.start("host-a", cpus=8, labels="accelerator=none", is_head=True)
+        head, other, with_redis = (shlex.split(line, comments=True) for line in starts)
+        made.start("host-a", is_head=True, more=head)
+        made.start("host-b", more=other)
+        assert with_redis == head[: len(with_redis)]
         for words in lines:
             words = [str(config) if word == "docs/examples/cluster.toml" else word for word in words]
             found = made.run("host-a", ROOT / "scripts/cluster", *words)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.engine.library_models import make_library_model
+from support.engine.lora_adapters import make_adapter, merge
 from support.engine.reference_models import draw_prompts
 from support.service.client import Exchange
 from support.service.service import SMALL_MODEL, Service
@@ -147,6 +148,33 @@ async def check_divided(tmp_path: Path, architecture: str, *, prefill: int, deco
     try:
         await check_answers(service, prompts)
         assert f"transformers computes this model with its class {architecture}" in service.log()
+    finally:
+        service.close()
+
+
+@pytest.mark.slow
+async def test_adapters_of_nodes_with_ranks_equal_the_merged_models(tmp_path: Path, prompts: Prompts) -> None:
+    """One adapter is given at start, and one is loaded while the nodes serve; it is unloaded again."""
+    adapters = {name: make_adapter(tmp_path / name, SMALL_MODEL, seed=seed) for seed, name in enumerate(("one", "two"))}
+    known = {"m": prompts}
+    for name, folder in adapters.items():
+        known[name] = draw_prompts(merge(tmp_path / f"merged-{name}", SMALL_MODEL, folder), LENGTHS, MAX_NEW, seed=5)
+    service = serve(
+        tmp_path / "logs", {"prefill-0": 2, "decode-0": 2}, lora=f"one={adapters['one']}", lora_dir=tmp_path
+    )
+    try:
+        async with service.client() as client:
+            status, answer = await client.post("/v1/load_lora_adapter", {"lora_name": "two", "lora_path": "two"})
+            assert (status, [node["error"] for node in answer["nodes"]]) == (200, ["", ""])
+            asked = [(name, *case) for name, cases in known.items() for case in cases]
+            no_end = {"ignore_eos": False, "min_new_tokens": MAX_NEW}  # as the reference
+            generated = (client.generate(prompt, MAX_NEW, model=name, **no_end) for name, prompt, _ in asked)
+            answers = await asyncio.gather(*generated)
+            assert [tuple(answer["output_ids"]) for answer in answers] == [expected for *_, expected in asked]
+            assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "two"}))[0] == 200
+            prompt, expected = known["one"][-1]
+            assert (await client.generate(prompt, MAX_NEW, model="one", **no_end))["output_ids"] == list(expected)
+            await client.settled()
     finally:
         service.close()
 

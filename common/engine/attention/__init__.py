@@ -54,10 +54,7 @@ def resolve_attention(name: str, device: torch.device, layout: PageLayout, param
     """
     if name == "auto":
         if device.type == "cpu":
-            reason = cpu_conflict(layout)
-            if reason:
-                log.info("--attention-backend auto is torch here: cpu %s", reason.partition(":")[0])
-            return "torch" if reason else "cpu"
+            return "torch" if cpu_conflict(layout) else "cpu"
         name = "triton" if find_spec("triton") else "torch"
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name}: unknown; give auto, {', '.join(BACKENDS)}")
@@ -65,6 +62,12 @@ def resolve_attention(name: str, device: torch.device, layout: PageLayout, param
     if reason:
         raise ConfigError(f"--attention-backend {name}: {reason}")
     return name
+
+
+def log_choice(name: str, device: torch.device, layout: PageLayout) -> None:
+    """Say why ``auto`` is not the fastest backend; ``resolve_attention`` says nothing, since a start asks it often."""
+    if name == "auto" and device.type == "cpu" and (reason := cpu_conflict(layout)):
+        log.info("--attention-backend auto is torch here: cpu %s", reason.partition(":")[0])
 
 
 def _conflict(name: str, device: torch.device, layout: PageLayout, params: LayerParams) -> str:

@@ -6,7 +6,6 @@ kernel computes them by tiles; elsewhere torch's flash attention does, row by ro
 kernel, and by torch for long extends on processors without dot products of integers.
 """
 
-import logging
 from ctypes import Array
 
 import numpy as np
@@ -32,8 +31,6 @@ from common.engine.cpu.kernels import (
 )
 from common.engine.kv_pool import PAGE_DTYPES, KVPool, LayerKV
 
-log = logging.getLogger(__name__)
-
 #: New tokens from which on matrix instructions or flash attention are faster for a row.
 LONG_EXTEND = 32
 NEVER = 1 << 62
@@ -57,7 +54,9 @@ class CpuAttention:
         )
         self.page_strides = [layer.keys.stride(0) for layer in layers]
         self.head_stride = layers[0].keys.stride(1)
-        self.group = num_heads // pool.layout.num_kv_heads
+        self.num_groups = num_groups(num_heads, pool.layout.num_kv_heads)
+        #: Query heads that are computed together.
+        self.group = num_heads // self.num_groups
         layout, fits_vectors = pool.layout, pool.layout.head_dim % (2 * LANES) == 0
         self.has_long_attention = kernels.has_long_attention and layout.dtype == "bfloat16" and fits_vectors
         pairs = {"bfloat16": kernels.has_bf16_dot, "int8": kernels.has_int8_dot}
@@ -99,7 +98,8 @@ class CpuStep:
         return Paged(
             *(cache, table.data_ptr(), table.shape[1]),
             *(layout.page_size, backend.page_strides[layer], backend.head_stride),
-            *(num_heads, layout.num_kv_heads, layout.head_dim, DTYPES[PAGE_DTYPES[layout.dtype]]),
+            *(num_heads, layout.num_kv_heads, backend.num_groups, layout.head_dim),
+            DTYPES[PAGE_DTYPES[layout.dtype]],
         )
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,10 +147,18 @@ def cpu_conflict(layout: PageLayout) -> str:
     return ""
 
 
+def num_groups(num_heads: int, num_kv_heads: int) -> int:
+    """Return how many groups of query heads the kernels compute, each with one KV head.
+
+    The query heads of a KV head are one group, or several of one size if they are more than ``MAX_QUERIES``: each group
+    reads the keys and values.
+    """
+    heads = num_heads // num_kv_heads
+    parts = next(parts for parts in range(1, heads + 1) if heads % parts == 0 and heads // parts <= MAX_QUERIES)
+    return num_kv_heads * parts
+
+
 def cpu_attention(pool: KVPool, num_heads: int, params: LayerParams) -> AttentionBackend:
-    """Return ``CpuAttention``; ``TorchAttention`` without a compiler, or if too many query heads share a KV head."""
-    if num_heads // pool.layout.num_kv_heads > MAX_QUERIES:
-        log.info("attention runs in torch: in the CPU kernels at most %d query heads share a KV head", MAX_QUERIES)
-        return TorchAttention(pool, params)
+    """Return ``CpuAttention``; ``TorchAttention`` without a compiler."""
     kernels = load_kernels()
     return CpuAttention(pool, num_heads, params, kernels) if kernels else TorchAttention(pool, params)

@@ -77,6 +77,7 @@ class Paged(Structure):
         ("head_stride", c_long),
         ("heads", c_long),
         ("kv_heads", c_long),
+        ("groups", c_long),
         ("dim", c_long),
         ("dtype", c_int),
     )

@@ -208,7 +208,7 @@ static void weigh(Flash *f, int half, const Paged *kv, long tokens, vi own, int 
 /* Up to 32 queries: those of `num_tokens` neighbouring tokens, from token `first` of the piece on. */
 static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head, long first, long num_tokens,
                         const uint32_t *keys, const uint32_t *values, const char *q, long q_stride, char *out) {
-    const long group = kv->heads / kv->kv_heads, dim = kv->dim, num = num_tokens * group;
+    const long group = group_size(kv), dim = kv->dim, num = num_tokens * group;
     const char *from = q + 2 * ((piece->first_query + first) * q_stride + head * group * dim);
     memset(f->queries, 0, sizeof f->queries);
     memset(f->sums, 0, sizeof f->sums);
@@ -253,11 +253,11 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
 
 static void attend_piece(const Paged *kv, const Piece *piece, long head, char *scratch, const char *q, long q_stride,
                          char *out) {
-    const long length = piece->position + piece->num_queries, step = QUERIES / (kv->heads / kv->kv_heads);
+    const long length = piece->position + piece->num_queries, step = QUERIES / group_size(kv);
     uint32_t *keys = (uint32_t *)scratch, *values = keys + (length + TOKENS - 1) / TOKENS * TOKENS / 2 * kv->dim;
     TileConfig before;
     Flash flash;
-    copy_row(kv, piece->row, head, first_seen(kv, piece->position), length, keys, values);
+    copy_row(kv, piece->row, kv_head_of(kv, head), first_seen(kv, piece->position), length, keys, values);
     configure_tiles(&before);
     for (long first = 0; first < piece->num_queries; first += step) {
         const long left = piece->num_queries - first;
@@ -268,9 +268,9 @@ static void attend_piece(const Paged *kv, const Piece *piece, long head, char *s
 
 EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
                                  long scratch_bytes, const char *q, long q_stride, char *out) {
-#pragma omp parallel for schedule(dynamic) if (num_pieces * kv->kv_heads > 1)
-    for (long unit = 0; unit < num_pieces * kv->kv_heads; unit++)
-        attend_piece(kv, pieces + unit / kv->kv_heads, unit % kv->kv_heads,
+#pragma omp parallel for schedule(dynamic) if (num_pieces * kv->groups > 1)
+    for (long unit = 0; unit < num_pieces * kv->groups; unit++)
+        attend_piece(kv, pieces + unit / kv->groups, unit % kv->groups,
                      scratch + omp_get_thread_num() * scratch_bytes, q, q_stride, out);
 }
 

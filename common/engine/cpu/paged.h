@@ -14,12 +14,13 @@ typedef struct {
 
 /* Location of one layer's keys and values. Strides in elements; the elements of a token's head are contiguous. In pages
  * of int8 a byte for each token of a head follows its elements: the exponent, biased by 127, of a power of two, which is
- * the scale of the token's elements. */
+ * the scale of the token's elements. The query heads are in `groups` of one size; each has one KV head, and several may
+ * have the same. */
 typedef struct {
     LayerCache layer;
     const int32_t *page_table; /* [rows, table_width] */
     long table_width, page_size, page_stride, head_stride;
-    long heads, kv_heads, dim;
+    long heads, kv_heads, groups, dim;
     int dtype; /* of the pages */
 } Paged;
 
@@ -27,6 +28,9 @@ typedef struct {
 typedef struct {
     int64_t row, first_query, num_queries, position;
 } Piece;
+
+INLINE long group_size(const Paged *kv) { return kv->heads / kv->groups; }
+INLINE long kv_head_of(const Paged *kv, long group) { return group / (kv->groups / kv->kv_heads); }
 
 /* The first token that a query at this position sees. */
 INLINE long first_seen(const Paged *kv, long position) {

@@ -1,8 +1,9 @@
 /* Attention that reads keys and values in their pages, each once: online softmax (Milakov and Gimelshein, arXiv
  * 1805.02867) over tiles of tokens.
  *
- * The queries of one KV head (its group of heads, for a few neighbouring tokens) share each read. Sums are float32. The
- * caller checks that head_dim is a multiple of 16 and at most MAX_DIM.
+ * The queries of a group of heads, which have one KV head, share each read, for a few neighbouring tokens. Sums are
+ * float32. The caller checks that a group has at most MAX_QUERIES heads, and that head_dim is a multiple of 16 and at
+ * most MAX_DIM.
  */
 #include "dot_attention.h"
 #include "parts.h"
@@ -195,9 +196,9 @@ INLINE void find_scales(const Tile *tile, Scales *to) {
     }
 }
 
-/* Attention of `num` queries, which share a KV head, to one tile. The first of them is number `own` of its tokens. */
+/* Attention of `num` queries, of one group of heads, to one tile. The first of them is number `own` of its tokens. */
 INLINE void attend_tile(Query *q, int num, const Paged *kv, const Tile *tile, const Tile *next, long own, int dtype) {
-    const long dim = kv->dim, group = kv->heads / kv->kv_heads;
+    const long dim = kv->dim, group = group_size(kv);
     const int is_dotted = with_dots(dim, dtype);
     Scales scales;
     if (is_dotted) {
@@ -235,20 +236,21 @@ INLINE long tile_size(long length, long most) {
     return (even + STREAM - 1) / STREAM * STREAM;
 }
 
-INLINE Tile tile_of(const Paged *kv, long kv_head, const Places *places, int dtype) {
-    const ptrdiff_t offset = kv_head * kv->head_stride * (ptrdiff_t)item_bytes(dtype);
+INLINE Tile tile_of(const Paged *kv, long group, const Places *places, int dtype) {
+    const ptrdiff_t offset = kv_head_of(kv, group) * kv->head_stride * (ptrdiff_t)item_bytes(dtype);
     return (Tile){kv->layer.keys + offset, kv->layer.values + offset, places};
 }
 
-/* One piece of a row at the KV heads first_head .. end_head - 1. q, out: [tokens, heads, dim], strides in elements.
- * A tile is computed for all heads before the next one, since the heads of a page are neighbours in memory. `pages`: the
- * dtype of the pages, a constant; `inputs`: that of q and out, which is the same unless the pages are rounded. */
+/* One piece of a row at the groups of heads first_head .. end_head - 1. q, out: [tokens, heads, dim], strides in
+ * elements. A tile is computed for all groups before the next one, since the heads of a page are neighbours in memory.
+ * `pages`: the dtype of the pages, a constant; `inputs`: that of q and out, which is the same unless the pages are
+ * rounded. */
 INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long end_head, const char *q, long q_stride,
                    char *out, int inputs, int pages) {
     const int dtype = pages == I8 ? inputs : pages;
     Query queries[MAX_QUERIES];
     Places places[2]; /* of this tile and the next */
-    const long group = kv->heads / kv->kv_heads, dim = kv->dim;
+    const long group = group_size(kv), dim = kv->dim;
     const int num = (int)(piece->num_queries * group), is_dotted = with_dots(dim, pages);
     const int all = num * (int)(end_head - first_head);
     /* What the first query does not see, no other one sees; the last one sees no token from `length` on. */
@@ -288,10 +290,10 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
     }
 }
 
-/* Neighbouring KV heads that a thread computes together: as many as fit, if that leaves work for every thread. */
+/* Neighbouring groups of heads that a thread computes together: as many as fit, if that leaves work for every thread. */
 INLINE long heads_at_once(const Paged *kv, const Piece *piece, long num_pieces) {
-    const long fitting = MAX_QUERIES / (piece->num_queries * kv->heads / kv->kv_heads), threads = omp_get_max_threads();
-    const long fair = (num_pieces * kv->kv_heads + threads - 1) / threads;
+    const long fitting = MAX_QUERIES / (piece->num_queries * group_size(kv)), threads = omp_get_max_threads();
+    const long fair = (num_pieces * kv->groups + threads - 1) / threads;
     return fitting < fair ? fitting : fair;
 }
 
@@ -305,12 +307,12 @@ INLINE void attend_heads(const Paged *kv, const Piece *piece, long head, long en
 
 EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
                                   char *out, int dtype) {
-#pragma omp parallel for schedule(dynamic) if (num_pieces * kv->kv_heads > 1)
-    for (long unit = 0; unit < num_pieces * kv->kv_heads; unit++) {
-        const Piece *piece = pieces + unit / kv->kv_heads;
-        const long head = unit % kv->kv_heads, count = heads_at_once(kv, piece, num_pieces), end = head + count;
+#pragma omp parallel for schedule(dynamic) if (num_pieces * kv->groups > 1)
+    for (long unit = 0; unit < num_pieces * kv->groups; unit++) {
+        const Piece *piece = pieces + unit / kv->groups;
+        const long head = unit % kv->groups, count = heads_at_once(kv, piece, num_pieces), end = head + count;
         if (head % count == 0)
-            attend_heads(kv, piece, head, end < kv->kv_heads ? end : kv->kv_heads, q, q_stride, out, dtype);
+            attend_heads(kv, piece, head, end < kv->groups ? end : kv->groups, q, q_stride, out, dtype);
     }
 }
 

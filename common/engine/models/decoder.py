@@ -17,7 +17,7 @@ from common.engine.attention.protocol import AttentionParams, LayerParams, Rotat
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.models.config import ModelConfig
 from common.engine.models.expert_config import ExpertConfig
-from common.engine.models.feed_forward import Experts, Mlp, make_expert_product
+from common.engine.models.feed_forward import ExpertLoop, Experts, Mlp, make_expert_product
 from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
@@ -25,6 +25,7 @@ from common.engine.models.lora.adapters import LoraWeights, StepAdapters, make_l
 from common.engine.models.lora.checkpoint import AdapterCheckpoint
 from common.engine.models.native_layers import native_layers
 from common.engine.tensor_parallel.group import RankGroup
+from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 
 
 @dataclass(slots=True)
@@ -139,11 +140,23 @@ class Decoder:
     Args:
         config: of the part.
         group: the ranks that compute the parts of every layer together; None: there is one part, the whole model.
+        whole: the whole model, if ``config`` is of a part.
+        shard: the part.
     """
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, group: RankGroup | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        group: RankGroup | None = None,
+        *,
+        whole: ModelConfig | None = None,
+        shard: Shard = WHOLE_MODEL,
+    ) -> None:
         device = weights.embedding.device
         self.config = config
+        self._whole = whole or config
+        self._shard = shard
         self.weights = weights
         self._group = group
         self._eps = config.rms_norm_eps
@@ -157,10 +170,13 @@ class Decoder:
 
     @property
     def adaptable(self) -> dict[str, tuple[int, int]]:
-        return native_matrices(self.config)
+        products = [layer.mlp.product for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
+        has_expert_loop = all(isinstance(product, ExpertLoop) for product in products)
+        return native_matrices(self._whole, has_expert_loop=has_expert_loop)
 
     def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
-        return make_lora(adapter, self.config, self.weights.embedding.dtype, self.weights.embedding.device)
+        embedding = self.weights.embedding
+        return make_lora(adapter, self._whole, embedding.dtype, embedding.device, self._shard)
 
     def hidden_states(
         self,

@@ -31,6 +31,12 @@ class ExpertKeys:
             stored = stored.replace(theirs, ours)
         return stored
 
+    def stored_name(self, name: str) -> str:
+        """Return the name in the checkpoint of a tensor of a layer with experts; the inverse of ``name_of``."""
+        for theirs, ours in (self.renamed or {}).items():
+            name = name.replace(ours, theirs)
+        return name
+
 
 QWEN_EXPERTS = ExpertKeys("moe_intermediate_size", has_dense_layers=True)
 MIXTRAL_EXPERTS = ExpertKeys(

@@ -113,14 +113,20 @@ class ExpertLoop:
         counts = torch.bincount(taken, minlength=len(self.experts))
         chosen = counts.nonzero()[:, 0]
         groups = Groups(chosen, counts[chosen].cumsum(0))
-        gate_up = self._multiply(x[order // num_per_token], groups, x.dtype, is_down=False)
-        down = self._multiply(operations.silu_and_multiply(gate_up), groups, torch.float32, is_down=True)
+        tokens = order // num_per_token
+        gate_up = self._multiply(x[tokens], groups, tokens, x.dtype, is_down=False)
+        down = self._multiply(operations.silu_and_multiply(gate_up), groups, tokens, torch.float32, is_down=True)
         pairs = torch.empty_like(down)
         pairs[order] = down
         weighted = pairs.view(rows, num_per_token, -1) * routing.weights[..., None]
         return weighted.sum(dim=1).to(x.dtype)
 
-    def _multiply(self, x: Tensor, groups: Groups, dtype: torch.dtype, *, is_down: bool) -> Tensor:
+    def _multiply(self, x: Tensor, groups: Groups, tokens: Tensor, dtype: torch.dtype, *, is_down: bool) -> Tensor:
+        """Multiply each group of ``x`` ``[pairs, in]`` with its expert's matrix.
+
+        Args:
+            tokens: ``[pairs]``, the token of each pair, on which no product depends here.
+        """
         grouped = self._down if is_down else self._gate_up
         if grouped is not None:
             return grouped(x, groups, dtype)

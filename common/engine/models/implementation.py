@@ -99,7 +99,7 @@ def load_model(
         own = shard.config_of(config)
         weights = load_weights(config, dtype, device, shard)
         weights.pack(weight_dtype)
-        return lambda group: Decoder(own, weights, group)
+        return lambda group: Decoder(own, weights, group, whole=config, shard=shard)
     assert isinstance(config, TransformersConfig)
     from common.engine.models.transformers_impl.check import check_reduced_copy  # imports transformers
     from common.engine.models.transformers_impl.model import load_transformers_model

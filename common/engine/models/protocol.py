@@ -26,11 +26,14 @@ class CausalModel(Protocol):
 
     @property
     def adaptable(self) -> Mapping[str, tuple[int, int]]:
-        """Outputs and inputs of the matrices that LoRA adapters may change, by their names in the checkpoint."""
+        """Outputs and inputs of the matrices that LoRA adapters may change, by their names in the checkpoint.
+
+        They are those of the whole model, also if this is one rank's part of it.
+        """
         ...
 
     def make_lora(self, adapter: "AdapterCheckpoint") -> "LoraWeights":
-        """Pack an adapter for this model, onto its device."""
+        """Pack an adapter for this model, or for this part of it, onto its device."""
         ...
 
     def hidden_states(

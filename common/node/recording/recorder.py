@@ -40,7 +40,12 @@ DEFAULT_RESULTS: dict[str, Any] = {
     "write": ...,
     "done": [],
     "detach": True,
+    "late": [],
+    "returns": [],
+    "attach_beside": False,
+    "is_changing": False,
     "offer": ...,
+    "offer_beside": "",
     "chosen": True,
 }
 

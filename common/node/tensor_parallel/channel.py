@@ -84,21 +84,47 @@ class Transfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """Rank 0 to another: serve an end of its transports over the socket that comes with this."""
 
 
+class ReadAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Rank 0 to another: read a LoRA adapter; ``OtherRanks.read_adapter`` has the fields."""
+
+    number: int
+    digest: str
+    folder: str
+    max_rank: int
+    root: str | None
+
+
+class AdapterRead(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Answers ``ReadAdapter``. ``problem``: why it has failed; empty if it has not."""
+
+    number: int
+    problem: str = ""
+
+
 class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Rank 0 to another: compute a step. The arrays of ``RowArrays`` as bytes, and the tokens that are kept."""
+    """Rank 0 to another: compute a step. The arrays of ``RowArrays`` as bytes, and the tokens that are kept.
+
+    Attributes:
+        adapters: as for ``OtherRanks.begin``.
+        dropped: numbers of the adapters to forget before.
+    """
 
     starts: bytes
     num_new: bytes
     page_table: bytes
     kept: bytes
     page_size: int
+    adapters: list[int]
+    dropped: list[int]
     window_table: bytes | None = None
 
     @classmethod
-    def of(cls, rows: "RowArrays", kept: "NDArray[np.int64]") -> "Step":
+    def of(
+        cls, rows: "RowArrays", kept: "NDArray[np.int64]", adapters: Sequence[int] = (), dropped: Sequence[int] = ()
+    ) -> "Step":
         starts, num_new, page_table = rows.starts.tobytes(), rows.num_new.tobytes(), rows.page_table.tobytes()
         windows = None if rows.window_table is None else rows.window_table.tobytes()
-        return cls(starts, num_new, page_table, kept.tobytes(), rows.page_size, windows)
+        return cls(starts, num_new, page_table, kept.tobytes(), rows.page_size, list(adapters), list(dropped), windows)
 
     def arrays(self) -> "tuple[RowArrays, NDArray[np.int64]]":
         """The rows, and the indices of the tokens that are kept."""
@@ -117,7 +143,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         return RowArrays(starts, num_new, page_table, self.page_size, windows), kept
 
 
-RankMessage = Load | Loaded | Join | Transfer | Step
+RankMessage = Load | Loaded | Join | Transfer | ReadAdapter | AdapterRead | Step
 
 
 class RankChannel:

@@ -6,6 +6,7 @@ It ends when its connection to rank 0 does, whatever ended that, so that no rank
 loads weights, it does not notice that: if rank 0 is killed, the kernel kills it too.
 """
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -15,16 +16,29 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from common.errors import BatonError, ConfigError
 from common.logs import configure_logging
-from common.node.tensor_parallel.channel import Join, Load, Loaded, RankChannel, Step, Transfer, path_of
+from common.node.tensor_parallel.channel import (
+    AdapterRead,
+    Join,
+    Load,
+    Loaded,
+    RankChannel,
+    ReadAdapter,
+    Step,
+    Transfer,
+    path_of,
+)
 
 if TYPE_CHECKING:
     from common.engine.kv_pool import KVPool
     from common.engine.models.protocol import CausalModel
     from common.engine.tensor_parallel.group import RankGroup
+    from common.engine.tensor_parallel.rank_executor import RankExecutor
 
 log = logging.getLogger(__name__)
 
@@ -98,14 +112,33 @@ def _serve(channel: RankChannel, load: Load, serve_transfers: ServeTransfers | N
     executor = RankExecutor(make_model(group), pool, load.attention)
     gc.collect()
     gc.freeze()
+    adapters = ThreadPoolExecutor(1, thread_name_prefix="adapters")
     while True:
         message, descriptors = channel.receive()
         if isinstance(message, Transfer):
             assert serve_transfers is not None
             _start_transfers(serve_transfers, socket.socket(fileno=descriptors[0]), pool)
             continue
+        if isinstance(message, ReadAdapter):
+            adapters.submit(_read_adapter, channel, executor, message)
+            continue
         assert isinstance(message, Step)
-        executor.run(*message.arrays())
+        executor.drop_adapters(message.dropped)
+        executor.run(*message.arrays(), message.adapters)
+
+
+def _read_adapter(channel: RankChannel, executor: "RankExecutor", order: ReadAdapter) -> None:
+    """On a thread, while steps go on: read a LoRA adapter, and answer."""
+    problem, root = "", None if order.root is None else Path(order.root)
+    try:
+        executor.read_adapter(order.number, order.digest, Path(order.folder), max_rank=order.max_rank, root=root)
+    except ConfigError as error:
+        problem = str(error)
+    except Exception as error:
+        log.exception("the adapter cannot be loaded")
+        problem = f"{order.folder}: cannot be loaded ({type(error).__name__})"
+    with contextlib.suppress(OSError):  # rank 0 has ended
+        channel.send(AdapterRead(order.number, problem))
 
 
 def _start_transfers(serve: ServeTransfers, connection: socket.socket, pool: "KVPool") -> None:

@@ -8,14 +8,25 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from common.errors import ConfigError, RankLostError
-from common.node.tensor_parallel.channel import Join, Load, Loaded, RankChannel, Step, Transfer, path_of
+from common.node.tensor_parallel.channel import (
+    AdapterRead,
+    Join,
+    Load,
+    Loaded,
+    RankChannel,
+    ReadAdapter,
+    Step,
+    Transfer,
+    path_of,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,6 +77,14 @@ class _RankProcess:
         if answer.problem:
             raise ConfigError(f"--tp: rank {self.rank} of this node cannot load the model: {answer.problem}")
 
+    def wait_for_adapter(self, number: int) -> None:
+        """Raises ConfigError: it cannot read the adapter of this number."""
+        answer = None
+        while not isinstance(answer, AdapterRead) or answer.number != number:  # one that came too late before
+            answer, _ = self.channel.receive()
+        if answer.problem:
+            raise ConfigError(f"--tp: rank {self.rank} of this node: {answer.problem}")
+
 
 def _connect(other: _RankProcess) -> socket.socket:
     ours, theirs = socket.socketpair()
@@ -100,6 +119,8 @@ class RankProcesses:
         self._others: list[_RankProcess] = []
         self._watchers: list[threading.Thread] = []
         self._is_closing = False
+        self._reading = threading.Lock()
+        self._dropped: deque[int] = deque()  # numbers of adapters
 
     def __enter__(self) -> "RankProcesses":
         return self
@@ -156,9 +177,26 @@ class RankProcesses:
         """What makes a connection to the transfer endpoint of each other rank. Call ``join`` first."""
         return [functools.partial(_connect, other) for other in self._others]
 
-    def begin(self, rows: "RowArrays", kept: "NDArray[np.int64]") -> None:
+    def read_adapter(self, number: int, digest: str, folder: Path, *, max_rank: int, root: Path | None) -> None:
+        """As ``OtherRanks.read_adapter``."""
+        order = ReadAdapter(number, digest, str(folder), max_rank, None if root is None else str(root))
+        with self._reading:
+            try:
+                for other in self._others:
+                    other.channel.send(order)
+                for other in self._others:
+                    other.wait_for_adapter(number)
+            except (OSError, EOFError) as error:
+                raise RankLostError(f"a tensor-parallel rank of this node reads no adapter: {error}") from error
+
+    def drop_adapter(self, number: int) -> None:
+        """As ``OtherRanks.drop_adapter``."""
+        self._dropped.append(number)
+
+    def begin(self, rows: "RowArrays", kept: "NDArray[np.int64]", adapters: Sequence[int]) -> None:
         """As ``OtherRanks.begin``."""
-        step = Step.of(rows, kept)
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        step = Step.of(rows, kept, adapters, dropped)
         for other in self._others:
             try:
                 other.channel.send(step)

@@ -35,6 +35,7 @@ sealed with the cluster's key, so that no other process can mislead a writer. Us
 import base64
 import mmap
 import os
+import socket
 import threading
 import weakref
 from collections import deque
@@ -46,6 +47,7 @@ from common.errors import ConfigError
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import PageStore, address_of
 from kv_transfer.transports.nixl.peer_state import Kind, MemoryRegion, PeerState
+from kv_transfer.transports.silence import ConnectionInfo
 
 PROBE_BYTES = 4_096
 #: Attachments that can be probed at the same time, each in an area of its own.
@@ -184,3 +186,13 @@ class Agent:
             left = weakref.ref(self.nixl)
             del self.nixl
             self.is_gone = left() is None
+
+
+def is_of_agent(connection: ConnectionInfo, reader: bytes, own: bytes) -> bool:
+    """Whether a connection is one of UCX to this reader. Its address is in the reader's metadata, and so is the port of
+    the end that was dialled in the metadata of that end.
+    """
+    family = socket.AF_INET6 if ":" in connection.host else socket.AF_INET
+    if socket.inet_pton(family, connection.host) not in reader:
+        return False
+    return connection.port.to_bytes(2, "big") in reader or connection.own_port.to_bytes(2, "big") in own

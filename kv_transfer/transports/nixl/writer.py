@@ -16,18 +16,18 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.config.shared import UCX
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
-from kv_transfer.transports.nixl.agent import CLOSE_TIMEOUT_S, Agent, ProbeMemory
+from kv_transfer.transports.nixl.agent import CLOSE_TIMEOUT_S, Agent, ProbeMemory, is_of_agent
 from kv_transfer.transports.nixl.handshake import Handshake
 from kv_transfer.transports.nixl.peer_state import PeerState, Write, opened
-from kv_transfer.transports.nixl.silence import shut_silent
 from kv_transfer.transports.shm.protocol import DETACHED
+from kv_transfer.transports.silence import LATE_S, LOOK_PAUSE_S, ConnectionInfo, shut_silent
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,7 @@ STALLED_S = 10.0  # a turn of the thread that has taken so long waits for a call
 PAUSE_S = 50e-6
 COPYING_S = 10e-6
 LONG_S, LONG_PAUSE_S = 5.0, 0.02  # a write that has taken so long is checked more rarely
-#: While a write or probe takes longer, silent connections are searched so often, and with pauses so many times as long
-#: as a search.
-LATE_S, SEARCH_PAUSE_S, SEARCH_PAUSES = 0.5, 0.1, 20
+SEARCH_PAUSES = 20  # pauses between searches for silent connections are so many times as long as a search
 STUCK_PAUSE_S = 1.0  # a failed write is checked so often, for the death of its reader
 #: Seconds for which beginning writes may hold the loop between two calls of ``done``. A single write of that length
 #: ends as early as it can, and the engine already has its next step when pages are moved.
@@ -84,6 +82,7 @@ class NixlWriter(WriterTransport):
         self._jobs: queue.Queue[tuple[Any, ...] | None] = queue.Queue()
         self._news: deque[Attached] = deque()
         self._done: deque[int] = deque()
+        self._late: deque[str] = deque()  # peers whose writes take long, for ``late``
         self._spent: deque[Any] = deque()  # handles of writes that are over, to be released
         self._lock = threading.Lock()  # guards is_detached and num_open of peers
         self._num_tickets = 0
@@ -213,6 +212,9 @@ class NixlWriter(WriterTransport):
         del self._leaving[peer]
         return True
 
+    def late(self) -> list[str]:
+        return list(dict.fromkeys(self._late.popleft() for _ in range(len(self._late))))
+
     def voided(self, peer: str, endpoint: str) -> None:
         leaving = self._leaving.get(peer)
         if leaving is None:
@@ -287,11 +289,18 @@ class NixlWriter(WriterTransport):
         late = [write for write in writes if not write.is_failed and write.begun_at + LATE_S <= now]
         oldest = {write.peer_state: write for write in sorted(late, key=lambda write: -write.begun_at)}
         for peer_state, write in oldest.items():
-            if num_shut := shut_silent(peer_state.key[0], self._metadata, now - write.begun_at):
+            self._late.append(peer_state.peer)
+            if num_shut := shut_silent(self._is_of(peer_state), now - write.begun_at):
                 name = peer_state.connect.name
                 log.warning("%d nixl connections to decode node %s are silent, and are shut down", num_shut, name)
+        if oldest:
+            self._wake_loop()
         ended_at = time.monotonic()
-        self._search_at = ended_at + max(SEARCH_PAUSE_S, SEARCH_PAUSES * (ended_at - now))
+        self._search_at = ended_at + max(LOOK_PAUSE_S, SEARCH_PAUSES * (ended_at - now))
+
+    def _is_of(self, peer_state: PeerState) -> Callable[[ConnectionInfo], bool]:
+        """Whether a connection is one of UCX to this peer."""
+        return lambda connection: is_of_agent(connection, peer_state.key[0], self._metadata)
 
     def _pause(self, attaching: list[PeerState], writes: list[Write]) -> float | None:
         """Seconds to wait for a job: few while something is about to happen; None: until one comes."""

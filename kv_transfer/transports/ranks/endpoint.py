@@ -83,6 +83,8 @@ class RankEndpoint:
         news = News()
         if self._writer is not None:
             attached, self._failed = [*self._failed, *self._writer.poll()], []
+            for peer in self._writer.returns():
+                self._writer.attach_beside(peer, None)
             over = [self._tickets.pop(ticket)[0] for ticket in self._writer.done() if ticket in self._tickets]
             news = News(attached, over)
         elif self._reader is not None:

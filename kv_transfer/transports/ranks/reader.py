@@ -51,6 +51,15 @@ class RanksReader(RanksEnd[ReaderTransport], ReaderTransport):
         writer.epoch = epoch
         return json.dumps([end.offer(rank, epoch) for end, rank in self._pairs(peer)])
 
+    def offer_beside(self, peer: str, epoch: int) -> str:
+        """Only to a peer with a single pair, since several would have to change their transport at one moment."""
+        pairs = self._pairs(peer)
+        endpoints = [end.offer_beside(rank, epoch) for end, rank in pairs] if len(pairs) == 1 else [""]
+        if not all(endpoints):
+            return ""
+        self._writers[peer].epoch = epoch
+        return json.dumps(endpoints)
+
     def _pairs(self, peer: str) -> list[tuple[ReaderTransport, str]]:
         """The transport of ours, and the peer's rank under its name there, of each pair."""
         writer = self._writers.get(peer)

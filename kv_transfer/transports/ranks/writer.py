@@ -1,5 +1,6 @@
 """The prefill node's side of transfers between ranks."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,12 +15,18 @@ from kv_transfer.transports.ranks.pairs import Pair, RanksEnd, pairs_of, rank_la
 
 @dataclass(slots=True)
 class _Attachment:
-    """One decode node. ``how``: transport and reason of each pair that is attached."""
+    """One decode node.
+
+    Attributes:
+        how: transport and reason of each pair that is attached.
+        beside: epoch under which the only pair attaches by a better transport; 0: none.
+    """
 
     epoch: int
     pairs: list[Pair]
     how: dict[Pair, tuple[str, str]] = field(default_factory=dict)
     is_broken: bool = False
+    beside: int = 0
 
 
 def _mixed(attachment: _Attachment) -> str:
@@ -55,15 +62,48 @@ class RanksWriter(RanksEnd[WriterTransport], WriterTransport):
         pairs = pairs_of(layout.num_kv_heads, self.num_ranks, connect.num_ranks)
         if len(endpoints) != len(pairs):
             raise AttachError(f"{connect.name} offers {len(endpoints)} endpoints, {len(pairs)} are needed")
-        own_layout = LayoutMessage.of(rank_layout(layout, connect.num_ranks))
         self._attachments[peer] = _Attachment(connect.epoch, pairs)
         for (source, target), endpoint in zip(pairs, endpoints, strict=True):
-            own = msgspec.structs.replace(connect, layout=own_layout, endpoint=endpoint, num_ranks=1, num_peer_ranks=1)
             try:
-                self._ends[source].attach(rank_of_peer(peer, target), own)
+                self._ends[source].attach(rank_of_peer(peer, target), self._own(connect, endpoint))
             except AttachError:
                 self.detach(peer)
                 raise
+
+    @staticmethod
+    def _own(connect: Connect, endpoint: str) -> Connect:
+        """The offer of one rank."""
+        layout = LayoutMessage.of(rank_layout(connect.layout.layout(), connect.num_ranks))
+        return msgspec.structs.replace(connect, layout=layout, endpoint=endpoint, num_ranks=1, num_peer_ranks=1)
+
+    def returns(self) -> list[str]:
+        """Only peers with a single pair; others leave their transport before they try the better one."""
+        peers = []
+        for end in self._ends:
+            for name in end.returns():
+                peer, _ = split(name)
+                if peer in self._attachments and len(self._attachments[peer].pairs) == 1:
+                    peers.append(peer)
+                else:
+                    end.attach_beside(name, None)
+        return peers
+
+    def attach_beside(self, peer: str, connect: Connect | None) -> bool:
+        attachment = self._attachments[peer]
+        own, endpoints = None, []
+        if connect is not None:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeError):
+                endpoints = msgspec.json.decode(connect.endpoint, type=list[str])
+            own = self._own(connect, endpoints[0] if len(endpoints) == 1 else "")
+        (source, target) = attachment.pairs[0]
+        is_begun = self._ends[source].attach_beside(rank_of_peer(peer, target), own)
+        if is_begun and connect is not None:
+            attachment.beside = connect.epoch
+        return is_begun
+
+    def is_changing(self, peer: str) -> bool:
+        pairs = self._attachments[peer].pairs if peer in self._attachments else ()
+        return any(self._ends[source].is_changing(rank_of_peer(peer, target)) for source, target in pairs)
 
     def poll(self) -> list[Attached]:
         news = []
@@ -71,7 +111,11 @@ class RanksWriter(RanksEnd[WriterTransport], WriterTransport):
             for attached in end.poll():
                 peer, target = split(attached.peer)
                 attachment = self._attachments.get(peer)
-                if attachment is None or attachment.epoch != attached.epoch or attachment.is_broken:
+                if attachment is None or attachment.is_broken:
+                    continue
+                if attached.epoch == attachment.beside:
+                    attachment.epoch, attachment.beside = attached.epoch, 0
+                elif attached.epoch != attachment.epoch:
                     continue
                 if attached.problem:
                     attachment.is_broken = True
@@ -116,6 +160,9 @@ class RanksWriter(RanksEnd[WriterTransport], WriterTransport):
         for rank, end in enumerate(self._ends):
             over += [self._tickets.pop((rank, ticket))[0] for ticket in end.done() if (rank, ticket) in self._tickets]
         return over
+
+    def late(self) -> list[str]:
+        return list(dict.fromkeys(split(name)[0] for end in self._ends for name in end.late()))
 
     def detach(self, peer: str) -> bool:
         attachment = self._attachments.pop(peer, None)

@@ -9,13 +9,16 @@ reaches the page any more.
 import contextlib
 import hmac
 import logging
+import math
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import PageStore
+from kv_transfer.transports.silence import LATE_S, LOOK_PAUSE_S, LOST, has_silent, is_waiting
 from kv_transfer.transports.tcp.protocol import (
     DONE,
     DONE_MAGIC,
@@ -341,7 +344,21 @@ class ReceiveThread:
         if at_least != self._at_least:
             self._at_least = at_least
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at_least)
-        self._readable.poll()
+        began_at, pause_s = time.monotonic(), LATE_S
+        while not self._readable.poll(pause_s * 1_000 if pause_s < math.inf else None):
+            pause_s = self._look_for_silence(time.monotonic() - began_at)
+
+    def _look_for_silence(self, waited_s: float) -> float:
+        """Nothing has come for a while. Returns how soon to look again; infinite if nothing of ours is under way.
+
+        Raises:
+            ConnectionError: our acknowledgements vanish (``silence``).
+        """
+        if not is_waiting(self._connection):
+            return math.inf
+        if has_silent([self._connection], waited_s):
+            raise ConnectionError(LOST)
+        return LOOK_PAUSE_S
 
     def _receive(self, into: list[memoryview]) -> int:
         """Read what is there, without waiting. -1: nothing yet; 0: the other end closed."""

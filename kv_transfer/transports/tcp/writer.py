@@ -21,6 +21,7 @@ from common.errors import ConfigError
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair, whole_pages
 from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
+from kv_transfer.transports.silence import LATE_S, LOOK_PAUSE_S, LOST, has_silent
 from kv_transfer.transports.tcp.alarm import Alarm
 from kv_transfer.transports.tcp.protocol import (
     DONE,
@@ -64,7 +65,7 @@ class TcpConnection:
 
     Attributes:
         redial_at, patience_s: when it is dialled again unless it has formed, and how long after it was dialled.
-        pending: (ticket, page of the peer, bytes) given to its thread and not acknowledged.
+        pending: (ticket, page of the peer, bytes, when) given to its thread and not acknowledged.
     """
 
     index: int
@@ -75,7 +76,7 @@ class TcpConnection:
     stage: Stage = Stage.DIALLING
     terms: Terms | None = None
     inbox: bytearray = field(default_factory=bytearray)
-    pending: deque[tuple[int, int, int]] = field(default_factory=deque)
+    pending: deque[tuple[int, int, int, float]] = field(default_factory=deque)
     num_done: int = 0
     thread: SendThread | None = None
     seal: FrameAuthenticator | None = None
@@ -92,6 +93,12 @@ class PeerState:
     is_attached: bool = False
     is_broken: bool = False
     is_late: bool = False  # pages were being read when it was detached
+
+    def waited_s(self, now: float) -> float:
+        """How long a page has not been acknowledged."""
+        return max(
+            (now - connection.pending[0][3] for connection in self.connections if connection.pending), default=0.0
+        )
 
     @property
     def who(self) -> str:
@@ -129,6 +136,8 @@ class TcpWriter(WriterTransport):
             ) from error
         self._epoll.register(self._alarm, select.EPOLLIN)
         self._rings_at = math.inf
+        self._look_at = math.inf  # when to look for connections whose packets vanish; infinite while nothing is sent
+        self._late: dict[str, None] = {}
         self._peers: dict[str, PeerState] = {}
         self._by_descriptor: dict[int, tuple[PeerState, TcpConnection]] = {}  # by descriptor
         self._leaving: dict[str, PeerState] = {}  # detached peers for which our pages are still being read
@@ -209,13 +218,33 @@ class TcpWriter(WriterTransport):
                 self._break(peer_state, f"it did not answer within {ATTACH_TIMEOUT_S:.0f} s")
             else:
                 rings_at = min(rings_at, self._dial_again(peer_state, now))
-        self._set_alarm(rings_at, now)
+        if self._look_at <= now:
+            self._look_at = now + self._look_for_silence(now)
+        self._set_alarm(min(rings_at, self._look_at), now)
         news, self._news = self._news, []
         for attached in news:
             if attached.problem and not self._peers[attached.peer].is_attached:
                 self.detach(attached.peer)
         self._signal_results()
         return news
+
+    def _look_for_silence(self, now: float) -> float:
+        """Break the pairs whose packets vanish (``silence``). Returns how soon to look again."""
+        pause_s = math.inf
+        for peer_state in self._peers.values():
+            waited_s = 0.0 if peer_state.is_broken else peer_state.waited_s(now)
+            if waited_s < LATE_S:
+                pause_s = min(pause_s, LATE_S if waited_s else math.inf)
+                continue
+            pause_s = LOOK_PAUSE_S
+            self._late[peer_state.peer] = None
+            if has_silent([connection.sock for connection in peer_state.connections], waited_s):
+                self._break(peer_state, LOST)
+        return pause_s
+
+    def late(self) -> list[str]:
+        late, self._late = list(self._late), {}
+        return late
 
     def _set_alarm(self, at: float, now: float) -> None:
         """Wake the loop at this instant; infinite: not."""
@@ -341,14 +370,18 @@ class TcpWriter(WriterTransport):
         ticket = self._num_tickets
         self._remaining[ticket] = len(pages)
         slices = slices or self._whole_pages
+        now = time.monotonic()
         for source, target in pages:
             self._stage(source)
             connection = min(peer_state.connections, key=lambda connection: len(connection.pending))
             assert connection.thread is not None
-            connection.pending.append((ticket, target, slices.num_bytes))
+            connection.pending.append((ticket, target, slices.num_bytes, now))
             connection.thread.put((source, target, slices))
         if not pages:
             self._finish(ticket)
+        elif self._look_at == math.inf:
+            self._look_at = now + LATE_S
+            self._set_alarm(min(self._rings_at, self._look_at), now)
         return ticket
 
     def _stage(self, page: int) -> None:
@@ -372,7 +405,7 @@ class TcpWriter(WriterTransport):
             if number != connection.num_done or not connection.pending or connection.pending[0][1] != page:
                 raise ConnectionError("it acknowledged a page that was not sent")
             connection.num_done += 1
-            ticket, _, num_bytes = connection.pending.popleft()
+            ticket, _, num_bytes, _ = connection.pending.popleft()
             self._num_bytes += num_bytes if is_placed else 0
             self._remaining[ticket] -= 1
             if not self._remaining[ticket]:
@@ -429,7 +462,7 @@ class TcpWriter(WriterTransport):
         del self._leaving[peer]
         for connection in peer_state.connections:
             connection.sock.close()
-        for ticket in {ticket: None for connection in peer_state.connections for ticket, _, _ in connection.pending}:
+        for ticket in {one[0]: None for connection in peer_state.connections for one in connection.pending}:
             del self._remaining[ticket]
             if peer_state.is_late:
                 self._done.append(ticket)

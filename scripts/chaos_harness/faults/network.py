@@ -126,6 +126,7 @@ class Reset(NetworkFault):
 
     name = "reset"
     roles = ("decode",)
+    what = "were reset"
 
     @classmethod
     def lasts_s(cls, config: ChaosConfig) -> tuple[float, float]:
@@ -139,13 +140,13 @@ class Reset(NetworkFault):
         logs = [(log, log.stat().st_size) for log in (peer.log, node.log)]
         began_at = time.monotonic()
         noticed_at = 0.0
-        await asyncio.to_thread(self.hosts(site).reset, node.name, peer.name, spared_port=peer.data_port)
+        await asyncio.to_thread(self._break, self.hosts(site), node, peer)
         broke = [
             re.compile(rf"decode node {re.escape(node.name)}\b.* (broke: |offers its pool again, in place )".encode()),
             re.compile(rf"pages of prefill node {re.escape(peer.name)} cannot come now".encode()),
         ]
         attached = re.compile(rf"pages go to decode node {re.escape(node.name)} by (\w+)".encode())
-        what = f"data connections from {peer.name} to {node.name} were reset"
+        what = f"data connections from {peer.name} to {node.name} {self.what}"
         while time.monotonic() - (noticed_at or began_at) < SWITCH_S:
             lines = [_written(log, num_bytes) for log, num_bytes in logs]
             if not noticed_at and any(map(re.Pattern.search, broke, lines)):
@@ -162,6 +163,25 @@ class Reset(NetworkFault):
         if starts == (node.num_starts, peer.num_starts) and peer.is_running and not peer.fault:
             site.problems.append(f"{self.name}: {what}, and pages went by no transport {SWITCH_S:g} s later")
         return f"{what}; pages go by no transport"
+
+    def _break(self, hosts: Hosts, node: Node, peer: Node) -> None:
+        hosts.reset(node.name, peer.name, spared_port=peer.data_port)
+
+
+class Silence(Reset):
+    """The packets of a pair's data connections are lost without an error from here on; connections made later work."""
+
+    name = "silence"
+    what = "fell silent"
+
+    @classmethod
+    def why_not(cls, site: Site) -> str:
+        if (why := super().why_not(site)) or cls.hosts(site).has_relay:
+            return why
+        return "needs packets to go through the relay: name it with --faults"
+
+    def _break(self, hosts: Hosts, node: Node, peer: Node) -> None:
+        hosts.silence(node.name, peer.name, spared_port=peer.data_port)
 
 
 def _written(log: Path, num_bytes: int) -> bytes:

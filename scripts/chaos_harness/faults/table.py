@@ -2,7 +2,7 @@
 
 from scripts.chaos_harness.faults.base import Fault
 from scripts.chaos_harness.faults.clients import HostileClients, VanishingClients
-from scripts.chaos_harness.faults.network import Cut, Delay, Flap, Loss, PairCut, Reset
+from scripts.chaos_harness.faults.network import Cut, Delay, Flap, Loss, PairCut, Reset, Silence
 from scripts.chaos_harness.faults.processes import ChangeRole, Drain, GatewayKill, Hang, Kill, Pause, Terminate
 from scripts.chaos_harness.faults.resources import Descriptors, FullDisk, Memory
 
@@ -10,7 +10,7 @@ FAULTS: dict[str, type[Fault]] = {
     fault.name: fault
     for fault in (
         Kill, GatewayKill, Hang, Cut, Memory,
-        Pause, Terminate, Drain, ChangeRole, Loss, Delay, Flap, PairCut, Reset, FullDisk, Descriptors, HostileClients,
-        VanishingClients,
+        Pause, Terminate, Drain, ChangeRole, Loss, Delay, Flap, PairCut, Reset, Silence, FullDisk, Descriptors,
+        HostileClients, VanishingClients,
     )
 }  # fmt: skip

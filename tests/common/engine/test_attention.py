@@ -1,5 +1,6 @@
 """Every attention backend agrees with ``reference`` on any mixture of rows."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.attention_steps import TOLERANCE, compare, make_params, make_step, named
 from support.engine.devices import DEVICES
+from support.engine.reference_models import make_model
 
 from common.cache.page_layout import PageLayout
-from common.engine.attention import BACKENDS, make_attention, resolve_attention
+from common.engine.attention import BACKENDS, log_choice, make_attention, resolve_attention
 from common.engine.attention.cpu import CpuAttention
 from common.engine.attention.protocol import AttentionParams
 from common.engine.batch import RowArrays, make_batch
 from common.engine.cpu.kernels import LANES, load_kernels
+from common.engine.executor import load_executor
 from common.engine.kv_pool import KVPool
+from common.engine.models.config import ModelConfig
 from common.engine.models.linear import Linear
 from common.errors import ConfigError
 
@@ -202,17 +206,35 @@ def test_the_cpu_kernels_refuse_heads_of_other_sizes_by_name(head_dim: int, capl
         resolve_attention("cpu", device, layout)
     with caplog.at_level("INFO"):
         assert resolve_attention("auto", device, layout) == "torch"
+        log_choice("torch", device, layout)
+        assert not caplog.text
+        log_choice("auto", device, layout)
     assert f"this model has {head_dim}" in caplog.text
 
 
-def test_many_query_heads_of_one_kv_head_are_computed_by_torch_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    pool = KVPool(PageLayout(1, 1, 32, 16, "bfloat16"), 1)
+def test_a_start_says_once_that_auto_is_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = ModelConfig.load(str(make_model(tmp_path, "qwen3", head_dim=20)))
     with caplog.at_level("INFO"):
-        assert type(make_attention("auto", pool, 17)).__name__ == "TorchAttention"
-    assert "at most 16 query heads" in caplog.text
+        for attention in ("torch", "auto"):
+            load_executor(config, dtype="float32", num_slots=1, num_pages=1, page_size=16, attention=attention).close()
+    assert [record.getMessage().partition(":")[0] for record in caplog.records if "auto" in record.getMessage()] == [
+        "--attention-backend auto is torch here"
+    ]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [(17, 1, 16), (40, 2, 32), (48, 1, 128)])
+def test_more_than_16_query_heads_of_one_kv_head_are_computed_in_groups(
+    heads: tuple[int, int, int], dtype: str
+) -> None:
+    if load_kernels() is None:
+        pytest.skip("there is no compiler")
+    pool = KVPool(PageLayout(1, heads[1], heads[2], 16, "bfloat16"), 1)
+    assert type(make_attention("auto", pool, heads[0])) is CpuAttention
     pool.close()
+    params = make_params(heads[0], "cpu", has_sinks=True, window=50)
+    for how in (AttentionParams(), params):
+        compare(named("cpu"), "cpu", dtype, [(0, 1), (37, 1), (250, 70), (5, 20), (0, 300)], 16, heads, how)
 
 
 #: Fields of layouts that most models do not have, with the heads to try.

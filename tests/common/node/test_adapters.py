@@ -254,8 +254,6 @@ def test_an_adapter_is_not_unloaded_while_it_is_loaded_and_several_gateways_may_
         ({"lora": ("a=x", "a=y")}, "given twice"),
         ({"lora": ("m=x",)}, "the model itself"),
         ({"lora": ("a=x", "b=y"), "max_loaded_loras": 1}, "--max-loaded-loras"),
-        ({"lora": ("a=x",), "tp": 2}, "--tp 2"),
-        ({"lora_dir": "x", "tp": 2}, "--lora-dir and --tp 2"),
         ({"lora": ("a=x",), "record": "file"}, "--record"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from support.kv.connected_pair import KEY
 from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
-from common.wire.messages import AttachFailed, Connect, Connected, PairState, Refused
+from common.wire.messages import AttachFailed, Connect, Connected, PairState, Ping, Refused
 from kv_transfer.events import Completed, TransferFailed
 from kv_transfer.receive.connections import MAX_BACKOFF_S, MAX_TRIES
 
@@ -150,3 +150,14 @@ def test_a_pool_that_cannot_be_attached_is_reported_and_logged(
     pair.sender.on_message(DECODE, pair.receiver.connect(PREFILL), 0.0)
     ((_, answer),), _ = pair.sender.take()
     assert isinstance(answer, Connected)
+
+
+def test_a_peer_to_which_writes_take_long_is_asked_for_a_sign_of_life_if_it_is_connected(
+    pair: TransferPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(pair)
+    attach(pair, next_offer(pair))
+    monkeypatch.setattr(pair.sender._transport, "late", lambda: [DECODE, "another"])
+    pair.sender.pump(pair.now)
+    messages, _ = pair.sender.take()
+    assert messages == [(DECODE, Ping())]

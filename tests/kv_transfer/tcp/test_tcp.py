@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import os
 import select
 import socket
@@ -28,7 +29,7 @@ from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports import pending_connections as visitors
 from kv_transfer.transports.base import Attached
-from kv_transfer.transports.tcp import TcpReader, TcpWriter
+from kv_transfer.transports.tcp import TcpReader, TcpWriter, receive_thread
 from kv_transfer.transports.tcp import writer as tcp_writer
 from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, WELCOME, Terms
 
@@ -252,6 +253,52 @@ def test_both_ends_notice_a_cut_connection_and_the_pair_forms_again(
     ticket = writer.write(DECODE, [(1, 3)])
     assert until(writer.done) == [ticket]
     assert set(store.read(3)) == {42}
+
+
+def test_a_writer_breaks_a_pair_whose_packets_vanish_and_says_first_that_a_page_is_late(
+    writer: TcpWriter, reader: TcpReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No page is sent, and the kernel's word is a fake."""
+    join(writer, reader)
+    is_silent = False
+    monkeypatch.setattr(tcp_writer, "has_silent", lambda socks, waited_s: is_silent and len(socks) == 2)
+    for connection in next(iter(writer._peers.values())).connections:
+        assert connection.thread is not None
+        monkeypatch.setattr(connection.thread, "put", lambda job: None)
+    assert not select.select(writer.files(), [], [], 0)[0]
+    writer.write(DECODE, [(0, 3)])
+    late: list[str] = []
+    while not late:
+        select.select(writer.files(), [], [], 60)  # the writer wakes its loop by itself
+        assert writer.poll() == []
+        late = writer.late()
+    assert late == [DECODE] and writer.late() == []
+    is_silent = True
+    select.select(writer.files(), [], [], 60)
+    [broken] = until(writer.poll)
+    assert broken.problem.endswith("broke: packets over it are lost without an error")
+    assert writer.detach(DECODE) and writer.done() == []
+
+
+def test_a_writer_that_has_nothing_to_send_does_not_wake_its_loop(writer: TcpWriter, reader: TcpReader) -> None:
+    join(writer, reader)
+    reader.allow(PREFILL, 1, [3])
+    ticket = writer.write(DECODE, [(0, 3)])
+    assert until(writer.done) == [ticket]
+    until(lambda: writer.poll() or writer._look_at == math.inf)
+    assert not select.select(writer.files(), [], [], 0)[0]
+    assert writer.late() == []
+
+
+def test_a_reader_whose_acknowledgements_vanish_ends_the_connection(
+    reader: TcpReader, writer: TcpWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receive_thread, "LATE_S", 0.01)
+    monkeypatch.setattr(receive_thread, "is_waiting", lambda sock: True)
+    monkeypatch.setattr(receive_thread, "has_silent", lambda socks, waited_s: True)
+    join(writer, reader)
+    [fenced] = until(lambda: reader.poll(0.0))
+    assert "packets over it are lost" in fenced.reason
 
 
 def test_detaching_ends_all_writes(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:

@@ -51,16 +51,25 @@ def test_a_transfer_goes_on_by_the_next_transport_and_the_pair_returns_later(
     assert carrier(cluster) == "tcp"
     moved = cluster.ask(PREFILL, "counters")
     assert moved[f"bytes_by_{first}"] >= 2 * LAYOUT.page_bytes and moved["bytes_by_tcp"] >= 4 * LAYOUT.page_bytes
+    for rid in ("before", "during"):
+        cluster.ask(DECODE, "give_back", rid=rid)
     cluster.ask(PREFILL, "let_pass", seconds=MIN_REST_S)
+    cluster.reach("granted", "across", PREFILL, DECODE, 6)
+    cluster.ask(PREFILL, "pump", max_pages=2)
 
     def has_returned() -> bool:
         cluster.ferry(PREFILL, DECODE)
         return carrier(cluster) == first
 
     until(has_returned)
+    by_tcp = cluster.ask(PREFILL, "counters")["bytes_by_tcp"]
+    assert by_tcp == moved["bytes_by_tcp"] + 2 * LAYOUT.page_bytes
+    cluster.go_on("across", PREFILL, DECODE)
     cluster.serve("after", PREFILL, DECODE, 2)
-    assert cluster.ask(PREFILL, "counters")["bytes_by_tcp"] == moved["bytes_by_tcp"]
-    for rid in ("before", "during", "after"):
+    found = cluster.ask(PREFILL, "counters")
+    assert found["bytes_by_tcp"] == by_tcp
+    assert found[f"bytes_by_{first}"] == moved[f"bytes_by_{first}"] + 6 * LAYOUT.page_bytes, "a page went twice"
+    for rid in ("across", "after"):
         cluster.ask(DECODE, "give_back", rid=rid)
     for name in (PREFILL, DECODE):
         cluster.balanced(name)

@@ -1,5 +1,6 @@
 """Which transport a pair chooses, and which fences are then accepted."""
 
+import json
 from collections.abc import Iterator
 
 import msgspec
@@ -242,45 +243,132 @@ def test_a_transport_that_does_not_answer_soon_is_left_for_the_next_when_a_pair_
     assert "b: no answer within 5 s" in attached.why
 
 
-def test_a_pair_returns_to_the_better_transport_when_nothing_is_under_way(pair: Pair) -> None:
+def return_to_better(pair: Pair) -> None:
+    """Bring a pair that goes by ``b`` to the point where ``a`` is to be tried again."""
     pair.attach(resumes=False)
     pair.attach(resumes=True)
-    pair.now += MIN_REST_S - 1
+    assert pair.reader.chosen(PREFILL, pair.epoch, "b")
+    pair.now += MIN_REST_S
     pair.carry_a_page()
     assert pair.writer.poll() == []
-    pair.now += 1
+    assert pair.writer.returns() == [DECODE]
+    assert pair.writer.returns() == []
+
+
+def offer_beside(pair: Pair) -> Connect:
+    """The offer of better transports; the one that carries pages is not among them."""
+    endpoint = pair.reader.offer_beside(PREFILL, pair.epoch + 1)
+    assert json.loads(endpoint) == {"a": f"a-{pair.epoch + 1}"}
+    layout = LayoutMessage.of(LAYOUT)
+    return Connect("decode-0", "model", pair.epoch + 1, layout, NUM_PAGES, "auto", endpoint, beside=pair.epoch)
+
+
+def test_a_pair_returns_to_a_better_transport_once_it_works_and_nothing_is_under_way(pair: Pair) -> None:
+    return_to_better(pair)
+    offer = offer_beside(pair)
+    pair.writer.attach_beside(DECODE, offer)
+    assert pair.parts["a"].attached == [(DECODE, "a-3")]
+    pair.carry_a_page()
+    assert pair.writer.poll() == [], "pages go on meanwhile"
+    pair.begin_page()
+    assert not pair.writer.is_changing(DECODE)
+    pair.parts["a"].news = [Attached(DECODE, 3)]
+    assert pair.writer.poll() == [], "a page is under way"
+    assert pair.writer.is_changing(DECODE)
+    pair.end_page()
+    assert pair.writer.poll() == [Attached(DECODE, 3, "", "a", "it works again")]
+    assert not pair.writer.is_changing(DECODE)
+    assert pair.writer.poll() == []
+    assert pair.parts["b"].num_detached == 2, "the peer does not know yet"
+    assert pair.reader.chosen(PREFILL, 3, "a")
+    pair.writer.prepare(DECODE, [0])
+    assert pair.parts["b"].num_detached == 3
+    pair.carry_a_page()
+    pair.now += 10 * MIN_REST_S
+    assert pair.writer.poll() == [] == pair.writer.returns(), "it is on the best"
+
+
+def test_the_transport_that_a_pair_has_left_may_end_first(pair: Pair) -> None:
+    return_to_better(pair)
+    pair.writer.attach_beside(DECODE, offer_beside(pair))
+    pair.parts["a"].news = [Attached(DECODE, 3)]
+    assert len(pair.writer.poll()) == 1
+    pair.parts["b"].news = [Attached(DECODE, 2, "the reader closed it")]
+    assert pair.writer.poll() == []
+    assert pair.parts["b"].num_detached == 3
+    pair.writer.prepare(DECODE, [0])
+    assert pair.parts["b"].num_detached == 3
+    pair.parts["a"].news = [Attached(DECODE, 3, "it broke")]
+    assert pair.writer.poll() == [Attached(DECODE, 3, "it broke")]
+
+
+def test_a_pair_whose_peer_cannot_offer_more_leaves_its_transport_first(pair: Pair) -> None:
+    return_to_better(pair)
+    pair.writer.attach_beside(DECODE, None)
     pair.begin_page()
     assert pair.writer.poll() == [], "a page is under way"
     pair.end_page()
     assert pair.writer.poll() == [Attached(DECODE, 2, "pages to decode node decode-0: a is tried again instead of b")]
     assert pair.writer.poll() == []
     assert pair.attach(resumes=True).transport == "a"
-    pair.carry_a_page()
-    pair.now += 10 * MIN_REST_S
-    assert pair.writer.poll() == [], "it is on the best"
 
 
 def test_an_idle_pair_stays_with_what_works(pair: Pair) -> None:
     pair.attach(resumes=False)
     pair.attach(resumes=True)
     pair.now += 2 * MIN_REST_S
+    assert pair.writer.poll() == [] == pair.writer.returns()
+    pair.carry_a_page()
     assert pair.writer.poll() == []
-    pair.carry_a_page()
-    assert len(pair.writer.poll()) == 1
+    assert pair.writer.returns() == [DECODE]
 
 
-def test_a_transport_that_does_not_come_back_is_left_alone_for_longer(pair: Pair) -> None:
-    pair.attach(resumes=False)
-    pair.attach(resumes=True)
-    pair.now += MIN_REST_S
-    pair.carry_a_page()
-    assert len(pair.writer.poll()) == 1
-    assert pair.attach(resumes=True, works="bc").why == "the first that worked; a: no answer"
+@pytest.mark.parametrize("how", ["problem", "no answer", "no offer", "refused", "garbage", "a write does not end"])
+def test_a_transport_that_does_not_come_back_is_left_alone_for_longer(pair: Pair, how: str) -> None:
+    return_to_better(pair)
+    if how == "refused":
+        pair.parts["a"].refuses = "it cannot be"
+    if how != "no offer":
+        endpoint = {"endpoint": "no json"} if how == "garbage" else {}
+        pair.writer.attach_beside(DECODE, msgspec.structs.replace(offer_beside(pair), **endpoint))
+    if how == "problem":
+        pair.parts["a"].news = [Attached(DECODE, 3, "no answer")]
+    if how == "a write does not end":
+        pair.begin_page()
+        pair.parts["a"].news = [Attached(DECODE, 3)]
+        assert pair.writer.poll() == []
+    if how in ("no answer", "no offer", "a write does not end"):
+        pair.now += PATIENCE_S
+    assert pair.writer.poll() == []
+    assert not pair.writer.is_changing(DECODE)
+    if how == "a write does not end":
+        pair.end_page()
+    if how == "no offer":  # it comes too late
+        pair.writer.attach_beside(DECODE, offer_beside(pair))
+        assert pair.parts["a"].attached == []
     pair.carry_a_page()
     pair.now += 2 * MIN_REST_S - 1
-    assert pair.writer.poll() == []
+    assert pair.writer.poll() == [] == pair.writer.returns()
     pair.now += 1
-    assert len(pair.writer.poll()) == 1
+    assert pair.writer.poll() == []
+    assert pair.writer.returns() == [DECODE]
+
+
+def test_a_pair_that_breaks_while_a_better_transport_is_tried_begins_anew(pair: Pair) -> None:
+    return_to_better(pair)
+    pair.writer.attach_beside(DECODE, offer_beside(pair))
+    pair.parts["a"].news = [Attached(DECODE, 3)]
+    pair.parts["b"].news = [Attached(DECODE, 2, "it broke")]
+    assert pair.writer.poll() == [Attached(DECODE, 2, "it broke")]
+    pair.epoch += 1
+    assert pair.attach(resumes=True).transport == "a"
+
+
+def test_the_best_transport_offers_no_better_one(pair: Pair) -> None:
+    pair.attach(resumes=False)
+    assert pair.reader.offer_beside(PREFILL, 2) == ""
+    assert pair.reader.chosen(PREFILL, 1, "a")
+    assert pair.reader.offer_beside(PREFILL, 2) == ""
 
 
 def test_a_break_is_no_return_even_if_the_better_transport_is_due(pair: Pair) -> None:

@@ -32,7 +32,7 @@ def make_adapter(
     """Save a random adapter for the model in ``model`` into ``folder``.
 
     Args:
-        targets: the last parts of the names of the matrices to change.
+        targets: ends of the names of the matrices to change.
         tensors: changes to what is stored, by name; an empty tensor removes one.
         config: further keys of ``adapter_config.json``.
     """
@@ -54,7 +54,7 @@ def make_adapter(
     stored: Tensors = {}
     for name, weight in sorted(load_file(model / "model.safetensors").items()):
         matrix = name.removesuffix(".weight")
-        if weight.dim() != 2 or matrix.rpartition(".")[2] not in targets:
+        if weight.dim() != 2 or not any(f".{matrix}".endswith(f".{target}") for target in targets):
             continue
         outputs, inputs = weight.shape[::-1] if config.get("fan_in_fan_out") else weight.shape
         stored[f"base_model.model.{matrix}.lora_A.weight"] = torch.randn(rank, inputs, generator=random) * inputs**-0.5

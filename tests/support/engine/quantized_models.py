@@ -57,17 +57,23 @@ def meaning(values: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor) -> Te
 
 
 def encode_gptq(matrix: Tensor, bits: int = 4, *, form: str = "gptq", has_act_order: bool = False) -> Encoded:
-    """With act-order, inputs belong to groups in a random order."""
+    """With act-order, inputs belong to groups in a random order.
+
+    GPTQModel writes the zero points of the first form less 1, and subtracts from all of a word as from one number.
+    """
     num_in = matrix.shape[1]
     order = torch.randperm(num_in) if has_act_order else torch.arange(num_in)
     values, scales, zeros = in_groups(matrix[:, order], bits, GROUP, is_symmetric=False)
     groups = torch.empty(num_in, dtype=torch.int64)
     groups[order] = torch.arange(num_in) // GROUP
     values = values[:, order.argsort()]
-    stored = (zeros.T.numpy() - (form == "gptq")) % 2**bits
+    words = pack(zeros.T.numpy(), bits)
+    if form == "gptq":
+        ones = sum(1 << place for place in range(0, 32, bits))
+        words = torch.from_numpy((words.numpy().view(np.uint32) - np.uint32(ones)).view(np.int32))
     parts = {
         "qweight": pack(values.numpy(), bits).T.contiguous(),
-        "qzeros": pack(stored, bits),
+        "qzeros": words,
         "scales": scales.T.half().contiguous(),
         "g_idx": groups.int(),
     }

@@ -2,6 +2,8 @@
 
 import queue
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,17 +39,29 @@ class RankThreads:
         self._steps: list[queue.Queue[Any]] = [queue.Queue() for _ in range(1, num_ranks)]
         self._threads: list[threading.Thread] = []
         self._errors: list[BaseException] = []
+        self._are_ready = threading.Barrier(num_ranks)
+        self.executors: list[RankExecutor] = []
         self._loading = threading.Lock()  # dividing a library's model hooks every module of the process
 
     def join(self, pool: KVPool) -> RankGroup:
         for rank, steps in enumerate(self._steps, start=1):
             self._threads.append(threading.Thread(target=self._run, args=(Shard(rank, self.num_ranks), pool, steps)))
             self._threads[-1].start()
-        return open_group(self._store, Shard(0, self.num_ranks), CPU, timeout_s=60)
+        group = open_group(self._store, Shard(0, self.num_ranks), CPU, timeout_s=60)
+        self._are_ready.wait(60)
+        return group
 
-    def begin(self, rows: RowArrays, kept: NDArray[np.int64]) -> None:
+    def begin(self, rows: RowArrays, kept: NDArray[np.int64], adapters: Sequence[int]) -> None:
         for steps in self._steps:
-            steps.put((rows, kept))
+            steps.put((rows, kept, adapters))
+
+    def read_adapter(self, number: int, digest: str, folder: Path, *, max_rank: int, root: Path | None) -> None:
+        for executor in self.executors:
+            executor.read_adapter(number, digest, folder, max_rank=max_rank, root=root)
+
+    def drop_adapter(self, number: int) -> None:
+        for executor in self.executors:
+            executor.drop_adapters([number])
 
     def _run(self, shard: Shard, pool: KVPool, steps: "queue.Queue[Any]") -> None:
         try:
@@ -56,11 +70,14 @@ class RankThreads:
             group = open_group(self._store, shard, CPU, timeout_s=60)
             own = KVPool(pool.layout, pool.num_pages)
             executor = RankExecutor(make_model(group), own, self._attention)
+            self.executors.append(executor)
+            self._are_ready.wait(60)
             while (step := steps.get()) is not None:
                 executor.run(*step)
             own.close()
         except BaseException as error:
             self._errors.append(error)
+            self._are_ready.abort()
 
     def close(self) -> None:
         for steps in self._steps:

@@ -67,8 +67,13 @@ class RayHosts:
         resources: Mapping[str, float] | None = None,
         labels: str = "",
         is_head: bool = False,
+        more: Sequence[str] = (),
     ) -> None:
-        """Start a raylet; returns once it runs. Ray believes what it is told of GPUs."""
+        """Start a raylet; returns once it runs. Ray believes what it is told of GPUs.
+
+        Args:
+            more: words of ``ray start`` that come last, and so take precedence.
+        """
         ray = Path(sys.executable).parent / "ray"
         address = self.hosts.address(name)
         words = [
@@ -84,6 +89,7 @@ class RayHosts:
             words += ["--head", f"--port={GCS_PORT}", "--include-dashboard=false"]
         else:
             words.append(f"--address={self.address}")
+        words += more
         mine = self._folder / name
         mine.mkdir(parents=True, exist_ok=True)
         os.makedirs("/tmp/ray", exist_ok=True)

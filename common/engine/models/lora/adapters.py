@@ -12,21 +12,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.cpu.kernels import LANES
+from common.engine.cpu.kernels import LANES, Groups
 from common.engine.device_copies import to_device
 from common.engine.models.config import ModelConfig
-from common.engine.models.feed_forward import Mlp
+from common.engine.models.feed_forward import ExpertLoop, Experts, FeedForward, Mlp
 from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.linear import Linear
 from common.engine.models.lora.checkpoint import AdapterCheckpoint, LowRankPair
+from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 
-#: The matrices of ``LayerWeights``, and the matrices of a checkpoint that each is merged of.
-MERGED: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
+#: Outputs and inputs of a matrix.
+Shape = tuple[int, int]
+_EXPERTS = "experts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,52 +56,104 @@ class LoraWeights:
 
     Attributes:
         digest: as in ``AdapterCheckpoint``.
-        additions: what is added to matrices: of the native decoder by layer and name in ``MERGED``, of others by name.
+        additions: what is added to matrices: of the native decoder by layer and name in ``_merged_matrices``, of others
+            by name.
+        expert_layers: numbers of the layers of whose experts it changes a matrix.
+        number: what the other ranks of a node know it by; 0 without ranks.
     """
 
     digest: str
     additions: Mapping[Hashable, Addition]
+    expert_layers: frozenset[int] = frozenset()
+    number: int = 0
 
 
-def native_matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
+def _merged_matrices(model: ModelConfig, layer: int) -> dict[str, dict[str, Shape]]:
+    """Return the matrices of a layer, and the matrices of the checkpoint that each is merged of, with their shapes.
+
+    Those of an expert have its number: ``experts.3.gate_up``.
+    """
+    hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    experts = model.experts if model.experts is not None and layer in model.experts.layers else None
+
+    def named(place: str, **shapes: Shape) -> dict[str, Shape]:
+        names = {name: f"model.layers.{layer}.{place}.{name}.weight" for name in shapes}
+        stored = names if experts is None else {name: experts.keys.stored_name(one) for name, one in names.items()}
+        return {stored[name].removesuffix(".weight"): shape for name, shape in shapes.items()}
+
+    def gated(place: str, prefix: str, wide: int) -> dict[str, dict[str, Shape]]:
+        gate_up = named(place, gate_proj=(wide, hidden), up_proj=(wide, hidden))
+        return {f"{prefix}gate_up": gate_up, f"{prefix}down": named(place, down_proj=(hidden, wide))}
+
+    found = {
+        "qkv": named("self_attn", q_proj=(queries, hidden), k_proj=(keys, hidden), v_proj=(keys, hidden)),
+        "o": named("self_attn", o_proj=(hidden, queries)),
+    }
+    if experts is None:
+        return found | gated("mlp", "", model.intermediate_size)
+    found["router"] = named("mlp", gate=(experts.num_experts, hidden))
+    for number in range(experts.num_experts):
+        found |= gated(f"mlp.experts.{number}", f"{_EXPERTS}{number}.", experts.width)
+    return found
+
+
+def native_matrices(model: ModelConfig, *, has_expert_loop: bool = True) -> dict[str, Shape]:
     """Return outputs and inputs of the matrices of a native model that adapters may change, by their names.
 
-    There are none if it has experts.
+    Args:
+        has_expert_loop: whether ``ExpertLoop`` multiplies with the experts; otherwise theirs are not among them.
     """
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    hidden, wide = model.hidden_size, model.intermediate_size
-    shapes = {
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (kv_heads, hidden),
-        "self_attn.v_proj": (kv_heads, hidden),
-        "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (wide, hidden),
-        "mlp.up_proj": (wide, hidden),
-        "mlp.down_proj": (hidden, wide),
+    return {
+        name: shape
+        for layer in range(model.num_layers)
+        for matrix, parts in _merged_matrices(model, layer).items()
+        if has_expert_loop or not matrix.startswith(_EXPERTS)
+        for name, shape in parts.items()
     }
-    num_layers = model.num_layers if model.experts is None else 0
-    return {f"model.layers.{layer}.{name}": shape for layer in range(num_layers) for name, shape in shapes.items()}
 
 
-def make_lora(adapter: AdapterCheckpoint, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoraWeights:
-    """Merge the parts of an adapter as those of the model's matrices are, and pack them for this machine."""
-    shapes = native_matrices(model)
+def make_lora(
+    adapter: AdapterCheckpoint,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard = WHOLE_MODEL,
+) -> LoraWeights:
+    """Merge the parts of an adapter as those of the model's matrices are, and pack them for this machine.
+
+    Args:
+        model: the whole model.
+        shard: the part of it that the adapter is for. B is divided where the matrix is divided by its outputs, and A
+            where it is divided by its inputs: then the sum over all ranks is that of the adapter, too.
+    """
     found: dict[Hashable, Addition] = {}
+    expert_layers = set()
+    own_model = shard.config_of(model)
     for layer in range(model.num_layers):
-        for matrix, modules in MERGED.items():
-            names = [f"model.layers.{layer}.{module}" for module in modules]
-            parts = [adapter.pairs.get(name) for name in names]
+        own_matrices = _merged_matrices(own_model, layer)
+        for matrix, shapes in _merged_matrices(model, layer).items():
+            own = own_matrices[matrix]
+            parts = [_part(adapter.pairs.get(name), shard.part_of(shapes[name], own[name])) for name in shapes]
             if any(parts):
-                found[layer, matrix] = _merged(parts, [shapes[name][0] for name in names], dtype, device)
-    return LoraWeights(adapter.digest, found)
+                found[layer, matrix] = _merged(parts, [outputs for outputs, _ in own.values()], dtype, device)
+                if matrix.startswith(_EXPERTS):
+                    expert_layers.add(layer)
+    return LoraWeights(adapter.digest, found, frozenset(expert_layers))
 
 
-def make_unmerged_lora(adapter: AdapterCheckpoint, dtype: torch.dtype, device: torch.device) -> LoraWeights:
+def _part(pair: LowRankPair | None, part: tuple[slice, ...]) -> LowRankPair | None:
+    outputs, inputs = part
+    return None if pair is None else LowRankPair(pair.a[:, inputs], pair.b[outputs])
+
+
+def make_unmerged_lora(
+    digest: str, pairs: Mapping[str, LowRankPair], dtype: torch.dtype, device: torch.device
+) -> LoraWeights:
     """Pack an adapter for a model whose matrices are those of its checkpoint."""
     found: dict[Hashable, Addition] = {}
-    for name, pair in adapter.pairs.items():
+    for name, pair in pairs.items():
         found[name] = _merged([pair], [len(pair.b)], dtype, device)
-    return LoraWeights(adapter.digest, found)
+    return LoraWeights(digest, found)
 
 
 def _merged(
@@ -160,6 +209,32 @@ class AdaptedLinear(Linear):
         return y
 
 
+class AdaptedExpertLoop(ExpertLoop):
+    """The products of experts, and what adapters add to their results for the tokens that have them.
+
+    Args:
+        index: number of the layer.
+    """
+
+    def __init__(self, base: ExpertLoop, index: int, shares: Sequence[Share]) -> None:
+        self.experts, self._gate_up, self._down = base.experts, base._gate_up, base._down
+        self._index = index
+        self._shares = shares
+
+    def _multiply(self, x: Tensor, groups: Groups, tokens: Tensor, dtype: torch.dtype, *, is_down: bool) -> Tensor:
+        y = super()._multiply(x, groups, tokens, dtype, is_down=is_down)
+        ends = groups.ends.tolist()
+        for share in self._shares:
+            has_it = None if share.tokens is None else torch.isin(tokens, share.tokens)
+            for expert, first, end in zip(groups.weights.tolist(), [0, *ends], ends, strict=False):
+                matrix = f"{_EXPERTS}{expert}.{'down' if is_down else 'gate_up'}"
+                addition = share.adapter.additions.get((self._index, matrix))
+                pairs = None if has_it is None else has_it[first:end].nonzero()[:, 0]
+                if addition is not None and (pairs is None or len(pairs)):
+                    addition.add_to(y[first:end], x[first:end], pairs)
+        return y
+
+
 class StepAdapters:
     """The adapters of one step.
 
@@ -186,12 +261,9 @@ class StepAdapters:
         """Return the layers of a model with the adapters of this step."""
         for index, layer in enumerate(layers):
             later = self._kept if index + 1 == len(layers) else self._all
-            assert isinstance(layer.mlp, Mlp), "adapters of models with experts are refused"
-            mlp = Mlp(
-                _adapted(layer.mlp.gate_up, "gate_up", index, later), _adapted(layer.mlp.down, "down", index, later)
-            )
             qkv = _adapted(layer.qkv, "qkv", index, self._all)
-            yield replace(layer, qkv=qkv, o=_adapted(layer.o, "o", index, later), mlp=mlp)
+            o = _adapted(layer.o, "o", index, later)
+            yield replace(layer, qkv=qkv, o=o, mlp=_adapted_feed_forward(layer.mlp, index, later))
 
     def matrices(self) -> dict[Hashable, list[tuple[Addition, Tensor | None]]]:
         """Return what is added to each matrix of a model whose layers all compute every token."""
@@ -215,3 +287,14 @@ def _shares(distinct: Sequence[LoraWeights], of_token: NDArray[np.int64], device
 def _adapted(base: Linear, matrix: str, index: int, shares: Sequence[Share]) -> Linear:
     found = [(addition, share.tokens) for share in shares if (addition := share.adapter.additions.get((index, matrix)))]
     return AdaptedLinear(base, found) if found else base
+
+
+def _adapted_feed_forward(base: FeedForward, index: int, shares: Sequence[Share]) -> FeedForward:
+    if isinstance(base, Mlp):
+        return Mlp(_adapted(base.gate_up, "gate_up", index, shares), _adapted(base.down, "down", index, shares))
+    assert isinstance(base, Experts)
+    product = base.product
+    if changing := [share for share in shares if index in share.adapter.expert_layers]:
+        assert isinstance(product, ExpertLoop), "adapters of experts in Triton are refused"
+        product = AdaptedExpertLoop(product, index, changing)
+    return Experts(base.config, _adapted(base.router, "router", index, shares), product)

@@ -79,8 +79,6 @@ def read_adapter(
         ConfigError: a file is missing, damaged or outside of ``root``, the adapter does not fit the model, its rank is
             above ``max_rank``, or it is of a kind that is not supported. The message names the file.
     """
-    if not matrices:
-        raise ConfigError(f"{folder}: adapters are for models whose layers are dense, and this one has experts")
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
     if not (folder / TENSORS).exists() and (folder / PICKLE).exists():

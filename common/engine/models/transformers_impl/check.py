@@ -31,7 +31,7 @@ from common.engine.models.transformers_impl.config import (
     make_on_meta,
     observe_attention,
 )
-from common.engine.models.transformers_impl.model import TransformersModel
+from common.engine.models.transformers_impl.model import TransformersModel, pack
 from common.engine.models.transformers_impl.tp_plan import TpPlan
 from common.engine.tensor_parallel.group import open_group
 from common.engine.tensor_parallel.shard import Shard
@@ -88,6 +88,7 @@ def _difference(config: TransformersConfig, num_ranks: int) -> float:
     assert all((layer.window or 0) < min(_LENGTHS) for layer in shape.layers), "its windows cannot be shortened"
     own = replace(config, num_layers=len(shape.layers), layer_attention=shape.layers, vocab_size=_VOCAB_SIZE)
     if num_ranks == 1:
+        pack(model)
         found = _over_pages(TransformersModel(own, model, hook, torch.float32), requests)
     else:
         found = _over_ranks(own, model, requests, num_ranks)

@@ -136,7 +136,7 @@ class TransformersConfig(BaseModelConfig):
         generation = read_json(folder / "generation_config.json", required=False)
         tensors = None if has_dummy_weights else stored_tensors(folder)
         if trust_remote_code:
-            _warn_of_code(stored, folder)
+            _warn_of_code("AutoConfig", stored.get("auto_map"), folder)
         config = load_library_config(folder, overrides, trust_remote_code=trust_remote_code)
         refuse_by_configuration(config, stored, folder)
         if tensors is None:
@@ -145,6 +145,8 @@ class TransformersConfig(BaseModelConfig):
             quantization = parse_quantization(stored.get("quantization_config"), folder)
             dtype = main_dtype(_numbers(tensors), quantization, folder)
         hook = _make_hook()
+        if trust_remote_code:
+            _warn_of_code("AutoModelForCausalLM", getattr(config, "auto_map", None), folder)
         model = make_on_meta(config, folder, hook, trust_remote_code=trust_remote_code)
         shape = observe_attention(model, folder, hook)
         context_length = _context_length(config, folder)
@@ -426,16 +428,12 @@ def _has_unseen_window(config: Any, layers: Sequence[LayerAttention], context_le
     return isinstance(window, int) and 0 < window < context_length and all(layer.window is None for layer in layers)
 
 
-def _warn_of_code(stored: Mapping[str, Any], folder: Path) -> None:
-    """Say that code of the checkpoint is about to run, if config.json names some in place of the library's classes."""
-    named = stored.get("auto_map")
-    classes = [
-        str(named[key]) for key in ("AutoConfig", "AutoModelForCausalLM") if isinstance(named, dict) and named.get(key)
-    ]
-    if classes:
+def _warn_of_code(kind: str, auto_map: object, folder: Path) -> None:
+    """Say that code of the checkpoint is about to run, if ``auto_map`` names a class in place of one of the library."""
+    if isinstance(auto_map, dict) and auto_map.get(kind):
         log.warning(
             "--trust-remote-code: Python code of %s (%s) runs in this process, with the rights of its user",
-            *(folder, ", ".join(classes)),
+            *(folder, auto_map[kind]),
         )
 
 

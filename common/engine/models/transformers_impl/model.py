@@ -33,6 +33,7 @@ from common.engine.models.lora.adapters import Addition, LoraWeights, StepAdapte
 from common.engine.models.lora.checkpoint import AdapterCheckpoint
 from common.engine.models.transformers_impl.attention import AttentionHook, freeze_rope
 from common.engine.models.transformers_impl.config import TransformersConfig, load_library_config, make_on_meta
+from common.engine.models.transformers_impl.experts import PackedExperts, can_pack
 from common.engine.models.transformers_impl.tp_plan import TpPlan
 from common.engine.tensor_parallel.group import RankGroup
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
@@ -53,6 +54,7 @@ class TransformersModel:
         hook: the model's attention function.
         shard: the part that ``model`` is.
         group: the ranks that compute all parts together; None: ``model`` is whole.
+        plan: by which ``model`` is divided; None: it is whole, or gets no adapters.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class TransformersModel:
         *,
         shard: Shard = WHOLE_MODEL,
         group: RankGroup | None = None,
+        plan: TpPlan | None = None,
     ) -> None:
         self.config = shard.with_own_heads(config)
+        self._plan = plan
         self._hook = hook
         self._dtype = dtype
         self._group = group
@@ -91,7 +95,9 @@ class TransformersModel:
         with contextlib.ExitStack() as added:
             for name, additions in ({} if adapters is None else adapters.matrices()).items():
                 layer, _ = self._linear_layers[str(name)]
-                added.enter_context(layer.register_forward_hook(functools.partial(_add, additions)))
+                hook = functools.partial(_add, additions)
+                # Before the hooks of the plan, which join the outputs of all ranks.
+                added.enter_context(layer.register_forward_hook(hook, prepend=True))
             hidden = self._hook.run(self._layers, tokens, positions, calls)
         return hidden if keep is None else hidden[keep]
 
@@ -101,11 +107,14 @@ class TransformersModel:
 
     @property
     def adaptable(self) -> dict[str, tuple[int, int]]:
-        return {name: shape for name, (_, shape) in self._linear_layers.items()}
+        plan, own = self._plan, {name: shape for name, (_, shape) in self._linear_layers.items()}
+        return own if plan is None else {name: plan.whole_shape(name, shape) for name, shape in own.items()}
 
     def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
-        weight = next(self._layers.parameters())
-        return make_unmerged_lora(adapter, self._dtype, weight.device)
+        pairs, plan = adapter.pairs, self._plan
+        if plan is not None:
+            pairs = {name: plan.part_of_pair(name, pair) for name, pair in pairs.items()}
+        return make_unmerged_lora(adapter.digest, pairs, self._dtype, next(self._layers.parameters()).device)
 
     def _attention_params(self) -> LayerParams:
         params = []
@@ -127,14 +136,14 @@ class TransformersModel:
 
 
 def _named_linear_layers(model: Any) -> dict[str, tuple[nn.Module, tuple[int, int]]]:
-    """Return the linear layers with their outputs and inputs, by their names in checkpoints; none beside experts.
+    """Return the linear layers with their outputs and inputs, by their names in checkpoints; none within experts.
 
-    An adapter adds rows by the tokens of a step, and experts compute only some of them.
+    An adapter adds rows by the tokens of a step, of which experts compute only some. Shared experts compute all.
     """
     found: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
     for name, layer in model.base_model.named_modules():
-        if "expert" in name:
-            return {}
+        if any("expert" in part and not part.startswith("shared_expert") for part in name.split(".")):
+            continue
         if isinstance(layer, PackedLinear):
             found[f"{model.base_model_prefix}.{name}"] = layer, layer.shape
         elif type(layer) in (nn.Linear, Conv1D):
@@ -262,7 +271,7 @@ def load_transformers_model(
     def make(group: RankGroup | None) -> TransformersModel:
         if plan is not None and group is not None:
             plan.connect(model, group)
-        return TransformersModel(config, model, hook, TORCH_DTYPES[dtype], shard=shard, group=group)
+        return TransformersModel(config, model, hook, TORCH_DTYPES[dtype], shard=shard, group=group, plan=plan)
 
     return make
 
@@ -355,8 +364,8 @@ class PackedLinear(nn.Module):
 def pack(model: Any, dtype: WeightDtype = "auto") -> None:
     """Round every linear layer to ``dtype`` and repack it for this machine, one at a time, so that memory is enough.
 
-    The projection to the vocabulary is rounded to 8 bits at least. Weights that are no linear layers, such as those of
-    experts in one tensor, stay as they are.
+    So are experts, all of a layer at a time. The projection to the vocabulary is rounded to 8 bits at least. Other
+    weights stay as they are.
     """
     memory = HugePages()
     head = model.get_output_embeddings()
@@ -364,6 +373,8 @@ def pack(model: Any, dtype: WeightDtype = "auto") -> None:
     at_least_int8: WeightDtype = "int8" if dtype == "int4" else dtype
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
+            if can_pack(layer):
+                setattr(parent, name, PackedExperts(layer, dtype, memory))
             if (linear := _linear_of(layer)) is None:
                 continue
             is_tied, is_head = layer.weight is embedding, layer is head

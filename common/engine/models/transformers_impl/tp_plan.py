@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from common.engine.models.lora.checkpoint import LowRankPair
 from common.engine.models.transformers_impl.attention import AttentionHook
 from common.engine.models.transformers_impl.config import (
     TransformersConfig,
@@ -80,20 +81,26 @@ class _Part:
 
     Attributes:
         pieces: first index and length of what it has of dimension ``dim``; none: zeros in place of the parameter.
+        size: of the whole parameter in this dimension.
     """
 
     dim: int
     pieces: tuple[tuple[int, int], ...]
+    size: int = 0
 
     def of(self, whole: nn.Parameter) -> nn.Parameter:
         """Return a copy of the part, so that the whole parameter can be given back."""
         if self.pieces:
-            part = torch.cat([whole.data.narrow(self.dim, *piece) for piece in self.pieces], self.dim)
+            part = self.cut(whole.data, self.dim)
         else:
             part = torch.zeros_like(whole.data)
         parameter = nn.Parameter(part, requires_grad=False)
         vars(parameter).update(vars(whole))  # the library's note that this is no random number any more
         return parameter
+
+    def cut(self, whole: Tensor, dim: int) -> Tensor:
+        """Return a copy of the pieces of a tensor's dimension ``dim``."""
+        return torch.cat([whole.narrow(dim, *piece) for piece in self.pieces], dim)
 
 
 class TpPlan:
@@ -161,11 +168,25 @@ class TpPlan:
                 "give a --tp that divides them, or leave it out",
             )
         [own] = shard.part_of((in_group,), (length,))
-        return _Part(dim, tuple((group * in_group + own.start, length) for group in range(style.num_groups)))
+        return _Part(dim, tuple((group * in_group + own.start, length) for group in range(style.num_groups)), size)
 
     def _refusal(self, reason: str, fix: str = "leave out --tp") -> ConfigError:
         number, config = self._shard.size, self._config
         return ConfigError(f"--tp {number}: {config.architecture} cannot be divided: {reason}; {fix}")
+
+    def whole_shape(self, matrix: str, own: tuple[int, int]) -> tuple[int, int]:
+        """Return outputs and inputs of a whole matrix, from those of this rank's part of it."""
+        part = self._parts.get(f"{matrix}.weight")
+        if part is None:
+            return own
+        return (part.size, own[1]) if part.dim == 0 else (own[0], part.size)
+
+    def part_of_pair(self, matrix: str, pair: LowRankPair) -> LowRankPair:
+        """Return what an adapter adds to this rank's part of a matrix."""
+        part = self._parts.get(f"{matrix}.weight")
+        if part is None:
+            return pair
+        return LowRankPair(pair.a, part.cut(pair.b, 0)) if part.dim == 0 else LowRankPair(part.cut(pair.a, 1), pair.b)
 
     def divide(self, model: Any) -> None:
         """Replace every parameter of a model by this rank's part of it."""

@@ -224,7 +224,7 @@ def test_attention_equals_the_reference(
         max_size=4,
     ),
     page_size=st.sampled_from([1, 3, 16, 64]),
-    heads=st.sampled_from([(4, 2, 16), (6, 2, 32), (16, 8, 128), (3, 3, 64), (8, 1, 96), (16, 1, 256)]),
+    heads=st.sampled_from([(4, 2, 16), (6, 2, 32), (16, 8, 128), (3, 3, 64), (8, 1, 96), (16, 1, 256), (40, 2, 32)]),
     formats=st.sampled_from([(kept, pages) for kept in ("float32", "bfloat16", "float16") for pages in (kept, "int8")]),
     window=st.one_of(st.none(), st.integers(1, 40), st.sampled_from([100, 128, 257, 5000])),
     soft_cap=st.sampled_from([None, 1.5, 30.0]),
@@ -258,7 +258,7 @@ def test_attention_with_any_parameters_equals_the_reference(
 @given(
     rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=4),
     page_size=st.sampled_from([1, 3, 16]),
-    heads=st.sampled_from([(4, 2, 16), (16, 8, 128), (3, 3, 64), (16, 1, 256)]),
+    heads=st.sampled_from([(4, 2, 16), (16, 8, 128), (3, 3, 64), (16, 1, 256), (34, 2, 32)]),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
 )
 def test_attention_to_pages_of_int8_equals_the_reference(

@@ -96,7 +96,7 @@ for dtype, rows, inputs in ((torch.float32, 5, 17), *itertools.product(DTYPES, (
     if kernels.can_multiply(plain):
         kernels.linear(torch.randn(rows, inputs).to(dtype), kernels.pack_linear(plain, Exact()), None, torch.float32)
 
-SHAPES = ((4, 2, 32), (8, 1, 128), (3, 3, 16), (16, 1, 256), (6, 1, 64))
+SHAPES = ((4, 2, 32), (8, 1, 128), (3, 3, 16), (16, 1, 256), (6, 1, 64), (36, 1, 32))
 for (dtype, pages_dtype), (heads, kv_heads, dim), page_size in itertools.product(
     [(dtype, pages) for dtype in ("float32", "bfloat16", "float16") for pages in (dtype, "int8")], SHAPES, (1, 16)
 ):

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from support.engine.engine_driver import Driver
+from support.engine.lora_adapters import make_adapter, merge
 from support.engine.reference_models import draw_prompts, make_model
 
 from common.engine.executor import TorchExecutor, load_executor
@@ -121,6 +122,29 @@ def test_a_rank_that_cannot_load_the_model_refuses_the_start(
             executor_of(folder, ranks)
         [pid] = ranks.pids
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_ranks_read_adapters_while_steps_go_on_and_name_the_one_that_cannot(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    adapter = make_adapter(tmp_path / "loras" / "a", folder)
+    [(prompt, plain)] = draw_prompts(folder, [40], 3)
+    [(other, expected)] = draw_prompts(merge(tmp_path / "merged", folder, adapter), [40], 3)
+    with RankProcesses(2) as ranks:
+        ranks.start(load_of(folder, 2))
+        executor = executor_of(folder, ranks)
+        with pytest.raises(ConfigError, match=r"rank 1 of this node: .*: has changed while it was loaded"):
+            ranks.read_adapter(7, "another digest", adapter, max_rank=8, root=None)
+        executor.adapters["a"] = executor.read_adapter(adapter, max_rank=8, root=tmp_path / "loras")
+        assert executor.adapters["a"].number > 0
+        driver = Driver(executor)
+        texts = [driver.start(0, prompt), driver.start(1, other, adapter="a")]
+        driver.finish(texts, 3, chunk=16)
+        assert [tuple(text.output) for text in texts] == [plain, expected]
+        executor.drop_adapter("a")
+        text = driver.start(0, prompt)
+        driver.finish([text], 3)
+        assert tuple(text.output) == plain
+        executor.close()
 
 
 def open_for_reader(pipe: Path) -> int:

@@ -2,7 +2,8 @@
 
 ``qweight`` ``[in / n, out]`` holds n inputs in a word, ``qzeros`` ``[groups, out / n]`` n outputs; ``scales`` are
 ``[groups, out]``. ``g_idx`` ``[in]`` is the group of each input, which act-order sorts by importance. The first format
-stores zero points less 1, modulo the number of values; ``gptq_v2`` stores them as they are.
+stores zero points less 1; ``gptq_v2`` stores them as they are. GPTQModel subtracts 1 from all zero points of a word as
+from one number, so that a zero point of 0 borrows from the next one.
 """
 
 import torch
@@ -16,9 +17,11 @@ def decode_gptq(parts: Parts, shape: tuple[int, ...], quantization: CheckpointQu
     """Return the matrix in float32."""
     num_out, num_in = shape
     values = unpack_words(parts["qweight"], num_in, dim=0)
-    zeros = unpack_words(parts["qzeros"], num_out, dim=1)
+    words = parts["qzeros"]
     if quantization.has_zeros_less_one:
-        zeros = zeros + 1 & (1 << bits_of(len(parts["qweight"]), num_in)) - 1
+        bits = bits_of(len(parts["qweight"]), num_in)
+        words = words + sum(1 << shift for shift in range(0, 32, bits))  # int32, which wraps around
+    zeros = unpack_words(words, num_out, dim=1)
     scales = parts["scales"].float()
     size = -(-num_in // len(scales))
     groups = parts["g_idx"].long() if "g_idx" in parts else torch.arange(num_in) // size

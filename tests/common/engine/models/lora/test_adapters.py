@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.engine.engine_driver import Driver
-from support.engine.lora_adapters import make_adapter, merge
+from support.engine.lora_adapters import ALL, make_adapter, merge
 from support.engine.reference_models import FAMILIES, draw_prompts, make_model
 
 from common.engine.cpu.kernels import load_kernels
@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "one": {"rank": 1, "alpha": 3, "targets": ("up_proj",)},
     "outputs": {"rank": 16, "alpha": 8, "targets": ("o_proj", "down_proj"), "layers_to_transform": [0, 1]},
 }
+MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 @pytest.fixture(scope="session")
@@ -71,11 +72,17 @@ def test_a_file_that_is_no_file_or_a_link_that_leaves_the_folder_is_refused(smal
         read(folder, small)
 
 
-def test_an_adapter_for_a_model_with_experts_is_refused(small: Path, tmp_path: Path) -> None:
-    folder = make_adapter(tmp_path / "a", small)
-    with_experts = make_model(tmp_path / "experts", "mixtral")
-    with pytest.raises(ConfigError, match="this one has experts"):
-        read(folder, with_experts)
+def test_experts_that_adapters_cannot_change_are_refused_by_name(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "mixtral", num_local_experts=4)
+    folder = make_adapter(tmp_path / "a", model, targets=("q_proj", "w1"))
+    assert "model.layers.1.block_sparse_moe.experts.3.w1" in read(folder, model).pairs
+    in_triton = native_matrices(ModelConfig.load(str(model)), has_expert_loop=False)
+    with pytest.raises(ConfigError, match=r"layers\.0\.block_sparse_moe\.experts\.0\.w1\.lora_A.* changes nothing"):
+        read_adapter(folder, in_triton, max_rank=8)
+    name = "base_model.model.model.layers.0.block_sparse_moe.experts.4.w1.lora_A.weight"  # of four experts
+    folder = make_adapter(tmp_path / "b", model, targets=("q_proj",), tensors={name: torch.zeros(8, 48)})
+    with pytest.raises(ConfigError, match=r"experts\.4\.w1\.lora_A.* changes nothing"):
+        read(folder, model)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff\xfe"])
@@ -98,6 +105,7 @@ def test_a_damaged_file_is_refused(small: Path, tmp_path: Path, damage: bytes) -
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters ['mlp.experts.gate_up_proj']"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"a_setting_of_tomorrow": 1}, "a_setting_of_tomorrow"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
@@ -187,10 +195,13 @@ class Case(NamedTuple):
     expected: tuple[int, ...]
 
 
-@pytest.fixture(
-    scope="module",
-    params=sorted(name for name, (_, given) in FAMILIES.items() if not any("expert" in key for key in given)),
-)
+def targets_of(family: str, targets: tuple[str, ...] = ALL) -> tuple[str, ...]:
+    """Return the names of matrices in a family's checkpoints; with the router, if all are meant."""
+    router = ("gate",) if targets == ALL and family in ("mixtral", "qwen3_moe") else ()
+    return *((MIXTRAL_NAMES.get(name, name) if family == "mixtral" else name) for name in targets), *router
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Case]]:
     """A model's folder, below it adapters of each kind, and greedy outputs of the merged models."""
     family, overrides = FAMILIES[request.param]
@@ -198,7 +209,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = make_model(root / "model", family, seed=11, **overrides)
     cases = [Case("", *case) for case in draw_prompts(folder, LENGTHS, MAX_NEW, seed=3)]
     for seed, (name, settings) in enumerate(KINDS.items()):
-        adapter = make_adapter(root / name, folder, seed=seed, **settings)
+        targets = targets_of(family, settings.get("targets", ALL))
+        adapter = make_adapter(root / name, folder, seed=seed, **{**settings, "targets": targets})
         merged = merge(root / f"merged-{name}", folder, adapter)
         cases += [Case(name, *case) for case in draw_prompts(merged, LENGTHS, MAX_NEW, seed=3)]
     return root, cases

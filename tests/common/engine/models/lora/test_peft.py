@@ -21,6 +21,8 @@ LENGTHS, MAX_NEW = [1, 17, 70], 6
     [
         ("Qwen3ForCausalLM", "native", {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}),
         ("LlamaForCausalLM", "native", {"r": 5, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}),
+        ("Qwen3MoeForCausalLM", "native", {"r": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+        ("MixtralForCausalLM", "native", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}),
         ("Gemma2ForCausalLM", "transformers", {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj", "down_proj"]}),
         ("GPT2LMHeadModel", "transformers", {"r": 4, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
     ],

@@ -106,9 +106,10 @@ def test_tokens_equal_those_of_the_checkpoint_s_own_class_and_the_log_warns_of_i
         executor = load_executor(config, dtype="float32", num_slots=8, num_pages=60, page_size=16)
     check_tokens(executor, cases, MAX_NEW)
     executor.close()
-    (warning,) = (record for record in caplog.records if "--trust-remote-code" in record.getMessage())
-    assert warning.levelno == logging.WARNING
-    assert "(gated_config.GatedConfig, gated_model.GatedForCausalLM) runs in this process" in warning.getMessage()
+    warnings = [record for record in caplog.records if "--trust-remote-code" in record.getMessage()]
+    assert [record.levelno for record in warnings] == [logging.WARNING] * 2
+    for record, name in zip(warnings, ("gated_config.GatedConfig", "gated_model.GatedForCausalLM"), strict=True):
+        assert f"({name}) runs in this process" in record.getMessage()
     assert "checking a reduced copy of GatedForCausalLM" in caplog.text
 
 
@@ -128,6 +129,18 @@ def test_a_damaged_key_of_a_known_type_is_named_although_the_checkpoint_has_code
     with pytest.raises(UnsupportedModelError, match="num_attention_heads") as error:
         load_config(ModelSource(str(folder), implementation="transformers"))
     assert "--trust-remote-code" not in str(error.value)
+
+
+def test_code_of_a_model_that_is_refused_before_it_runs_is_not_warned_of(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = json.loads((folder / "config.json").read_text())
+    del stored["auto_map"]["AutoConfig"]
+    (folder / "config.json").write_text(json.dumps({**stored, "model_type": "llama"}))
+    (folder / "gated_model.py").write_text("raise AssertionError('this code runs')")
+    with caplog.at_level(logging.INFO), pytest.raises(UnsupportedModelError, match="not those of a LlamaForCausalLM"):
+        load_config(ModelSource(str(folder), implementation="transformers", trust_remote_code=True))
+    assert "--trust-remote-code" not in caplog.text
 
 
 def test_a_checkpoint_without_code_runs_none_and_nothing_is_said(

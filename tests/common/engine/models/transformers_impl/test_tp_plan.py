@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.engine.engine_driver import Driver, check_tokens
 from support.engine.library_models import LIBRARY_MODELS, WITHOUT_PLAN, make_library_model
+from support.engine.lora_adapters import ALL, make_adapter, merge
 from support.engine.quantized_models import quantize_model
 from support.engine.rank_threads import RankThreads
 from support.engine.reference_models import draw_prompts, load_reference
@@ -96,6 +97,35 @@ def test_matrices_of_a_quantized_checkpoint_are_divided_once_they_are_decoded(
         check_tokens(executor, cases, 4)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "num_ranks", "targets"),
+    [
+        ("OlmoForCausalLM", {}, 4, ALL),  # two KV heads, which ranks share
+        ("Olmo2ForCausalLM", {}, 2, ALL),  # outputs of projections are gathered, and inputs divided
+        ("Phi3ForCausalLM", {}, 2, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),  # gate and up in one matrix
+        ("Starcoder2ForCausalLM", {}, 2, ("q_proj", "o_proj", "c_fc", "c_proj")),  # biases on sums
+        ("Qwen2MoeForCausalLM", {}, 2, ("v_proj", "o_proj", "shared_expert.up_proj", "shared_expert.down_proj")),
+        ("DeepseekV3ForCausalLM", {}, 2, ("q_b_proj", "kv_b_proj", "o_proj")),  # attention is whole in the plan
+    ],
+)
+def test_adapters_on_the_parts_of_matrices_equal_the_merged_models(
+    tmp_path: Path, architecture: str, overrides: dict[str, Any], num_ranks: int, targets: tuple[str, ...]
+) -> None:
+    folder = make_library_model(tmp_path / "model", architecture, seed=7, **overrides)
+    cases = [("", *case) for case in draw_prompts(folder, [17, 70], 4, seed=7)]
+    for seed, name in enumerate(("a", "b")):
+        adapter = make_adapter(tmp_path / name, folder, seed=seed, rank=4 + seed, targets=targets)
+        merged = merge(tmp_path / f"merged-{name}", folder, adapter)
+        cases += [(name, *case) for case in draw_prompts(merged, [17, 70], 4, seed=7)]
+    with executor_of(config_of(folder), num_ranks) as executor:
+        for name in ("a", "b"):
+            executor.adapters[name] = executor.read_adapter(tmp_path / name, max_rank=8)
+        driver = Driver(executor)
+        texts = [driver.start(slot, prompt, adapter=name) for slot, (name, prompt, _) in enumerate(cases)]
+        driver.finish(texts, 4, chunk=24)
+        assert [tuple(text.output) for text in texts] == [expected for *_, expected in cases]
+
+
 @pytest.mark.parametrize(("weight_dtype", "tolerance"), [("int8", 0.1), ("int4", 0.5)])
 def test_ranks_round_their_parts_of_the_matrices(tmp_path: Path, weight_dtype: str, tolerance: float) -> None:
     folder = make_library_model(tmp_path, "OlmoForCausalLM", seed=7, hidden_size=64, intermediate_size=128)
@@ -125,7 +155,10 @@ def test_random_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_a_rank_has_its_part_of_the_weights_and_no_projection_to_the_vocabulary(tmp_path: Path) -> None:
+def test_a_rank_has_its_part_of_the_weights_and_no_projection_to_the_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.engine.models.transformers_impl.model.can_pack", lambda _: False)
     folder = make_library_model(tmp_path, "MixtralForCausalLM")
     config = config_of(folder)
     parts: list[TransformersModel] = []

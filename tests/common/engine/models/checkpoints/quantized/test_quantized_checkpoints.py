@@ -17,6 +17,8 @@ from support.engine.reference_models import EXPERTS, draw_prompts, make_model
 from torch import Tensor
 
 from common.engine.executor import load_executor
+from common.engine.models.checkpoints.quantized.config import parse_quantization
+from common.engine.models.checkpoints.quantized.gptq import decode_gptq
 from common.engine.models.checkpoints.weights import load_weights
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import DecoderWeights
@@ -120,6 +122,18 @@ def test_the_memory_of_the_matrices_is_logged(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.INFO):
         load_weights(ModelConfig.load(str(quantized)), "float32", CPU)
     assert "quantized checkpoint (GPTQ, 4 bits): 14 matrices of 0.00 GB take 0.00 GB as float32" in caplog.text
+
+
+def test_a_zero_point_of_0_borrows_from_the_next_one_in_the_first_form_of_gptq() -> None:
+    """Zero points 0, 5, 1, 1, 1, 1, 1, 1 are 0x11111150 in one word, and 0x3F once 1 is subtracted from each."""
+    parts = {
+        "qweight": torch.full((1, 8), 0x77777777, dtype=torch.int32),
+        "qzeros": torch.tensor([[0x3F]], dtype=torch.int32),
+        "scales": torch.ones(1, 8, dtype=torch.float16),
+    }
+    quantization = parse_quantization({"quant_method": "gptq", "bits": 4}, Path())
+    assert quantization is not None
+    assert decode_gptq(parts, (8, 8), quantization)[:, 0].tolist() == [7, 2, 6, 6, 6, 6, 6, 6]
 
 
 def test_biases_of_zeros_are_ignored_and_others_are_not(tmp_path: Path) -> None:

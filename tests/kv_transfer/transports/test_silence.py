@@ -1,4 +1,4 @@
-"""Which connections of UCX count as silent, by what the kernel says of them."""
+"""Which TCP connections count as silent, by what the kernel says of them."""
 
 import contextlib
 import socket
@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.transports.nixl.silence import ConnectionInfo, is_of_agent, is_silent, shut_silent
+from kv_transfer.transports.nixl.agent import is_of_agent
+from kv_transfer.transports.silence import ConnectionInfo, has_silent, is_silent, is_waiting, shut_silent
 
 LOST = ConnectionInfo(
     host="10.0.0.2",
@@ -48,6 +49,12 @@ def test_a_host_that_answers_nowhere_is_left_to_the_control_plane() -> None:
     assert not is_silent(replace(LOST, unacknowledged_s=60.0), [replace(ANSWERING, unheard_s=59.8)], 60.0)
 
 
+def test_a_host_to_which_packets_wait_in_a_long_queue_does_not_count_as_answering() -> None:
+    waiting = replace(ANSWERING, is_waiting=True, num_retransmissions=1)
+    assert not is_silent(LOST, [waiting], 0.9)
+    assert is_silent(LOST, [waiting, replace(ANSWERING, port=8003)], 0.9)
+
+
 def test_a_connection_that_was_idle_before_is_silent_only_since_the_write_began() -> None:
     assert not is_silent(replace(LOST, unacknowledged_s=20.7), [ANSWERING], 0.7)
 
@@ -74,7 +81,8 @@ def test_a_reader_that_does_not_read_keeps_its_connection() -> None:
                 while True:
                     sock.send(bytes(1 << 16))
             time.sleep(1.2)
-            assert shut_silent(metadata(*server.getsockname()), b"", 9.0) == 0
+            assert shut_silent(lambda info: info.port == server.getsockname()[1], 9.0) == 0
+            assert not has_silent([sock], 9.0) and not is_waiting(sock)
             accepted.setblocking(True)
             assert accepted.recv(1 << 16)
             sock.setblocking(True)

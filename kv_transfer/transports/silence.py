@@ -1,23 +1,30 @@
-"""End the TCP connections of UCX whose packets vanish.
+"""Find TCP connections whose packets vanish, long before the kernel gives them up.
 
-UCX leaves it to the kernel to give a connection up whose packets are not answered, which takes minutes. A connection
-that is shut down here is one that broke for UCX, as if the network had reset it, so that the pair goes on with another
-transport by the usual way, and with the usual fence.
+Both UCX and our own TCP leave it to the kernel to give a connection up whose packets are not answered, which takes from
+half a minute to many. A connection that is found here counts as broken, as if the network had reset it, so that the
+pair goes on by the usual way, and with the usual fence.
 
 How long a write takes says nothing, since a link may be slow. What counts is the kernel's view of each connection:
 several retransmissions without an acknowledgement in between, while the same host answers over another connection. A
-reader that is stopped, or slow, still acknowledges.
+peer that is stopped, or slow, still acknowledges.
 """
 
 import contextlib
+import math
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+#: Before something has been under way for so long, nothing is looked for.
+LATE_S = 0.5
 #: How long a connection must have been silent while another one with its host is not, and without another one.
 SILENT_S, ALONE_S = 0.8, 3.0
+#: While something is late, it is looked for so often.
+LOOK_PAUSE_S = 0.1
+#: Why a pair breaks whose packets vanish.
+LOST = "packets over it are lost without an error"
 #: Retransmissions in a row: with 1 % of the packets lost, two of them and the first packet are lost once in a million.
 NUM_RETRANSMISSIONS = 2
 #: By how much later than over a silent connection its host must have answered over another one.
@@ -47,15 +54,15 @@ class ConnectionInfo:
     unacknowledged_s: float
     unheard_s: float
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it is worth comparing with others of its host."""
+        return self.is_waiting and self.num_retransmissions >= NUM_RETRANSMISSIONS
 
-def is_of_agent(connection: ConnectionInfo, reader: bytes, own: bytes) -> bool:
-    """Whether a connection is one of UCX to this reader. Its address is in the reader's metadata, and so is the port of
-    the end that was dialled in the metadata of that end.
-    """
-    family = socket.AF_INET6 if ":" in connection.host else socket.AF_INET
-    if socket.inet_pton(family, connection.host) not in reader:
-        return False
-    return connection.port.to_bytes(2, "big") in reader or connection.own_port.to_bytes(2, "big") in own
+    @property
+    def ends(self) -> tuple[str, int, int]:
+        """What tells it apart from other connections of this process."""
+        return self.host, self.port, self.own_port
 
 
 def is_silent(connection: ConnectionInfo, others: Sequence[ConnectionInfo], waited_s: float) -> bool:
@@ -63,23 +70,49 @@ def is_silent(connection: ConnectionInfo, others: Sequence[ConnectionInfo], wait
 
     Args:
         others: connections of other kinds with the same host.
-        waited_s: for how long a write has been under way; before, the connection may have been idle.
+        waited_s: for how long something has been under way; before, the connection may have been idle.
     """
-    if not connection.is_waiting or connection.num_retransmissions < NUM_RETRANSMISSIONS:
+    if not connection.is_suspect:
         return False
     silent_s = min(connection.unacknowledged_s, waited_s)
     if not others:
         return silent_s >= ALONE_S
-    latest_s = min(other.unheard_s for other in others)
+    # Where packets wait in a long queue, as on a slow link, those of other connections are retransmitted, too.
+    latest_s = min((other.unheard_s for other in others if not other.num_retransmissions), default=math.inf)
     return silent_s >= max(SILENT_S, latest_s + LATER_S)
 
 
-def shut_silent(reader: bytes, own: bytes, waited_s: float) -> int:
-    """Shut the silent connections of UCX to a reader down.
+def is_waiting(sock: socket.socket) -> bool:
+    """Whether something that was sent over a connection has not been acknowledged."""
+    info = _info_of(sock)
+    return info is not None and info.is_waiting
+
+
+def has_silent(socks: Sequence[socket.socket], waited_s: float) -> bool:
+    """Whether one of these connections with one host is silent. Others of their pair are no proof that it answers.
 
     Args:
-        reader, own: metadata of the two agents.
-        waited_s: age of the oldest write to the reader that is under way.
+        waited_s: as for ``is_silent``.
+    """
+    ours = [info for info in map(_info_of, socks) if info is not None]
+    suspects = [info for info in ours if info.is_suspect]
+    if not suspects:
+        return False
+    ends = {info.ends for info in ours}
+    others = []
+    for info, sock in _connections():
+        sock.close()
+        if info.host == suspects[0].host and info.ends not in ends:
+            others.append(info)
+    return any(is_silent(info, others, waited_s) for info in suspects)
+
+
+def shut_silent(is_ours: Callable[[ConnectionInfo], bool], waited_s: float) -> int:
+    """Shut silent connections of this process down.
+
+    Args:
+        is_ours: whether a connection is to be looked at; the others show whether its host answers.
+        waited_s: as for ``is_silent``.
 
     Returns:
         How many there were.
@@ -87,14 +120,14 @@ def shut_silent(reader: bytes, own: bytes, waited_s: float) -> int:
     others: list[ConnectionInfo] = []
     num_shut = 0
     with contextlib.ExitStack() as stack:
-        theirs: list[tuple[ConnectionInfo, socket.socket]] = []
+        ours: list[tuple[ConnectionInfo, socket.socket]] = []
         for info, sock in _connections():
-            if is_of_agent(info, reader, own):
-                theirs.append((info, stack.enter_context(sock)))
+            if is_ours(info):
+                ours.append((info, stack.enter_context(sock)))
             else:
                 others.append(info)
                 sock.close()
-        for info, sock in theirs:
+        for info, sock in ours:
             if is_silent(info, [other for other in others if other.host == info.host], waited_s):
                 num_shut += 1
                 with contextlib.suppress(OSError):
