@@ -8,7 +8,7 @@ from common.stage_spans import StageLog
 
 if TYPE_CHECKING:
     from common.cache.prefix_watch import PrefixWatch
-    from common.cache.radix_cache import TreeNode
+    from common.cache.tree_node import TreeNode
 
 #: Request id and attempt; an attempt is one try on one pair of nodes.
 RequestKey = tuple[str, int]
@@ -43,6 +43,10 @@ class Request:
         own: the last entries of ``pages``, which belong to the request (``Owner.REQUEST``) and not to the radix cache.
         is_wrapped: the entries of ``pages`` before ``own`` are outside the model's window and hold other tokens, or
             none; see ``common/cache/kv_window.py``. A request that is not wrapped has cached pages there.
+        window_first, window_end: the pages from ``window_first`` to before ``window_end`` have window pages that the
+            request holds; see ``common/cache/window_pages.py``.
+        window_reserved: the most window pages that the request can hold.
+        window_sent: the executor knows the window pages before this one.
         node: radix node whose path is locked for this request.
         num_computed: tokens whose KV is in ``pages`` after all committed steps.
         num_scheduled: tokens whose KV is in ``pages`` after all planned steps; at least ``num_computed``.
@@ -85,6 +89,10 @@ class Request:
     pages: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     is_wrapped: bool = False
+    window_first: int = 0
+    window_end: int = 0
+    window_reserved: int = 0
+    window_sent: int = 0
     node: "TreeNode | None" = None
     num_computed: int = 0
     num_scheduled: int = 0

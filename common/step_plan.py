@@ -51,6 +51,7 @@ class StepPlan:
     admits: tuple[Admit, ...]
     pages: tuple[PageDelta, ...]
     rows: tuple[Row, ...]
+    windows: tuple[PageDelta, ...] = ()  # of the page tables of window layers, where these have pages of their own
 
     @property
     def num_tokens(self) -> int:

@@ -67,13 +67,13 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
             digest=context.digest,
             checksums=context.checksums,
             clock=context.clock,
-            max_pages=context.layout.num_pages(context.longest_tokens),
+            max_pages=context.longest_transfer,
         )
 
     return DecodeRole(
         scheduler,
         receiver,
-        OutgoingMoves(open_sender, context.cache.page_size),
+        OutgoingMoves(open_sender, context.allocator, context.cache.page_size),
         cache=context.cache,
         vocab_size=context.vocab_size,
         adapters=context.adapters,

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from common.cache.page_allocator import PageAllocator
 from common.errors import BatonError, ErrorCode, invariant
 from common.request import Request, RequestKey
 from common.wire.messages import AttachFailed, Connect, Failed, Message, Move, PairState, PrefillDone, Resume
@@ -28,11 +29,13 @@ class OutgoingMoves:
 
     Args:
         open_sender: makes the sender, which is needed only if a request ever moves.
+        allocator: of the pages.
         page_size: tokens of a page.
     """
 
-    def __init__(self, open_sender: Callable[[], Sender], page_size: int) -> None:
+    def __init__(self, open_sender: Callable[[], Sender], allocator: PageAllocator, page_size: int) -> None:
         self._open_sender = open_sender
+        self._allocator = allocator
         self._page_size = page_size
         self._sender: Sender | None = None
         self._orders: dict[RequestKey, Move] = {}  # of requests that a step still computes
@@ -69,8 +72,10 @@ class OutgoingMoves:
         self._transfers[request.key] = transfer
         self._until[transfer] = now + MOVE_TIMEOUT_S
         sender.open(transfer, message.decode.incarnation)
-        done = PrefillDone(*transfer, num_tokens=num_tokens, token=request.output[-1])
-        sender.finish(transfer, done, request.pages[: -(-num_tokens // self._page_size)])
+        length = self._allocator.transfer_tokens(num_tokens)
+        done = PrefillDone(*transfer, num_tokens=length, token=request.output[-1])
+        pages = request.pages[: -(-num_tokens // self._page_size)]
+        sender.finish(transfer, done, self._allocator.to_transfer(pages, 0, num_tokens))
         return True
 
     def request_of(self, key: RequestKey) -> RequestKey:

@@ -80,23 +80,49 @@ class PageReservations:
             return 0
         return self._cache.num_pending(packed_tokens(request, request.num_decodable), request.salt)
 
-    def lacks(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> bool:
+    def lacks(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = (), *, is_here: bool = False
+    ) -> bool:
         """Whether there is no room for ``num_tokens``, counting the cached prefix of the request as room.
 
         Pages that linger until an outstanding step is committed count as room, too.
 
         Args:
             without: requests whose pages count as free.
+            is_here: the request is computed here.
         """
         match = self.match(request)
         num_pages = -(-num_tokens // self.page_size) - len(match.pages) - self._allocator.num_lingering
-        return not has_room(self._cache, self._allocator, num_pages=num_pages, keep=match.node, without=without)
+        return not has_room(
+            self._cache,
+            self._allocator,
+            num_pages=num_pages,
+            num_windowed=self.num_windowed(request, is_here=is_here),
+            keep=match.node,
+            without=without,
+        )
 
-    def reserve(self, request: Request, *, spare_tokens: int) -> Reservation | AllocationFailure:
+    def num_windowed(self, request: Request, *, is_here: bool) -> int:
+        """Window pages that a request reserves; see ``lacks``."""
+        windows = self._allocator.windows
+        if windows is None:
+            return 0
+        return windows.needs(request, decodes=True) if is_here else windows.needs_to_decode(request)
+
+    @property
+    def window_room(self) -> tuple[int, int]:
+        """Window pages that a peer may write to now, and those that can be reserved."""
+        windows = self._allocator.windows
+        return (0, 0) if windows is None else (windows.num_free, windows.num_unreserved)
+
+    def reserve(
+        self, request: Request, *, spare_tokens: int, spare_windowed: int = 0
+    ) -> Reservation | AllocationFailure:
         """Reserve the pages that the prompt lacks, or change nothing.
 
         Args:
             spare_tokens: room that must remain: free, evictable, or in the prompt's last page.
+            spare_windowed: window pages that must remain unreserved.
         """
         match = self.match(request)
         if match.pending is not None:
@@ -107,8 +133,13 @@ class PageReservations:
         self._cache.lock(match.node)
         room_in_last = num_pages * self.page_size - request.num_decodable
         may_have = (self.num_available - num_needed) * self.page_size + room_in_last >= spare_tokens
+        may_have = may_have and self._reserve_windows(request, match, spare_windowed)
         pages = self._allocate(num_needed) if may_have else None
         if pages is None:
+            if may_have and self._allocator.windows is not None:
+                request.pages = match.pages
+                self._allocator.windows.release(request)
+                request.pages = []
             self._cache.unlock(match.node)
             return AllocationFailure.SHORT_OF_PAGES
         reservation = Reservation(first, len(match.pages), pages, num_pages)
@@ -116,12 +147,26 @@ class PageReservations:
         request.node = match.node
         request.is_wrapped = not self.window.is_cached(request.num_decodable)
         request.pages = (pages[:1] * first if request.is_wrapped else match.pages) + pages
+        if self._allocator.windows is not None:
+            self._allocator.windows.take_grant(request)
         num_whole = request.num_decodable // self.page_size
         if self._cache.is_enabled and not request.is_wrapped and num_whole > len(match.pages):
             whole = packed_tokens(request, num_whole * self.page_size)
+            if self._allocator.windows is not None:
+                stored = self._cache.match_all(whole, request.salt)
+                if stored.pending is not None or len(stored.pages) > len(match.pages):
+                    return reservation  # the cache has these tokens already, but lacks window pages
             new = pages[: num_whole - len(match.pages)]
             reservation.pending = self._cache.insert_pending(whole, new, request.salt)
         return reservation
+
+    def _reserve_windows(self, request: Request, match: Match, num_spare: int) -> bool:
+        windows = self._allocator.windows
+        return windows is None or windows.reserve_grant(
+            *(request, match.pages, request.num_decodable),
+            last_step=self._allocator.step_in_flight,
+            num_spare=num_spare,
+        )
 
     def _allocate(self, count: int) -> list[int] | None:
         """``count`` pages. None while pages evicted for them linger, since an outstanding step may read them."""
@@ -156,10 +201,13 @@ class PageReservations:
         The other pages are the receiver's, which frees them once no write can reach them.
         """
         reservation = self.by_key.pop(request.key)
+        if self._allocator.windows is not None:
+            self._allocator.windows.withdraw_grant(request, reservation.first + len(arrived))
         if reservation.pending is not None:
-            self._cache.drop_pending(reservation.pending, len(arrived))
-        else:
-            self._allocator.free(arrived, Owner.GRANT)
+            num_kept = min(len(arrived), len(reservation.pending.pages))
+            self._cache.drop_pending(reservation.pending, num_kept)
+            arrived = arrived[num_kept:]
+        self._allocator.free(arrived, Owner.GRANT)
         assert request.node is not None
         self._cache.unlock(request.node)
         request.node = None

@@ -173,7 +173,7 @@ class PreallocQueue:
         ):
             return []
         num_outputs = sum(len(request.output) for request in table.running.values())
-        state = (self._reservations.num_available, table.num_moves, num_outputs)
+        state = (self._reservations.num_available, table.num_moves, num_outputs, *self._reservations.window_room)
         if state == self._last_try:
             return []
         granted = self._grant_in_order(now)
@@ -199,8 +199,14 @@ class PreallocQueue:
             if self.is_computed_here(request):
                 ahead.append(request)
                 continue
-            spare_tokens = self._spare_tokens(request, [*ahead, *skip_ahead.blocking])
-            found = self._reservations.reserve(request, spare_tokens=spare_tokens)
+            before = [*ahead, *skip_ahead.blocking]
+            found = self._reservations.reserve(
+                request,
+                spare_tokens=self._spare_tokens(request, before),
+                spare_windowed=sum(
+                    self._reservations.num_windowed(other, is_here=self.is_computed_here(other)) for other in before
+                ),
+            )
             if found is AllocationFailure.PREFIX_PENDING:
                 other = self._reservations.awaited_from(request)
                 self.decisions.note_wait(now, request.rid, "for its prefix, which comes for {}", other and other[0])
@@ -291,7 +297,7 @@ class PreallocQueue:
             num_tokens = self._need_here(request) + self.expected(others)
         else:
             num_tokens = request.num_tokens - self._num_outside(request) + self.expected([*others, request])
-        return self._reservations.lacks(request, num_tokens, without)
+        return self._reservations.lacks(request, num_tokens, without, is_here=self.is_computed_here(request))
 
     def waits_for_prefix(self, request: Request) -> bool:
         """Whether the request's prefix is being received for another request."""

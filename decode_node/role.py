@@ -363,13 +363,14 @@ class DecodeRole:
         self._totals["pages_cached"] += reservation.num_cached
         if granted.is_resumed:
             self._ask_again(request, source, now)
+        first, num_tokens, allocator = reservation.first, request.num_decodable, self._allocator
         self._receiver.begin(
             self._transfer_of(request.key),
             source,
-            first=reservation.first,
-            num_cached=reservation.num_cached,
-            pages=reservation.pages,
-            num_tokens=request.num_decodable,
+            first=allocator.num_sent(first, num_tokens),
+            num_cached=allocator.num_sent(reservation.num_cached, num_tokens),
+            pages=allocator.to_transfer(reservation.pages, first, num_tokens),
+            num_tokens=allocator.transfer_tokens(num_tokens),
         )
 
     def _ask_again(self, request: Request, source: str, now: float) -> None:
@@ -403,7 +404,7 @@ class DecodeRole:
         if isinstance(event, Completed):
             self._received(key, event, now)
         elif key != event.key:
-            self._scheduler.not_received(key, now, event.arrived)
+            self._scheduler.not_received(key, now, self._allocator.from_transfer(event.arrived))
         elif isinstance(event, Finished):
             self._forget(key, event.arrived)
         else:
@@ -413,7 +414,7 @@ class DecodeRole:
 
     def _received(self, key: RequestKey, event: Completed, now: float) -> None:
         request = self._scheduler.requests[key]
-        if event.prefill_done.num_tokens == request.num_decodable:
+        if event.prefill_done.num_tokens == self._allocator.transfer_tokens(request.num_decodable):
             self._scheduler.received(key, token=event.prefill_done.token)
             self.stats.handed_off(request, event.prefill_done_at)
             self._output.received(key, event, now)
@@ -424,7 +425,7 @@ class DecodeRole:
         else:
             self._forget(key)
             self._answer_failure(key, ErrorCode.TRANSFER_FAILED, "the prefill node computed another prompt")
-        self._allocator.free(event.pages, Owner.GRANT)
+        self._allocator.free(self._allocator.from_transfer(event.pages), Owner.GRANT)
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
@@ -451,11 +452,15 @@ class DecodeRole:
         self._forget(key, self._receiver.cancel(self._transfer_of(key)) if is_receiving else ())
 
     def _forget(self, key: RequestKey, arrived: Sequence[int] = ()) -> None:
-        """Forget a request; the first pages of its transfer, which have ``arrived``, stay cached."""
+        """Forget a request; the first pages of its transfer, which have ``arrived``, stay cached.
+
+        Args:
+            arrived: as the receiver tells.
+        """
         self._output.forget(key)
         self._moves.forget(key)
         self._owners.pop(self._transfers.pop(key, key), None)
-        self._scheduler.abort(key, arrived)
+        self._scheduler.abort(key, self._allocator.from_transfer(arrived))
 
     def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
         if self._moves.is_sending(request.key):
@@ -514,6 +519,7 @@ class DecodeRole:
         return {
             "evictable_pages": float(self._cache.num_evictable_pages),
             "granted_pages": float(self._allocator.count(Owner.GRANT)),
+            **self._allocator.gauges(),
             **sums(self._receiver.gauges(), self._moves.gauges()),
         }
 

@@ -367,7 +367,14 @@ class DecodeScheduler:
                 + [PageDelta(r.slot, len(r.pages) - 1, (r.pages[-1],)) for r in grown]
             ),
             rows=tuple(plan_rows),
+            windows=self._window_deltas([*joining, *begun], rows, chunks),
         )
+
+    def _window_deltas(
+        self, begun: Sequence[Request], rows: Sequence[Request], chunks: Sequence[Chunk]
+    ) -> tuple[PageDelta, ...]:
+        windows = self._allocator.windows
+        return () if windows is None else windows.deltas(begun, [*rows, *(chunk.request for chunk in chunks)])
 
     def _join_and_grow(self, now: float) -> tuple[list[Request], bool]:
         """Fill the slots, and give every running request room for a token.
@@ -438,6 +445,9 @@ class DecodeScheduler:
                 elif pages := self._allocate_page(num_awaited):
                     request.pages += pages
                     request.own += pages
+                    if self._allocator.windows is not None:
+                        # A pause takes back what is scheduled and not computed.
+                        self._allocator.windows.advance(request, request.num_computed, request.num_scheduled + 1)
                     grown.append(request)
                 elif self._allocator.num_lingering > num_awaited:
                     num_awaited += 1
@@ -590,6 +600,8 @@ class DecodeScheduler:
             elif found.sampled is not None:
                 request.inherited_priority = LOWEST_PRIORITY
                 self._table.move(request, Event.SAMPLED)
+                if self._allocator.windows is not None:
+                    self._allocator.windows.settle(request, request.num_computed, decodes=True)
                 sampled.append(self._sampled(request, *found.sampled))
         self._ordering.decoded([one.request for one in sampled])
         capacity = self._capacity
@@ -623,7 +635,7 @@ class DecodeScheduler:
         """
         if len(self._steps) != 1 or self._joining or self._stopping or self._effects or self._queue.short:
             return None
-        if self._window.is_bounded:
+        if self._window.is_bounded or self._allocator.windows is not None:
             return None  # ``repeat`` knows nothing of pages that are used again
         (step,) = self._steps
         rows, table = step.rows, self._table

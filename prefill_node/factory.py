@@ -41,7 +41,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:
         digest=context.digest,
         checksums=context.checksums,
         clock=context.clock,
-        max_pages=context.layout.num_pages(context.longest_tokens),
+        max_pages=context.longest_transfer,
     )
     scheduler = PrefillScheduler(
         context.cache,

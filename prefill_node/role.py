@@ -239,7 +239,7 @@ class PrefillRole:
         self._totals["prompt_tokens_computed"] += computed.num_tokens
         if first is None:
             if not request.is_wrapped:  # otherwise later chunks take the pages of this one
-                self._sender.computed(request.key, request.pages[: computed.num_pages])
+                self._sender.computed(request.key, self._to_transfer(request, computed.num_pages))
             return
         if not first.is_repeat and not is_recomputed(request):
             self._totals["output_tokens"] += 1
@@ -256,8 +256,13 @@ class PrefillRole:
             self._close(request.key, "finished")
         else:
             assert request.key not in self._alone, "a request without a decode node ends with its first token"
-            done = PrefillDone(request.rid, request.attempt, len(request.prompt), first.token, first.logprobs)
-            self._sender.finish(request.key, done, request.pages)
+            length = self._allocator.transfer_tokens(len(request.prompt))
+            done = PrefillDone(request.rid, request.attempt, length, first.token, first.logprobs)
+            self._sender.finish(request.key, done, self._to_transfer(request, len(request.pages)))
+
+    def _to_transfer(self, request: Request, num_pages: int) -> Sequence[int]:
+        """What a transfer moves of the first pages of a prompt."""
+        return self._allocator.to_transfer(request.pages[:num_pages], 0, len(request.prompt))
 
     def _count_overlap(self, plan: StepPlan) -> None:
         for chunk in self._scheduler.chunks(plan):
@@ -328,7 +333,8 @@ class PrefillRole:
         )
 
     def gauges(self) -> dict[str, float]:
-        return {"evictable_pages": float(self._cache.num_evictable_pages), **self._sender.gauges()}
+        evictable = {"evictable_pages": float(self._cache.num_evictable_pages)}
+        return {**evictable, **self._allocator.gauges(), **self._sender.gauges()}
 
     def counters(self) -> dict[str, float]:
         return {**self._totals, **self._scheduler.totals(), **self._sender.counters()}

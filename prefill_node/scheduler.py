@@ -227,7 +227,8 @@ class PrefillScheduler:
         del self._states[key]
         self._first.pop(key, None)
         self.grammars.leave(request)
-        release(self._cache, self._allocator, request, keep=False)  # its whole pages went to the cache chunk by chunk
+        # Its whole pages went to the cache chunk by chunk, except where the cache lacked window pages.
+        release(self._cache, self._allocator, request, keep=self._allocator.windows is not None)
 
     def take_effects(self) -> list[Effect]:
         """The effects since the last call, in order."""
@@ -304,7 +305,12 @@ class PrefillScheduler:
             admits=tuple(admit_row(request) for request in admitted),
             pages=tuple(PageDelta(request.slot, 0, tuple(request.pages)) for request in admitted),
             rows=tuple(chunk.to_row() for chunk in adder.chunks),
+            windows=self._window_deltas(admitted, adder.chunks),
         )
+
+    def _window_deltas(self, admitted: Sequence[Request], chunks: Sequence[Chunk]) -> tuple[PageDelta, ...]:
+        windows = self._allocator.windows
+        return () if windows is None else windows.deltas(admitted, [chunk.request for chunk in chunks])
 
     def _adder(self) -> PrefillAdder:
         num_available = self._allocator.num_free + self._cache.num_evictable_pages
@@ -319,6 +325,7 @@ class PrefillScheduler:
             max_requests=self._limits.max_requests,
             reserve_output=False,
             window=self._window,
+            decodes=False,
         )
 
     def _queue(self, urgent: Request | None, now: float) -> list[Request]:
@@ -462,14 +469,27 @@ class PrefillScheduler:
         """
         num_pages, prefix = self._needs(request)
         num_pages -= self._allocator.num_lingering
-        victims = victims_for(self._cache, self._allocator, num_pages=num_pages, keep=prefix, candidates=candidates)
+        victims = victims_for(
+            self._cache,
+            self._allocator,
+            num_pages=num_pages,
+            num_windowed=self._needs_windowed(request),
+            keep=prefix,
+            candidates=candidates,
+        )
         for victim in victims:
             self._retract(victim, now, reason, request)
         return victims
 
     def _fits(self, request: Request) -> bool:
         num_pages, prefix = self._needs(request)
-        return has_room(self._cache, self._allocator, num_pages=num_pages, keep=prefix)
+        num_windowed = self._needs_windowed(request)
+        return has_room(self._cache, self._allocator, num_pages=num_pages, num_windowed=num_windowed, keep=prefix)
+
+    def _needs_windowed(self, request: Request) -> int:
+        """Window pages that the request would reserve."""
+        windows = self._allocator.windows
+        return 0 if windows is None else windows.needs(request, decodes=False)
 
     def _needs(self, request: Request) -> tuple[int, TreeNode]:
         """Pages that a request needs beside those of its cached prefix, and the tree node at which that prefix ends.
@@ -521,6 +541,8 @@ class PrefillScheduler:
         first = self._first_token(request, *result.sampled)
         request.output.append(first.token)
         self._leave_batch(request.key)
+        if self._allocator.windows is not None:
+            self._allocator.windows.settle(request, len(request.prompt), decodes=False)
         self._advance(request.key, Event.SAMPLED)
         if first.finish:
             self.abort(request.key)

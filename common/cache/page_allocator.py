@@ -13,12 +13,15 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import invariant
+
+if TYPE_CHECKING:
+    from common.cache.window_pages import WindowPages
 
 Indices = NDArray[np.intp]
 
@@ -40,11 +43,15 @@ class PageAllocator:
     """Allocates pages ``0 .. num_pages - 1``.
 
     The page freed last is allocated first, since its memory is warm. Equal histories give equal pages.
+
+    Args:
+        windows: the pages of window layers that belong to these pages; None: a page holds all layers.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, windows: "WindowPages | None" = None) -> None:
         assert num_pages > 0
         self.num_pages = num_pages
+        self.windows = windows
         self.num_lingering = 0
         self._stack = list(range(num_pages - 1, -1, -1))
         self._owner: NDArray[np.int8] = np.zeros(num_pages, np.int8)
@@ -65,6 +72,11 @@ class PageAllocator:
     def last_step(self) -> int:
         """The highest number of a step so far; steps begin with 1."""
         return self._steps[-1] if self._steps else self._last_ended
+
+    @property
+    def step_in_flight(self) -> int:
+        """The highest number of a step in flight; 0 without any."""
+        return self._steps[-1] if self._steps else 0
 
     def count(self, owner: Owner) -> int:
         """The number of pages of this owner; lingering pages count as FREE."""
@@ -102,6 +114,8 @@ class PageAllocator:
         self._owner[indices] = Owner.FREE
         self._counts[owner] -= len(pages)
         self._counts[Owner.FREE] += len(pages)
+        if self.windows is not None:
+            self.windows.freed(pages, self.step_in_flight)
         if self._steps:
             self.num_lingering += len(pages)
             self._lingering.append((self._steps[-1], tuple(pages)))
@@ -123,6 +137,30 @@ class PageAllocator:
             pages = self._lingering.popleft()[1]
             self.num_lingering -= len(pages)
             self._stack.extend(pages)
+        if self.windows is not None:
+            self.windows.end_step(step)
+
+    def gauges(self) -> dict[str, float]:
+        """Of window pages, where the node has them."""
+        return {} if self.windows is None else self.windows.gauges()
+
+    # ---- transfers --------------------------------------------------------------------------------------------------
+
+    def transfer_tokens(self, num_tokens: int) -> int:
+        """The length of a prompt of ``num_tokens`` for the transfer plane."""
+        return num_tokens if self.windows is None else self.windows.transfer_tokens(num_tokens)
+
+    def num_sent(self, num_pages: int, num_tokens: int) -> int:
+        """Pages that a transfer of a prompt of ``num_tokens`` moves of its first ``num_pages`` pages."""
+        return num_pages if self.windows is None else self.windows.num_units(num_pages, num_tokens)
+
+    def to_transfer(self, pages: Sequence[int], first: int, num_tokens: int) -> Sequence[int]:
+        """What a transfer moves of pages from index ``first`` of a prompt of ``num_tokens`` on."""
+        return pages if self.windows is None else self.windows.units(pages, first, num_tokens)
+
+    def from_transfer(self, pages: Sequence[int]) -> Sequence[int]:
+        """The pages that are complete with these pages of a transfer."""
+        return pages if self.windows is None else self.windows.pages_of(pages)
 
     def _owned(self, pages: Sequence[int], owner: Owner) -> Indices:
         """Return pages as an index array; asserts that none occurs twice and that all belong to ``owner``."""
@@ -152,3 +190,5 @@ class PageAllocator:
             lingering == in_steps,
             f"pages {lingering ^ in_steps} linger without a step, or wait for a step without lingering",
         )
+        if self.windows is not None:
+            self.windows.check()

@@ -29,6 +29,9 @@ class PageLayout:
         dtype: a key of ``ITEM_BYTES``.
         value_dim: numbers of a value; 0 at construction means ``head_dim``.
         is_latent: whether values are the first numbers of keys, and not stored themselves.
+        window: tokens of the window, if window layers have pages of their own: a page is then one of the units of
+            ``common.cache.window_pages.LayerGroups``, and has ``num_layers`` of either kind. 0: a page has all layers.
+        full_units, window_units: pages of the same tokens, for all layers of either kind.
     """
 
     num_layers: int
@@ -38,6 +41,9 @@ class PageLayout:
     dtype: str
     value_dim: int = 0
     is_latent: bool = False
+    window: int = 0
+    full_units: int = 1
+    window_units: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
@@ -111,6 +117,9 @@ _EQUAL = {
     "head_dim": "head dim",
     "value_dim": "value dim",
     "dtype": "KV dtype",
+    "window": "window",
+    "full_units": "units of a page of full layers",
+    "window_units": "units of a page of window layers",
 }
 
 
@@ -119,6 +128,10 @@ def layout_conflict(one: PageLayout, other: PageLayout) -> str:
 
     Page sizes may differ if one is a multiple of the other; everything else must be equal.
     """
+    if bool(one.window) != bool(other.window):
+        return "only one has a pool for window layers: give both or neither a --swa-full-tokens-ratio below 1"
+    if one.window and one.page_size != other.page_size:
+        return f"with a pool for window layers, the page sizes {one.page_size} and {other.page_size} must be equal"
     for field, words in _EQUAL.items():
         mine, yours = getattr(one, field), getattr(other, field)
         if mine != yours:

@@ -57,7 +57,18 @@ class RadixCache:
     # ---- finding ----------------------------------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> Match:
-        """Return the longest cached prefix of ``tokens``, in whole pages. Counts as a use of the prefix."""
+        """Return the longest cached prefix of ``tokens`` after which a request can go on, in whole pages.
+
+        Counts as a use of the prefix.
+        """
+        key = pack(tokens)
+        found, windows = self.match_all(key, salt), self._allocator.windows
+        if windows is None or (num_usable := windows.num_usable(found.pages)) == len(found.pages):
+            return found
+        return self.match_all(key[: num_usable * self._page_bytes], salt)
+
+    def match_all(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> Match:
+        """``match``, even where window pages are missing."""
         root = self._roots.get(salt)
         if root is None:
             return Match([], 0, TreeNode(None, b"", [], salt=salt))

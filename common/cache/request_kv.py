@@ -7,6 +7,7 @@ that are not full yet, and duplicates of pages that the cache already had. A req
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import TOKEN_BYTES, Inserted, RadixCache, TokenKey, pack
+from common.cache.window_pages import WindowPages
 from common.request import Request
 
 
@@ -30,7 +31,7 @@ def cache_computed(cache: RadixCache, request: Request) -> None:
         return  # all of these are cached already, or cannot be
     key = packed_tokens(request, num_pages * cache.page_size)
     num_locked = 0 if request.node is None else sum(len(node.pages) for node in request.node.path())
-    if len(cache.match(key, request.salt).pages) > num_locked:
+    if len(cache.match_all(key, request.salt).pages) > num_locked:
         return
     inserted = _insert(cache, request, num_pages)
     if inserted.num_adopted:
@@ -44,8 +45,13 @@ def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, ke
 
     With ``keep``, its full computed pages are inserted into the cache first. The request keeps its tokens.
     """
+    windows = allocator.windows
+    if windows is not None:
+        windows.release(request)
     if keep and not request.is_wrapped:
-        _insert(cache, request, request.num_computed // cache.page_size)
+        num_kept = _insert(cache, request, request.num_computed // cache.page_size).first_adopted
+        if windows is not None and num_kept:
+            _complete(cache, windows, request, num_kept)
     allocator.free(request.own, Owner.REQUEST)
     cache.unlock(request.node)
     request.pages = []
@@ -53,6 +59,14 @@ def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, ke
     request.is_wrapped = False
     request.node = None
     request.num_computed = request.num_scheduled = request.num_sampling = 0
+
+
+def _complete(cache: RadixCache, windows: WindowPages, request: Request, num_pages: int) -> None:
+    """Give the window pages of the request's first pages to the cache where it has these tokens without them."""
+    key = packed_tokens(request, num_pages * cache.page_size)
+    for ours, cached in zip(request.pages, cache.match_all(key, request.salt).pages, strict=False):
+        if ours != cached:
+            windows.give(ours, cached)
 
 
 def _insert(cache: RadixCache, request: Request, num_pages: int) -> Inserted:

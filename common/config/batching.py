@@ -15,6 +15,13 @@ class Batching:
     max_total_tokens: int | None = option(
         None, "Size of a node's KV pool in tokens. Without it: as --memory-fraction allows.", minimum=1
     )
+    swa_full_tokens_ratio: float = option(
+        1.0,
+        "Models with window layers among others: KV tokens of window layers for each of the other layers' tokens. "
+        "Below 1, window layers get pages of their own, for their windows only; give it to all nodes, or to none.",
+        minimum=0.01,
+        maximum=1.0,
+    )
     context_length: int | None = option(
         None, "Largest number of tokens of prompt and output together. Without it: the model's.", minimum=2
     )

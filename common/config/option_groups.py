@@ -25,7 +25,8 @@ SERVING: Groups = {
         "idempotency_ttl", "max_idempotent_results", "max_idempotent_result_bytes", "retry_grace", "app_plugin",
     ),
     "Memory": (
-        "memory_fraction", "max_total_tokens", "page_size", "kv_cache_dtype", "disable_radix_cache",
+        "memory_fraction", "max_total_tokens", "swa_full_tokens_ratio", "page_size", "kv_cache_dtype",
+        "disable_radix_cache",
         "radix_eviction_policy", "schedule_conservativeness", "num_reserved_decode_tokens", "retraction_policy",
         "resume_prefill_threshold",
     ),

@@ -4,7 +4,7 @@ A row extends one slot, which has ``starts`` cached tokens, by ``num_new`` token
 one after another. Indices are computed on the host and copied to the device together.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,12 +23,14 @@ class RowArrays:
         starts: ``[R]`` cached tokens before the row's first new token.
         num_new: ``[R]`` new tokens, at least 1.
         page_table: ``[R, W]`` int32; entries past a row's own pages are stale.
+        window_table: the page table of window layers that have pages of their own; None: all layers share one.
     """
 
     starts: Ints
     num_new: Ints
     page_table: NDArray[np.int32]
     page_size: int
+    window_table: NDArray[np.int32] | None = None
 
     @property
     def lengths(self) -> Ints:
@@ -56,6 +58,7 @@ class StepBatch:
         token_pages, token_offsets: ``[N]`` int64 on the device, page and place in it of each new token's KV.
         page_table: ``[R, max_pages]`` int32 on the device.
         max_pages: pages of the longest row, at most W.
+        windows: the same step for window layers that have pages of their own.
     """
 
     rows: RowArrays
@@ -66,6 +69,7 @@ class StepBatch:
     token_offsets: torch.Tensor
     page_table: torch.Tensor
     max_pages: int
+    windows: "StepBatch | None" = None
 
     @property
     def num_rows(self) -> int:
@@ -103,6 +107,9 @@ def make_batch(rows: RowArrays, device: torch.device) -> StepBatch:
     placed = np.stack([positions, token_pages, positions % rows.page_size])
     on_device = to_device(placed, device)
     max_pages = int(rows.num_pages.max())
+    windows = None
+    if rows.window_table is not None:
+        windows = make_batch(replace(rows, page_table=rows.window_table, window_table=None), device)
     return StepBatch(
         rows=rows,
         lengths=rows.lengths,
@@ -112,6 +119,7 @@ def make_batch(rows: RowArrays, device: torch.device) -> StepBatch:
         token_offsets=on_device[2],
         page_table=to_device(np.ascontiguousarray(rows.page_table[:, :max_pages]), device),
         max_pages=max_pages,
+        windows=windows,
     )
 
 

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.cache.window_pages import LayerGroups
 from common.config.shared import WeightDtype
 from common.engine.attention import log_choice, make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionBackend, GraphSafeAttention, planned_params
@@ -60,7 +61,7 @@ class Slot:
         mask: its allowed tokens and bad words; None if it has neither.
         constraint: what its output may be; None without a grammar and a reasoning budget.
         adapter: None for the model itself.
-        num_pages: entries of its page table that are set.
+        num_pages, num_window_pages: entries of its page tables that are set.
     """
 
     sampling: SamplingParams
@@ -71,6 +72,7 @@ class Slot:
     constraint: OutputConstraint | None
     adapter: LoraWeights | None = None
     num_pages: int = 0
+    num_window_pages: int = 0
 
     @property
     def depends_on_tokens(self) -> bool:
@@ -139,6 +141,7 @@ class TorchExecutor:
         width = pool.layout.num_pages(config.context_length)
         # The operating system zeroes memory at first use, so that unused rows and columns cost nothing.
         self._page_table: NDArray[np.int32] = np.zeros((num_slots, width), np.int32)
+        self._window_table = None if pool.groups is None else np.zeros((num_slots, width), np.int32)
         self._slots: list[Slot | None] = [None] * num_slots
         # One more than there are slots, for the padding rows of graphs.
         self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=pool.device)
@@ -194,6 +197,8 @@ class TorchExecutor:
                 self._admit(admit)
             for delta in plan.pages:
                 self._append_pages(delta)
+            for delta in plan.windows:
+                self._append_window_pages(delta)
             if self._graphs is not None:
                 self._graphs.set_pages(plan.pages)
             return self._extend(plan)
@@ -203,15 +208,18 @@ class TorchExecutor:
 
         Overwrites the pool's first pages, so it must run while the pool is empty. Slot 0 is free afterwards.
         """
-        num_tokens = min(num_tokens, self.pool.num_pages * self._page_size - 1, self.model.config.context_length - 1)
+        most = self.pool.num_full_pages if self._window_table is None else self.pool.num_window_pages
+        num_tokens = min(num_tokens, most * self._page_size - 1, self.model.config.context_length - 1)
         if num_tokens < 1:
             return
         pages = tuple(range(self.pool.layout.num_pages(num_tokens + 1)))
         first = Admit(0, SamplingParams(temperature=0.0), num_tokens, None)
-        self.run(StepPlan(0, (first,), (PageDelta(0, 0, pages),), (Row(0, 0, (0,) * num_tokens, True),)))
+        delta = (PageDelta(0, 0, pages),)
+        windows = () if self._window_table is None else delta
+        self.run(StepPlan(0, (first,), delta, (Row(0, 0, (0,) * num_tokens, True),), windows))
         for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=20, top_p=0.95)):
-            admit, delta = Admit(0, params, num_tokens, 0), PageDelta(0, 0, pages)
-            self.run(StepPlan(0, (admit,), (delta,), (Row(0, num_tokens, None, True),)))
+            admit = Admit(0, params, num_tokens, 0)
+            self.run(StepPlan(0, (admit,), delta, (Row(0, num_tokens, None, True),), windows))
         self._slots[0] = None
 
     def capture_graphs(
@@ -226,6 +234,7 @@ class TorchExecutor:
         """
         assert isinstance(self._attention, GraphSafeAttention)
         assert self._ranks is None
+        assert self._window_table is None
         with torch.inference_mode(), current_device(self.pool.device):
             inputs = DecodeInputs(
                 self._last_tokens,
@@ -238,7 +247,7 @@ class TorchExecutor:
     @property
     def num_pages(self) -> int:
         """Pages of the pool that requests may have."""
-        return self.pool.num_pages - (self._graphs is not None)
+        return self.pool.num_full_pages - (self._graphs is not None)
 
     def close(self) -> None:
         """Release the pool; ``run`` must not be called afterwards."""
@@ -288,6 +297,14 @@ class TorchExecutor:
         assert all(0 <= page < self.num_pages for page in delta.pages), "a page outside the pool"
         self._page_table[delta.slot, delta.first : end] = delta.pages
         slot.num_pages = max(end, slot.num_pages)
+
+    def _append_window_pages(self, delta: PageDelta) -> None:
+        end, slot = delta.first + len(delta.pages), self._slot(delta.slot)
+        assert self._window_table is not None
+        assert 0 <= delta.first <= slot.num_window_pages, f"a gap in the window pages of slot {delta.slot}"
+        assert all(0 <= page < self.pool.num_window_pages for page in delta.pages), "a window page outside the pool"
+        self._window_table[delta.slot, delta.first : end] = delta.pages
+        slot.num_window_pages = max(end, slot.num_window_pages)
 
     def _extend(self, plan: StepPlan) -> PendingStep:
         rows = plan.rows
@@ -357,7 +374,8 @@ class TorchExecutor:
         starts = np.array([row.start for row in rows], np.int64)
         num_new = np.array([row.num_tokens for row in rows], np.int64)
         width = self.pool.layout.num_pages(int((starts + num_new).max()))  # the table is as wide as the context
-        return RowArrays(starts, num_new, self._page_table[slots, :width], self._page_size)
+        windows = None if self._window_table is None else self._window_table[slots, :width]
+        return RowArrays(starts, num_new, self._page_table[slots, :width], self._page_size, windows)
 
     def _read_tokens(self) -> None:
         """Append the tokens of earlier steps to the slots whose next tokens depend on them; waits for these steps."""
@@ -413,6 +431,9 @@ class TorchExecutor:
             assert row.num_tokens > 0
             room = self._slot(row.slot).num_pages * self._page_size
             assert row.start + row.num_tokens <= room, f"slot {row.slot} has no page for its last token"
+            if self._window_table is not None:
+                room = self._slot(row.slot).num_window_pages * self._page_size
+                assert row.start + row.num_tokens <= room, f"slot {row.slot} has no window page for its last token"
             assert 0 <= row.first_target <= row.num_tokens - len(row.targets), "a target that follows no token"
 
     def _tokens(self, rows: tuple[Row, ...], first_new: NDArray[np.int64]) -> Tensor:
@@ -468,6 +489,8 @@ def load_executor(
     num_threads: int | None = None,
     ranks: OtherRanks | None = None,
     weight_dtype: WeightDtype = "auto",
+    groups: LayerGroups | None = None,
+    num_window_pages: Callable[[int], int] = lambda num_pages: num_pages,
 ) -> TorchExecutor:
     """Load a checkpoint's weights, allocate the KV pool and return an executor over both.
 
@@ -477,6 +500,8 @@ def load_executor(
         num_threads: compute threads of the process (torch's OpenMP team); None leaves their number as it is.
         ranks: have the other parts of the model, of which this process then loads the first; None: it loads all of it.
         weight_dtype: format to which matrices are rounded; auto: none.
+        groups: the layers of the model, if its window layers get pages of their own.
+        num_window_pages: their number, from that of the pool's other pages.
     Raises:
         ConfigError: the dtype, device or attention backend is unknown, the weights do not match the configuration, or
             the device has too little memory.
@@ -494,7 +519,8 @@ def load_executor(
         raise ConfigError("--kv-cache-dtype fp8: triton computes FP8 pages in 16 bits; give --dtype bfloat16, or torch")
     try:
         make_model = load_model(config, dtype, place, weight_dtype=weight_dtype, shard=shard)
-        pool = KVPool(layout, num_pages() if callable(num_pages) else num_pages, place)
+        num_pages = num_pages() if callable(num_pages) else num_pages
+        pool = KVPool(layout, num_pages, place, groups=groups, num_window_pages=num_window_pages(num_pages))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--device {device} has too little memory for the model and its KV pages: lower --memory-fraction or "

@@ -16,6 +16,7 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from common.cache.page_layout import PageLayout
+from common.cache.window_pages import LayerGroups
 from common.engine.device_copies import to_device
 from common.engine.pinned_memory import PinnedMemory
 
@@ -63,15 +65,36 @@ class LayerKV(NamedTuple):
 class KVPool:
     """``num_pages`` pages of one layout on one device.
 
+    Args:
+        groups: of a model whose window layers have pages of their own; ``layout`` is then that of all layers, and
+            ``num_pages`` counts pages of the layers that see all tokens.
+        num_window_pages: pages of the window layers.
+
     Attributes:
+        model_layout: of a page with all layers.
+        layout, num_pages: of the pages that transfers move: with ``groups``, units.
+        num_full_pages: pages that requests can have.
         fd: memfd of exactly ``layout.pool_bytes(num_pages)`` bytes: the pool itself, or on CUDA its landing area.
         memory: mapping of that memfd.
         pages: uint8 ``[num_pages, page_bytes]`` on the device.
     """
 
-    def __init__(self, layout: PageLayout, num_pages: int, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        device: str | torch.device = "cpu",
+        *,
+        groups: LayerGroups | None = None,
+        num_window_pages: int = 0,
+    ) -> None:
         assert num_pages > 0
         assert not layout.is_latent or layout.value_dim <= layout.head_dim, "values that are longer than their keys"
+        self.groups, self.num_full_pages, self.num_window_pages = groups, num_pages, num_window_pages
+        self.num_layers = layout.num_layers
+        self.model_layout = layout
+        if groups is not None:
+            layout, num_pages = groups.layout_of(layout), groups.num_units(num_pages, num_window_pages)
         self.layout = layout
         self.num_pages = num_pages
         self.device = torch.device(device)
@@ -85,10 +108,21 @@ class KVPool:
         self._landing: Tensor | None = torch.frombuffer(self.memory, dtype=torch.uint8).view(shape)
         on_cpu = self.device.type == "cpu"
         self.pages = self._landing if on_cpu else torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        self._layers = [layer_views(self.pages, layout, layer) for layer in range(layout.num_layers)]
+        self._layers = self._all_views()
         self._moves = None if on_cpu else torch.cuda.Stream(self.device)
         self._pinned = None if on_cpu else PinnedMemory(self.memory, num_pages=num_pages, page_bytes=layout.page_bytes)
         self._runs: dict[ByteRuns, Runs] = {}  # a few for each layout that a peer has
+
+    def _all_views(self) -> list[LayerKV]:
+        if self.groups is None:
+            return [layer_views(self.pages, self.layout, layer) for layer in range(self.num_layers)]
+        views: dict[int, LayerKV] = {}
+        num_full = self.num_full_pages * self.groups.full_units
+        for layers, units in ((self.groups.full, self.pages[:num_full]), (self.groups.windowed, self.pages[num_full:])):
+            layout = replace(self.layout, num_layers=len(layers))
+            pages = units.reshape(-1, layout.page_bytes)
+            views |= {layer: layer_views(pages, layout, place) for place, layer in enumerate(layers)}
+        return [views[layer] for layer in range(self.num_layers)]
 
     @property
     def is_mapped(self) -> bool:
@@ -217,7 +251,8 @@ def _head_views(pages: Tensor, layout: PageLayout, dim: int, offset: int) -> tup
         numbers = pages.view(dtype)
         item = dtype.itemsize
         strides = (layout.page_bytes // item, layout.head_bytes(dim) // item, num_columns, 1)
-        return numbers.as_strided((*shape, num_columns), strides, (offset + inside) // item)
+        first = numbers.storage_offset() + (offset + inside) // item
+        return numbers.as_strided((*shape, num_columns), strides, first)
 
     (inside, _), *scales = layout.token_parts(dim)
     numbers = view(PAGE_DTYPES[layout.dtype], inside, dim)

@@ -179,6 +179,9 @@ def check_pages(allocator: PageAllocator, cache: RadixCache, requests: Iterable[
     allocator.check()
     cache.check()
     num_own = 0
+    requests = list(requests)
+    if allocator.windows is not None:
+        allocator.windows.check_requests(requests)
     for request in requests:
         num_own += len(request.own)
         if request.is_wrapped and request.own:

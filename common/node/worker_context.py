@@ -80,6 +80,12 @@ class WorkerContext:
         return longest if context_length is None or longest < UNBOUNDED else context_length
 
     @property
+    def longest_transfer(self) -> int:
+        """The most pages that a transfer moves."""
+        num_pages, windows = self.layout.num_pages(self.longest_tokens), self.allocator.windows
+        return num_pages if windows is None else windows.groups.num_units(num_pages, num_pages)
+
+    @property
     def most_held_tokens(self) -> int:
         """Tokens of the pool that one request holds at most, however long it gets; 0: all of its tokens."""
         window = self.window

@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from common.cache.kv_window import UNBOUNDED
 from common.cache.page_allocator import PageAllocator
+from common.cache.window_pages import WindowPages
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.config.shared import Role as RoleName
@@ -157,12 +159,19 @@ def open_directory(config: NodeConfig) -> FixedGateways | ListedGateways | Watch
 def _worker_context(
     config: NodeConfig, model: "BaseModelConfig", executor: "TorchExecutor", capacity: Capacity, incarnation: str
 ) -> WorkerContext:
-    allocator = PageAllocator(capacity.num_pages)
-    own = executor.pool.layout
+    pool, windows = executor.pool, None
+    if pool.groups is not None:
+        windows = WindowPages(
+            *(pool.groups, capacity.num_pages, pool.num_window_pages),
+            page_size=config.page_size,
+            chunk_tokens=capacity.alignment.most_at_once(capacity.chunk_tokens, config.page_size) or UNBOUNDED,
+        )
+    allocator = PageAllocator(capacity.num_pages, windows)
+    own = pool.layout
     return WorkerContext(
         config=config,
         capacity=capacity,
-        pool=executor.pool,
+        pool=pool,
         layout=own if config.tp == 1 else own.of_heads(model.num_kv_heads),
         allocator=allocator,
         cache=make_cache(config, allocator),

@@ -148,6 +148,7 @@ class PrefillAdder:
             accounts for their expected needs.
         ratio: the share of its remaining output that a request without ``ignore_eos`` is expected to produce.
         window: of the model; None: its layers see all tokens.
+        decodes: requests go on with their output on this node.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class PrefillAdder:
         running: Sequence[Request] = (),
         ratio: float = 1.0,
         window: KVWindow | None = None,
+        decodes: bool = True,
     ) -> None:
         self.chunks: list[Chunk] = []
         self.total_left = budgets.total_tokens
@@ -180,6 +182,7 @@ class PrefillAdder:
         self._running = running
         self._ratio = ratio
         self._window = window or KVWindow(cache.page_size)
+        self._decodes = decodes
 
     @property
     def tokens_left(self) -> int | None:
@@ -299,6 +302,8 @@ class PrefillAdder:
             first = self.chunks[place].start
             self.chunks[place] = Chunk.of(request, first, start + num_tokens - first)
         request.num_scheduled = start + num_tokens
+        if self._allocator.windows is not None:
+            self._allocator.windows.advance(request, self.chunks[place].start, request.num_scheduled)
         self.input_left -= self._rounded(num_tokens)
         if self.chunk_left is not None:
             self.chunk_left -= self._rounded(num_tokens)
@@ -310,6 +315,9 @@ class PrefillAdder:
     def _allocate(self, request: Request, match: Match, count: int) -> list[int] | None:
         """Allocate pages beside the cached ones, evicting as needed; None if the request does not fit."""
         if not self._may_spend(request, match, self._tokens(count)):
+            return None
+        windows = self._allocator.windows
+        if windows is not None and windows.needs(request, decodes=self._decodes) > windows.num_unreserved:
             return None
         missing = count - self._allocator.num_free
         if missing > self._cache.num_evictable_pages:
@@ -377,6 +385,9 @@ class PrefillAdder:
         if not request.output:  # a request with output was admitted before
             request.num_cached = match.num_tokens
         self.total_left -= self._tokens(len(own)) + self._reserve(request)
+        windows = self._allocator.windows
+        if windows is not None:
+            windows.admit(request, match.num_tokens, windows.needs(request, decodes=self._decodes))
 
     def _tokens(self, num_pages: int) -> int:
         return num_pages * self.page_size

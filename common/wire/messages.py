@@ -20,7 +20,7 @@ from common.stage_spans import StageSpan
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -82,6 +82,9 @@ class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3", "int8"]
     value_dim: Annotated[int, Meta(ge=0, le=65536)] = 0  # 0: as ``head_dim``
     is_latent: bool = False
+    window: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    full_units: Annotated[int, Meta(ge=1, le=4096)] = 1
+    window_units: Annotated[int, Meta(ge=0, le=4096)] = 0
 
     @classmethod
     def of(cls, layout: PageLayout) -> "LayoutMessage":

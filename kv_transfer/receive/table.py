@@ -72,10 +72,10 @@ class ReceiveTable:
         self.prefill_dones.pop(session.key, None)
         self._quarantined_since.pop(session.key, None)
         if session.state is ReceiveState.FREED:
-            self._allocator.free(session.pages, owner)
+            self._allocator.free(self._allocator.from_transfer(session.pages), owner)
             del self.sessions[session.key]
         else:
-            self._allocator.move(session.pages, Owner.GRANT, Owner.QUARANTINE)
+            self._allocator.move(self._allocator.from_transfer(session.pages), Owner.GRANT, Owner.QUARANTINE)
             self._quarantined_since[session.key] = None
             self._totals["pages_quarantined"] += len(session.pages)
         return arrived
@@ -109,7 +109,8 @@ class ReceiveTable:
         """Drop events of a key that the role has not taken, and free their pages."""
         for event in [event for event in self.events if not isinstance(event, PairLost) and event.key == key]:
             self.events.remove(event)
-            self._allocator.free(event.pages if isinstance(event, Completed) else event.arrived, Owner.GRANT)
+            pages = event.pages if isinstance(event, Completed) else event.arrived
+            self._allocator.free(self._allocator.from_transfer(pages), Owner.GRANT)
 
     def counters(self) -> dict[str, float]:
         return {name: float(count) for name, count in self._totals.items()}
@@ -132,7 +133,12 @@ class ReceiveTable:
                 )
         pages = [page for session in self.sessions.values() for page in session.pages]
         invariant(len(pages) == len(set(pages)), "a page is in two transfers")
-        quarantined = sum(len(s.pages) for s in self.sessions.values() if s.state is ReceiveState.QUARANTINED)
+        num_pages = len(self._allocator.from_transfer(pages))
+        quarantined = sum(
+            len(self._allocator.from_transfer(session.pages))
+            for session in self.sessions.values()
+            if session.state is ReceiveState.QUARANTINED
+        )
         invariant(self._allocator.count(Owner.QUARANTINE) == quarantined, "quarantine is miscounted")
-        invariant(self._allocator.count(Owner.GRANT) >= len(pages) - quarantined, "a granted page has another owner")
+        invariant(self._allocator.count(Owner.GRANT) >= num_pages - quarantined, "a granted page has another owner")
         invariant(self.prefill_dones.keys() <= self.sessions.keys(), "a PrefillDone is kept for an ended transfer")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from support.cluster.fake_engine import expected_output
+from support.cluster.fake_engine import expected_of_both, expected_output
 from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
 
 from common.errors import ErrorCode
@@ -50,6 +50,23 @@ def test_a_moved_request_goes_on_with_the_same_tokens(num_outstanding: int, num_
     assert cluster.counters(cluster.prefill[0])["prompt_tokens_computed"] == len(PROMPT), "the prompt was computed once"
     assert new["prompt_tokens_computed"] == 0, "the other node computed nothing that travelled"
     assert new["pages_received"] >= -(-len(PROMPT) // page_size)
+    cluster.close()
+
+
+@pytest.mark.parametrize("num_before", [1, 9])
+def test_a_moved_request_takes_the_window_pages_of_its_window_only(num_before: int) -> None:
+    cluster = LocalCluster(num_decode=2, page_size=4, chunk_tokens=8, window=11, window_pages=(8, 8))
+    cluster.submit("r", PROMPT, sampling(20))
+    run_until(cluster, "r", num_before)
+    cluster.move("r", 1)
+    cluster.run()
+    assert cluster.answers["r"].output == expected_of_both(PROMPT, 20, 11)
+    cluster.settle()
+    assert_all_pages_are_released(cluster)
+    new = cluster.counters(cluster.decode[1])
+    assert new["prompt_tokens_computed"] == 0
+    num_pages = -(-(len(PROMPT) + num_before) // 4)
+    assert num_pages < new["pages_received"] <= num_pages + 5
     cluster.close()
 
 

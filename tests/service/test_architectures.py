@@ -35,9 +35,32 @@ def assert_equal(answers: list[dict[str, Any]], cases: list[tuple[tuple[int, ...
 async def test_tokens_equal_those_of_the_library_cold_and_cached_on_two_decode_nodes(
     tmp_path: Path, architecture: str
 ) -> None:
+    log = await check_cold_and_cached(tmp_path, architecture)
+    assert f"transformers computes this model with its class {architecture}" in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "others"),
+    [
+        ("Gemma3ForCausalLM", {}),
+        ("GptOssForCausalLM", {"kv_checksum": "all"}),
+        ("Olmo3ForCausalLM", {"transport": "tcp"}),
+    ],
+)
+async def test_tokens_equal_those_of_the_library_where_window_layers_have_pages_of_their_own(
+    tmp_path: Path, architecture: str, others: dict[str, str]
+) -> None:
+    log = await check_cold_and_cached(tmp_path, architecture, swa_full_tokens_ratio=0.25, **others)
+    assert "window layers have 16 pages of their own" in log
+
+
+async def check_cold_and_cached(tmp_path: Path, architecture: str, **others: Any) -> str:
+    """Returns the log of the service."""
     folder = model_with_tokenizer(tmp_path / "m", architecture)
     cases = draw_prompts(folder, LENGTHS, MAX_NEW, seed=8)
     options = {"model_impl": "transformers", "page_size": 16, "chunked_prefill_size": 32, "max_total_tokens": 1024}
+    options |= others
     with running(tmp_path / "logs", folder, decode=2, node_options=options, modules=MODULES) as service:
         async with service.client() as client:
             for _ in ("cold", "cached"):
@@ -46,9 +69,10 @@ async def test_tokens_equal_those_of_the_library_cold_and_cached_on_two_decode_n
                 )
                 assert_equal(answers, cases)
             totals = await client.settled()
-            assert f"transformers computes this model with its class {architecture}" in service.log()
+            log = service.log()
     assert all(totals[node]["output_tokens"] > 0 for node in ("decode-0", "decode-1"))
     assert totals["prefill-0"]["pages_sent"] > 0
+    return log
 
 
 @pytest.mark.slow

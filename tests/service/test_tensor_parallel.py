@@ -125,6 +125,15 @@ async def test_greedy_tokens_do_not_depend_on_the_ranks_of_either_node(
 async def test_a_model_that_transformers_computes_is_divided_as_well(
     tmp_path: Path, architecture: str, prefill: int, decode: int
 ) -> None:
+    await check_divided(tmp_path, architecture, prefill=prefill, decode=decode)
+
+
+@pytest.mark.slow
+async def test_window_layers_with_pages_of_their_own_are_divided_as_well(tmp_path: Path) -> None:
+    await check_divided(tmp_path, "Gemma2ForCausalLM", prefill=1, decode=2, swa_full_tokens_ratio=0.25)
+
+
+async def check_divided(tmp_path: Path, architecture: str, *, prefill: int, decode: int, **others: Any) -> None:
     folder = make_library_model(tmp_path / "m", architecture, seed=3, vocab_size=1100)
     for path in SMALL_MODEL.glob("*token*"):
         shutil.copy(path, folder)
@@ -134,6 +143,7 @@ async def test_a_model_that_transformers_computes_is_divided_as_well(
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 10.0}))  # every rank gets the override
     overrides = json.dumps({"rms_norm_eps": config["rms_norm_eps"]})
     options = {"model_impl": "transformers", "page_size": 16, "max_total_tokens": 1024, "hf_overrides": overrides}
+    options |= others
     service = serve(tmp_path / "logs", ranks, folder, **options)
     try:
         await check_answers(service, prompts)

@@ -9,10 +9,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.cluster.fake_engine import VOCAB_SIZE, expected_output
+from support.cluster.fake_engine import VOCAB_SIZE, expected_of_both, expected_output
 from support.cluster.faulty_cluster import FaultyCluster, end_by_client
 from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
 
+from common.cache.kv_window import UNBOUNDED, KVWindow
 from common.config.scheduling import POLICIES, PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.scheduling.chunked_prefill import ChunkAlignment
@@ -25,9 +26,13 @@ ROOTS = (prompt_of(40, 0), prompt_of(40, 1), (*prompt_of(12, 0), *prompt_of(28, 
 
 
 class History:
-    """One random history. ``run`` plays it to its end, and ``judge`` checks the result."""
+    """One random history. ``run`` plays it to its end, and ``judge`` checks the result.
 
-    def __init__(self, seed: int, num_outstanding: int = 1) -> None:
+    Args:
+        has_windows: the model has window layers with pages of their own, few more than one request needs.
+    """
+
+    def __init__(self, seed: int, num_outstanding: int = 1, *, has_windows: bool = False) -> None:
         self.random = random = Random(seed)
         self.num_outstanding = num_outstanding
         self.wanted: dict[str, tuple[tuple[int, ...], int, int | None]] = {}  # prompt, max_new_tokens, stop token
@@ -37,6 +42,9 @@ class History:
         self.may_fail = {ErrorCode.OUT_OF_PAGES, ErrorCode.POOL_TOO_SMALL}
         small, large = random.choice([(4, 4), (4, 4), (4, 8), (2, 6), (1, 4)])
         self.page_sizes = (small, large) if random.random() < 0.5 else (large, small)
+        self.window = random.choice([2, 5, 11, 20]) if has_windows else None
+        if has_windows:
+            self.page_sizes = (small, small)
         self.num_tokens = (random.randint(12, 24) * 4, random.randint(12, 24) * 4)  # tokens of each pool
         self.num_tokens = tuple(n - n % size for n, size in zip(self.num_tokens, self.page_sizes, strict=True))
         self.cluster = self._make()
@@ -51,6 +59,7 @@ class History:
             self.may_fail.add(ErrorCode.QUEUE_FULL)
         wire = Wire(latency=random.choice([0, 2, 6]), bytes_per_tick=random.choice([None, 64]), faults=self._faults())
         wire.can_recall = random.random() < 0.7
+        chunk_tokens, limits = random.choice([8, 8, 16, None]), self._limits()
         return FaultyCluster(
             random,
             slowness=random.choice([0, 0, 2, 5]),
@@ -60,7 +69,9 @@ class History:
             decode_page_size=self.page_sizes[1],
             prefill_pages=self.num_tokens[0] // self.page_sizes[0],
             decode_pages=self.num_tokens[1] // self.page_sizes[1],
-            chunk_tokens=random.choice([8, 8, 16, None]),
+            chunk_tokens=chunk_tokens,
+            window=self.window,
+            window_pages=self._window_pages(chunk_tokens, limits["alignment"]),
             max_running=random.choice([1, 2, 2, 4]),
             max_queued=max_queued,
             policy=policy,
@@ -71,11 +82,25 @@ class History:
             resume_tokens=random.choice([None, 0, 3, 12]),
             conservativeness=random.choice([0, 0, 0.3, 1.0]),
             wants_checksums=self.wants_checksums,
-            limits=self._limits(),
+            limits=limits,
             wire=wire,
             grammar_ticks=random.choice([0, 3, 20]),
             num_outstanding=self.num_outstanding,
         )
+
+    def _window_pages(self, chunk_tokens: int | None, alignment: ChunkAlignment) -> tuple[int, int] | None:
+        if self.window is None:
+            return None
+        page_size = self.page_sizes[0]
+        most = alignment.most_at_once(chunk_tokens, page_size) or UNBOUNDED
+        of_one, extra = KVWindow(page_size, self.window, most).ring_pages(most), self.random.randint(0, 6)
+        prefill, decode = (min(of_one + extra, num_tokens // page_size) for num_tokens in self.num_tokens)
+        return prefill, decode
+
+    def _expected(self, prompt: tuple[int, ...], max_new: int) -> tuple[int, ...]:
+        if self.window is not None:
+            return expected_of_both(prompt, max_new, self.window)
+        return expected_output(prompt, max_new)
 
     def _faults(self) -> dict[int, Fault]:
         random = self.random
@@ -144,7 +169,7 @@ class History:
         prompt = self._prompt()
         pair = (random.choice([0, 1, 0, 1, None]), random.randint(0, 1))
         max_new = random.randint(1, 16)
-        output = expected_output(prompt, max_new)
+        output = self._expected(prompt, max_new)
         stop = random.choice(output) if random.random() < 0.2 else None
         where: dict[str, Any] = {
             "salt": random.choice(["", "", "", "red"]),
@@ -220,7 +245,7 @@ class History:
         else:
             member = random.choice(cluster.members)
             cluster.kill(member)
-            cluster.replace(member, member.executor.pool.num_pages)
+            cluster.replace(member, member.allocator.num_pages)
         self.is_faulty = True
         # A node hears of the end of an attempt from its peer before it hears it from the gateway.
         self.may_fail |= {ErrorCode.NODE_LOST, ErrorCode.TRANSFER_FAILED, ErrorCode.ABORTED}
@@ -231,7 +256,7 @@ class History:
         assert_all_pages_are_released(self.cluster)
         for rid, (prompt, max_new, stop) in self.wanted.items():
             answer = self.cluster.answers[rid]
-            expected = expected_output(prompt, max_new)
+            expected = self._expected(prompt, max_new)
             if stop is not None:
                 expected = expected[: expected.index(stop) + 1]
             got = answer.output
@@ -257,8 +282,8 @@ class History:
                 assert needed > min(self.num_tokens), (rid, answer.error)
 
 
-def live(seed: int, num_outstanding: int = 1) -> History:
-    history = History(seed, num_outstanding)
+def live(seed: int, num_outstanding: int = 1, *, has_windows: bool = False) -> History:
+    history = History(seed, num_outstanding, has_windows=has_windows)
     history.run()
     history.judge()
     return history
@@ -357,11 +382,18 @@ def test_random_histories_end_in_exact_tokens_or_an_error_and_return_all_pages(s
     live(seed, num_outstanding)
 
 
+@pytest.mark.parametrize("num_outstanding", [1, 2])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_histories_with_window_pages(seed: int, num_outstanding: int) -> None:
+    live(seed, num_outstanding, has_windows=True)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("has_windows", [False, True])
 @pytest.mark.parametrize("hundred", range(3))
-def test_many_more_histories(hundred: int) -> None:
+def test_many_more_histories(hundred: int, has_windows: bool) -> None:
     for seed in range(1_000 + 100 * hundred, 1_100 + 100 * hundred):
         try:
-            live(seed, 1 + seed % 2)
+            live(seed, 1 + seed % 2, has_windows=has_windows)
         except AssertionError as error:
             raise AssertionError(f"history {seed}") from error

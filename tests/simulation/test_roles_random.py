@@ -5,7 +5,7 @@ from typing import ClassVar
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from support.cluster.fake_engine import expected_output
+from support.cluster.fake_engine import expected_of_both, expected_output
 from support.cluster.local_cluster import Answer, LocalCluster, assert_all_pages_are_released, prompt_of, sampling
 
 from common.config.scheduling import PriorityRules
@@ -20,6 +20,7 @@ class Cluster(RuleBasedStateMachine):
     resume_tokens: int | None = None
     conservativeness = 1.0
     window: int | None = None
+    window_pages: tuple[int, int] | None = None
     decode_page_size = 4
     pages: ClassVar[dict[str, int]] = {"prefill": 20, "decode": 14}
 
@@ -41,6 +42,7 @@ class Cluster(RuleBasedStateMachine):
             resume_tokens=self.resume_tokens,
             conservativeness=self.conservativeness,
             window=self.window,
+            window_pages=self.window_pages,
             decode_page_size=self.decode_page_size,
             wants_checksums=self.decode_page_size != 4,
         )
@@ -122,14 +124,18 @@ class Cluster(RuleBasedStateMachine):
         prompt, max_new = self.wanted[rid]
         if rid in self.aborted:
             return
-        expected = expected_output(prompt, max_new, self.window)
+        if self.window is not None and self.window_pages is not None:
+            expected = expected_of_both(prompt, max_new, self.window)
+        else:
+            expected = expected_output(prompt, max_new, self.window)
         if answer.error is None:
             assert answer.output == expected
             return
         got = tuple(answer.tokens[i] for i in range(len(answer.tokens)) if i in answer.tokens)
         assert got == expected[: len(got)], "wrong tokens before the error"
         is_lost = answer.error.code is ErrorCode.NODE_LOST
-        assert is_lost or (answer.error.code is ErrorCode.OUT_OF_PAGES and self.window is None)
+        is_bounded = self.window is not None and self.window_pages is None
+        assert is_lost or (answer.error.code is ErrorCode.OUT_OF_PAGES and not is_bounded)
 
 
 class UrgentCluster(Cluster):
@@ -166,6 +172,18 @@ class UrgentWindowCluster(UrgentCluster):
     pages: ClassVar[dict[str, int]] = {"prefill": 7, "decode": 10}
 
 
+class HybridCluster(Cluster):
+    """A model with window layers that have pages of their own, hardly more than one request needs."""
+
+    window = 11
+    window_pages = (7, 6)
+
+
+class UrgentHybridCluster(UrgentCluster):
+    window = 6
+    window_pages = (12, 9)
+
+
 SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestCluster = Cluster.TestCase
 TestCluster.settings = SETTINGS
@@ -177,3 +195,7 @@ TestWideWindowCluster = WideWindowCluster.TestCase
 TestWideWindowCluster.settings = SETTINGS
 TestUrgentWindowCluster = UrgentWindowCluster.TestCase
 TestUrgentWindowCluster.settings = SETTINGS
+TestHybridCluster = HybridCluster.TestCase
+TestHybridCluster.settings = SETTINGS
+TestUrgentHybridCluster = UrgentHybridCluster.TestCase
+TestUrgentHybridCluster.settings = SETTINGS

@@ -9,6 +9,7 @@ import torch
 from common.cache.page_layout import PageLayout
 from common.engine.attention.cpu import cpu_attention, cpu_conflict
 from common.engine.attention.flash_attn_backend import FlashAttention, flash_attn_conflict
+from common.engine.attention.grouped import GroupedAttention
 from common.engine.attention.protocol import AttentionBackend, AttentionParams, LayerParams
 from common.engine.attention.reference import ReferenceAttention
 from common.engine.attention.torch_sdpa import TorchAttention
@@ -95,6 +96,7 @@ def _conflict(name: str, device: torch.device, layout: PageLayout, params: Layer
 def make_attention(name: str, pool: KVPool, num_heads: int, params: LayerParams | None = None) -> AttentionBackend:
     """Build a backend for a pool. ``params`` has an entry for each layer; without it every layer is plain."""
     if params is None:
-        params = (AttentionParams(),) * pool.layout.num_layers
-    assert len(params) == pool.layout.num_layers
-    return BACKENDS[resolve_attention(name, pool.device, pool.layout, params)](pool, num_heads, params)
+        params = (AttentionParams(),) * pool.num_layers
+    assert len(params) == pool.num_layers
+    backend = BACKENDS[resolve_attention(name, pool.device, pool.layout, params)](pool, num_heads, params)
+    return backend if pool.groups is None else GroupedAttention(backend, pool.groups.windowed)

@@ -47,12 +47,13 @@ class CpuAttention:
         self.pool = pool
         self.params = params
         self.kernels = kernels
-        layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
+        layers = [pool.layer(index) for index in range(len(params))]
         #: Each layer for the kernels, found once, since views of tensors take long to make.
         self.caches = (LayerCache * len(layers))(
             *(_layer_cache(one, how, pool.layout.head_dim) for one, how in zip(layers, params, strict=True))
         )
-        self.page_stride, self.head_stride = layers[0].keys.stride()[:2]
+        self.page_strides = [layer.keys.stride(0) for layer in layers]
+        self.head_stride = layers[0].keys.stride(1)
         self.num_groups = num_groups(num_heads, pool.layout.num_kv_heads)
         #: Query heads that are computed together.
         self.group = num_heads // self.num_groups
@@ -96,7 +97,7 @@ class CpuStep:
         table, layout = self.batch.page_table, backend.pool.layout
         return Paged(
             *(cache, table.data_ptr(), table.shape[1]),
-            *(layout.page_size, backend.page_stride, backend.head_stride),
+            *(layout.page_size, backend.page_strides[layer], backend.head_stride),
             *(num_heads, layout.num_kv_heads, backend.num_groups, layout.head_dim),
             DTYPES[PAGE_DTYPES[layout.dtype]],
         )

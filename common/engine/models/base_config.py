@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.cache.page_layout import PageLayout
+from common.cache.window_pages import LayerGroups
 from common.engine.models.expert_config import ExpertConfig
 from common.errors import ConfigError
 
@@ -89,6 +90,16 @@ class BaseModelConfig(ABC):
         """Tokens that a token sees in the layer that sees most; None if that is the whole context."""
         widest = max(layer.window or self.context_length for layer in self.layers)
         return widest if widest < self.context_length else None
+
+    @property
+    def layer_groups(self) -> LayerGroups | None:
+        """The layers that see the whole context, and those with a window; None if there are not both."""
+        windows = [layer.window or self.context_length for layer in self.layers]
+        full = tuple(layer for layer, window in enumerate(windows) if window >= self.context_length)
+        windowed = tuple(layer for layer, window in enumerate(windows) if window < self.context_length)
+        if not full or not windowed:
+            return None
+        return LayerGroups(full, windowed, max(windows[layer] for layer in windowed))
 
     def layout(self, page_size: int, dtype: str, kv_cache_dtype: str = "auto") -> PageLayout:
         """Return the layout of KV pages of ``page_size`` tokens.

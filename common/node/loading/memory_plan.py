@@ -1,9 +1,12 @@
 """Sizes of a node: slots, pages and chunks, from the configuration or from what the machine has room for."""
 
+import math
 import os
 from dataclasses import dataclass, field
 
+from common.cache.kv_window import UNBOUNDED, KVWindow
 from common.cache.page_layout import PageLayout
+from common.cache.window_pages import LayerGroups
 from common.config.node import NodeConfig
 from common.errors import ConfigError
 from common.scheduling.chunked_prefill import ChunkAlignment
@@ -41,6 +44,18 @@ class Capacity:
     alignment: ChunkAlignment = field(default_factory=ChunkAlignment)
     context_length: int | None = None
     window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLayout(PageLayout):
+    """What a page takes of memory where window layers have ``ratio`` pages of their own for each page of the others."""
+
+    num_window_layers: int = 0
+    ratio: float = 1.0
+
+    @property
+    def page_bytes(self) -> int:
+        return math.ceil(self.layer_bytes * (self.num_layers - self.num_window_layers * (1 - self.ratio)))
 
 
 def plan_capacity(
@@ -86,6 +101,26 @@ def plan_capacity(
         )
     chunk_tokens = None if chunk < 0 else chunk
     return Capacity(min(num_slots, num_pages), num_pages, max_queued, chunk_tokens, alignment, context_length, window)
+
+
+def num_window_pages(config: NodeConfig, groups: LayerGroups | None, capacity: Capacity, num_pages: int) -> int:
+    """Pages of window layers beside ``num_pages`` of the others.
+
+    Raises:
+        ConfigError: they are too few for one request.
+    """
+    if groups is None:
+        return num_pages
+    most_at_once = capacity.alignment.most_at_once(capacity.chunk_tokens, config.page_size) or UNBOUNDED
+    of_one = KVWindow(config.page_size, max(groups.window, 2), most_at_once).ring_pages(most_at_once)
+    count = math.ceil(num_pages * config.swa_full_tokens_ratio)
+    if count < of_one:
+        needs = "prompts that are computed whole" if of_one == UNBOUNDED else f"the {of_one} that one request can hold"
+        raise ConfigError(
+            f"--swa-full-tokens-ratio {config.swa_full_tokens_ratio:g} gives window layers {count} of {num_pages} "
+            f"pages, too few for {needs}: raise it or the size of the pool, or lower --chunked-prefill-size"
+        )
+    return count
 
 
 def num_pages_that_fit(config: NodeConfig, layout: PageLayout, num_pages: int, free_bytes: int) -> int:

@@ -4,10 +4,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from common.cache.page_layout import PageLayout
+from common.cache.window_pages import LayerGroups
 from common.config.node import NodeConfig
 from common.config.shared import ONLY_ON_CPUS
 from common.cpu_cores import usable_cores
@@ -21,7 +22,14 @@ from common.node.loading.device_plan import (
     plan_graphs,
     plan_reserve,
 )
-from common.node.loading.memory_plan import Capacity, free_bytes, num_pages_that_fit, plan_capacity
+from common.node.loading.memory_plan import (
+    Capacity,
+    MemoryLayout,
+    free_bytes,
+    num_pages_that_fit,
+    num_window_pages,
+    plan_capacity,
+)
 from common.node.tensor_parallel.channel import Load
 from common.node.tensor_parallel.rank_processes import RankProcesses
 from common.reminder import Reminder
@@ -75,6 +83,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
         check_ranks(model, config.tp, device)
     if config.weight_dtype != "auto" and device != "cpu":
         raise ConfigError(f"--weight-dtype {config.weight_dtype} {ONLY_ON_CPUS}")
+    groups = layer_groups(config, model)
     layout = memory_layout(config, model, device)
     capacity = plan_capacity(
         config,
@@ -85,6 +94,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
         window=model.window,
     )
 
+    num_window_pages(config, groups, capacity, capacity.num_pages)  # refuses too few before the weights are read
     batch_sizes = _plan_graphs(config, model, layout, device, capacity)
     reserve = plan_reserve(config, model, layout, capacity, batch_sizes)
     num_fitting = pages_of(config, layout, capacity, device, reserve)
@@ -108,6 +118,8 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
         num_pages=num_pages,
         page_size=config.page_size,
         attention=config.attention_backend,
+        groups=groups,
+        num_window_pages=lambda num_pages: num_window_pages(config, groups, capacity, num_pages),
         num_threads=num_threads,
         ranks=ranks if config.tp > 1 else None,
     )
@@ -215,11 +227,35 @@ def rank_device(config: NodeConfig) -> str:
     return device if config.tp == 1 else Shard(0, config.tp).device(device)
 
 
+def layer_groups(config: NodeConfig, model: "BaseModelConfig") -> LayerGroups | None:
+    """The groups of layers that get pages of their own; None: a page holds all layers.
+
+    Raises:
+        ConfigError: they are asked for, and are not possible.
+    """
+    ratio = config.swa_full_tokens_ratio
+    if ratio == 1:
+        return None
+    if config.record:
+        raise ConfigError(f"--swa-full-tokens-ratio {ratio:g} does not work with --record: leave one out")
+    groups = model.layer_groups
+    if groups is None:
+        raise ConfigError(
+            f"--swa-full-tokens-ratio {ratio:g}: this model does not have both window layers and layers that see all "
+            "tokens; leave it out"
+        )
+    return groups
+
+
 def memory_layout(config: NodeConfig, model: "BaseModelConfig", device: str) -> PageLayout:
     """The layout of the part of a page that takes memory of this device: on a CPU, that of all ranks."""
     from common.engine.tensor_parallel.shard import Shard
 
     layout = model.layout(config.page_size, config.dtype, config.kv_cache_dtype)
+    if (groups := layer_groups(config, model)) is not None:
+        layout = MemoryLayout(
+            **asdict(layout), num_window_layers=len(groups.windowed), ratio=config.swa_full_tokens_ratio
+        )
     if config.tp == 1:
         return layout
     num_heads = len(Shard(0, config.tp).kv_heads(layout.num_kv_heads))

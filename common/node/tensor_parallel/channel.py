@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from common.cache.page_layout import PageLayout
+from common.cache.window_pages import LayerGroups
 from common.config.shared import LogFormat, LogLevel, ModelImplementation, WeightDtype
 
 if TYPE_CHECKING:
@@ -68,12 +69,15 @@ class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Rank 0 to another: make the pool, and form the group. With the descriptor of the file of the group's store.
 
     Attributes:
-        layout: of this rank's pages.
+        layout: of this rank's pages, with all layers.
+        num_pages, groups, num_window_pages: as for ``common.engine.kv_pool.KVPool``.
     """
 
     layout: PageLayout
     num_pages: int
     timeout_s: float
+    groups: LayerGroups | None = None
+    num_window_pages: int = 0
 
 
 class Transfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -112,13 +116,15 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     page_size: int
     adapters: list[int]
     dropped: list[int]
+    window_table: bytes | None = None
 
     @classmethod
     def of(
         cls, rows: "RowArrays", kept: "NDArray[np.int64]", adapters: Sequence[int] = (), dropped: Sequence[int] = ()
     ) -> "Step":
         starts, num_new, page_table = rows.starts.tobytes(), rows.num_new.tobytes(), rows.page_table.tobytes()
-        return cls(starts, num_new, page_table, kept.tobytes(), rows.page_size, list(adapters), list(dropped))
+        windows = None if rows.window_table is None else rows.window_table.tobytes()
+        return cls(starts, num_new, page_table, kept.tobytes(), rows.page_size, list(adapters), list(dropped), windows)
 
     def arrays(self) -> "tuple[RowArrays, NDArray[np.int64]]":
         """The rows, and the indices of the tokens that are kept."""
@@ -129,8 +135,12 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         starts, num_new, kept = (
             np.frombuffer(part, np.int64).copy() for part in (self.starts, self.num_new, self.kept)
         )
-        page_table = np.frombuffer(self.page_table, np.int32).copy().reshape(len(starts), -1)
-        return RowArrays(starts, num_new, page_table, self.page_size), kept
+        page_table, windows = (
+            None if table is None else np.frombuffer(table, np.int32).copy().reshape(len(starts), -1)
+            for table in (self.page_table, self.window_table)
+        )
+        assert page_table is not None
+        return RowArrays(starts, num_new, page_table, self.page_size, windows), kept
 
 
 RankMessage = Load | Loaded | Join | Transfer | ReadAdapter | AdapterRead | Step

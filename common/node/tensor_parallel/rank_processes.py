@@ -162,7 +162,8 @@ class RankProcesses:
         try:
             for other in self._others:
                 other.channel.limit(self._timeout_s)
-                other.channel.send(Join(pool.layout, pool.num_pages, self._timeout_s), [store])
+                sizes = (pool.num_full_pages, self._timeout_s, pool.groups, pool.num_window_pages)
+                other.channel.send(Join(pool.model_layout, *sizes), [store])
             shard, meeting = Shard(0, self.num_ranks), FileStore(path_of(store), self.num_ranks)
             return open_group(meeting, shard, pool.device, timeout_s=self._timeout_s)
         except (OSError, RankLostError) as error:

@@ -173,10 +173,12 @@ class PoolWithoutData:
     """A ``KVPool`` on the ``meta`` device."""
 
     device = META
+    groups = None
 
     def __init__(self, layout: PageLayout, num_pages: int) -> None:
         self.layout = layout
-        self.num_pages = num_pages
+        self.num_layers = layout.num_layers
+        self.num_pages = self.num_full_pages = num_pages
         self.pages = torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, device=META)
         self._layers = [layer_views(self.pages, layout, layer) for layer in range(layout.num_layers)]
 

@@ -49,7 +49,8 @@ class NoData:
     """A KV pool on the ``meta`` device, and the attention over it, which returns the queries."""
 
     device = META
-    num_pages = 8
+    groups = None
+    num_pages = num_full_pages = 8
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout

@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
 #: The protocol version, and the digest of its messages.
-PINNED = (14, "c2773c68df61e29a")
+PINNED = (15, "ed90b1f62ab7a6af")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,

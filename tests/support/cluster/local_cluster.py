@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
-from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor
+from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor, both_groups
 from support.cluster.manual_clock import ManualClock
 from support.cluster.watched_allocator import WatchedAllocator
 
-from common.cache.kv_window import KVWindow
+from common.cache.kv_window import UNBOUNDED, KVWindow
 from common.cache.radix_cache import RadixCache
+from common.cache.window_pages import WindowPages
 from common.config.scheduling import PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
@@ -120,6 +121,7 @@ class LocalCluster:
             committed, the latest possible moment.
         adapters: folders of LoRA adapters by the ids that requests name.
         window: tokens that a token sees in every layer; None: all.
+        window_pages: pages of window layers, of each prefill node and of each decode node; other layers see all tokens.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class LocalCluster:
         num_outstanding: int = 1,
         adapters: Mapping[str, Path] | None = None,
         window: int | None = None,
+        window_pages: tuple[int, int] | None = None,
     ) -> None:
         self._adapters = adapters or {}
         self.clock = ManualClock()
@@ -172,14 +175,20 @@ class LocalCluster:
         self._resume_tokens = resume_tokens
         self._conservativeness = conservativeness
         self._limits = limits or {}
-        self._window = window
+        self._window = window if window_pages is None else None
+        self._groups = None if window is None or window_pages is None else both_groups(window)
+        self._window_pages = dict(zip(("prefill", "decode"), window_pages or (0, 0), strict=True))
         self._options = options
         self._wants_checksums = wants_checksums
         self._stream_interval = stream_interval
         self.prefill = [self._prefill_node(f"prefill-{i}".ljust(32, "."), prefill_pages) for i in range(num_prefill)]
         self.decode = [self._decode_node(f"decode-{i}".ljust(32, "."), decode_pages) for i in range(num_decode)]
 
-    def _load(self, num_pages: int, page_size: int) -> tuple[Any, tuple[int, ...]]:
+    def _load(self, role: str, num_pages: int) -> tuple[Any, tuple[int, ...]]:
+        page_size, num_window_pages = self._page_sizes[role], self._window_pages[role]
+        if self._folder is None and self._groups is not None:
+            window = self._groups.window
+            return FakeExecutor(num_pages, page_size, self._max_running, window, num_window_pages), ()
         if self._folder is None:
             return FakeExecutor(num_pages, page_size, self._max_running, self._window), ()
         from common.engine.executor import load_executor
@@ -187,10 +196,24 @@ class LocalCluster:
 
         config = load_config(ModelSource(str(self._folder)))
         assert config.window == self._window
+        if self._groups is not None:
+            assert config.layer_groups is not None and config.layer_groups.window == self._groups.window
+            self._groups = config.layer_groups
+            self._engine |= {"groups": self._groups, "num_window_pages": lambda _: num_window_pages}
         executor = load_executor(config, dtype="float32", num_pages=num_pages, page_size=page_size, **self._engine)
         for adapter, place in self._adapters.items():
             executor.adapters[adapter] = executor.read_adapter(place, max_rank=64)
         return executor, config.eos_token_ids
+
+    def _allocator(self, role: str, num_pages: int) -> WatchedAllocator:
+        page_size, windows = self._page_sizes[role], None
+        if self._groups is not None:
+            alignment = self._limits.get("alignment", ChunkAlignment())
+            most = alignment.most_at_once(self._chunk, page_size) or UNBOUNDED
+            windows = WindowPages(
+                self._groups, num_pages, self._window_pages[role], page_size=page_size, chunk_tokens=most
+            )
+        return WatchedAllocator(num_pages, page_size, windows)
 
     def _with_limits(self, limits: Any) -> Any:
         return dataclasses.replace(
@@ -213,8 +236,8 @@ class LocalCluster:
 
     def _prefill_node(self, name: str, num_pages: int) -> Member:
         page_size = self._page_sizes["prefill"]
-        executor, eos = self._load(num_pages, page_size)
-        allocator = WatchedAllocator(num_pages, page_size)
+        executor, eos = self._load("prefill", num_pages)
+        allocator = self._allocator("prefill", num_pages)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         most_at_once = ChunkAlignment().most_at_once(self._chunk, page_size)
         window = KVWindow.of_prefill(page_size, self._window, most_at_once)
@@ -248,8 +271,8 @@ class LocalCluster:
 
     def _decode_node(self, name: str, num_pages: int) -> Member:
         page_size = self._page_sizes["decode"]
-        executor, eos = self._load(num_pages, page_size)
-        allocator = WatchedAllocator(num_pages, page_size)
+        executor, eos = self._load("decode", num_pages)
+        allocator = self._allocator("decode", num_pages)
         most_at_once = ChunkAlignment().most_at_once(self._chunk, page_size)
         window = KVWindow.of_decode(page_size, self._window, most_at_once, num_pages)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
@@ -280,7 +303,7 @@ class LocalCluster:
         role = DecodeRole(
             scheduler,
             receiver,
-            OutgoingMoves(lambda: sender, page_size),
+            OutgoingMoves(lambda: sender, allocator, page_size),
             cache=cache,
             vocab_size=VOCAB_SIZE,
             adapters=self._adapters,

@@ -22,10 +22,10 @@ class ClusterOfExecutors(LocalCluster):
         self._executors = iter(executors)
         super().__init__(**others)
 
-    def _load(self, num_pages: int, page_size: int) -> tuple[Any, tuple[int, ...]]:
+    def _load(self, role: str, num_pages: int) -> tuple[Any, tuple[int, ...]]:
         executor = next(self._executors)
         assert executor.pool.num_pages >= num_pages
-        assert executor.pool.layout.page_size == page_size
+        assert executor.pool.layout.page_size == self._page_sizes[role]
         return executor, ()
 
 

@@ -4,14 +4,15 @@ from collections import deque
 from collections.abc import Sequence
 
 from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.window_pages import WindowPages
 from common.step_plan import StepPlan
 
 
 class WatchedAllocator(PageAllocator):
     """Asserts that no page is allocated while a step that may read or write it is outstanding."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        super().__init__(num_pages)
+    def __init__(self, num_pages: int, page_size: int, windows: WindowPages | None = None) -> None:
+        super().__init__(num_pages, windows)
         self._page_size = page_size
         self._tables: dict[int, list[int]] = {}
         self._in_use: deque[tuple[int, frozenset[int]]] = deque()

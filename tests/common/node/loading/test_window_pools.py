@@ -1,0 +1,79 @@
+"""The pools of models with window layers among others: which models can have two, and how large they are."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.cache.page_layout import PageLayout, layout_conflict
+from common.cache.window_pages import LayerGroups
+from common.config.node import NodeConfig
+from common.errors import ConfigError
+from common.node.loading.memory_plan import Capacity, num_window_pages
+from common.node.loading.model_loading import layer_groups, memory_layout
+from common.wire.messages import LayoutMessage
+
+GROUPS = LayerGroups((5,), (0, 1, 2, 3, 4), 512)
+LAYOUT = PageLayout(6, 2, 32, 16, "float32")
+MIXED: Any = SimpleNamespace(layer_groups=GROUPS, layout=lambda *_: LAYOUT)
+UNIFORM: Any = SimpleNamespace(layer_groups=None, layout=lambda *_: LAYOUT)
+
+
+def test_by_default_a_page_holds_all_layers() -> None:
+    assert layer_groups(NodeConfig(), MIXED) is None
+    assert memory_layout(NodeConfig(), MIXED, "cpu") == LAYOUT
+
+
+def test_a_ratio_without_both_kinds_of_layers_or_with_a_recording_is_refused() -> None:
+    config = NodeConfig(swa_full_tokens_ratio=0.5)
+    assert layer_groups(config, MIXED) == GROUPS
+    with pytest.raises(ConfigError, match=r"--swa-full-tokens-ratio 0.5: this model does not have both"):
+        layer_groups(config, UNIFORM)
+    with pytest.raises(ConfigError, match=r"does not work with --record"):
+        layer_groups(NodeConfig(swa_full_tokens_ratio=0.5, record="x"), MIXED)
+
+
+def test_memory_is_planned_for_the_share_of_window_layers() -> None:
+    config = NodeConfig(swa_full_tokens_ratio=0.3)
+    layout = memory_layout(config, MIXED, "cpu")
+    assert layout.page_bytes == 2.5 * LAYOUT.layer_bytes, "one layer, and 5 at 0.3"
+    assert layout.pool_bytes(10) == 10 * layout.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "chunk_tokens", "expected"),
+    [
+        (10_000, 256, 1_000),
+        (500, 256, 50),  # a request with a window of 512 and up to 271 new tokens holds at most 50 pages
+        (490, 256, "49 of 490 pages, too few for the 50 that one request can hold"),
+        (10_000, None, "too few for prompts that are computed whole"),
+    ],
+)
+def test_there_are_window_pages_for_one_request_at_least(
+    num_pages: int, chunk_tokens: int | None, expected: int | str
+) -> None:
+    config, capacity = NodeConfig(swa_full_tokens_ratio=0.1), Capacity(8, num_pages, 8, chunk_tokens)
+    assert num_window_pages(config, None, capacity, num_pages) == num_pages
+    if isinstance(expected, int):
+        assert num_window_pages(config, GROUPS, capacity, num_pages) == expected
+        return
+    with pytest.raises(ConfigError, match=expected):
+        num_window_pages(config, GROUPS, capacity, num_pages)
+
+
+def test_nodes_with_one_pool_and_with_two_are_no_pair() -> None:
+    unit = GROUPS.layout_of(LAYOUT)
+    assert (unit.num_layers, unit.full_units, unit.window_units) == (1, 1, 5)
+    assert "--swa-full-tokens-ratio" in layout_conflict(unit, LAYOUT)
+    assert layout_conflict(unit, unit) == ""
+    other = LayerGroups((4, 5), (0, 1, 2, 3), 512).layout_of(LAYOUT)
+    assert layout_conflict(unit, other) == "layers 1 and 2 must be equal"
+    small = GROUPS.layout_of(PageLayout(6, 2, 32, 8, "float32"))
+    assert "page sizes 16 and 8 must be equal" in layout_conflict(unit, small)
+
+
+def test_a_layout_survives_the_wire() -> None:
+    unit = GROUPS.layout_of(LAYOUT)
+    message = msgspec.msgpack.decode(msgspec.msgpack.encode(LayoutMessage.of(unit)), type=LayoutMessage)
+    assert message.layout() == unit

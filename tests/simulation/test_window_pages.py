@@ -1,0 +1,73 @@
+"""Window pages where requests are paused, retracted, or wait for one another on a decode node."""
+
+import pytest
+from support.cluster.fake_engine import expected_of_both
+from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
+
+from common.cache.kv_window import KVWindow
+from common.config.scheduling import PriorityRules
+
+STRICT = PriorityRules(is_enabled=True, preemption_threshold=0)
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(4, 5), (4, 9), (4, 8), (1, 6)])
+def test_a_request_that_is_paused_as_it_enters_a_page_keeps_its_window(page_size: int, window: int) -> None:
+    """What is scheduled and not computed is computed again after the pause, one token earlier."""
+    for num_before in range(1, 2 * max(page_size, 2) + 2):
+        cluster = LocalCluster(
+            page_size=page_size,
+            chunk_tokens=8,
+            window=window,
+            window_pages=(60, 60),
+            max_running=1,
+            num_outstanding=2,
+            limits={"is_mixed": True},
+            rules=STRICT,
+        )
+        paused = cluster.submit("paused", prompt_of(21), sampling(20))
+        while len(paused.tokens) < num_before:
+            cluster.step()
+        urgent = cluster.submit("urgent", prompt_of(9, 1), sampling(3), pair=(None, 0), priority=9)
+        cluster.run(400)
+        assert paused.output == expected_of_both(prompt_of(21), 20, window), num_before
+        assert urgent.output == expected_of_both(prompt_of(9, 1), 3, window), num_before
+        cluster.settle()
+        assert_all_pages_are_released(cluster)
+
+
+@pytest.mark.parametrize("num_extra", [0, 1, 2, 6])
+def test_a_request_retracted_for_a_local_prompt_leaves_its_window_pages_to_it(num_extra: int) -> None:
+    of_one = KVWindow(2, 8, 9).ring_pages(9)
+    cluster = LocalCluster(
+        page_size=2,
+        chunk_tokens=8,
+        window=8,
+        window_pages=(40, of_one + num_extra),
+        resume_tokens=0,
+        conservativeness=0,
+        rules=STRICT,
+    )
+    weak = cluster.submit("weak", prompt_of(20), sampling(12))
+    while len(weak.tokens) < 2:
+        cluster.step()
+    urgent = cluster.submit("urgent", prompt_of(37, 1), sampling(10), pair=(None, 0), priority=9)
+    cluster.run(200)
+    assert weak.output == expected_of_both(prompt_of(20), 12, 8)
+    assert urgent.output == expected_of_both(prompt_of(37, 1), 10, 8)
+    assert cluster.counters(cluster.decode[0])["retractions"] <= 1
+
+
+def test_a_prompt_computed_here_gives_its_chunk_back_when_it_is_computed() -> None:
+    of_one = KVWindow(2, 8, 33).ring_pages(33)
+    cluster = LocalCluster(page_size=2, chunk_tokens=32, window=8, window_pages=(60, of_one + 4))
+    local = cluster.submit("local", prompt_of(60), sampling(100), pair=(None, 0))
+    while len(local.tokens) < 2:
+        cluster.step()
+    windows = cluster.decode[0].allocator.windows
+    assert windows is not None
+    assert windows.num_reserved == KVWindow(2, 8).ring_pages(3) < of_one
+    other = cluster.submit("other", prompt_of(20, 1), sampling(4))
+    for _ in range(30):
+        cluster.step()
+    assert other.is_over
+    assert not local.is_over
