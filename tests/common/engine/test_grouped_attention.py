@@ -1,6 +1,7 @@
 """Layers with pages of their own attend as layers do that share the pages of all others."""
 
 from importlib.util import find_spec
+from itertools import product
 
 import numpy as np
 import pytest
@@ -32,13 +33,16 @@ def window_table(starts: NDArray[np.int64], table: NDArray[np.int32]) -> NDArray
     return (places % 4 + 4 * np.arange(len(table))[:, None]).astype(np.int32) + 1
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch", "cpu", "triton"])
-def test_attention_is_that_of_layers_that_share_pages(backend: str) -> None:
-    if backend == "triton" and not (find_spec("triton") and has_interpreter()):
+ON_A_GPU = [pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in ("torch", "triton")]
+
+
+@pytest.mark.parametrize(("backend", "device"), [*product(["reference", "torch", "cpu", "triton"], ["cpu"]), *ON_A_GPU])
+def test_attention_is_that_of_layers_that_share_pages(backend: str, device: str) -> None:
+    if backend == "triton" and device == "cpu" and not (find_spec("triton") and has_interpreter()):
         pytest.skip("needs Triton's interpreter")
     torch.manual_seed(0)
-    plain = KVPool(LAYOUT, NUM_PAGES)
-    grouped = KVPool(LAYOUT, NUM_PAGES, groups=GROUPS, num_window_pages=NUM_WINDOW_PAGES)
+    plain = KVPool(LAYOUT, NUM_PAGES, device)
+    grouped = KVPool(LAYOUT, NUM_PAGES, device, groups=GROUPS, num_window_pages=NUM_WINDOW_PAGES)
     assert grouped.num_pages == NUM_PAGES + 3 * NUM_WINDOW_PAGES
     assert grouped.layout.page_bytes == LAYOUT.layer_bytes
     oracle = make_attention("reference", plain, HEADS, PARAMS)
@@ -47,11 +51,11 @@ def test_attention_is_that_of_layers_that_share_pages(backend: str) -> None:
     for rows in STEPS:
         starts, num_new = (np.array(column, np.int64) for column in zip(*rows, strict=True))
         own = window_table(starts, table)
-        batch = make_batch(RowArrays(starts, num_new, table, PAGE, own), torch.device("cpu"))
+        batch = make_batch(RowArrays(starts, num_new, table, PAGE, own), torch.device(device))
         expected_step, step = oracle.prepare(batch), subject.prepare(batch)
         for layer in range(LAYOUT.num_layers):
-            q = torch.randn(batch.num_tokens, HEADS, DIM)
-            k, v = torch.randn(2, batch.num_tokens, KV_HEADS, DIM)
+            q = torch.randn(batch.num_tokens, HEADS, DIM, device=device)
+            k, v = torch.randn(2, batch.num_tokens, KV_HEADS, DIM, device=device)
             expected = expected_step.extend(layer, q, k, v)
             torch.testing.assert_close(step.extend(layer, q, k, v), expected, atol=2e-5, rtol=2e-5)
     plain.close()

@@ -30,15 +30,24 @@ from common.sampling_params import SamplingParams
 LENGTHS = [1, 15, 16, 70, 130]
 MAX_NEW = 8
 PAGE_SIZE = 16
+ON_A_GPU = [
+    "CohereForCausalLM",
+    "GPT2LMHeadModel",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2MoeForCausalLM",
+]
 
 
 def load(folder: Path, attention: str = "auto", **options: Any) -> TorchExecutor:
     return load_executor(
         load_config(ModelSource(str(folder), implementation="transformers")),
-        device="cpu",
         page_size=PAGE_SIZE,
         attention=attention,
-        **{"dtype": "float32", "num_slots": 8, "num_pages": 120, **options},
+        **{"device": "cpu", "dtype": "float32", "num_slots": 8, "num_pages": 120, **options},
     )
 
 
@@ -48,6 +57,15 @@ def test_tokens_equal_those_of_the_library_cold_chunked_cached_and_retracted(tmp
     cases = draw_prompts(folder, LENGTHS, MAX_NEW, seed=7)
     executor = load(folder)
     check_tokens(executor, cases, MAX_NEW)
+    executor.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("architecture", ON_A_GPU)
+def test_tokens_on_a_gpu_equal_those_of_the_library(tmp_path: Path, architecture: str) -> None:
+    folder = make_library_model(tmp_path, architecture, seed=7)
+    executor = load(folder, device="cuda")
+    check_tokens(executor, draw_prompts(folder, LENGTHS, MAX_NEW, seed=7), MAX_NEW)
     executor.close()
 
 
