@@ -48,7 +48,7 @@ from scripts.benchmarks.services.gateways.many_nodes import Order, Report, run_n
 from scripts.benchmarks.services.gateways.processes import pinned_process
 
 SHORTEST = (
-    "--pairing-nodes=10,100", "--choices=50", "--nodes=20", "--in-flight=200", "--batch=4", "--seconds=0.5",
+    "--pairing-nodes=10,100", "--choices=50", "--nodes=20", "--in-flight=200", "--batch=4", "--seconds=1.5",
     "--connections=64",
 )  # fmt: skip
 VOCABULARY, SHARED_PREFIXES = 4_000, 50

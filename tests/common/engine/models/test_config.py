@@ -318,7 +318,7 @@ def test_impossible_options_are_refused_by_flag(folder: Path, options: dict[str,
 def test_a_device_with_too_little_memory_is_refused_by_flag(
     folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    def full(*_: Any) -> Any:
+    def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr(f"common.engine.{where}", full)
