@@ -25,6 +25,7 @@ from common.engine.triton_kernels.tiles import (
     TileShape,
     candidates,
     default_tile,
+    shared_bytes_of,
     store_tiles,
 )
 from common.sampling_params import SamplingParams
@@ -109,9 +110,10 @@ def main(arguments: list[str] | None = None) -> int | str:
         measured = make_measured(options, is_decode=is_decode)
         group = options.heads // options.kv_heads
         shape = TileShape(is_decode, TORCH_DTYPES[options.dtype], options.head_dim, group)
-        times = {tile: measured.run_ms(shape, tile) for tile in candidates(shape)}
+        shared_bytes = shared_bytes_of(measured.pool.device)
+        times = {tile: measured.run_ms(shape, tile) for tile in candidates(shape, shared_bytes)}
         fastest[shape.name] = tile = min(times, key=times.__getitem__)
-        default_ms = times[default_tile(shape)]
+        default_ms = times[default_tile(shape, shared_bytes)]
         print(f"{shape.name}: {tile}, {times[tile]:.3f} ms; the default needs {default_ms:.3f} ms")
         measured.pool.close()
     of_sampling = sampling_ms(options.vocab)

@@ -22,7 +22,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def test_every_file_of_tests_exists_and_has_tests_for_a_gpu() -> None:
     files = re.findall(r"tests/\S+\.py", SCRIPT.read_text())
-    assert len(files) > 15
+    assert len(files) == 7, "beside those of the engine, which it finds by their marks"
     for name in files:
         assert re.search(r"mark\.cuda|DEVICES|fixture|transport", (ROOT / name).read_text()), name
 

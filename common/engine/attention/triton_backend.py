@@ -20,17 +20,21 @@ from common.engine.kv_pool import PAGE_DTYPES, KVPool, LayerKV
 from common.engine.triton_kernels.attention import MAX_SPLITS, merge_splits, paged_attention, write_kv
 from common.engine.triton_kernels.elementwise import KVPlaces, launch_norm_and_rotate
 from common.engine.triton_kernels.tiles import (
+    SHARED_BYTES,
     Tile,
     TileShape,
     block_of,
     choose_tile,
     heads_of_a_program,
     power_of_two,
+    shared_bytes_of,
     stored_tiles,
 )
 
 #: Keys from which on one more split pays.
 MIN_SPLIT_KEYS = 256
+#: Results of splits that one program merges at once, if it has so many lines.
+MERGED_AT_ONCE = 16
 
 
 class TritonAttention:
@@ -58,9 +62,10 @@ class TritonAttention:
         self.num_groups = num_heads // self.group
         if tiles is None:
             tiles = stored_tiles(torch.cuda.get_device_name(pool.device)) if is_cuda else {}
+        shared_bytes = shared_bytes_of(pool.device) if is_cuda else SHARED_BYTES
         dtype = PAGE_DTYPES[layout.dtype]
         self.extend_tile, self.decode_tile = (
-            choose_tile(TileShape(is_decode, dtype, layout.head_dim, self.group, layout.value_dim), tiles)
+            choose_tile(TileShape(is_decode, dtype, layout.head_dim, self.group, layout.value_dim), tiles, shared_bytes)
             for is_decode in (False, True)
         )
         if num_programs is None:
@@ -78,34 +83,42 @@ class TritonAttention:
         shorts, longs = np.flatnonzero(is_short), np.flatnonzero(~is_short)
         passes = []
         if len(shorts):
-            passes.append(self._pass(batch, shorts, self.decode_tile, self._capacity))
+            passes.append(self._pass(batch, shorts, is_decode=True))
         if len(longs):
-            passes.append(self._pass(batch, longs, self.extend_tile, int(batch.lengths[longs].max())))
+            passes.append(self._pass(batch, longs, is_decode=False))
         return TritonStep(self, batch, passes)
 
     def prepare_decode(self, rows: DecodeRows) -> "TritonStep":
         first = torch.arange(len(rows.slots), device=rows.slots.device)
         pieces = torch.stack((rows.slots, first, torch.ones_like(first), rows.positions), dim=1)
-        one = AttentionPass(self, rows.page_table, pieces, self.decode_tile, self._capacity, num_lines=self.group)
+        num_splits = self.num_splits(len(pieces), self._capacity, is_decode=True)
+        one = AttentionPass(self, rows.page_table, pieces, self.decode_tile, num_splits, num_lines=self.group)
         return TritonStep(self, rows, [one])
 
-    def _pass(self, batch: StepBatch, rows: np.ndarray, tile: Tile, max_tokens: int) -> "AttentionPass":
-        """The pass of some rows of a batch, which have at most ``max_tokens`` tokens."""
+    def _pass(self, batch: StepBatch, rows: np.ndarray, *, is_decode: bool) -> "AttentionPass":
+        """The pass of some rows of a batch."""
+        tile = self.decode_tile if is_decode else self.extend_tile
+        max_tokens = self._capacity if is_decode else int(batch.lengths[rows].max())
         pieces = cut_into_pieces(batch, rows, tile.block_m // self.group)
         num_lines = int(pieces[:, 2].max()) * self.group
+        num_splits = self.num_splits(len(pieces), max_tokens, is_decode=is_decode)
         on_device = to_device(pieces.numpy(), batch.positions.device)
-        return AttentionPass(self, batch.page_table, on_device, tile, max_tokens, num_lines=num_lines)
+        return AttentionPass(self, batch.page_table, on_device, tile, num_splits, num_lines=num_lines)
 
     @property
     def _capacity(self) -> int:
         """Tokens of the pool, which bound every length, so that the number of splits is the same in every step."""
         return self.pool.num_pages * self.pool.layout.page_size
 
-    def num_splits(self, num_pieces: int, max_tokens: int) -> int:
+    def num_splits(self, num_pieces: int, max_tokens: int, *, is_decode: bool) -> int:
         """Return into how many splits the keys of every piece are divided: a power of two."""
-        wanted = -(-self._num_programs // (num_pieces * self.num_groups))
+        num_programs = num_pieces * self.num_groups
+        if is_decode:
+            wanted = power_of_two(-(-self._num_programs // num_programs))
+        else:  # a large tile keeps a multiprocessor busy by itself, and its splits are large to merge
+            wanted = power_of_two(self._num_programs // 2 // num_programs + 1) // 2
         useful = max(1, max_tokens // MIN_SPLIT_KEYS)
-        return min(power_of_two(wanted), power_of_two(useful + 1) // 2, MAX_SPLITS)
+        return max(1, min(wanted, power_of_two(useful + 1) // 2, MAX_SPLITS))
 
 
 class TritonStep(RotatingAttention):
@@ -184,7 +197,7 @@ class AttentionPass:
     Args:
         page_table: int32 on the device; its lines are those that the pieces name.
         pieces: ``[P, 4]`` int64 on the device, as in ``cut_into_pieces``.
-        max_tokens: bound of the rows' lengths.
+        num_splits: into which the keys of every piece are divided.
         num_lines: lines of the fullest piece.
     """
 
@@ -194,7 +207,7 @@ class AttentionPass:
         page_table: Tensor,
         pieces: Tensor,
         tile: Tile,
-        max_tokens: int,
+        num_splits: int,
         *,
         num_lines: int,
     ) -> None:
@@ -202,7 +215,7 @@ class AttentionPass:
         self._tile = tile
         self._page_table = page_table
         self._pieces = pieces
-        self._num_splits = backend.num_splits(len(pieces), max_tokens)
+        self._num_splits = num_splits
         self._num_lines = num_lines
 
     @cached_property
@@ -253,8 +266,11 @@ class AttentionPass:
             num_stages=self._tile.num_stages,
         )
         if is_split:
-            merge_splits[(len(self._pieces), num_groups, self._num_lines)](
-                *(out, self._pieces, partial_out, partial_lse, out.stride(0), self._num_splits),
+            lines = min(power_of_two(self._num_lines), max(1, MERGED_AT_ONCE // self._num_splits))
+            merge_splits[(len(self._pieces), num_groups, -(-self._num_lines // lines))](
+                *(out, self._pieces, partial_out, partial_lse, out.stride(0)),
                 **shape,
+                SPLITS=self._num_splits,
+                LINES=lines,
                 num_warps=max(4, shape["VALUE_BLOCK"] // 32),
             )

@@ -12,11 +12,11 @@ Page numbers are multiplied in 64 bits: pools are larger than 2**31 elements.
 import triton
 import triton.language as tl
 
+from common.engine.triton_kernels.fast_launch import FastLaunch
 from common.engine.triton_kernels.fp8 import dequantize, quantize
 
 #: Splits that ``merge_splits`` can merge; a power of two.
 MAX_SPLITS = 64
-_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -48,6 +48,7 @@ def _write_part(
     tl.store(numbers + target, x, mask=mask)
 
 
+@FastLaunch
 @triton.jit
 def write_kv(
     k,
@@ -183,20 +184,22 @@ def _attend_block(
         row, value_scale = values + bases + offsets * VALUE_DIM, value_scales + bases + offsets
         value = _load_tile(row, value_scale, is_there, query, 0, VALUE_DIM, VALUE_BLOCK, IS_MASKED, HAS_SCALES)
 
-    scores = scores * scale
+    factor = scale * _LOG2_E
     if HAS_SOFT_CAP:
+        scores = scores * scale
         scores = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / soft_cap)))  # tanh, which has no portable name
-    scores = scores * _LOG2_E
+        factor = _LOG2_E
     if IS_MASKED:
         is_seen = (tokens[None, :] <= positions[:, None]) & (tokens < end_key)[None, :]
         if HAS_WINDOW:
             is_seen = is_seen & (tokens[None, :] > positions[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
 
-    new_best = tl.maximum(best, tl.max(scores, 1))
+    # ``factor`` is positive: the greatest score stays the greatest, and the product is part of one multiply-add.
+    new_best = tl.maximum(best, tl.max(scores, 1) * factor)
     # A query may see no key of this block and of those before it; -inf minus -inf would be NaN.
     shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-    weights = tl.exp2(scores - shift[:, None])
+    weights = tl.exp2(scores * factor - shift[:, None])
     kept = tl.exp2(best - shift)
     total = total * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
     weight = weight * kept + tl.sum(weights, 1)
@@ -205,6 +208,7 @@ def _attend_block(
 
 # The other integers are the same in every step and layer; these would compile the kernel again when they become 1 or a
 # multiple of 16.
+@FastLaunch
 @triton.jit(do_not_specialize=["table_stride", "num_splits", "window"])
 def paged_attention(
     q,
@@ -329,36 +333,39 @@ def paged_attention(
         tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@FastLaunch
+@triton.jit
 def merge_splits(
     out,
     pieces,
     partial_out,
     partial_lse,
     out_stride,
-    num_splits,
     GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LINES: tl.constexpr,
 ):
-    """Merge the splits of one line of ``paged_attention``'s tile. Grid: (pieces, groups, lines)."""
+    """Merge the splits of ``LINES`` lines of ``paged_attention``'s tile. Grid: (pieces, groups, blocks of lines)."""
     piece = tl.program_id(0)
     group = tl.program_id(1)
-    line = tl.program_id(2)
+    line = tl.program_id(2) * LINES + tl.arange(0, LINES)
     first_token = tl.load(pieces + piece * 4 + 1)
     count = tl.load(pieces + piece * 4 + 2).to(tl.int32)
     token = line // GROUP
-    if token >= count:
-        return
-    split = tl.arange(0, _MAX_SPLITS)
+    is_line = token < count
     dim = tl.arange(0, VALUE_BLOCK)
-    part = ((piece * tl.num_programs(1) + group) * num_splits + split).to(tl.int64) * BLOCK_M + line
-    lse = tl.load(partial_lse + part, mask=split < num_splits, other=float("-inf"))
+    is_dim = dim < VALUE_DIM
+    split = (piece * tl.num_programs(1) + group) * SPLITS + tl.arange(0, SPLITS)
+    part = split.to(tl.int64)[:, None] * BLOCK_M + line[None, :]
+    lse = tl.load(partial_lse + part, mask=is_line[None, :], other=float("-inf"))
     # Empty splits have stored no result.
-    loaded = (lse > float("-inf"))[:, None] & (dim < VALUE_DIM)[None, :]
-    results = tl.load(partial_out + part[:, None] * VALUE_DIM + dim[None, :], mask=loaded, other=0.0)
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    result = tl.sum(results * weights[:, None], 0) / tl.sum(weights, 0)
-    target = (first_token + token) * out_stride + (group * GROUP + line % GROUP) * VALUE_DIM + dim
-    tl.store(out + target, result.to(out.dtype.element_ty), mask=dim < VALUE_DIM)
+    loaded = (lse > float("-inf"))[:, :, None] & is_dim[None, None, :]
+    results = tl.load(partial_out + part[:, :, None] * VALUE_DIM + dim[None, None, :], mask=loaded, other=0.0)
+    best = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(is_line, best, 0.0)[None, :])
+    result = tl.sum(results * weights[:, :, None], 0) / tl.where(is_line, tl.sum(weights, 0), 1.0)[:, None]
+    target = (first_token + token)[:, None] * out_stride + (group * GROUP + line % GROUP)[:, None] * VALUE_DIM
+    tl.store(out + target + dim[None, :], result.to(out.dtype.element_ty), mask=is_line[:, None] & is_dim[None, :])

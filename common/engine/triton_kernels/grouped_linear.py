@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.engine.triton_kernels.fast_launch import FastLaunch
 from common.engine.triton_kernels.tiles import power_of_two
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ COLUMNS = 64
 DEPTH_BYTES = 128
 
 
+@FastLaunch
 @triton.jit
 def grouped_linear(
     x,

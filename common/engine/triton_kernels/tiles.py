@@ -45,6 +45,11 @@ class Tile:
             raise ValueError(f"num_warps {self.num_warps}, num_stages {self.num_stages}")
 
 
+#: For prompts and heads of 128 numbers on GPUs with so much shared memory: 1.3 times as fast on an H200 as the tile for
+#: less, with 2 and with 4 query heads for each KV head.
+WIDE_TILE = Tile(128, 128, num_warps=8, num_stages=3)
+
+
 @dataclass(frozen=True, slots=True)
 class TileShape:
     """What the best tile depends on.
@@ -124,8 +129,18 @@ def heads_of_a_program(group: int, value_dim: int) -> int:
     return max(heads for heads in range(1, group + 1) if group % heads == 0 and heads <= most)
 
 
-def default_tile(shape: TileShape) -> Tile:
+def shared_bytes_of(device: torch.device) -> int:
+    """Return the shared memory that one program may use on a GPU."""
+    from triton.runtime.driver import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def default_tile(shape: TileShape, shared_bytes: int = SHARED_BYTES) -> Tile:
     """Return a tile whose blocks of keys and values fit into shared memory, twice if possible, beside the queries."""
+    if _fits_wide_tile(shape, shared_bytes):
+        return WIDE_TILE
     row_bytes = shape.row_bytes
     block_m = shape.min_lines
     if not shape.is_decode:
@@ -144,17 +159,22 @@ def default_tile(shape: TileShape) -> Tile:
     return Tile(block_m, block_n, num_warps=8 if is_large else 4, num_stages=num_stages)
 
 
-def candidates(shape: TileShape) -> list[Tile]:
+def _fits_wide_tile(shape: TileShape, shared_bytes: int) -> bool:
+    row_bytes = shape.row_bytes
+    needed = (WIDE_TILE.block_m + 2 * WIDE_TILE.num_stages * WIDE_TILE.block_n) * row_bytes
+    is_usual = shape.dtype.itemsize == 2 and row_bytes == 256 and shape.min_lines <= WIDE_TILE.block_m
+    return not shape.is_decode and is_usual and needed <= shared_bytes
+
+
+def candidates(shape: TileShape, shared_bytes: int) -> list[Tile]:
     """Return the tiles that ``scripts.measure_tiles`` compares; the default is the first."""
-    blocks = [shape.min_lines] if shape.is_decode else [max(shape.min_lines, lines) for lines in (64, 128)]
-    tiles = [
-        Tile(block_m, block_n, num_warps, num_stages)
-        for block_m in dict.fromkeys(blocks)
-        for block_n in (32, 64, 128)
-        for num_warps in (4, 8)
-        for num_stages in (1, 2, 3)
-    ]
-    return list(dict.fromkeys([default_tile(shape), *tiles]))
+    lines = shape.min_lines
+    if shape.is_decode:
+        sizes = [(lines, block_n, num_warps, 2) for block_n in (32, 64, 128) for num_warps in (2, 4)]
+    else:
+        sizes = [(max(lines, 64), 64, 4, 3), (max(lines, 128), 64, 4, 3)]
+        sizes += [(max(lines, 128), block_n, 8, num_stages) for block_n in (64, 128) for num_stages in (2, 3)]
+    return list(dict.fromkeys([default_tile(shape, shared_bytes), *(Tile(*each) for each in sizes)]))
 
 
 def tiles_file(device_name: str) -> Path:
@@ -198,7 +218,7 @@ def store_tiles(device_name: str, tiles: Mapping[str, Tile | SamplingTile]) -> P
     return file
 
 
-def choose_tile(shape: TileShape, stored: Mapping[str, Tile]) -> Tile:
+def choose_tile(shape: TileShape, stored: Mapping[str, Tile], shared_bytes: int = SHARED_BYTES) -> Tile:
     """Return the measured tile of a shape; the default if none is stored, or if it has too few lines for one token."""
     tile = stored.get(shape.name)
-    return tile if tile and tile.block_m >= shape.min_lines else default_tile(shape)
+    return tile if tile and tile.block_m >= shape.min_lines else default_tile(shape, shared_bytes)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -89,10 +90,13 @@ def test_splits_are_merged_in_other_formats_of_pages(format: dict[str, object], 
 def test_the_number_of_splits_depends_on_the_number_of_pieces_not_on_their_lengths() -> None:
     pool = KVPool(LAYOUT, 256)
     backend = with_programs(264)(pool, 4, (AttentionParams(),))
-    assert backend.num_splits(num_pieces=1, max_tokens=1 << 20) == 64, "264 programs on 2 KV heads; 64 at most"
-    assert backend.num_splits(num_pieces=33, max_tokens=1 << 20) == 4
-    assert backend.num_splits(num_pieces=200, max_tokens=1 << 20) == 1
-    assert backend.num_splits(num_pieces=1, max_tokens=1023) == 2, "no split has fewer than 256 of the keys"
+    decode, extend = (partial(backend.num_splits, is_decode=is_decode) for is_decode in (True, False))
+    assert decode(num_pieces=1, max_tokens=1 << 20) == 64, "264 programs on 2 KV heads; 64 at most"
+    assert decode(num_pieces=33, max_tokens=1 << 20) == 4
+    assert decode(num_pieces=200, max_tokens=1 << 20) == 1
+    assert decode(num_pieces=1, max_tokens=1023) == 2, "no split has fewer than 256 of the keys"
+    assert extend(num_pieces=33, max_tokens=1 << 20) == 2, "132 programs"
+    assert extend(num_pieces=34, max_tokens=1 << 20) == 1
     pool.close()
 
 
@@ -119,7 +123,7 @@ def test_a_decode_step_has_the_same_launches_whatever_its_lengths(monkeypatch: p
         qkv = torch.zeros(2, 8, 16).split([4, 2, 2], dim=1)
         backend.prepare(make_step(rows, 16, 256, "cpu", 0)).extend(0, *qkv)
         seen.append(list(launches))
-    assert seen[0] == seen[1] == [("write_kv", (2,)), ("paged_attention", (2, 2, 8)), ("merge_splits", (2, 2, 2))]
+    assert seen[0] == seen[1] == [("write_kv", (2,)), ("paged_attention", (2, 2, 8)), ("merge_splits", (2, 2, 1))]
     pool.close()
 
 
@@ -144,15 +148,16 @@ def test_a_piece_without_tokens_is_skipped(device: str) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     head_dim=st.integers(1, 256),
     group=st.integers(1, 64),
+    shared_bytes=st.sampled_from([SHARED_BYTES, 227 << 10]),
 )
 def test_default_tiles_hold_one_token_and_fit_into_shared_memory(
-    is_decode: bool, dtype: torch.dtype, head_dim: int, group: int
+    is_decode: bool, dtype: torch.dtype, head_dim: int, group: int, shared_bytes: int
 ) -> None:
     shape = TileShape(is_decode, dtype, head_dim, group)
-    tile = default_tile(shape)
+    tile = default_tile(shape, shared_bytes)
     assert tile.block_m >= group
     width = 1 << (head_dim - 1).bit_length()
-    assert (tile.block_m + 2 * tile.num_stages * tile.block_n) * width * dtype.itemsize <= SHARED_BYTES
+    assert (tile.block_m + 2 * tile.num_stages * tile.block_n) * width * dtype.itemsize <= shared_bytes
 
 
 def test_wide_values_divide_the_query_heads_of_a_kv_head_among_programs() -> None:
@@ -261,6 +266,6 @@ def test_kernels_compile_for_gpus_with_hardly_a_spilled_register(capability: int
     assert {kernel["name"] for kernel in kernels} == operations | sampling | attention | {"copy_runs", "grouped_linear"}
     assert not any(kernel["is_fused"] for kernel in kernels if kernel["name"] in sampling), "draws may differ"
     for kernel in kernels:
-        assert kernel["shared_bytes"] <= 99 << 10, kernel
+        assert kernel["shared_bytes"] <= (227 if capability >= 90 else 99) << 10, kernel
         assert kernel["stack_bytes"] <= 128, kernel  # spilled registers
     assert np.all([kernel["code_bytes"] > 0 for kernel in kernels])
