@@ -170,13 +170,20 @@ class Decoder:
 
     @property
     def adaptable(self) -> dict[str, tuple[int, int]]:
-        products = [layer.mlp.product for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
-        has_expert_loop = all(isinstance(product, ExpertLoop) for product in products)
-        return native_matrices(self._whole, has_expert_loop=has_expert_loop)
+        return native_matrices(self._whole)
 
     def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
         embedding = self.weights.embedding
-        return make_lora(adapter, self._whole, embedding.dtype, embedding.device, self._shard)
+        products = [layer.mlp.product for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
+        has_expert_loop = all(isinstance(product, ExpertLoop) for product in products)
+        return make_lora(
+            adapter,
+            self._whole,
+            embedding.dtype,
+            embedding.device,
+            shard=self._shard,
+            has_expert_loop=has_expert_loop,
+        )
 
     def hidden_states(
         self,

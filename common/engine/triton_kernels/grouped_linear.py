@@ -5,6 +5,7 @@ graph: there are as many blocks as the worst distribution of tokens needs, and t
 experts without tokens are not read.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from common.engine.triton_kernels.tiles import power_of_two
 
 if TYPE_CHECKING:
     from common.engine.models.layers import Operations
+    from common.engine.models.lora.expert_stack import ExpertAddition, ExpertStack
     from common.engine.models.routing import Routing
 
 #: Rows of a block: the least that ``tl.dot`` takes, and the most, for many tokens per expert.
@@ -100,18 +102,42 @@ def make_blocks(taken: Tensor, num_experts: int, rows: int) -> Blocks:
     return Blocks(experts, (ends - counts)[experts] + within * rows, ends[experts])
 
 
+class Pairs(NamedTuple):
+    """Pairs of token and expert, sorted by expert; arguments of ``grouped_linear``.
+
+    Attributes:
+        x_rows, out_rows: ``[pairs]`` int64.
+        factors: ``[pairs]`` float32, or None.
+    """
+
+    x_rows: Tensor
+    out_rows: Tensor
+    factors: Tensor | None
+
+    def times(self, factors: Tensor | None) -> "Pairs":
+        """Multiply the factors with others; None: with 1."""
+        if factors is None or self.factors is None:
+            return self._replace(factors=self.factors if factors is None else factors)
+        return self._replace(factors=self.factors * factors)
+
+
 class GroupedExperts:
     """``common.engine.models.feed_forward.ExpertProduct`` in Triton.
 
     Args:
         gate_up: ``[experts, 2 * width, hidden]``, contiguous.
         down: ``[experts, hidden, width]``, contiguous.
+        additions: what LoRA adapters add to the results.
     """
 
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(self, gate_up: Tensor, down: Tensor, additions: "Sequence[ExpertAddition]" = ()) -> None:
         assert gate_up.is_contiguous() and down.is_contiguous()
         self._gate_up = gate_up
         self._down = down
+        self._additions = additions
+
+    def with_additions(self, additions: "Sequence[ExpertAddition]") -> "GroupedExperts":
+        return GroupedExperts(self._gate_up, self._down, additions)
 
     def __call__(self, x: Tensor, routing: "Routing", operations: "Operations") -> Tensor:
         num_rows, num_per_token = routing.experts.shape
@@ -121,18 +147,47 @@ class GroupedExperts:
         rows = min(MAX_ROWS, max(MIN_ROWS, power_of_two(-(-len(taken) // num_experts))))
         blocks = make_blocks(taken, num_experts, rows)
         in_order = torch.arange(len(taken), device=x.device)
+        tokens = order // num_per_token
+        having = [_having_it(one.tokens, tokens, num_rows) for one in self._additions]
+        pairs = Pairs(tokens, in_order, None)
         gate_up = torch.empty(len(taken), self._gate_up.shape[1], dtype=x.dtype, device=x.device)
-        _launch(x, self._gate_up, gate_up, (order // num_per_token, in_order, None), blocks, rows)
+        _launch(x, self._gate_up, gate_up, pairs, blocks, rows)
+        for one, has_it in zip(self._additions, having, strict=True):
+            _add(x, one.gate_up, gate_up, pairs.times(has_it), blocks, rows)
         inner = operations.silu_and_multiply(gate_up)
+        pairs = Pairs(in_order, order, routing.weights.flatten()[order])
         down = torch.empty(len(taken), x.shape[1], dtype=torch.float32, device=x.device)
-        _launch(inner, self._down, down, (in_order, order, routing.weights.flatten()[order]), blocks, rows)
+        _launch(inner, self._down, down, pairs, blocks, rows)
+        for one, has_it in zip(self._additions, having, strict=True):
+            _add(inner, one.down, down, pairs.times(has_it), blocks, rows)
         return down.view(num_rows, num_per_token, -1).sum(dim=1).to(x.dtype)
 
 
-def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, pairs: tuple[Tensor, Tensor, Tensor | None], blocks: Blocks, rows: int
-) -> None:
-    """Launch ``grouped_linear``; ``pairs`` are its ``x_rows``, ``out_rows`` and ``factors``."""
+def _having_it(which: Tensor | None, tokens: Tensor, num_tokens: int) -> Tensor | None:
+    """Return 1.0 for each pair in ``tokens`` whose token is one of ``which``, and 0.0 for others; None: 1.0 for all."""
+    if which is None:
+        return None
+    has_it = torch.zeros(num_tokens, dtype=torch.float32, device=tokens.device)
+    return has_it.index_fill_(0, which, 1.0)[tokens]
+
+
+def _add(x: Tensor, stack: "ExpertStack | None", out: Tensor, pairs: Pairs, blocks: Blocks, rows: int) -> None:
+    """Add to ``out`` what an adapter adds to the product of the same arguments; nothing if ``stack`` is None."""
+    if stack is None:
+        return
+    places = stack.places[blocks.experts]
+    # Blocks of experts that the adapter does not change are empty.
+    own = Blocks(places.clamp_min(0), blocks.firsts, torch.where(places < 0, blocks.firsts, blocks.ends))
+    in_order = torch.arange(len(pairs.x_rows), device=x.device)
+    low = torch.empty(len(in_order), stack.down.shape[1], dtype=x.dtype, device=x.device)
+    _launch(x, stack.down, low, Pairs(pairs.x_rows, in_order, None), own, rows)
+    added = torch.zeros_like(out)
+    _launch(low, stack.up, added, pairs._replace(x_rows=in_order), own, rows)
+    out += added
+
+
+def _launch(x: Tensor, weight: Tensor, out: Tensor, pairs: Pairs, blocks: Blocks, rows: int) -> None:
+    """Launch ``grouped_linear``."""
     assert x.is_contiguous()
     _, num_out, num_in = weight.shape
     x_rows, out_rows, factors = pairs

@@ -5,7 +5,7 @@ an adapter, and those of other adapters, are left as they are.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor
 from common.engine.cpu.kernels import LANES, Groups
 from common.engine.device_copies import to_device
 from common.engine.models.config import ModelConfig
-from common.engine.models.feed_forward import ExpertLoop, Experts, FeedForward, Mlp
+from common.engine.models.feed_forward import ExpertLoop, ExpertProduct, Experts, FeedForward, Mlp
 from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.linear import Linear
 from common.engine.models.lora.checkpoint import AdapterCheckpoint, LowRankPair
+from common.engine.models.lora.expert_stack import ExpertAddition, ExpertStack, stack_experts
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 
 #: Outputs and inputs of a matrix.
@@ -58,12 +59,14 @@ class LoraWeights:
         digest: as in ``AdapterCheckpoint``.
         additions: what is added to matrices: of the native decoder by layer and name in ``_merged_matrices``, of others
             by name.
+        stacks: what is added to all experts of a layer where a kernel multiplies them, by layer and name of the matrix.
         expert_layers: numbers of the layers of whose experts it changes a matrix.
         number: what the other ranks of a node know it by; 0 without ranks.
     """
 
     digest: str
     additions: Mapping[Hashable, Addition]
+    stacks: Mapping[tuple[int, str], ExpertStack] = field(default_factory=dict)
     expert_layers: frozenset[int] = frozenset()
     number: int = 0
 
@@ -97,17 +100,12 @@ def _merged_matrices(model: ModelConfig, layer: int) -> dict[str, dict[str, Shap
     return found
 
 
-def native_matrices(model: ModelConfig, *, has_expert_loop: bool = True) -> dict[str, Shape]:
-    """Return outputs and inputs of the matrices of a native model that adapters may change, by their names.
-
-    Args:
-        has_expert_loop: whether ``ExpertLoop`` multiplies with the experts; otherwise theirs are not among them.
-    """
+def native_matrices(model: ModelConfig) -> dict[str, Shape]:
+    """Return outputs and inputs of the matrices of a native model that adapters may change, by their names."""
     return {
         name: shape
         for layer in range(model.num_layers)
-        for matrix, parts in _merged_matrices(model, layer).items()
-        if has_expert_loop or not matrix.startswith(_EXPERTS)
+        for parts in _merged_matrices(model, layer).values()
         for name, shape in parts.items()
     }
 
@@ -117,7 +115,9 @@ def make_lora(
     model: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
+    *,
     shard: Shard = WHOLE_MODEL,
+    has_expert_loop: bool = True,
 ) -> LoraWeights:
     """Merge the parts of an adapter as those of the model's matrices are, and pack them for this machine.
 
@@ -125,20 +125,32 @@ def make_lora(
         model: the whole model.
         shard: the part of it that the adapter is for. B is divided where the matrix is divided by its outputs, and A
             where it is divided by its inputs: then the sum over all ranks is that of the adapter, too.
+        has_expert_loop: whether ``ExpertLoop`` multiplies with the experts; otherwise theirs are stacked for a kernel.
     """
     found: dict[Hashable, Addition] = {}
+    stacks: dict[tuple[int, str], ExpertStack] = {}
     expert_layers = set()
     own_model = shard.config_of(model)
     for layer in range(model.num_layers):
         own_matrices = _merged_matrices(own_model, layer)
+        stacked: dict[str, dict[int, LowRankPair]] = {}
         for matrix, shapes in _merged_matrices(model, layer).items():
             own = own_matrices[matrix]
             parts = [_part(adapter.pairs.get(name), shard.part_of(shapes[name], own[name])) for name in shapes]
-            if any(parts):
-                found[layer, matrix] = _merged(parts, [outputs for outputs, _ in own.values()], dtype, device)
-                if matrix.startswith(_EXPERTS):
-                    expert_layers.add(layer)
-    return LoraWeights(adapter.digest, found, frozenset(expert_layers))
+            if not any(parts):
+                continue
+            merged = _merged(parts, [outputs for outputs, _ in own.values()])
+            if matrix.startswith(_EXPERTS):
+                expert_layers.add(layer)
+                if not has_expert_loop:
+                    expert, kind = matrix.removeprefix(_EXPERTS).split(".")
+                    stacked.setdefault(kind, {})[int(expert)] = merged
+                    continue
+            found[layer, matrix] = _packed(merged, dtype, device)
+        for kind, pairs in stacked.items():
+            assert model.experts is not None
+            stacks[layer, kind] = stack_experts(pairs, model.experts.num_experts, dtype, device)
+    return LoraWeights(adapter.digest, found, stacks, frozenset(expert_layers))
 
 
 def _part(pair: LowRankPair | None, part: tuple[slice, ...]) -> LowRankPair | None:
@@ -152,14 +164,12 @@ def make_unmerged_lora(
     """Pack an adapter for a model whose matrices are those of its checkpoint."""
     found: dict[Hashable, Addition] = {}
     for name, pair in pairs.items():
-        found[name] = _merged([pair], [len(pair.b)], dtype, device)
+        found[name] = _packed(_merged([pair], [len(pair.b)]), dtype, device)
     return LoraWeights(digest, found)
 
 
-def _merged(
-    parts: Sequence[LowRankPair | None], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Addition:
-    """Put the pairs of merged matrices, with ``sizes`` outputs each, into one pair.
+def _merged(parts: Sequence[LowRankPair | None], sizes: Sequence[int]) -> LowRankPair:
+    """Put the pairs of merged matrices, with ``sizes`` outputs each, into one pair in float32.
 
     Their ranks are filled up with zeros to a multiple that the kernels multiply fastest; zeros change no sum.
     """
@@ -175,10 +185,14 @@ def _merged(
             up[output : output + size, ranks] = part.b
             rank = ranks.stop
         output += size
-    pair = Addition(*(Linear(weight.to(device=device, dtype=dtype)) for weight in (down, up)))
-    pair.down.pack()
-    pair.up.pack()
-    return pair
+    return LowRankPair(down, up)
+
+
+def _packed(pair: LowRankPair, dtype: torch.dtype, device: torch.device) -> Addition:
+    addition = Addition(*(Linear(weight.to(device=device, dtype=dtype)) for weight in pair))
+    addition.down.pack()
+    addition.up.pack()
+    return addition
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +309,17 @@ def _adapted_feed_forward(base: FeedForward, index: int, shares: Sequence[Share]
     assert isinstance(base, Experts)
     product = base.product
     if changing := [share for share in shares if index in share.adapter.expert_layers]:
-        assert isinstance(product, ExpertLoop), "adapters of experts in Triton are refused"
-        product = AdaptedExpertLoop(product, index, changing)
+        product = _adapted_product(product, index, changing)
     return Experts(base.config, _adapted(base.router, "router", index, shares), product)
+
+
+def _adapted_product(base: ExpertProduct, index: int, shares: Sequence[Share]) -> ExpertProduct:
+    if isinstance(base, ExpertLoop):
+        return AdaptedExpertLoop(base, index, shares)
+    from common.engine.triton_kernels.grouped_linear import GroupedExperts  # imports triton
+
+    assert isinstance(base, GroupedExperts)
+    stacks = [(share.adapter.stacks, share.tokens) for share in shares]
+    return base.with_additions(
+        [ExpertAddition(found.get((index, "gate_up")), found.get((index, "down")), tokens) for found, tokens in stacks]
+    )

@@ -3,6 +3,7 @@
 import json
 import os
 import weakref
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.models.lora.adapters import make_lora, native_matrices
 from common.engine.models.lora.checkpoint import read_adapter
+from common.engine.triton_kernels import has_interpreter
 from common.errors import ConfigError
 
 LENGTHS, MAX_NEW = [1, 17, 64, 130], 8
@@ -31,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "one": {"rank": 1, "alpha": 3, "targets": ("up_proj",)},
     "outputs": {"rank": 16, "alpha": 8, "targets": ("o_proj", "down_proj"), "layers_to_transform": [0, 1]},
 }
+MATRICES = ("gate_up", "down")  # of an expert
 MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -73,13 +76,10 @@ def test_a_file_that_is_no_file_or_a_link_that_leaves_the_folder_is_refused(smal
         read(folder, small)
 
 
-def test_experts_that_adapters_cannot_change_are_refused_by_name(tmp_path: Path) -> None:
+def test_experts_that_the_model_does_not_have_are_refused_by_name(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "mixtral", num_local_experts=4)
     folder = make_adapter(tmp_path / "a", model, targets=("q_proj", "w1"))
     assert "model.layers.1.block_sparse_moe.experts.3.w1" in read(folder, model).pairs
-    in_triton = native_matrices(ModelConfig.load(str(model)), has_expert_loop=False)
-    with pytest.raises(ConfigError, match=r"layers\.0\.block_sparse_moe\.experts\.0\.w1\.lora_A.* changes nothing"):
-        read_adapter(folder, in_triton, max_rank=8)
     name = "base_model.model.model.layers.0.block_sparse_moe.experts.4.w1.lora_A.weight"  # of four experts
     folder = make_adapter(tmp_path / "b", model, targets=("q_proj",), tensors={name: torch.zeros(8, 48)})
     with pytest.raises(ConfigError, match=r"experts\.4\.w1\.lora_A.* changes nothing"):
@@ -237,13 +237,29 @@ def test_requests_of_the_model_and_of_several_adapters_in_one_batch_equal_the_me
     served: tuple[Path, list[Case]], chunk: int, device: str
 ) -> None:
     root, cases = served
-    if device == "cuda" and ("moe" in root.name or "mixtral" in root.name):
-        pytest.skip("adapters of experts are refused on CUDA")
     assert len({case.expected for case in cases if len(case.prompt) == LENGTHS[-1]}) == len(KINDS) + 1
     driver = Driver(load(root, device=device))
     texts = [driver.start(slot, case.prompt, adapter=case.adapter) for slot, case in enumerate(cases)]
     driver.finish(texts, MAX_NEW, chunk)
     assert [tuple(text.output) for text in texts] == [case.expected for case in cases]
+    driver.executor.close()
+
+
+@pytest.mark.skipif(not (has_interpreter() and find_spec("triton")), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("served", ["qwen3_moe", "mixtral"], indirect=True)
+def test_in_triton_requests_with_adapters_of_experts_equal_the_merged_models(
+    served: tuple[Path, list[Case]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from common.engine.triton_kernels.grouped_linear import GroupedExperts
+
+    monkeypatch.setattr("common.engine.models.decoder.make_expert_product", GroupedExperts)
+    root, cases = served
+    cases = [case for case in cases if len(case.prompt) == 17]
+    driver = Driver(load(root))
+    assert driver.executor.adapters["all"].stacks.keys() == {(layer, kind) for layer in (0, 1) for kind in MATRICES}
+    texts = [driver.start(slot, case.prompt, adapter=case.adapter) for slot, case in enumerate(cases)]
+    driver.finish(texts, 3, chunk=30)  # the interpreter is slow
+    assert [tuple(text.output) for text in texts] == [case.expected[:3] for case in cases]
     driver.executor.close()
 
 
