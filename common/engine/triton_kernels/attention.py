@@ -12,7 +12,6 @@ Page numbers are multiplied in 64 bits: pools are larger than 2**31 elements.
 import triton
 import triton.language as tl
 
-from common.engine.triton_kernels.fast_launch import FastLaunch
 from common.engine.triton_kernels.fp8 import dequantize, quantize
 
 #: Splits that ``merge_splits`` can merge; a power of two.
@@ -48,7 +47,6 @@ def _write_part(
     tl.store(numbers + target, x, mask=mask)
 
 
-@FastLaunch
 @triton.jit
 def write_kv(
     k,
@@ -208,7 +206,6 @@ def _attend_block(
 
 # The other integers are the same in every step and layer; these would compile the kernel again when they become 1 or a
 # multiple of 16.
-@FastLaunch
 @triton.jit(do_not_specialize=["table_stride", "num_splits", "window"])
 def paged_attention(
     q,
@@ -333,7 +330,6 @@ def paged_attention(
         tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
 
 
-@FastLaunch
 @triton.jit
 def merge_splits(
     out,

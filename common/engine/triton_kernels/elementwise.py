@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.engine.triton_kernels.fast_launch import FastLaunch
 from common.engine.triton_kernels.tiles import power_of_two
 
 Pair = tuple[Tensor, Tensor]
@@ -19,7 +18,6 @@ Pair = tuple[Tensor, Tensor]
 BLOCK = 1024
 
 
-@FastLaunch
 @triton.jit
 def add_rms_norm(
     x,
@@ -48,7 +46,6 @@ def add_rms_norm(
     tl.store(out + row * WIDTH + column, (number * scale * factor).to(out.dtype.element_ty), mask=mask)
 
 
-@FastLaunch
 @triton.jit
 def norm_and_rotate(
     qkv,
@@ -113,7 +110,6 @@ def norm_and_rotate(
     tl.store(place + HALF, turned_second, mask=mask)
 
 
-@FastLaunch
 @triton.jit
 def silu_and_multiply(gate_up, out, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Grid: (rows, blocks of columns)."""

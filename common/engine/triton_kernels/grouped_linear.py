@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.engine.triton_kernels.fast_launch import FastLaunch
 from common.engine.triton_kernels.tiles import power_of_two
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ COLUMNS = 64
 DEPTH_BYTES = 128
 
 
-@FastLaunch
 @triton.jit
 def grouped_linear(
     x,

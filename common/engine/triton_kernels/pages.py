@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from common.engine.device_copies import current_device, to_device
-from common.engine.triton_kernels.fast_launch import FastLaunch
 from common.engine.triton_kernels.tiles import power_of_two
 
 #: Most words that one program copies.
@@ -23,7 +22,6 @@ BLOCK = 4096
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-@FastLaunch
 @triton.jit
 def copy_runs(
     pool,

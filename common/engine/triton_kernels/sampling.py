@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.sampling.weights import LEAST_SCALED, POWER, WEIGHT_BITS, factor_of, least_kept_by_min_p
-from common.engine.triton_kernels.fast_launch import FastLaunch
 from common.engine.triton_kernels.tiles import SamplingTile, power_of_two, stored_sampling_tile
 from common.sampling_params import SamplingParams
 
@@ -86,7 +85,6 @@ def _block_maxima(maxima, row, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
     return tl.load(maxima + row * NUM_BLOCKS + block, mask=block < NUM_BLOCKS, other=float("-inf"))
 
 
-@FastLaunch
 @triton.jit
 def find_maxima(logits, maxima, row_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Grid of this and the next two kernels: (rows, blocks). ``maxima``: ``[rows, blocks]`` float32."""
@@ -96,7 +94,6 @@ def find_maxima(logits, maxima, row_stride, VOCAB: tl.constexpr, BLOCK: tl.const
     tl.store(maxima + row * tl.num_programs(1) + block, tl.max(found, 0))
 
 
-@FastLaunch
 @triton.jit
 def weigh_blocks(
     logits,
@@ -134,7 +131,6 @@ def weigh_blocks(
         tl.store(masses + target + _NUM_EDGES - 1, tl.sum(tl.where(is_kept, weights, 0), 0))
 
 
-@FastLaunch
 @triton.jit
 def gather_likely(
     logits,
@@ -242,7 +238,6 @@ def _last_kept_key(values, size, best, factor, edge, total, top_k, top_p, TILE: 
     return tl.maximum(high, 0)
 
 
-@FastLaunch
 @triton.jit
 def draw(
     logits,

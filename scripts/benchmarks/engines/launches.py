@@ -278,7 +278,7 @@ class CountedGraph:
 def counting_kernels() -> Iterator[LaunchCounter]:
     """Replace the kernels of Triton, wherever the engine has imported them, by ones that only count."""
     try:
-        from common.engine.triton_kernels.fast_launch import FastLaunch
+        from triton.runtime import KernelInterface
     except ImportError as error:
         raise ConfigError("bench launches counts the kernels of Triton: install triton") from error
     from common.engine.attention import triton_backend  # noqa: F401  # so that the kernels are imported
@@ -290,7 +290,7 @@ def counting_kernels() -> Iterator[LaunchCounter]:
         for module_name, module in sorted(sys.modules.items())
         if module_name.startswith("common.engine.")
         for name, kernel in vars(module).items()
-        if isinstance(kernel, FastLaunch)
+        if isinstance(kernel, KernelInterface)
     ]
     for module, name, _ in replaced:
         setattr(module, name, _CountedKernel(counter, name))
