@@ -1,9 +1,9 @@
 """The table of hardware, from data sheets, and accelerators that users describe in a file.
 
 Rates are peaks of dense bfloat16 without sparsity, as the makers publish them; efficiencies say which share of a peak
-an engine reaches. Those of the GPUs are assumptions, typical of what serving engines report, and were not measured
-with this project; calibrate a live service (``simulate --calibrate``) where figures matter. Those of ``cpu`` are
-measured.
+an engine reaches. Those of ``h200`` and ``cpu`` are measured with this project. Those of the other GPUs are
+assumptions, typical of what serving engines report; calibrate a live service (``simulate --calibrate``) where figures
+matter.
 
 Prices are in US dollars per device and hour. They lie in the middle of what GPU clouds listed on demand in spring 2026
 (A100 1.49 to 2.49, H100 2.49 to 3.99: https://pricegpu.pages.dev/blog/h100-vs-a100-cloud-price; H200 about 3.40:
@@ -60,7 +60,8 @@ ACCELERATORS = {
     found.name: found
     for found in (
         # https://www.nvidia.com/en-us/data-center/h200/: SXM, NVLink 900 GB/s both ways; 400 Gb/s of network each.
-        Accelerator("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, 3.5),
+        # Efficiencies: of steps of Llama-3.1-8B and Qwen3-0.6B in bfloat16, measured in November 2026.
+        Accelerator("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, 3.5, 0.68, 0.37, 0.9, 0.0012),
         # https://www.nvidia.com/en-us/data-center/h100/: SXM.
         Accelerator("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, 3.0),
         # https://www.nvidia.com/en-us/data-center/a100/: SXM, 80 GB, NVLink 600 GB/s both ways; 200 Gb/s of network.
