@@ -1,5 +1,6 @@
 """The device of a benchmark: its measured limits, and the time that work takes on it."""
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +45,11 @@ class Device:
 
     def free_bytes(self) -> int:
         """Memory that can be allocated; a small figure on the CPU, where it is never short."""
-        return torch.cuda.mem_get_info(self.device)[0] if self.is_cuda else 1 << 28
+        if not self.is_cuda:
+            return 1 << 28
+        gc.collect()
+        torch.cuda.empty_cache()  # of engines that were measured before
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def wait(self) -> None:
         if self.is_cuda:
