@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.attention_steps import TOLERANCE, compare, make_params, make_step, named
 from support.engine.devices import DEVICES
 from support.engine.reference_models import make_model
+from support.examples import examples
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention import BACKENDS, log_choice, make_attention, resolve_attention
