@@ -100,6 +100,7 @@ class Preemptor:
         """Take the pages of a request; its KV stays cached while there is room."""
         release(self._cache, self._allocator, request, keep=True)
         request.stages.interrupt("retracted", now)
+        request.prompt_logprobs.clear()  # the prompt is computed again
         self._table.move(request, Event.RETRACT, with_slot=False)
         self.totals["retractions"] += 1
         self._queue.decisions.note(now, request.rid, "retract", reason, *args)

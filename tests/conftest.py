@@ -1,4 +1,5 @@
-"""Selects the tests that run: without ``--all``, slow tests are skipped, except the sample that their marker names.
+"""Selects the tests that run: without ``--all``, slow tests are skipped, except the sample that their marker names, and
+property tests try fewer examples.
 
 Only pytest is imported when this file loads, so that a bare CUDA machine can run the engine's tests with it.
 """
@@ -32,12 +33,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample-seed", type=int, default=0, help="seed of the sample of slow tests")
 
 
-def pytest_configure() -> None:
-    """Turns hypothesis's time limits off: the duration of an example depends on how busy the machine is."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Turns hypothesis's time limits off: the duration of an example depends on how busy the machine is.
+
+    Without ``--all``, property tests try a quarter of the examples; those that set a number do so by
+    ``support.examples``, if they take seconds.
+    """
     with contextlib.suppress(ImportError):
         from hypothesis import HealthCheck, settings
 
-        settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        num_examples = 100 if config.getoption("--all") else 25
+        settings.register_profile(
+            "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=num_examples
+        )
         settings.load_profile("untimed")
 
 

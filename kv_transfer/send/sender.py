@@ -150,7 +150,10 @@ class Sender:
         return is_fenced
 
     def _end_grants(self, peer: str, why: TransferEnd, *, is_all: bool, is_resumed: bool, is_fenced: bool) -> None:
-        """As ``_sever``, with the pool dropped or granted anew."""
+        """End the granted transfers to a peer, or all, after its pool was dropped or is reached by another transport.
+
+        The arguments are those of ``_sever``; ``is_fenced`` says that nothing is under way any more.
+        """
         for session in [s for s in self._table.to(peer) if is_all or s.is_granted]:
             if is_fenced:
                 self._queue.lose(session)

@@ -74,7 +74,7 @@ class EventQueue:
         self.at(self._now + seconds, do, *arguments)
 
     def of_source(self, source: int, when: float, do: Callable[..., None], *arguments: Any) -> None:
-        """Like ``at``, for an event of a source."""
+        """Like ``at``, for an event of a source; at a later instant, or it would come before the present event."""
         self.num_events += 1
         self.at_place(Place(when, self._now, source, self.num_events), do, *arguments)
 

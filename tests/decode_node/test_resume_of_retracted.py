@@ -1,10 +1,13 @@
 """A retracted request resumes from the cache, by local computation, or from a prefill node."""
 
 import pytest
+from support.cluster.local_cluster import LocalCluster, prompt_of, sampling
 from support.scheduling.single_nodes import PAGE
 from support.scheduling.single_nodes import DecodeNode as Node
 
 from common.cache.page_allocator import Owner
+from common.config.scheduling import PriorityRules
+from common.config.shared import SMALL_MODEL
 from common.request import Request
 from decode_node.request_state import State
 
@@ -70,3 +73,23 @@ def test_a_part_refused_by_the_prefill_node_is_computed_locally() -> None:
     assert node.grant() == []
     assert node.run() == ["a"]
     assert len(request.output) == 9
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_prompt_logprobs_are_whole_although_the_prompt_was_retracted_half_computed(is_cached: bool) -> None:
+    """A regression: those of the first chunks came twice."""
+    cluster = LocalCluster(
+        SMALL_MODEL, chunk_tokens=8, max_running=1, is_cached=is_cached,
+        rules=PriorityRules(is_enabled=True, preemption_threshold=0),
+    )  # fmt: skip
+    params = sampling(2, prompt_logprobs_from=1, logprobs=2)
+    undisturbed = cluster.submit("a", prompt_of(25), params, pair=(None, 0))
+    cluster.run()
+    answer = cluster.submit("b", prompt_of(25), params, pair=(None, 0))
+    cluster.step()
+    cluster.submit("urgent", prompt_of(9, 1), sampling(2), pair=(None, 0), priority=9)
+    cluster.run()
+    assert cluster.counters(cluster.decode[0])["retractions"] == 1
+    assert len(answer.prompt_logprobs) == 24
+    assert answer.prompt_logprobs == undisturbed.prompt_logprobs
+    cluster.close()

@@ -262,6 +262,7 @@ def test_the_commands_for_recordings_write_one_that_replays_identically(tmp_path
 # ---- two hosts ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_hosts_serve_a_request_over_tcp_and_stop(tmp_path: Path) -> None:
     ports = {"PORT": str(free_port()), "CONTROL_PORT": str(free_port())}
     with (tmp_path / "log").open("wb") as log:

@@ -61,7 +61,8 @@ async def gateway_process(folder, *flags):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_process_serves_logs_no_prompt_and_stops_cleanly(folder, number):
-    async with gateway_process(folder, "--log-level", "debug") as gateway, aiohttp.ClientSession() as client:
+    flags = ("--log-level", "debug", "--drain-timeout", "1")
+    async with gateway_process(folder, *flags) as gateway, aiohttp.ClientSession() as client:
         control = await gateway.said(r"nodes dial (\S+)")
         url = await gateway.said(r"listening (http://\S+)")
         nodes = [await FakeNode(control, role).registered() for role in ("prefill", "decode")]

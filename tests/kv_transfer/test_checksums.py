@@ -10,6 +10,7 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore, TransferPair, content
 from support.kv.unequal_nodes import SIZES, Nodes
 
@@ -235,7 +236,7 @@ def test_a_decode_node_that_requests_too_many_resends_is_refused() -> None:
     assert not pair.released[KEY].ok
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.sampled_from(SIZES),
     prompts=st.lists(st.integers(1, 28), min_size=1, max_size=3),

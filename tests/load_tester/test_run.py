@@ -62,7 +62,7 @@ def test_the_wait_behind_a_stalled_server_counts_from_the_intended_instant(tmp_p
 def test_drops_refusals_errors_in_the_stream_and_hangs_are_told_apart(tmp_path: Path) -> None:
     flags = ("--drop", "5", "--refuse", "7", "--sour", "11", "--hang", "13", "--itl", "0.002")
     with mock_server(tmp_path, *flags) as server:
-        report = load(server, rate="80", num_requests=78, output_len="6", timeout="20s")
+        report = load(server, rate="80", num_requests=78, output_len="6", timeout="10s")
     numbers = range(1, 79)
     refused = {n for n in numbers if n % 7 == 0}
     dropped = {n for n in numbers if n % 5 == 0} - refused

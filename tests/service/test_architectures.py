@@ -30,7 +30,7 @@ def assert_equal(answers: list[dict[str, Any]], cases: list[tuple[tuple[int, ...
         assert tuple(answer["output_ids"]) == expected, f"prompt of {len(prompt)} tokens"
 
 
-@pytest.mark.slow(sample=0.05)
+@pytest.mark.slow(sample=0.02)
 @pytest.mark.parametrize("architecture", LIBRARY_MODELS)
 async def test_tokens_equal_those_of_the_library_cold_and_cached_on_two_decode_nodes(
     tmp_path: Path, architecture: str

@@ -13,7 +13,7 @@ from support.service.service import Service, running
 
 NUM_TOKENS = 200
 #: Every transport that works on any machine; the prefill node of every pair writes, and so does a draining decode node.
-TRANSPORTS = ("shm", "tcp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nixl", "gloo")))
+TRANSPORTS = ("shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "nixl", "gloo")))
 
 
 async def expected_ids(client: Client, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[tuple[int, ...]]:
@@ -117,6 +117,7 @@ async def test_a_node_that_drains_says_so_and_gets_no_new_requests(tmp_path: Pat
             assert (await client.post("/v1/workers/prefill-0/drain", {"timeout_s": -1}))[0] == 400
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
 async def test_a_second_sigterm_or_sigint_stops_at_once_and_the_request_goes_on_at_the_next_node(
     tmp_path: Path, signals: tuple[signal.Signals, ...]
@@ -150,7 +151,7 @@ async def test_requests_that_outlast_the_drain_timeout_continue_elsewhere(tmp_pa
             assert stream.ids == wanted
 
 
-@pytest.mark.parametrize("lost", ["source", "target"])
+@pytest.mark.parametrize("lost", ["source", pytest.param("target", marks=pytest.mark.slow)])
 async def test_a_node_that_dies_during_moves_costs_no_request(tmp_path: Path, lost: str) -> None:
     with running(tmp_path, prefill=1, decode=3) as service:
         async with service.client() as client:

@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -70,18 +70,30 @@ async def generate(service: ChaosService, seed: int) -> list[int]:
     return ids
 
 
+async def generate_disturbed(service: ChaosService, disturb: Callable[[], object]) -> list[list[int]]:
+    """Returns the outputs of seeds 1 to 8, whose pages are under way when ``disturb`` is called."""
+    under_way = [asyncio.create_task(generate(service, seed)) for seed in range(1, 9)]
+    await asyncio.sleep(0.4)
+    await asyncio.to_thread(disturb)
+    return await asyncio.gather(*under_way)
+
+
+async def generate_again(service: ChaosService) -> list[list[int]]:
+    """Returns the outputs of seeds 1 to 8, computed anew and undisturbed."""
+    await service.clients[service.gateway.name].call("POST", "/flush_cache")
+    return [await generate(service, seed) for seed in range(1, 9)]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 async def test_transfers_go_on_by_tcp_when_nixl_breaks_and_the_pair_returns_to_it(service: ChaosService) -> None:
-    assert service.hosts is not None
+    hosts = service.hosts
+    assert hosts is not None
     await generate(service, 0)
     assert carriers(service) == ["nixl"], service.log_tail()
     settings = service.nodes[DECODE].worker["register"]["nixl"]
     assert settings == {"backend": "UCX", "UCX_NET_DEVICES": "eth0", "UCX_TLS": "tcp"}
     data_port = service.nodes[PREFILL].data_port
-    under_way = [asyncio.create_task(generate(service, seed)) for seed in range(1, 9)]
-    await asyncio.sleep(0.4)
-    await asyncio.to_thread(service.hosts.reset, DECODE, PREFILL, spared_port=data_port)
-    disturbed = await asyncio.gather(*under_way)
+    disturbed = await generate_disturbed(service, lambda: hosts.reset(DECODE, PREFILL, spared_port=data_port))
     await until(lambda: len(carriers(service)) > 1, 60.0, "the pair has not attached again")
     assert carriers(service) == ["nixl", "tcp"], service.log_tail()
     assert "broke: a transfer ended in an error" in service.nodes[PREFILL].log.read_text(), "nothing was under way"
@@ -92,24 +104,20 @@ async def test_transfers_go_on_by_tcp_when_nixl_breaks_and_the_pair_returns_to_i
         seed += 1
         assert seed < 200, service.log_tail()
     assert carriers(service) == ["nixl", "tcp", "nixl"], service.log_tail()
-    await service.clients[service.gateway.name].call("POST", "/flush_cache")
-    assert [await generate(service, seed) for seed in range(1, 9)] == disturbed
+    assert await generate_again(service) == disturbed
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 async def test_transfers_go_on_by_tcp_when_the_packets_of_nixl_are_lost_silently(service: ChaosService) -> None:
-    assert service.hosts is not None
+    hosts = service.hosts
+    assert hosts is not None
     await generate(service, 0)
     assert carriers(service) == ["nixl"], service.log_tail()
     data_port = service.nodes[PREFILL].data_port
-    under_way = [asyncio.create_task(generate(service, seed)) for seed in range(1, 9)]
-    await asyncio.sleep(0.4)
-    service.hosts.silence(DECODE, PREFILL, spared_port=data_port)
-    disturbed = await asyncio.gather(*under_way)
+    disturbed = await generate_disturbed(service, lambda: hosts.silence(DECODE, PREFILL, spared_port=data_port))
     assert carriers(service) == ["nixl", "tcp"], service.log_tail()
     assert "are silent, and are shut down" in service.nodes[PREFILL].log.read_text(), service.log_tail()
-    await service.clients[service.gateway.name].call("POST", "/flush_cache")
-    assert [await generate(service, seed) for seed in range(1, 9)] == disturbed
+    assert await generate_again(service) == disturbed
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -117,19 +125,16 @@ async def test_transfers_go_on_by_tcp_when_the_packets_of_nixl_are_lost_silently
 async def test_transfers_go_on_by_new_connections_when_the_packets_of_tcp_are_lost_silently(
     service: ChaosService,
 ) -> None:
-    assert service.hosts is not None
+    hosts = service.hosts
+    assert hosts is not None
     await generate(service, 0)
     assert carriers(service) == ["tcp"], service.log_tail()
     data_port = service.nodes[PREFILL].data_port
-    under_way = [asyncio.create_task(generate(service, seed)) for seed in range(1, 9)]
-    await asyncio.sleep(0.4)
-    service.hosts.silence(DECODE, PREFILL, spared_port=data_port)
-    disturbed = await asyncio.gather(*under_way)
+    disturbed = await generate_disturbed(service, lambda: hosts.silence(DECODE, PREFILL, spared_port=data_port))
     seed = 100
     while len(carriers(service)) == 1:  # every page may have come before
         await generate(service, seed)
         seed += 1
     assert carriers(service) == ["tcp", "tcp"], service.log_tail()
     assert LOST in "".join(service.nodes[name].log.read_text() for name in (PREFILL, DECODE)), service.log_tail()
-    await service.clients[service.gateway.name].call("POST", "/flush_cache")
-    assert [await generate(service, seed) for seed in range(1, 9)] == disturbed
+    assert await generate_again(service) == disturbed

@@ -79,6 +79,7 @@ async def replace(service: Service, client: Client, name: str) -> None:
     assert (await client.settled())[name]["requests"] > 0
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize(("victim", "seed"), [("prefill-1", 0), ("decode-0", 500)])
 async def test_a_killed_node_fails_no_request(pairs: Service, victim: str, seed: int) -> None:
     async with pairs.client() as client:
@@ -92,6 +93,7 @@ async def test_a_killed_node_fails_no_request(pairs: Service, victim: str, seed:
         await replace(pairs, client, victim)
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-1"])
 async def test_killing_an_idle_node_fails_no_later_request(pairs: Service, victim: str) -> None:
     async with pairs.client() as client:
@@ -194,7 +196,7 @@ async def test_a_node_without_heartbeats_is_lost_until_the_next_heartbeat_and_co
     options = {"node_timeout": 5.0}
     with running(tmp_path_factory.mktemp("silent"), node_options=OPTIONS, gateway_options=options) as service:
         async with service.client() as client:
-            exchange = client.begin(prompt_of(30, 1), 3000)
+            exchange = client.begin(prompt_of(30, 1), 600)
             await exchange.has(5)
             service.pause("decode-0")
             while "decode-0" in await client.workers():

@@ -16,7 +16,7 @@ MAX_NEW = 40
 PROMPTS = [prompt_of(length, length) for length in (1, 33, 70, 100, 130, 150)]
 
 
-@pytest.fixture(scope="module", params=["fp8_e4m3", "int8"])
+@pytest.fixture(scope="module", params=["fp8_e4m3", pytest.param("int8", marks=pytest.mark.slow)])
 def page_dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -163,7 +163,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     return root / "loras", known
 
 
-@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize("model_impl", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
 async def test_adapters_given_at_start_and_loaded_live_equal_the_merged_models(
     tmp_path: Path, small: tuple[Path, dict[str, list[Any]]], model_impl: str
 ) -> None:

@@ -40,7 +40,7 @@ def serve_all(cluster: LocalCluster, cases: list[Case], *, together: bool, tag: 
     cluster.settle()
 
 
-@pytest.mark.slow(sample=0.3)
+@pytest.mark.slow(sample=0.1)
 @pytest.mark.parametrize(
     ("page_size", "chunk_tokens", "together"),
     # Every pair of page size and chunk size; requests come together in every second, so that it meets every size, too.
@@ -72,7 +72,7 @@ def test_greedy_tokens_equal_transformers_cold_and_cached(
     cluster.close()
 
 
-@pytest.mark.slow(sample=0.4)
+@pytest.mark.slow(sample=0.15)
 @pytest.mark.parametrize("latency", [0, 3])
 def test_retraction_in_a_tiny_pool_changes_no_token(model: tuple[Path, list[Case]], latency: int) -> None:
     folder, cases = model
@@ -84,7 +84,7 @@ def test_retraction_in_a_tiny_pool_changes_no_token(model: tuple[Path, list[Case
     cluster.close()
 
 
-@pytest.mark.slow(sample=0.4)
+@pytest.mark.slow(sample=0.15)
 def test_pages_are_sent_while_later_chunks_are_computed(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     long = [case for case in cases if len(case[0]) > 100]
@@ -96,7 +96,7 @@ def test_pages_are_sent_while_later_chunks_are_computed(model: tuple[Path, list[
     cluster.close()
 
 
-@pytest.mark.slow(sample=0.4)
+@pytest.mark.slow(sample=0.15)
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 2), (1, 3), (3, 1)])
 def test_any_number_of_nodes_gives_the_same_tokens(
     model: tuple[Path, list[Case]], num_prefill: int, num_decode: int
@@ -107,7 +107,7 @@ def test_any_number_of_nodes_gives_the_same_tokens(
     cluster.close()
 
 
-@pytest.mark.slow(sample=0.4)
+@pytest.mark.slow(sample=0.15)
 @pytest.mark.parametrize("chunk_tokens", [16, None])
 def test_local_prefill_gives_the_same_tokens(model: tuple[Path, list[Case]], chunk_tokens: int | None) -> None:
     folder, cases = model
@@ -125,7 +125,7 @@ def test_local_prefill_gives_the_same_tokens(model: tuple[Path, list[Case]], chu
     cluster.close()
 
 
-@pytest.mark.slow(sample=0.4)
+@pytest.mark.slow(sample=0.15)
 def test_local_and_remote_prompts_share_a_tiny_pool(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     small = [case for case in cases if len(case[0]) <= 65] * 3
@@ -138,7 +138,7 @@ def test_local_and_remote_prompts_share_a_tiny_pool(model: tuple[Path, list[Case
     cluster.close()
 
 
-@pytest.mark.slow(sample=0.4)
+@pytest.mark.slow(sample=0.15)
 def test_without_a_radix_cache_tokens_are_the_same_and_no_page_is_kept(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     cluster = LocalCluster(folder, chunk_tokens=64, is_cached=False)

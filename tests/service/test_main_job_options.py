@@ -93,7 +93,7 @@ def check_logprobs(
         assert all(abs(row[token].item() - value) < 1e-4 for token, value in logprobs.top)
 
 
-@pytest.mark.slow(sample=0.5)
+@pytest.mark.slow(sample=0.2)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("chunk_tokens", [16, 100, None])
 @pytest.mark.parametrize("is_local", [False, True])

@@ -220,7 +220,7 @@ def test_a_request_is_retried_when_the_service_is_full(tmp_path: Path) -> None:
     with running(tmp_path / "logs", node_options=options, gateway_options={"max_queued_requests": 0}) as service:
         with client_of(service) as client:
             extra = {"ignore_eos": True}
-            long = client.responses.create(model="m", input="Hi", max_output_tokens=4000, stream=True, extra_body=extra)
+            long = client.responses.create(model="m", input="Hi", max_output_tokens=2000, stream=True, extra_body=extra)
             next(iter(long))
             with pytest.raises(openai.RateLimitError) as refused:
                 client.responses.create(model="m", input="Hi", max_output_tokens=4)

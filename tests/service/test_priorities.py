@@ -40,6 +40,7 @@ async def wait_for_num_in_flight(client: Client, count: int) -> None:
             await asyncio.sleep(0.002)
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("priorities", [(1, 2, 3, 4), (4, 3, 2, 1)])
 async def test_reversing_priorities_reverses_the_order_in_which_requests_end(
     service: Service, priorities: tuple[int, ...]

@@ -159,8 +159,9 @@ async def num_attempts(client: Client) -> int:
         return max(one["num_attempts"] for one in (await answer.json())["requests"])
 
 
+@pytest.mark.slow(sample=0.33)
 @pytest.mark.parametrize("victims", [("prefill-0",), ("decode-0",), ("prefill-1", "decode-1")], ids="+".join)
-@pytest.mark.parametrize("moment", ["computing", pytest.param("transfer", marks=pytest.mark.slow), "decoding"])
+@pytest.mark.parametrize("moment", ["computing", "transfer", "decoding"])
 async def test_after_a_kill_every_answer_is_that_of_the_undisturbed_run(
     service: Service, expected: dict[tuple[int, int], list[Any]], victims: tuple[str, ...], moment: str
 ) -> None:

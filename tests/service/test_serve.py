@@ -217,6 +217,7 @@ def test_every_gateway_inherits_the_socket_and_one_alone_changes_roles() -> None
         assert all(word.count(",") == 2 for word in found[3].argv if word.startswith("--gateway="))
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_a_node_that_hangs():
     with serving() as service:
         service.wait_until_ready()

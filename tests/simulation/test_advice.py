@@ -93,6 +93,7 @@ class AdvisedService:
         self._simulation.cluster.start(role)
 
 
+@pytest.mark.slow
 def test_followed_advice_holds_the_objectives_of_a_load_that_grows_and_falls(tmp_path: Path) -> None:
     """One node of each role is enough at first and at the end, and not in between."""
     rates = [(0, 1), (60, 1), (300, 8), (360, 8), (480, 1), (900, 1)]

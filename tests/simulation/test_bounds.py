@@ -11,6 +11,7 @@ from random import Random
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.cluster.fake_engine import FakeExecutor
+from support.examples import examples
 from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from common.node.loading.memory_plan import Capacity
@@ -62,7 +63,7 @@ NUM_EACH = 60
 KINDS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=4)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     heavy=KINDS,
     light=KINDS,
@@ -173,7 +174,7 @@ def some_schedule(jobs: list[tuple[float, int]], seed: int) -> list[float]:
     return ends
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     jobs=st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(1, 8)), min_size=1, max_size=20),
     seed=st.integers(0, 1_000_000),

@@ -55,7 +55,7 @@ def test_a_place_is_past_exactly_when_its_event_would_have_happened(
             seen.append(bool(happened) if is_scheduled else events.is_past(place))
 
         def schedule(delay: float, source: int) -> None:
-            if source:
+            if source and delay:
                 events.of_source(source, events.now() + delay, look)
             else:
                 events.after(delay, look)

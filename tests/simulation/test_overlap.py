@@ -16,6 +16,7 @@ from support.cluster.overlapped_cluster import ClusterOfExecutors, OverlappedClu
 from support.cluster.watched_allocator import WatchedAllocator
 from support.engine.asynchronous_device import AsynchronousDevice
 from support.engine.recorded_graphs import GraphRecorder, load_with_torch
+from support.examples import examples
 from torch import Tensor
 
 from common.cache.page_allocator import Owner
@@ -181,7 +182,7 @@ SHAPE: dict[str, Any] = {"num_prefill": 1, "num_decode": 2, "page_size": PAGE_SI
 SHAPE["conservativeness"] = 0  # so that requests are retracted
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(wanted(["greedy", "stopped"]), min_size=1, max_size=7), CLUSTERS)
 def test_a_device_that_runs_its_steps_late_yields_the_same_tokens(history: list[Wanted], shape: dict[str, Any]) -> None:
     executors = [FakeExecutor(MAX_PAGES, PAGE_SIZE, NUM_SLOTS) for _ in range(3)]

@@ -103,6 +103,7 @@ def capacity() -> float:
     return clients.goodput(2.0, 12.0)
 
 
+@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize(("factor", "least"), [(1.0, 0.85), (3.0, 0.9), (8.0, 0.9)])
 def test_goodput_stays_near_the_capacity_at_every_load(capacity: float, factor: float, least: float) -> None:
     clients = Clients()
@@ -111,6 +112,7 @@ def test_goodput_stays_near_the_capacity_at_every_load(capacity: float, factor: 
     assert clients.goodput(5.0, 20.0) >= least * capacity
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("policy", ["edf", "hrrn"])
 def test_hopeless_deadlines_are_refused_under_other_policies_too(capacity: float, policy: str) -> None:
     """Without that, 0.18 and 0.84 of the capacity."""
@@ -120,6 +122,7 @@ def test_hopeless_deadlines_are_refused_under_other_policies_too(capacity: float
     assert clients.goodput(4.0, 12.0) >= 0.9 * capacity
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("slowness", [1.0, 5.0])
 def test_goodput_recovers_within_five_seconds_of_an_abort_storm(capacity: float, slowness: float) -> None:
     clients = Clients(slowness=slowness)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from common.cache.page_allocator import Owner
 from common.config.cli import parse
@@ -132,7 +133,7 @@ def options(draw: st.DrawFn) -> list[str]:
     return [one for word in words for one in word.split()]
 
 
-@settings(max_examples=12, derandomize=True)
+@settings(max_examples=examples(12), derandomize=True)
 @given(words=options())
 @example(words=LINGERING.split())
 def test_steps_taken_together_give_the_same_results(words: list[str]) -> None:

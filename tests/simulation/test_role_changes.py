@@ -4,6 +4,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.simulation.simulated_service import NodeLimits, SimulatedService, prompt_of
 
 from common.config.cli import parse
@@ -60,7 +61,7 @@ def test_a_node_has_its_cache_and_the_router_knows_it() -> None:
     assert service.ended["again"].cached_tokens >= 124
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(
     changes=st.lists(
         st.tuples(st.floats(0.0, 2.0), st.sampled_from(["prefill", "decode"])), min_size=1, max_size=8

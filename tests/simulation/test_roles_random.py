@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.cluster.fake_engine import expected_of_both, expected_output
 from support.cluster.local_cluster import Answer, LocalCluster, assert_all_pages_are_released, prompt_of, sampling
+from support.examples import examples
 
 from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
@@ -184,7 +185,9 @@ class UrgentHybridCluster(UrgentCluster):
     window_pages = (12, 9)
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
 TestCluster = Cluster.TestCase
 TestCluster.settings = SETTINGS
 TestUrgentCluster = UrgentCluster.TestCase

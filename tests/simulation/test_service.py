@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.simulation.simulated_service import NodeLimits, SimulatedService, prompt_of
 
 from common.config.scheduling import POLICIES
@@ -160,7 +161,7 @@ REQUEST = st.fixed_dictionaries(
 FAULT = st.tuples(st.floats(0.0, 0.6), st.sampled_from(["prefill", "decode", "abort"]), st.integers(0, 39))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=24),
     faults=st.lists(FAULT, max_size=4),

@@ -14,16 +14,13 @@ from scripts.benchmarks.main import BENCHMARKS, NAMES, empty_figures
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: Benchmarks that start whole services, several gateways or all transports, write a checkpoint, load a model twice, or
-#: round a large vocabulary three times.
-SLOW = {
-    "colocation", "disagg", "handoff", "overload", "pictures", "planner", "quantization", "scale", "start", "transfer",
-}  # fmt: skip
+#: At least one of each folder, of those that take a few seconds.
+FAST = {"launches", "loadtest", "placement", "scheduler", "simulate"}
 
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES]
+    [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
     + [
         pytest.param("engine --shape=qwen3-moe-small", marks=pytest.mark.slow),
         pytest.param(

@@ -32,6 +32,7 @@ MISSING = {
 }
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize(("command", "model"), [(command, model) for command in MISSING for model in MISSING[command]])
 def test_a_model_that_is_not_there_is_one_sentence(command, model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -59,7 +60,7 @@ MOMENTS_S = {
 }
 
 
-@pytest.mark.slow(sample=0.4)
+@pytest.mark.slow(sample=0.2)
 @pytest.mark.parametrize(
     ("command", "seconds"), [(command, moment) for command, moments in MOMENTS_S.items() for moment in moments]
 )

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.examples import examples
 
 from common.cache.page_allocator import Owner, PageAllocator
 
@@ -177,7 +178,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestAllocatorMachine.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)
 
 
 class LongerAllocatorMachine(AllocatorMachine):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.examples import examples
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.prefix_watch import PrefixWatch
@@ -204,7 +205,7 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 TestRadixMachine = RadixMachine.TestCase
-TestRadixMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestRadixMachine.settings = settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
 
 
 class LongerRadixMachine(RadixMachine):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.engine.attention_steps import TOLERANCE, compare, make_params, make_step, named
 from support.engine.devices import DEVICES
 from support.engine.reference_models import make_model
+from support.examples import examples
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention import BACKENDS, log_choice, make_attention, resolve_attention
@@ -43,7 +44,7 @@ def heads_for(backend: str, heads: list[tuple[int, int, int]]) -> st.SearchStrat
 def test_a_backend_equals_the_reference_on_any_mixture_of_rows(backend: str, dtype: str, device: str) -> None:
     skip_if_not_served(backend, device)
 
-    @settings(max_examples=10 if backend == "triton" else 25, deadline=None)
+    @settings(max_examples=examples(10 if backend == "triton" else 25), deadline=None)
     @given(
         rows=rows_strategy,
         page_size=st.sampled_from([1, 3, 16, 64]),
@@ -164,7 +165,7 @@ def test_a_backend_equals_the_reference_with_any_parameters(backend: str, dtype:
         pytest.skip("Triton's interpreter has no bfloat16 products")
 
     # On CUDA every new combination is compiled, which takes seconds.
-    @settings(max_examples=10 if backend == "triton" and device == "cuda" else 25, deadline=None)
+    @settings(max_examples=examples(10 if backend == "triton" and device == "cuda" else 25), deadline=None)
     @given(
         rows=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=3),
         page_size=st.sampled_from([1, 3, 16]),

@@ -141,6 +141,7 @@ def test_tokens_do_not_depend_on_the_attention_backend(models: Any, attention: s
     driver.executor.close()
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.skipif(not (has_interpreter() and find_spec("triton")), reason="needs Triton's interpreter")
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe_with_a_dense_layer"])
 def test_triton_kernels_give_the_same_tokens(models: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:

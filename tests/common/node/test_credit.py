@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.examples import examples
 
 from common.node.gateways.credit import Credit, divide
 
@@ -111,4 +112,4 @@ class CreditMachine(RuleBasedStateMachine):
 
 
 TestCreditMachine = CreditMachine.TestCase
-TestCreditMachine.settings = settings(max_examples=100, stateful_step_count=60)
+TestCreditMachine.settings = settings(max_examples=examples(100), stateful_step_count=60)

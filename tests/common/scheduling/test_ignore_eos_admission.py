@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.scheduling.adder_pool import CONTINUE, NO_TOKEN, PAGE, Pool, compute, request
 
 from common.cache.page_allocator import Owner
@@ -91,7 +92,7 @@ def test_no_pages_are_expected_from_a_prompt_that_is_cut_in_this_step() -> None:
         assert adder.add_one_req(request(2, 12, ignore_eos=True)) is expected
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(data=st.data(), is_enabled=st.booleans())
 def test_with_ignore_eos_memory_never_runs_out(data: st.DataObject, is_enabled: bool) -> None:
     pool = Pool(data.draw(st.integers(12, 40)), is_enabled=is_enabled)

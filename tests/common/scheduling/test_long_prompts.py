@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
 from common.config.scheduling import POLICIES, PriorityRules
@@ -164,7 +165,7 @@ def rounded(count: int) -> int:
 
 
 @KINDS_OF_NODES
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     prompts=PROMPTS,
     policy=st.sampled_from(POLICIES),
@@ -198,7 +199,7 @@ def test_no_step_is_filled_less_and_neither_kind_takes_the_share_of_the_other(
 
 
 @KINDS_OF_NODES
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     prompts=PROMPTS,
     policy=st.sampled_from(POLICIES),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.scheduling.adder_pool import CONTINUE, NO_TOKEN, OTHER, Pool, chunks_of, compute, request
 
 from common.cache.page_allocator import Owner
@@ -270,7 +271,7 @@ def test_an_admitted_request_waits_when_the_step_is_full_and_never_for_memory() 
 # ---- all of it ----
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), page_size=st.sampled_from([1, 4]), chunk=st.sampled_from([None, 1, 7, 16]))
 def test_budgets_hold_all_requests_end_and_all_pages_return(
     data: st.DataObject, page_size: int, chunk: int | None

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.gateway.fake_nodes import make_register
 
 from common.wire.messages import Heartbeat, Role
@@ -153,7 +154,7 @@ def test_the_changes_of_an_hour_are_bounded() -> None:
 shares = st.floats(0.0, 1.0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     prefill=st.integers(1, 5),
     decode=st.integers(1, 5),
@@ -173,7 +174,7 @@ def test_whatever_the_load_a_node_of_each_role_stays_and_no_hour_has_too_many_ch
         assert later - at >= (WINDOW_S if one.role == other.role else REVERSAL_S)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     prefill=st.integers(1, 6),
     decode=st.integers(1, 6),

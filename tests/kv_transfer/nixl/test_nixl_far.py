@@ -48,6 +48,7 @@ def stop_in_mid_write(cluster: Cluster, rids: dict[str, str]) -> None:
     cluster.ends["d0"].signal(signal.SIGCONT)
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
 def test_pages_of_a_lost_writer_come_back_and_it_never_writes_them_again(
     cluster: Cluster, ending: signal.Signals
@@ -95,6 +96,7 @@ def test_writes_of_other_pairs_that_an_invalidation_breaks_are_repeated(cluster:
         cluster.balanced(name)
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
 def test_a_lost_decode_node_holds_no_pages_of_the_prefill_node(cluster: Cluster, ending: signal.Signals) -> None:
     """Other requests use the pages while the write still reads them. If the decode node wakes up, the write ends in

@@ -30,15 +30,22 @@ def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Exploration:
     return found
 
 
+@pytest.mark.slow
 def test_two_requests_for_one_page_with_a_fault_of_a_page_or_a_node() -> None:
     """The page of one request is granted to the other. The state count was measured."""
     walk(Scope(sizes=(1, 1), num_pages=1, faults=(*PAGE_FAULTS[:2], *NODE_FAULTS), num_faults=1), 8_400)
 
 
+def test_a_request_of_two_pages_with_any_single_fault() -> None:
+    walk(Scope(sizes=(2,), num_faults=1), 1_700)
+
+
+@pytest.mark.slow
 def test_a_request_of_three_pages_with_any_single_fault() -> None:
     walk(Scope(sizes=(3,), num_faults=1), 9_500)
 
 
+@pytest.mark.slow
 def test_damaged_pages_with_any_other_fault() -> None:
     walk(Scope(sizes=(1,), num_faults=2, faults=DAMAGE, has_checksums=True), 4_900)
 

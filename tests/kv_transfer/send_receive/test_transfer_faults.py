@@ -36,7 +36,7 @@ def make(fork_server: ForkServer) -> Iterator[Callable[[str], Cluster]]:
             end.close()
 
 
-@pytest.mark.slow(sample=0.2)
+@pytest.mark.slow(sample=0.1)
 @pytest.mark.parametrize(("transport", "victim", "step"), list(itertools.product(TRANSPORTS, ("p0", "d0"), STEPS)))
 def test_either_node_is_killed_at_every_step(
     make: Callable[[str], Cluster], transport: str, victim: str, step: str
@@ -66,7 +66,7 @@ def _failed(victim: str) -> Any:
     return "TransferFailed" if victim.startswith("p") else False
 
 
-@pytest.mark.slow(sample=0.08)
+@pytest.mark.slow(sample=0.04)
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )
@@ -105,7 +105,7 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     cluster.serve("c", prefill if ending == signal.SIGCONT else other, decode, NUM_PAGES)
 
 
-@pytest.mark.slow(sample=0.08)
+@pytest.mark.slow(sample=0.04)
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )

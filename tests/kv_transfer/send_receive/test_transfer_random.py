@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.kv.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
@@ -294,7 +295,7 @@ def walk(history: list[tuple[str, int]], latency: int, bytes_per_tick: int | Non
     return nodes
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds, faults=all_faults)
 def test_page_counts_balance_after_any_history(
     history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.kv.kv_fakes import DECODE, PREFILL
 from support.kv.unequal_nodes import SIZES, Nodes
 
@@ -20,7 +21,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.sampled_from(SIZES),
     prompts=st.lists(st.integers(1, 28), min_size=1, max_size=3),

@@ -15,6 +15,7 @@ from itertools import count
 import msgspec
 import pytest
 from hypothesis import example, given, settings
+from support.examples import examples
 from support.kv.frame_damage import Change, changes, mangled
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
 from support.kv.raw_tcp_peer import KEY
@@ -145,7 +146,7 @@ def test_damaged_frames_form_no_group_and_the_next_group_forms(
     writer, reader = ends
     formed: list[bool] = []
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=examples(25), deadline=None)
     @example(changes=[("repeat", 0, 0), ("lose", 0, 0)])  # no change
     @example(changes=[("flip", 0, HEADER.size)])  # the MACs of the address and of the last frame
     @example(changes=[("flip", 1, HEADER.size)])

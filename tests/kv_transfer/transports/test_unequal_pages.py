@@ -29,6 +29,7 @@ def cut_anew(sources: list[bytes], ours: PageLayout, theirs: PageLayout) -> list
     return targets
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize(
     ("source_size", "target_size", "sources", "fields"),
     [(16, 32, (3, 1, 2, 0), {}), (32, 8, (3, 1), {"dtype": "fp8_e4m3", "value_dim": 192})],

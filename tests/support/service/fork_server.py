@@ -144,6 +144,8 @@ def main() -> None:
         if "module" in order:
             import common.engine.executor
             import common.node.worker_main  # noqa: F401
+            import gateway.server
+            import gateway.workers.served_models  # noqa: F401
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
         pid = os.fork()
         if not pid:

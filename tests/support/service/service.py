@@ -1,7 +1,7 @@
 """A gateway and nodes as real processes, for tests over HTTP.
 
-The gateway is started by its command line. A node is forked from a process that has already imported torch, which saves
-two seconds of CPU per node; with ``is_forked=False`` it starts as a user's node does.
+A gateway or node is forked from a process that has already imported its modules, which saves one or two seconds of CPU;
+with ``is_forked=False`` it starts as a user's does.
 
 Processes may be started in any order, and each may be killed and replaced. Most tests end with ``Client.settled``:
 after a new heartbeat of every node, all pages are free or cached, none is quarantined, and no check has failed.
@@ -36,7 +36,7 @@ WORKER = "scripts.serving.worker"
 
 @cache
 def fork_server(*modules: str) -> ForkServer:
-    """The process that forks all nodes; it has imported these modules, and ends with the test run."""
+    """The process that forks gateways and nodes; it has imported these modules, and ends with the test run."""
     started = ForkServer(SHAPE_CACHE, modules)
     atexit.register(started.close)
     return started
@@ -52,7 +52,7 @@ class Service:
         prefill, decode: numbers of nodes; their names are prefill-0, decode-0 and so on.
         gateway_options, node_options: further flags; ``only`` adds flags for single nodes, by name.
         variables: environment variables for every process.
-        is_forked: fork nodes from a process that has imported torch, and ``modules``.
+        is_forked: fork processes from one that has imported torch, the gateway and ``modules``.
     """
 
     def __init__(
@@ -104,17 +104,15 @@ class Service:
             assert name not in self.processes, f"{name} is already running"
             self._num_starts += 1
             log = self.logs / f"{self._num_starts:03d}-{name}.log"
+            module, argv = WORKER, [name.split("-")[0], *self._argv(name)]
             if name in self.gateways:
-                argv = [sys.executable, "-m", "gateway", *self._argv(name)]
-                self.processes[name] = spawn(argv, log, self._variables)
-                continue
-            argv = [name.split("-")[0], *self._argv(name)]
+                module, argv = "gateway", argv[1:]
             if self._is_forked:
                 self.processes[name] = fork_server(*self._modules).run(
-                    WORKER, argv, log, environment() | self._variables
+                    module, argv, log, environment() | self._variables
                 )
             else:
-                self.processes[name] = spawn([sys.executable, "-m", WORKER, *argv], log, self._variables)
+                self.processes[name] = spawn([sys.executable, "-m", module, *argv], log, self._variables)
 
     def wait_until_ready(self, timeout_s: float | None = None) -> None:
         """Wait until every running node has registered at every running gateway, by its current process id."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from scripts.simulator.costs import Costs
@@ -28,7 +29,7 @@ PRIORITIES = st.sampled_from([0, 3, 10, 10])
 GROUPS = st.sampled_from([None, None, 0, 0, 1])
 #: Without shrinking, which would take minutes.
 SETTINGS = settings(
-    max_examples=30,
+    max_examples=examples(30),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.reuse, Phase.generate),

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.attention_steps import compare, make_params
 from support.engine.native_targets import USABLE
+from support.examples import examples
 from torch.nn import functional as F
 
 from common.cache.page_layout import PageLayout
@@ -216,7 +217,7 @@ def test_attention_equals_the_reference(
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 600), st.one_of(st.just(1), st.integers(1, 31), st.integers(32, 80))),
@@ -354,7 +355,11 @@ OLDER = [(f"-march={name}",) for name in ("x86-64", "sandybridge", "ivybridge", 
 
 @pytest.mark.parametrize(
     "flags",
-    [*OLDER, *(pytest.param(target.flags, marks=pytest.mark.slow) for target in TARGETS)],
+    [
+        OLDER[0],
+        *(pytest.param(flags, marks=pytest.mark.slow) for flags in OLDER[1:]),
+        *(pytest.param(target.flags, marks=pytest.mark.slow) for target in TARGETS),
+    ],
     ids=" ".join,
 )
 def test_the_kernels_can_be_compiled_for_processors_of_every_kind(

@@ -100,6 +100,7 @@ def run_to_end(
     return request
 
 
+@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_outputs_follow_their_grammar_and_end(
@@ -128,6 +129,7 @@ def test_rows_with_and_without_grammars_do_not_change_one_another(executor: Torc
         assert together[slot].output == alone.output
 
 
+@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize("thinking", [None, Thinking(None, (11, 12), 5), Thinking(324, (12,), 3)])
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_a_request_that_is_admitted_again_continues_with_the_same_tokens(

@@ -104,6 +104,7 @@ def test_a_rank_that_is_stopped_ends_the_computation(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow(sample=0.33)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.gateway.candidates import Candidate
 from support.gateway.exhaustive_choice import ExhaustiveRouter
 
@@ -55,7 +56,7 @@ MODES = st.sampled_from([("never", None), ("always", None), ("auto", None), ("au
 
 
 @given(MODES, SEQUENCES, nodes_of("p"), nodes_of("d"), st.lists(EVENT, min_size=1, max_size=60))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_the_choice_equals_the_exhaustive_one_after_any_history(mode, sequence, prefills, decodes, history):
     prefills, decodes = sequence(prefills), sequence(decodes)
     fast = Router(piece_tokens=4, local_prefill=mode[0], local_threshold=mode[1])
@@ -126,7 +127,7 @@ AMONG = st.builds(
 
 
 @given(nodes_of("p"), nodes_of("d"), st.lists(AMONG, min_size=1, max_size=20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_a_choice_among_some_nodes_equals_the_choice_with_these_alone(prefills, decodes, history):
     fast, slow = Router(piece_tokens=4), Router(piece_tokens=4)
 

@@ -231,6 +231,7 @@ def load(root: Path, **options: Any) -> TorchExecutor:
     return executor
 
 
+@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk", [0, 16])
 def test_requests_of_the_model_and_of_several_adapters_in_one_batch_equal_the_merged_models(
@@ -288,6 +289,7 @@ def test_an_adapter_that_is_dropped_takes_no_memory_any_more(served: tuple[Path,
     driver.executor.close()
 
 
+@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}])
 def test_in_any_format_the_next_token_is_mostly_that_of_the_merged_model(
     served: tuple[Path, list[Case]], options: dict[str, str]
@@ -307,6 +309,7 @@ def test_in_any_format_the_next_token_is_mostly_that_of_the_merged_model(
     assert num_equal > 0.8 * num_asked, f"{num_equal} of {num_asked}"
 
 
+@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}])
 def test_tokens_do_not_depend_on_the_adapters_of_other_rows(
     served: tuple[Path, list[Case]], options: dict[str, str]

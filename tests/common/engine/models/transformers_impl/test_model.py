@@ -51,6 +51,7 @@ def load(folder: Path, attention: str = "auto", **options: Any) -> TorchExecutor
     )
 
 
+@pytest.mark.slow(sample=0.2)
 @pytest.mark.parametrize("architecture", LIBRARY_MODELS)
 def test_tokens_equal_those_of_the_library_cold_chunked_cached_and_retracted(tmp_path: Path, architecture: str) -> None:
     folder = make_library_model(tmp_path, architecture, seed=7)
@@ -74,6 +75,7 @@ def test_the_tested_architectures_are_those_of_these_tests() -> None:
     assert len(TESTED) >= 30
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("attention", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"])
 def test_windows_soft_caps_sinks_and_unequal_heads_do_not_depend_on_the_backend(
@@ -160,6 +162,7 @@ ADAPTED: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize("architecture", ADAPTED)
 def test_requests_of_the_model_and_of_two_adapters_in_one_batch_equal_the_merged_models(
     tmp_path: Path, architecture: str

@@ -61,12 +61,13 @@ def check_divided(folder: Path, num_ranks: int, lengths: list[int] = LENGTHS) ->
         check_tokens(executor, cases, MAX_NEW)
 
 
-@pytest.mark.slow(sample=0.3)
+@pytest.mark.slow(sample=0.1)
 @pytest.mark.parametrize("architecture", DIVIDED)
 def test_tokens_of_two_ranks_equal_those_of_the_library(tmp_path: Path, architecture: str) -> None:
     check_divided(make_library_model(tmp_path, architecture, seed=7), 2)
 
 
+@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [
@@ -97,6 +98,7 @@ def test_matrices_of_a_quantized_checkpoint_are_divided_once_they_are_decoded(
         check_tokens(executor, cases, 4)
 
 
+@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize(
     ("architecture", "overrides", "num_ranks", "targets"),
     [

@@ -42,6 +42,7 @@ def load(folder: Path, dtype: str = "float32") -> TorchExecutor:
     return load_executor(config, dtype=dtype, num_slots=4, num_pages=30, page_size=16)
 
 
+@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_equal_those_of_the_library_with_the_decoded_model(tmp_path: Path, kind: str, architecture: str) -> None:

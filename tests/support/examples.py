@@ -1,0 +1,10 @@
+"""The number of examples of property tests that take seconds."""
+
+import math
+
+from hypothesis import settings
+
+
+def examples(number: int) -> int:
+    """Returns ``number`` with ``--all``, and otherwise a quarter of it; see ``tests/conftest.py``."""
+    return math.ceil(number * settings().max_examples / 100)
