@@ -18,7 +18,7 @@ from common.engine.models.config import ModelConfig
 from common.engine.models.feed_forward import ExpertLoop, ExpertProduct, Experts, FeedForward, Mlp
 from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.linear import Linear
-from common.engine.models.lora.checkpoint import AdapterCheckpoint, LowRankPair
+from common.engine.models.lora.checkpoint import Adaptable, AdapterCheckpoint, LowRankPair
 from common.engine.models.lora.expert_stack import ExpertAddition, ExpertStack, stack_experts
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 
@@ -100,14 +100,25 @@ def _merged_matrices(model: ModelConfig, layer: int) -> dict[str, dict[str, Shap
     return found
 
 
-def native_matrices(model: ModelConfig) -> dict[str, Shape]:
-    """Return outputs and inputs of the matrices of a native model that adapters may change, by their names."""
-    return {
-        name: shape
-        for layer in range(model.num_layers)
-        for parts in _merged_matrices(model, layer).values()
-        for name, shape in parts.items()
-    }
+def native_adaptable(model: ModelConfig) -> Adaptable:
+    """Return what adapters may change of a native model.
+
+    The library's classes have the matrices of all experts in two parameters, and that of the router in one.
+    """
+    layers = [_merged_matrices(model, layer) for layer in range(model.num_layers)]
+    parameters: dict[str, dict[str, list[list[str]]]] = {}
+    if model.experts is not None:
+        for layer in model.experts.layers:
+            place, merged = f"model.layers.{layer}.mlp", layers[layer]
+            parameters[f"{place}.gate"] = {"weight": [list(merged["router"])]}
+            parameters[f"{place}.experts"] = {
+                f"{kind}_proj": [
+                    list(merged[f"{_EXPERTS}{expert}.{kind}"]) for expert in range(model.experts.num_experts)
+                ]
+                for kind in ("gate_up", "down")
+            }
+    shapes = {name: shape for merged in layers for parts in merged.values() for name, shape in parts.items()}
+    return Adaptable(shapes, parameters)
 
 
 def make_lora(
@@ -171,10 +182,12 @@ def make_unmerged_lora(
 def _merged(parts: Sequence[LowRankPair | None], sizes: Sequence[int]) -> LowRankPair:
     """Put the pairs of merged matrices, with ``sizes`` outputs each, into one pair in float32.
 
-    Their ranks are filled up with zeros to a multiple that the kernels multiply fastest; zeros change no sum.
+    Their ranks are filled up with zeros to a multiple that the kernels multiply fastest; zeros change no sum. Those of
+    one parameter have the same A.
     """
     present = [part for part in parts if part is not None]
-    num_ranks = sum(len(part.a) for part in present)
+    is_shared = len({(part.a.data_ptr(), part.a.shape) for part in present}) == 1
+    num_ranks = len(present[0].a) if is_shared else sum(len(part.a) for part in present)
     down = torch.zeros(-(-num_ranks // LANES) * LANES, present[0].a.shape[1])
     up = torch.zeros(sum(sizes), len(down))
     rank = output = 0
@@ -183,7 +196,7 @@ def _merged(parts: Sequence[LowRankPair | None], sizes: Sequence[int]) -> LowRan
             ranks = slice(rank, rank + len(part.a))
             down[ranks] = part.a.float()
             up[output : output + size, ranks] = part.b
-            rank = ranks.stop
+            rank = 0 if is_shared else ranks.stop
         output += size
     return LowRankPair(down, up)
 

@@ -30,7 +30,7 @@ from common.engine.models.checkpoints.tensor_sources import CheckpointFiles
 from common.engine.models.dummy_weights import DummyTensor
 from common.engine.models.linear import Linear
 from common.engine.models.lora.adapters import Addition, LoraWeights, StepAdapters, make_unmerged_lora
-from common.engine.models.lora.checkpoint import AdapterCheckpoint
+from common.engine.models.lora.checkpoint import Adaptable, AdapterCheckpoint
 from common.engine.models.transformers_impl.attention import AttentionHook, freeze_rope
 from common.engine.models.transformers_impl.config import TransformersConfig, load_library_config, make_on_meta
 from common.engine.models.transformers_impl.experts import PackedExperts, can_pack
@@ -106,9 +106,11 @@ class TransformersModel:
         return logits.float() if out is None else out.copy_(logits)
 
     @property
-    def adaptable(self) -> dict[str, tuple[int, int]]:
+    def adaptable(self) -> Adaptable:
         plan, own = self._plan, {name: shape for name, (_, shape) in self._linear_layers.items()}
-        return own if plan is None else {name: plan.whole_shape(name, shape) for name, shape in own.items()}
+        if plan is not None:
+            own = {name: plan.whole_shape(name, shape) for name, shape in own.items()}
+        return Adaptable(own)
 
     def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
         pairs, plan = adapter.pairs, self._plan
