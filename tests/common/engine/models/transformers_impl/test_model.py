@@ -22,7 +22,7 @@ from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.implementation import ModelSource, load_config
 from common.engine.models.transformers_impl import check as transformers_check
 from common.engine.models.transformers_impl.config import TESTED, TransformersConfig
-from common.engine.models.transformers_impl.experts import PackedExperts
+from common.engine.models.transformers_impl.experts import PackedExperts, can_pack
 from common.engine.models.transformers_impl.model import PackedLinear, TransformersModel
 from common.errors import ConfigError, UnsupportedModelError
 from common.sampling_params import SamplingParams
@@ -111,19 +111,26 @@ def test_linear_layers_are_packed_and_no_plain_weight_stays(tmp_path: Path) -> N
     executor.close()
 
 
-#: Experts with biases, whose matrices are transposed, and of which gate and up are not one after the other.
-OTHER_EXPERTS = ("GptOssForCausalLM",)
-
-
 @pytest.mark.parametrize("architecture", [name for name, about in LIBRARY_MODELS.items() if "experts" in str(about)])
 def test_experts_are_packed_and_no_plain_weight_stays(tmp_path: Path, architecture: str) -> None:
     executor = load(make_library_model(tmp_path, architecture))
     assert isinstance(executor.model, TransformersModel)
     layers = list(executor.model._layers.modules())
-    num_packed = sum(isinstance(layer, PackedExperts) for layer in layers)
-    assert (num_packed == 0) == (architecture in OTHER_EXPERTS)
-    assert any("_proj" in name for name, _ in executor.model._layers.named_parameters()) == (num_packed == 0)
+    assert any(isinstance(layer, PackedExperts) for layer in layers)
+    assert not any("_proj" in name for name, _ in executor.model._layers.named_parameters())
     executor.close()
+
+
+def test_experts_with_an_activation_of_their_own_are_left_to_the_library() -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+
+    class Others(GptOssExperts):
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            return gate_up[..., ::2].relu()
+
+    config = GptOssConfig(num_local_experts=2, hidden_size=16, intermediate_size=16)
+    assert can_pack(GptOssExperts(config))
+    assert not can_pack(Others(config))
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}, {"kv_cache_dtype": "fp8"}])
