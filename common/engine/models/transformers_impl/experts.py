@@ -4,7 +4,8 @@ The library's decorator ``use_experts_implementation`` notes at each class of ex
 implementations rely on these notes, as the ones here do.
 """
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from common.engine.cpu.kernels import LANES, Groups, load_kernels
 from common.engine.models.feed_forward import ExpertLoop, Mlp
 from common.engine.models.layers import Operations, TorchOperations
 from common.engine.models.linear import Linear
+from common.engine.models.lora.adapters import AdaptedExpertLoop, ExpertMatrix, Share
 from common.engine.models.routing import Routing
 
 #: Notes of most experts: gate and up in one matrix, one below the other, and no biases.
@@ -63,20 +65,68 @@ class PackedExperts(nn.Module):
         for expert in _experts_of(experts):
             expert.pack(dtype, memory)  # one at a time: some are copies
             packed.append(expert)
-        width = experts.down_proj.shape[1 if experts.is_transposed else 2]
+        inputs, outputs = (1, 2) if experts.is_transposed else (2, 1)
+        hidden, width = (experts.down_proj.shape[dim] for dim in (outputs, inputs))
+        #: Outputs and inputs of an expert's matrices, in the order of the library's parameters.
+        self._shapes = {
+            name: {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}[name]
+            for name, _ in experts.named_parameters()
+            if name in _WEIGHTS
+        }
+        self._is_alternating = not experts.is_concatenated
         self._operations: Operations = (None if width % LANES else load_kernels()) or TorchOperations()
         self._loop = ExpertLoop(packed)
         if (gate := _clamped_gate(experts)) is not None:
             self._operations = gate
             self._loop = _BiasedExpertLoop(packed, _divided(experts.gate_up_proj_bias), experts.down_proj_bias)
         self._loop.pack(dtype, memory)
+        self._step_loop = self._loop
         for name, _ in list(experts.named_parameters()):
             setattr(experts, name, None)  # their memory is free even if something holds the module
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         routing = Routing(top_k_index.long(), top_k_weights.to(torch.float32))
         x = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        return self._loop(x, routing, self._operations).view(hidden_states.shape)
+        return self._step_loop(x, routing, self._operations).view(hidden_states.shape)
+
+    @contextlib.contextmanager
+    def adapted(self, name: str, shares: Sequence[Share]) -> Iterator[None]:
+        """Add for a while what adapters change.
+
+        Args:
+            name: of this module in the model.
+        """
+        self._step_loop = AdaptedExpertLoop(self._loop, name, shares)
+        try:
+            yield
+        finally:
+            self._step_loop = self._loop
+
+    def parameters_of(self, name: str) -> dict[str, list[list[str]]]:
+        """Return the matrices in the library's parameters, as ``Adaptable`` has them."""
+        experts = range(len(self._loop.experts))
+        return {
+            parameter: [list(self._parts(f"{name}.{number}", parameter)) for number in experts]
+            for parameter in self._shapes
+        }
+
+    def matrices_of(self, name: str) -> dict[str, ExpertMatrix]:
+        """Return the matrices by their names in ``AdaptedExpertLoop``."""
+        order = _divided(torch.arange(self._shapes["gate_up_proj"][0])) if self._is_alternating else None
+        return {
+            f"experts.{number}.{parameter.removesuffix('_proj')}": ExpertMatrix(
+                self._parts(f"{name}.{number}", parameter), order if parameter == "gate_up_proj" else None
+            )
+            for number in range(len(self._loop.experts))
+            for parameter in self._shapes
+        }
+
+    def _parts(self, expert: str, parameter: str) -> dict[str, tuple[int, int]]:
+        """Return the matrices of an expert in a parameter; older releases of the library had gate and up apart."""
+        outputs, inputs = self._shapes[parameter]
+        if parameter == "gate_up_proj" and not self._is_alternating:
+            return {f"{expert}.{part}": (outputs // 2, inputs) for part in ("gate_proj", "up_proj")}
+        return {f"{expert}.{parameter}": (outputs, inputs)}
 
 
 def _experts_of(experts: Any) -> Iterator[Mlp]:

@@ -29,7 +29,7 @@ from common.engine.models.checkpoints.quantized.late_tensors import LateTensor, 
 from common.engine.models.checkpoints.tensor_sources import CheckpointFiles
 from common.engine.models.dummy_weights import DummyTensor
 from common.engine.models.linear import Linear
-from common.engine.models.lora.adapters import Addition, LoraWeights, StepAdapters, make_unmerged_lora
+from common.engine.models.lora.adapters import Addition, ExpertMatrix, LoraWeights, StepAdapters, make_unmerged_lora
 from common.engine.models.lora.checkpoint import Adaptable, AdapterCheckpoint
 from common.engine.models.transformers_impl.attention import AttentionHook, freeze_rope
 from common.engine.models.transformers_impl.config import TransformersConfig, load_library_config, make_on_meta
@@ -77,6 +77,8 @@ class TransformersModel:
         self._layers = model.base_model
         self._head = model
         self._linear_layers = _named_linear_layers(model)
+        named = model.base_model.named_modules(prefix=model.base_model_prefix)
+        self._experts = {name: layer for name, layer in named if plan is None and isinstance(layer, PackedExperts)}
         setattr(model, model.base_model_prefix, _GivenHiddenStates())
         self.attention_params: LayerParams = self._attention_params()
 
@@ -98,6 +100,8 @@ class TransformersModel:
                 hook = functools.partial(_add, additions)
                 # Before the hooks of the plan, which join the outputs of all ranks.
                 added.enter_context(layer.register_forward_hook(hook, prepend=True))
+            for name, shares in ({} if adapters is None else adapters.experts()).items():
+                added.enter_context(self._experts[str(name)].adapted(str(name), shares))
             hidden = self._hook.run(self._layers, tokens, positions, calls)
         return hidden if keep is None else hidden[keep]
 
@@ -110,13 +114,19 @@ class TransformersModel:
         plan, own = self._plan, {name: shape for name, (_, shape) in self._linear_layers.items()}
         if plan is not None:
             own = {name: plan.whole_shape(name, shape) for name, shape in own.items()}
-        return Adaptable(own)
+        for matrix in (matrix for matrices in self._expert_matrices().values() for matrix in matrices.values()):
+            own |= matrix.parts
+        return Adaptable(own, {name: layer.parameters_of(name) for name, layer in self._experts.items()})
+
+    def _expert_matrices(self) -> dict[str, dict[str, ExpertMatrix]]:
+        return {name: layer.matrices_of(name) for name, layer in self._experts.items()}
 
     def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
         pairs, plan = adapter.pairs, self._plan
         if plan is not None:
             pairs = {name: plan.part_of_pair(name, pair) for name, pair in pairs.items()}
-        return make_unmerged_lora(adapter.digest, pairs, self._dtype, next(self._layers.parameters()).device)
+        device = next(self._layers.parameters()).device
+        return make_unmerged_lora(adapter.digest, pairs, self._expert_matrices(), self._dtype, device)
 
     def _attention_params(self) -> LayerParams:
         params = []
