@@ -359,13 +359,23 @@ class PackedLinear(nn.Module):
 
     Args:
         shape: outputs and inputs.
+        weight_dtype: of the plain weight.
         dtype: of the results, by default that of the inputs.
+    Attributes:
+        weight: without data, for classes that ask for its format.
     """
 
-    def __init__(self, linear: Linear, shape: tuple[int, int], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        linear: Linear,
+        shape: tuple[int, int],
+        weight_dtype: torch.dtype,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self._linear = linear
         self.shape = shape
+        self.weight = torch.empty(shape, dtype=weight_dtype, device="meta")
         self._dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
@@ -391,7 +401,8 @@ def pack(model: Any, dtype: WeightDtype = "auto") -> None:
                 continue
             is_tied, is_head = layer.weight is embedding, layer is head
             linear.pack(at_least_int8 if is_head else dtype, memory=memory, keep_weight=is_tied, in_float32=is_head)
-            setattr(parent, name, PackedLinear(linear, _shape_of(layer), torch.float32 if is_head else None))
+            results = torch.float32 if is_head else None
+            setattr(parent, name, PackedLinear(linear, _shape_of(layer), layer.weight.dtype, results))
 
 
 def _shape_of(layer: Any) -> tuple[int, int]:
