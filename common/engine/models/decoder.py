@@ -21,8 +21,8 @@ from common.engine.models.feed_forward import ExpertLoop, Experts, Mlp, make_exp
 from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.layers import Operations, inverse_frequencies, make_operations, rotations
 from common.engine.models.linear import Linear
-from common.engine.models.lora.adapters import LoraWeights, StepAdapters, make_lora, native_matrices
-from common.engine.models.lora.checkpoint import AdapterCheckpoint
+from common.engine.models.lora.adapters import LoraWeights, StepAdapters, make_lora, native_adaptable
+from common.engine.models.lora.checkpoint import Adaptable, AdapterCheckpoint
 from common.engine.models.native_layers import native_layers
 from common.engine.tensor_parallel.group import RankGroup
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
@@ -169,8 +169,8 @@ class Decoder:
         return (AttentionParams(),) * self.config.num_layers
 
     @property
-    def adaptable(self) -> dict[str, tuple[int, int]]:
-        return native_matrices(self._whole)
+    def adaptable(self) -> Adaptable:
+        return native_adaptable(self._whole)
 
     def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
         embedding = self.weights.embedding

@@ -1,6 +1,5 @@
 """The interface between the executor and the implementations of a model."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from common.engine.models.base_config import BaseModelConfig
 
 if TYPE_CHECKING:
     from common.engine.models.lora.adapters import LoraWeights, StepAdapters
-    from common.engine.models.lora.checkpoint import AdapterCheckpoint
+    from common.engine.models.lora.checkpoint import Adaptable, AdapterCheckpoint
 
 
 class CausalModel(Protocol):
@@ -25,11 +24,8 @@ class CausalModel(Protocol):
         ...
 
     @property
-    def adaptable(self) -> Mapping[str, tuple[int, int]]:
-        """Outputs and inputs of the matrices that LoRA adapters may change, by their names in the checkpoint.
-
-        They are those of the whole model, also if this is one rank's part of it.
-        """
+    def adaptable(self) -> "Adaptable":
+        """What LoRA adapters may change: of the whole model, also if this is one rank's part of it."""
         ...
 
     def make_lora(self, adapter: "AdapterCheckpoint") -> "LoraWeights":

@@ -11,7 +11,7 @@ import torch
 
 from common.engine.executor import TorchExecutor
 from common.engine.models.config import ModelConfig
-from common.engine.models.lora.adapters import native_matrices
+from common.engine.models.lora.adapters import native_adaptable
 from common.engine.models.lora.checkpoint import AdapterCheckpoint, LowRankPair
 from common.errors import ConfigError
 from common.sampling_params import SamplingParams
@@ -70,7 +70,7 @@ def random_adapter(config: ModelConfig, rank: int) -> AdapterCheckpoint:
     """An adapter that changes every matrix."""
     pairs = {
         name: LowRankPair(torch.randn(rank, inputs) * 0.02, torch.randn(outputs, rank) * 0.02)
-        for name, (outputs, inputs) in native_matrices(config).items()
+        for name, (outputs, inputs) in native_adaptable(config).matrices.items()
     }
     return AdapterCheckpoint("0" * 32, rank, pairs)
 

@@ -95,10 +95,17 @@ _GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 #: Families beyond the table: as above, and why they are refused; empty where the comparison at start lets them pass.
 OTHER_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "AfmoeForCausalLM": ("afmoe", {**_ALTERNATING, **_EXPERTS, "num_experts": 4, "num_dense_layers": 1}, ""),
+    "AXK1ForCausalLM": ("axk1", {**_EXPERTS, **_GROUPS, **_LATENT}, ""),
     "BioGptForCausalLM": ("biogpt", {}, "does not support attention functions from outside"),
     "BitNetForCausalLM": ("bitnet", {}, ""),
+    "Cohere2MoeForCausalLM": (
+        "cohere2_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+        "",
+    ),
     "CwmForCausalLM": ("cwm", {**_ALTERNATING, "bos_token_id": 0}, ""),
     "DeepseekV2ForCausalLM": ("deepseek_v2", {**_EXPERTS, **_GROUPS, **_LATENT, "first_k_dense_replace": 1}, ""),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", {**_EXPERTS, **_GROUPS, **_LATENT}, "its forward pass over pages fails"),
     "DiffLlamaForCausalLM": ("diffllama", {}, "of its 2 layers not each has keys and values of its own, once"),
     "DogeForCausalLM": ("doge", {}, "it computes masks of its own"),
     "Dots1ForCausalLM": (
@@ -111,13 +118,48 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         {**_ALTERNATING, **_EXPERTS, "num_experts": 4, "n_group": 1, "topk_group": 1},
         "",
     ),
+    "FlintForCausalLM": ("flint", {**_EXPERTS, "num_experts": 4, "sliding_window": WINDOW}, ""),
     "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", {**_EXPERTS, **_GROUPS, **_LATENT}, ""),
+    "GraniteMoeSharedForCausalLM": ("granitemoeshared", {"num_local_experts": 4, "num_experts_per_tok": 2}, ""),
+    "GraniteMoeSWAForCausalLM": (
+        "granitemoe_swa",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+        "",
+    ),
+    "GraniteSWAForCausalLM": ("granite_swa", {"sliding_window": WINDOW}, ""),
     "HeliumForCausalLM": ("helium", {"head_dim": 12}, ""),
+    "HunYuanMoEV1ForCausalLM": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}, ""),
+    "HyperCLOVAXForCausalLM": ("hyperclovax", {}, ""),
+    "HYV3ForCausalLM": ("hy_v3", {**_EXPERTS, "num_experts": 4}, ""),
     "Jais2ForCausalLM": ("jais2", {}, ""),
+    "JetMoeForCausalLM": (
+        "jetmoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "its forward pass over pages fails",
+    ),
+    "Kolibri1ForCausalLM": ("kolibri1", {**_EXPERTS, "num_experts": 4, "sliding_window": WINDOW}, ""),
+    "LagunaForCausalLM": ("laguna", {**_EXPERTS, "num_experts": 4, "sliding_window": WINDOW}, ""),
+    "LongcatFlashForCausalLM": (
+        "longcat_flash",
+        {"n_routed_experts": 4, **_LATENT},
+        "its forward pass over pages fails",
+    ),
+    "MellumForCausalLM": ("mellum", {**_EXPERTS, "num_experts": 4, "sliding_window": WINDOW}, ""),
+    "MiMoV2FlashForCausalLM": (
+        "mimo_v2_flash",
+        {**_EXPERTS, **_GROUPS, "sliding_window": WINDOW},
+        "its layers differ in heads",
+    ),
+    "MiniCPM3ForCausalLM": ("minicpm3", {**_LATENT}, ""),
     "MiniMaxM2ForCausalLM": ("minimax_m2", {**_EXPERTS, "num_local_experts": 4}, ""),
+    "Ministral3ForCausalLM": ("ministral3", {}, ""),
     "MinistralForCausalLM": ("ministral", {**_ALTERNATING}, ""),
+    "NanoChatForCausalLM": ("nanochat", {}, ""),
     "OPTForCausalLM": ("opt", {"word_embed_proj_dim": 48, "ffn_dim": 80}, "its reduced copy cannot be computed"),
     "PersimmonForCausalLM": ("persimmon", {}, ""),
+    "SolarOpenForCausalLM": ("solar_open", {**_EXPERTS, **_GROUPS}, ""),
+    "VaultGemmaForCausalLM": ("vaultgemma", {"sliding_window": WINDOW}, ""),
+    "YoutuForCausalLM": ("youtu", {**_LATENT}, ""),
 }
 
 #: Architectures without a plan in the library to divide them among ranks.

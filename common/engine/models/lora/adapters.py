@@ -6,6 +6,7 @@ an adapter, and those of other adapters, are left as they are.
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +19,25 @@ from common.engine.models.config import ModelConfig
 from common.engine.models.feed_forward import ExpertLoop, ExpertProduct, Experts, FeedForward, Mlp
 from common.engine.models.layer_weights import LayerWeights
 from common.engine.models.linear import Linear
-from common.engine.models.lora.checkpoint import AdapterCheckpoint, LowRankPair
+from common.engine.models.lora.checkpoint import Adaptable, AdapterCheckpoint, LowRankPair
 from common.engine.models.lora.expert_stack import ExpertAddition, ExpertStack, stack_experts
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
 
 #: Outputs and inputs of a matrix.
 Shape = tuple[int, int]
 _EXPERTS = "experts."
+
+
+class ExpertMatrix(NamedTuple):
+    """A matrix of an expert of a model of the library.
+
+    Attributes:
+        parts: the matrices below each other that adapters may change in it.
+        order: ``[out]`` int64, which of their outputs each of its outputs is; None: they are in order.
+    """
+
+    parts: Mapping[str, Shape]
+    order: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +71,16 @@ class LoraWeights:
     Attributes:
         digest: as in ``AdapterCheckpoint``.
         additions: what is added to matrices: of the native decoder by layer and name in ``_merged_matrices``, of others
-            by name.
+            by name, and of their experts by the name of their module and that of the matrix in it.
         stacks: what is added to all experts of a layer where a kernel multiplies them, by layer and name of the matrix.
-        expert_layers: numbers of the layers of whose experts it changes a matrix.
+        expert_layers: the layers of whose experts it changes a matrix: their numbers, or names of modules.
         number: what the other ranks of a node know it by; 0 without ranks.
     """
 
     digest: str
     additions: Mapping[Hashable, Addition]
     stacks: Mapping[tuple[int, str], ExpertStack] = field(default_factory=dict)
-    expert_layers: frozenset[int] = frozenset()
+    expert_layers: frozenset[Hashable] = frozenset()
     number: int = 0
 
 
@@ -100,14 +113,25 @@ def _merged_matrices(model: ModelConfig, layer: int) -> dict[str, dict[str, Shap
     return found
 
 
-def native_matrices(model: ModelConfig) -> dict[str, Shape]:
-    """Return outputs and inputs of the matrices of a native model that adapters may change, by their names."""
-    return {
-        name: shape
-        for layer in range(model.num_layers)
-        for parts in _merged_matrices(model, layer).values()
-        for name, shape in parts.items()
-    }
+def native_adaptable(model: ModelConfig) -> Adaptable:
+    """Return what adapters may change of a native model.
+
+    The library's classes have the matrices of all experts in two parameters, and that of the router in one.
+    """
+    layers = [_merged_matrices(model, layer) for layer in range(model.num_layers)]
+    parameters: dict[str, dict[str, list[list[str]]]] = {}
+    if model.experts is not None:
+        for layer in model.experts.layers:
+            place, merged = f"model.layers.{layer}.mlp", layers[layer]
+            parameters[f"{place}.gate"] = {"weight": [list(merged["router"])]}
+            parameters[f"{place}.experts"] = {
+                f"{kind}_proj": [
+                    list(merged[f"{_EXPERTS}{expert}.{kind}"]) for expert in range(model.experts.num_experts)
+                ]
+                for kind in ("gate_up", "down")
+            }
+    shapes = {name: shape for merged in layers for parts in merged.values() for name, shape in parts.items()}
+    return Adaptable(shapes, parameters)
 
 
 def make_lora(
@@ -129,7 +153,7 @@ def make_lora(
     """
     found: dict[Hashable, Addition] = {}
     stacks: dict[tuple[int, str], ExpertStack] = {}
-    expert_layers = set()
+    expert_layers: set[Hashable] = set()
     own_model = shard.config_of(model)
     for layer in range(model.num_layers):
         own_matrices = _merged_matrices(own_model, layer)
@@ -159,22 +183,42 @@ def _part(pair: LowRankPair | None, part: tuple[slice, ...]) -> LowRankPair | No
 
 
 def make_unmerged_lora(
-    digest: str, pairs: Mapping[str, LowRankPair], dtype: torch.dtype, device: torch.device
+    digest: str,
+    pairs: Mapping[str, LowRankPair],
+    experts: Mapping[str, Mapping[str, ExpertMatrix]],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> LoraWeights:
-    """Pack an adapter for a model whose matrices are those of its checkpoint."""
+    """Pack an adapter for a model whose matrices are those of its checkpoint, except those of experts.
+
+    Args:
+        experts: by the name of their module, and that of the matrix in it.
+    """
     found: dict[Hashable, Addition] = {}
+    of_experts = {name for matrices in experts.values() for matrix in matrices.values() for name in matrix.parts}
     for name, pair in pairs.items():
-        found[name] = _packed(_merged([pair], [len(pair.b)]), dtype, device)
-    return LoraWeights(digest, found)
+        if name not in of_experts:
+            found[name] = _packed(_merged([pair], [len(pair.b)]), dtype, device)
+    expert_layers: set[Hashable] = set()
+    for module, matrices in experts.items():
+        for matrix, (shapes, order) in matrices.items():
+            parts = [pairs.get(name) for name in shapes]
+            if any(parts):
+                down, up = _merged(parts, [outputs for outputs, _ in shapes.values()])
+                found[module, matrix] = _packed(LowRankPair(down, up if order is None else up[order]), dtype, device)
+                expert_layers.add(module)
+    return LoraWeights(digest, found, expert_layers=frozenset(expert_layers))
 
 
 def _merged(parts: Sequence[LowRankPair | None], sizes: Sequence[int]) -> LowRankPair:
     """Put the pairs of merged matrices, with ``sizes`` outputs each, into one pair in float32.
 
-    Their ranks are filled up with zeros to a multiple that the kernels multiply fastest; zeros change no sum.
+    Their ranks are filled up with zeros to a multiple that the kernels multiply fastest; zeros change no sum. Those of
+    one parameter have the same A.
     """
     present = [part for part in parts if part is not None]
-    num_ranks = sum(len(part.a) for part in present)
+    is_shared = len({(part.a.data_ptr(), part.a.shape) for part in present}) == 1
+    num_ranks = len(present[0].a) if is_shared else sum(len(part.a) for part in present)
     down = torch.zeros(-(-num_ranks // LANES) * LANES, present[0].a.shape[1])
     up = torch.zeros(sum(sizes), len(down))
     rank = output = 0
@@ -183,7 +227,7 @@ def _merged(parts: Sequence[LowRankPair | None], sizes: Sequence[int]) -> LowRan
             ranks = slice(rank, rank + len(part.a))
             down[ranks] = part.a.float()
             up[output : output + size, ranks] = part.b
-            rank = ranks.stop
+            rank = 0 if is_shared else ranks.stop
         output += size
     return LowRankPair(down, up)
 
@@ -227,16 +271,17 @@ class AdaptedExpertLoop(ExpertLoop):
     """The products of experts, and what adapters add to their results for the tokens that have them.
 
     Args:
-        index: number of the layer.
+        index: of the layer in ``LoraWeights.expert_layers``.
     """
 
-    def __init__(self, base: ExpertLoop, index: int, shares: Sequence[Share]) -> None:
-        self.experts, self._gate_up, self._down = base.experts, base._gate_up, base._down
+    def __init__(self, base: ExpertLoop, index: Hashable, shares: Sequence[Share]) -> None:
+        super().__init__(base.experts)
+        self._base = base
         self._index = index
         self._shares = shares
 
     def _multiply(self, x: Tensor, groups: Groups, tokens: Tensor, dtype: torch.dtype, *, is_down: bool) -> Tensor:
-        y = super()._multiply(x, groups, tokens, dtype, is_down=is_down)
+        y = self._base._multiply(x, groups, tokens, dtype, is_down=is_down)
         ends = groups.ends.tolist()
         for share in self._shares:
             has_it = None if share.tokens is None else torch.isin(tokens, share.tokens)
@@ -280,11 +325,20 @@ class StepAdapters:
             yield replace(layer, qkv=qkv, o=o, mlp=_adapted_feed_forward(layer.mlp, index, later))
 
     def matrices(self) -> dict[Hashable, list[tuple[Addition, Tensor | None]]]:
-        """Return what is added to each matrix of a model whose layers all compute every token."""
+        """Return what is added to each matrix, except those of experts, of a model whose layers compute every token."""
         found: dict[Hashable, list[tuple[Addition, Tensor | None]]] = {}
         for share in self._all:
             for matrix, addition in share.adapter.additions.items():
-                found.setdefault(matrix, []).append((addition, share.tokens))
+                if isinstance(matrix, str):
+                    found.setdefault(matrix, []).append((addition, share.tokens))
+        return found
+
+    def experts(self) -> dict[Hashable, list[Share]]:
+        """Return the adapters that change the experts of each layer, for such a model."""
+        found: dict[Hashable, list[Share]] = {}
+        for share in self._all:
+            for layer in share.adapter.expert_layers:
+                found.setdefault(layer, []).append(share)
         return found
 
 

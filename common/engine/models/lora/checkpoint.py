@@ -1,15 +1,13 @@
 """Reads a LoRA adapter in PEFT's format, ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-What would change the numbers and is not supported is refused by name, and so is a setting that is not known: an adapter
-that is half understood would answer with noise. The format is that of PEFT's ``LoraConfig`` and of its checkpoints
+Tensors that do not fit the model are refused by name. The format is that of PEFT's checkpoints
 (https://huggingface.co/docs/peft/developer_guides/checkpoint).
 """
 
 import hashlib
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,27 +16,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from common.engine.models.checkpoints.checkpoint import read_json
+from common.engine.models.lora.adapter_config import AdapterConfig, read_config
 from common.errors import ConfigError
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-#: Keys that change no number of an adapter that is only applied, or that are read here.
-_KNOWN = frozenset(
-    {
-        *("r", "lora_alpha", "use_rslora", "target_modules", "peft_type", "init_lora_weights", "bias"),
-        *("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version"),
-        *("lora_dropout", "exclude_modules", "layers_to_transform", "layers_pattern", "eva_config"),
-        "fan_in_fan_out",  # how the model's own weight is stored
-        *("megatron_core", "qalora_group_size", "runtime_config"),
-    }
-)
-#: Ways to draw the first weights that leave those of the model as they are.
-_PLAIN_STARTS = (True, False, "gaussian", "eva")
-#: Far above what adapters have, which is about their rank.
-MAX_ALPHA = 1e9
-_HEADER_BYTES = 1 << 20  # of a safetensors file, and of a configuration, at most
+_HEADER_BYTES = 1 << 20  # of a safetensors file, at most
+#: What PEFT puts in place of a module is wrapped around it.
+_WRAPPED = ".base_layer"
 
 
 class LowRankPair(NamedTuple):
@@ -54,11 +40,26 @@ class LowRankPair(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Adaptable:
+    """What adapters may change of a model.
+
+    Attributes:
+        matrices: outputs and inputs by the name in the model's checkpoint.
+        parameters: parameters of the library's classes that hold several of the matrices: by the name of the module and
+            that of the parameter, in the order of their declaration, for each expert the matrices below each other.
+    """
+
+    matrices: Mapping[str, tuple[int, int]]
+    parameters: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterCheckpoint:
     """An adapter as it is stored.
 
     Attributes:
-        digest: 32 hexadecimal digits that depend on its scale and on the bytes of its tensors.
+        digest: 32 hexadecimal digits that depend on its scales and on the bytes of its tensors.
+        rank: the highest one.
         pairs: by name of the matrix in the model's checkpoint.
     """
 
@@ -67,13 +68,10 @@ class AdapterCheckpoint:
     pairs: dict[str, LowRankPair]
 
 
-def read_adapter(
-    folder: Path, matrices: Mapping[str, tuple[int, int]], *, max_rank: int, root: Path | None = None
-) -> AdapterCheckpoint:
+def read_adapter(folder: Path, adaptable: Adaptable, *, max_rank: int, root: Path | None = None) -> AdapterCheckpoint:
     """Read the adapter in ``folder`` for a model.
 
     Args:
-        matrices: outputs and inputs of those of the model that adapters may change, by their names in its checkpoint.
         root: folder that both files must be in, once links are followed; None: they may be anywhere.
     Raises:
         ConfigError: a file is missing, damaged or outside of ``root``, the adapter does not fit the model, its rank is
@@ -83,18 +81,25 @@ def read_adapter(
         raise ConfigError(f"{folder}: there is no such folder")
     if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
         raise ConfigError(f"{folder}: {PICKLE} is a pickle, which is not read; save the adapter as {TENSORS}")
-    config, tensors = (_own_file(folder, name, root) for name in (CONFIG, TENSORS))
-    rank, scale, targets = _read_config(config, max_rank)
-    data = _read_bytes(tensors, max_bytes=_HEADER_BYTES + 4 * rank * sum(map(sum, matrices.values())))
+    config_file, tensors = (_own_file(folder, name, root) for name in (CONFIG, TENSORS))
+    config = read_config(config_file, max_rank)
+    sizes = sum(map(sum, adaptable.matrices.values()))
+    data = _read_bytes(tensors, max_bytes=_HEADER_BYTES + 4 * config.max_rank * sizes)
     try:
         stored = safetensors.torch.load(data)
     except (SafetensorError, KeyError) as error:  # KeyError: a format that torch does not have
         raise ConfigError(f"{tensors}: cannot be read as safetensors ({error})") from error
-    pairs = _pairs(stored, tensors, matrices, rank=rank, scale=scale)
-    _check_targets(targets, pairs, config)
-    digest = hashlib.blake2b(f"{scale!r} ".encode(), digest_size=16)
+    changes = _changes(stored, tensors, adaptable, config)
+    _check_targets(config, changes, config_file)
+    pairs: dict[str, LowRankPair] = {}
+    for name, pair in (found for change in changes for found in change.pairs()):
+        if name in pairs:
+            raise ConfigError(f"{tensors}: changes {name} twice, by itself and with other experts")
+        pairs[name] = pair
+    scales = {change.target.name: change.target.scale for change in changes}
+    digest = hashlib.blake2b(f"{sorted(scales.items())!r} ".encode(), digest_size=16)
     digest.update(data)
-    return AdapterCheckpoint(digest.hexdigest(), rank, pairs)
+    return AdapterCheckpoint(digest.hexdigest(), max(change.target.rank for change in changes), pairs)
 
 
 def _own_file(folder: Path, name: str, root: Path | None) -> Path:
@@ -118,70 +123,107 @@ def _read_bytes(file: Path, max_bytes: int) -> bytes:
     return data
 
 
-# ---- adapter_config.json ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A matrix, or a parameter that holds several matrices.
+
+    Attributes:
+        name: of the matrix, or of the parameter with that of its module.
+        experts: for each expert the names of the matrices below each other, and their outputs.
+    """
+
+    name: str
+    rank: int
+    scale: float
+    inputs: int
+    experts: Sequence[Mapping[str, int]]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """The shapes of A and B."""
+        num_ranks = len(self.experts) * self.rank
+        return {"A": (num_ranks, self.inputs), "B": (sum(self.experts[0].values()), num_ranks)}
 
 
-def _read_config(file: Path, max_rank: int) -> tuple[int, float, object]:
-    """Return the rank, the factor of the product, and ``target_modules``."""
-    if file.stat().st_size > _HEADER_BYTES:
-        raise ConfigError(f"{file}: has more than {_HEADER_BYTES} bytes, which no configuration of an adapter has")
-    config = read_json(file)
-    if config.get("peft_type") != "LORA":
-        raise ConfigError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA is supported")
-    for key, value in config.items():
-        if key not in _KNOWN and value:
-            raise ConfigError(f"{file}: {key} {value!r} is not supported; leave it out when the adapter is trained")
-    if config.get("bias", "none") != "none":
-        raise ConfigError(f"{file}: bias {config['bias']!r} is not supported; only none is")
-    start = config.get("init_lora_weights", True)
-    if start not in _PLAIN_STARTS:
-        raise ConfigError(
-            f"{file}: init_lora_weights {start!r} has changed the model's own weights; convert the adapter with PEFT's"
-            " path_initial_model_for_weight_conversion"
-        )
-    rank: Any = config.get("r")
-    alpha: Any = config.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        raise ConfigError(f"{file}: r should be a positive integer, not {rank!r}")
-    if rank > max_rank:
-        raise ConfigError(f"{file}: r is {rank}, and --max-lora-rank is {max_rank}; raise it on all nodes")
-    if type(alpha) not in (int, float) or not abs(alpha) <= MAX_ALPHA:
-        raise ConfigError(f"{file}: lora_alpha should be a number, not {alpha!r}")
-    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank  # arXiv 2312.03732
-    return rank, scale, config.get("target_modules")
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What is stored for a target.
+
+    Attributes:
+        a: ``[experts * rank, in]``, one expert after the other.
+        b: ``[out, rank * experts]``, in which the experts alternate.
+    """
+
+    target: _Target
+    a: Tensor
+    b: Tensor
+
+    def pairs(self) -> Iterator[tuple[str, LowRankPair]]:
+        experts, b = self.target.experts, self.b.float() * self.target.scale
+        for number, (a, outputs) in enumerate(zip(self.a.split(self.target.rank), experts, strict=True)):
+            parts = b[:, number :: len(experts)].split(list(outputs.values()))
+            yield from ((name, LowRankPair(a, part)) for name, part in zip(outputs, parts, strict=True))
 
 
-def _check_targets(targets: object, pairs: Mapping[str, LowRankPair], file: Path) -> None:
-    """Refuse an adapter that lacks the tensors of a matrix that its configuration names."""
-    for name in targets if isinstance(targets, list) else ():
-        if not any(f".{matrix}".endswith(f".{name}") for matrix in pairs):
-            raise ConfigError(f"{file}: target_modules has {name!r}, of which {TENSORS} has no tensors")
-
-
-# ---- tensors ---------------------------------------------------------------------------------------------------------
-
-
-def _pairs(
-    stored: dict[str, Tensor], file: Path, matrices: Mapping[str, tuple[int, int]], *, rank: int, scale: float
-) -> dict[str, LowRankPair]:
+def _changes(stored: dict[str, Tensor], file: Path, adaptable: Adaptable, config: AdapterConfig) -> list[_Change]:
+    targets: dict[str, _Target] = {}  # by what is stored
     sides: dict[str, dict[str, Tensor]] = {"A": {}, "B": {}}
     for name, tensor in sorted(stored.items()):
         found = _TENSOR.fullmatch(name)
-        if found is None or found[1] not in matrices:
-            kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", matrix) for matrix in matrices)
+        target = None if found is None else targets.get(found[1]) or _target(found[1], adaptable, config)
+        if found is None or target is None:
+            kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", matrix) for matrix in adaptable.matrices)
             raise ConfigError(f"{file}: {name} changes nothing that adapters can change here: {', '.join(kinds)}")
-        outputs, inputs = matrices[found[1]]
-        wanted = (rank, inputs) if found[2] == "A" else (outputs, rank)
+        wanted = target.shapes[found[2]]
         if tuple(tensor.shape) != wanted or tensor.dtype not in _FLOATS:
             raise ConfigError(
-                f"{file}: {name} is {_described(tensor)}; a model of this shape and r {rank} need {list(wanted)}"
+                f"{file}: {name} is {_described(tensor)}; a model of this shape and r {target.rank} need {list(wanted)}"
             )
+        targets[found[1]] = target
         sides[found[2]][found[1]] = tensor
     if sides["A"].keys() != sides["B"].keys() or not stored:
         unpaired = sorted(sides["A"].keys() ^ sides["B"].keys())
         what = f"{unpaired[0]} is without its other half" if unpaired else "it has no tensors"
         raise ConfigError(f"{file}: {what}; save the adapter again")
-    return {matrix: LowRankPair(a, sides["B"][matrix].float() * scale) for matrix, a in sides["A"].items()}
+    return [_Change(targets[place], a, sides["B"][place]) for place, a in sides["A"].items()]
+
+
+def _target(place: str, adaptable: Adaptable, config: AdapterConfig) -> _Target | None:
+    """Return what the tensors of a place change; None if adapters cannot change that.
+
+    Args:
+        place: the name of a matrix, or of a module whose parameters are adapted. PEFT wraps such a module once for each
+            of them, in their order, so that the place of the last one is the module's name.
+    """
+    module = place
+    while module.endswith(_WRAPPED):
+        module = module.removesuffix(_WRAPPED)
+    num_wrapped = (len(place) - len(module)) // len(_WRAPPED)
+    parameters = adaptable.parameters.get(module, {})
+    adapted = [parameter for parameter in parameters if config.is_target(f"{module}.{parameter}")]
+    if num_wrapped < len(adapted):
+        parameter = adapted[-1 - num_wrapped]
+        name, experts = f"{module}.{parameter}", parameters[parameter]
+    elif place in adaptable.matrices:
+        name, experts = place, [[place]]
+    else:
+        return None
+    rank, matrices = config.rank_of(name), adaptable.matrices
+    return _Target(
+        name=name,
+        rank=rank,
+        scale=config.scale_of(name, rank),
+        inputs=matrices[experts[0][0]][1],
+        experts=[{matrix: matrices[matrix][0] for matrix in expert} for expert in experts],
+    )
+
+
+def _check_targets(config: AdapterConfig, changes: Sequence[_Change], file: Path) -> None:
+    """Refuse an adapter that lacks the tensors of something that its configuration names."""
+    for key, names in (("target_modules", config.modules), ("target_parameters", config.parameters)):
+        for name in names:
+            if not any(f".{change.target.name}".endswith(f".{name}") for change in changes):
+                raise ConfigError(f"{file}: {key} has {name!r}, of which {TENSORS} has no tensors")
 
 
 def _described(tensor: Tensor) -> str:

@@ -75,7 +75,9 @@ TESTED = frozenset(
 #: Keywords of attention functions that the backends of Baton understand.
 _UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 #: Keywords that say what holds anyway, or nothing about the result of attention.
-_WITHOUT_EFFECT = frozenset({"use_cache", "position_ids", "position_embeddings", "is_causal", "cache_position"})
+_WITHOUT_EFFECT = frozenset(
+    {"use_cache", "position_ids", "position_embeddings", "is_causal", "cache_position", "output_attentions"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,8 @@ from common.engine.models.checkpoints.quantized.late_tensors import LateTensor, 
 from common.engine.models.checkpoints.tensor_sources import CheckpointFiles
 from common.engine.models.dummy_weights import DummyTensor
 from common.engine.models.linear import Linear
-from common.engine.models.lora.adapters import Addition, LoraWeights, StepAdapters, make_unmerged_lora
-from common.engine.models.lora.checkpoint import AdapterCheckpoint
+from common.engine.models.lora.adapters import Addition, ExpertMatrix, LoraWeights, StepAdapters, make_unmerged_lora
+from common.engine.models.lora.checkpoint import Adaptable, AdapterCheckpoint
 from common.engine.models.transformers_impl.attention import AttentionHook, freeze_rope
 from common.engine.models.transformers_impl.config import TransformersConfig, load_library_config, make_on_meta
 from common.engine.models.transformers_impl.experts import PackedExperts, can_pack
@@ -77,6 +77,8 @@ class TransformersModel:
         self._layers = model.base_model
         self._head = model
         self._linear_layers = _named_linear_layers(model)
+        named = model.base_model.named_modules(prefix=model.base_model_prefix)
+        self._experts = {name: layer for name, layer in named if plan is None and isinstance(layer, PackedExperts)}
         setattr(model, model.base_model_prefix, _GivenHiddenStates())
         self.attention_params: LayerParams = self._attention_params()
 
@@ -98,6 +100,8 @@ class TransformersModel:
                 hook = functools.partial(_add, additions)
                 # Before the hooks of the plan, which join the outputs of all ranks.
                 added.enter_context(layer.register_forward_hook(hook, prepend=True))
+            for name, shares in ({} if adapters is None else adapters.experts()).items():
+                added.enter_context(self._experts[str(name)].adapted(str(name), shares))
             hidden = self._hook.run(self._layers, tokens, positions, calls)
         return hidden if keep is None else hidden[keep]
 
@@ -106,15 +110,23 @@ class TransformersModel:
         return logits.float() if out is None else out.copy_(logits)
 
     @property
-    def adaptable(self) -> dict[str, tuple[int, int]]:
+    def adaptable(self) -> Adaptable:
         plan, own = self._plan, {name: shape for name, (_, shape) in self._linear_layers.items()}
-        return own if plan is None else {name: plan.whole_shape(name, shape) for name, shape in own.items()}
+        if plan is not None:
+            own = {name: plan.whole_shape(name, shape) for name, shape in own.items()}
+        for matrix in (matrix for matrices in self._expert_matrices().values() for matrix in matrices.values()):
+            own |= matrix.parts
+        return Adaptable(own, {name: layer.parameters_of(name) for name, layer in self._experts.items()})
+
+    def _expert_matrices(self) -> dict[str, dict[str, ExpertMatrix]]:
+        return {name: layer.matrices_of(name) for name, layer in self._experts.items()}
 
     def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
         pairs, plan = adapter.pairs, self._plan
         if plan is not None:
             pairs = {name: plan.part_of_pair(name, pair) for name, pair in pairs.items()}
-        return make_unmerged_lora(adapter.digest, pairs, self._dtype, next(self._layers.parameters()).device)
+        device = next(self._layers.parameters()).device
+        return make_unmerged_lora(adapter.digest, pairs, self._expert_matrices(), self._dtype, device)
 
     def _attention_params(self) -> LayerParams:
         params = []
@@ -347,13 +359,23 @@ class PackedLinear(nn.Module):
 
     Args:
         shape: outputs and inputs.
+        weight_dtype: of the plain weight.
         dtype: of the results, by default that of the inputs.
+    Attributes:
+        weight: without data, for classes that ask for its format.
     """
 
-    def __init__(self, linear: Linear, shape: tuple[int, int], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        linear: Linear,
+        shape: tuple[int, int],
+        weight_dtype: torch.dtype,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self._linear = linear
         self.shape = shape
+        self.weight = torch.empty(shape, dtype=weight_dtype, device="meta")
         self._dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
@@ -379,7 +401,8 @@ def pack(model: Any, dtype: WeightDtype = "auto") -> None:
                 continue
             is_tied, is_head = layer.weight is embedding, layer is head
             linear.pack(at_least_int8 if is_head else dtype, memory=memory, keep_weight=is_tied, in_float32=is_head)
-            setattr(parent, name, PackedLinear(linear, _shape_of(layer), torch.float32 if is_head else None))
+            results = torch.float32 if is_head else None
+            setattr(parent, name, PackedLinear(linear, _shape_of(layer), layer.weight.dtype, results))
 
 
 def _shape_of(layer: Any) -> tuple[int, int]:

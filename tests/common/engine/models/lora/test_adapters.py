@@ -18,7 +18,7 @@ from support.engine.reference_models import FAMILIES, draw_prompts, make_model
 from common.engine.cpu.kernels import load_kernels
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
-from common.engine.models.lora.adapters import make_lora, native_matrices
+from common.engine.models.lora.adapters import make_lora, native_adaptable
 from common.engine.models.lora.checkpoint import read_adapter
 from common.engine.triton_kernels import has_interpreter
 from common.errors import ConfigError
@@ -32,6 +32,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "attention": {"rank": 5, "alpha": 7.5, "targets": ("q_proj", "v_proj"), "use_rslora": True},
     "one": {"rank": 1, "alpha": 3, "targets": ("up_proj",)},
     "outputs": {"rank": 16, "alpha": 8, "targets": ("o_proj", "down_proj"), "layers_to_transform": [0, 1]},
+    "patterns": {
+        "rank_pattern": {r".*layers\.0\..*\.(q|k)_proj": 3, "down_proj": 12, "w2": 12},
+        "alpha_pattern": {"layers.1.self_attn.q_proj": 40, r".*\.[ov]_proj": 2},
+    },
+}
+#: Adapters of all experts of a layer, in the form that PEFT writes for transformers 5.
+EXPERT_KINDS: dict[str, dict[str, Any]] = {
+    "parameters": {
+        "rank": 4,
+        "targets": ("q_proj",),
+        "target_parameters": ["down_proj", "gate.weight", "gate_up_proj"],
+        "rank_pattern": {r".*\.gate_up_proj": 8},
+        "alpha_pattern": {r".*\.gate_up_proj": 32},
+    },
+    "one parameter": {"rank": 3, "targets": (), "target_parameters": ["mlp.experts.gate_up_proj"], "use_rslora": True},
 }
 MATRICES = ("gate_up", "down")  # of an expert
 MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -42,8 +57,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("lora-base"), "qwen3", seed=7)
 
 
+def configure(folder: Path, **settings: Any) -> Path:
+    """Change the configuration of an adapter, and nothing else."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    return folder
+
+
 def read(folder: Path, model: Path, max_rank: int = 64, root: Path | None = None) -> Any:
-    return read_adapter(folder, native_matrices(ModelConfig.load(str(model))), max_rank=max_rank, root=root)
+    return read_adapter(folder, native_adaptable(ModelConfig.load(str(model))), max_rank=max_rank, root=root)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -103,10 +125,14 @@ def test_a_damaged_file_is_refused(small: Path, tmp_path: Path, damage: bytes) -
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "lora_only"}, "bias 'lora_only'"),
         ({"lora_bias": True}, "lora_bias"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern 'q_proj' should be a positive integer"),
+        ({"rank_pattern": {"q_proj": 65}}, "rank_pattern 'q_proj' is 65, and --max-lora-rank is 64"),
+        ({"rank_pattern": {"(?<=a)": 4}}, "rank_pattern '(?<=a)': '?<=a)' at character 1 is not supported"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern should be an object"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern 'q_proj' should be a number"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters ['mlp.experts.gate_up_proj']"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "has 'mlp.experts.gate_up_proj'"),
+        ({"target_parameters": "gate"}, "target_parameters should be a list"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"a_setting_of_tomorrow": 1}, "a_setting_of_tomorrow"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
@@ -121,7 +147,7 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(
     small: Path, tmp_path: Path, settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        read(make_adapter(tmp_path / "a", small, **settings), small)
+        read(configure(make_adapter(tmp_path / "a", small), **settings), small)
     assert said in str(error.value)
 
 
@@ -202,6 +228,10 @@ def targets_of(family: str, targets: tuple[str, ...] = ALL) -> tuple[str, ...]:
     return *((MIXTRAL_NAMES.get(name, name) if family == "mixtral" else name) for name in targets), *router
 
 
+def kinds_of(family: str) -> dict[str, dict[str, Any]]:
+    return KINDS | EXPERT_KINDS if family in ("mixtral", "qwen3_moe") else KINDS
+
+
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Case]]:
     """A model's folder, below it adapters of each kind, and greedy outputs of the merged models."""
@@ -209,7 +239,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     root = tmp_path_factory.mktemp(f"lora-{request.param}")
     folder = make_model(root / "model", family, seed=11, **overrides)
     cases = [Case("", *case) for case in draw_prompts(folder, LENGTHS, MAX_NEW, seed=3)]
-    for seed, (name, settings) in enumerate(KINDS.items()):
+    for seed, (name, settings) in enumerate(kinds_of(family).items()):
         targets = targets_of(family, settings.get("targets", ALL))
         adapter = make_adapter(root / name, folder, seed=seed, **{**settings, "targets": targets})
         merged = merge(root / f"merged-{name}", folder, adapter)
@@ -226,7 +256,7 @@ def is_row_by_row() -> bool:
 def load(root: Path, **options: Any) -> TorchExecutor:
     settings = {"device": "cpu", "dtype": "float32", "num_slots": 32, "num_pages": 400, "page_size": 16, **options}
     executor = load_executor(ModelConfig.load(str(root / "model")), **settings)
-    for name in KINDS:
+    for name in {file.parent.name for file in root.glob("*/adapter_config.json")}:
         executor.adapters[name] = executor.read_adapter(root / name, max_rank=64)
     return executor
 
@@ -238,7 +268,7 @@ def test_requests_of_the_model_and_of_several_adapters_in_one_batch_equal_the_me
     served: tuple[Path, list[Case]], chunk: int, device: str
 ) -> None:
     root, cases = served
-    assert len({case.expected for case in cases if len(case.prompt) == LENGTHS[-1]}) == len(KINDS) + 1
+    assert len({case.expected for case in cases if len(case.prompt) == LENGTHS[-1]}) == len(cases) // len(LENGTHS)
     driver = Driver(load(root, device=device))
     texts = [driver.start(slot, case.prompt, adapter=case.adapter) for slot, case in enumerate(cases)]
     driver.finish(texts, MAX_NEW, chunk)
@@ -336,6 +366,6 @@ def test_a_stored_configuration_may_name_the_matrices_in_any_way(small: Path, tm
     whole = [f"model.layers.{layer}.self_attn.q_proj" for layer in (1, 0)]  # as PEFT writes it for all-linear
     for number, targets in enumerate(("all-linear", r".*\.q_proj", ["self_attn.q_proj"], ["q_proj"], whole)):
         folder = make_adapter(tmp_path / str(number), small, targets=("q_proj",))
-        config = json.loads((folder / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": targets}))
-        assert read(folder, small).pairs.keys() == {f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)}
+        assert read(configure(folder, target_modules=targets), small).pairs.keys() == {
+            f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)
+        }

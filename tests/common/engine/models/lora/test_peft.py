@@ -13,9 +13,17 @@ from common.engine.executor import load_executor
 from common.engine.models.implementation import ModelSource, load_config
 
 LENGTHS, MAX_NEW = [1, 17, 70], 6
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PATTERNS = {
+    "r": 4,
+    "rank_pattern": {r".*layers\.1\..*\.(q|v)_proj": 2, "down_proj": 7, "^model.layers.0.self_attn.q_proj": 6},
+    "alpha_pattern": {"q_proj": 9, r"layers\.[01]\.mlp\.down_proj": 30},
+}
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")  # of patterns for parameters
+@pytest.mark.filterwarnings("ignore:The following alpha_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize(
     ("architecture", "implementation", "settings"),
     [
@@ -23,7 +31,18 @@ LENGTHS, MAX_NEW = [1, 17, 70], 6
         ("LlamaForCausalLM", "native", {"r": 5, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}),
         ("Qwen3MoeForCausalLM", "native", {"r": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
         ("MixtralForCausalLM", "native", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}),
+        ("MixtralForCausalLM", "native", {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
+        ("Qwen3MoeForCausalLM", "native", {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"}),
+        (
+            "Qwen3MoeForCausalLM",
+            "native",
+            {"r": 4, "target_modules": [], "target_parameters": ["experts.gate_up_proj"]},
+        ),
+        ("Qwen3ForCausalLM", "native", {**PATTERNS, "target_modules": "all-linear"}),
+        ("Gemma2ForCausalLM", "transformers", {**PATTERNS, "target_modules": ["q_proj", "v_proj", "down_proj"]}),
         ("Gemma2ForCausalLM", "transformers", {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj", "down_proj"]}),
+        ("OlmoeForCausalLM", "transformers", {"r": 4, "target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+        ("GptOssForCausalLM", "transformers", {"r": 4, "target_modules": ["o_proj"], "target_parameters": EXPERTS}),
         ("GPT2LMHeadModel", "transformers", {"r": 4, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
     ],
 )

@@ -22,7 +22,7 @@ from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.implementation import ModelSource, load_config
 from common.engine.models.transformers_impl import check as transformers_check
 from common.engine.models.transformers_impl.config import TESTED, TransformersConfig
-from common.engine.models.transformers_impl.experts import PackedExperts
+from common.engine.models.transformers_impl.experts import PackedExperts, can_pack
 from common.engine.models.transformers_impl.model import PackedLinear, TransformersModel
 from common.errors import ConfigError, UnsupportedModelError
 from common.sampling_params import SamplingParams
@@ -113,19 +113,26 @@ def test_linear_layers_are_packed_and_no_plain_weight_stays(tmp_path: Path) -> N
     executor.close()
 
 
-#: Experts with biases, whose matrices are transposed, and of which gate and up are not one after the other.
-OTHER_EXPERTS = ("GptOssForCausalLM",)
-
-
 @pytest.mark.parametrize("architecture", [name for name, about in LIBRARY_MODELS.items() if "experts" in str(about)])
 def test_experts_are_packed_and_no_plain_weight_stays(tmp_path: Path, architecture: str) -> None:
     executor = load(make_library_model(tmp_path, architecture))
     assert isinstance(executor.model, TransformersModel)
     layers = list(executor.model._layers.modules())
-    num_packed = sum(isinstance(layer, PackedExperts) for layer in layers)
-    assert (num_packed == 0) == (architecture in OTHER_EXPERTS)
-    assert any("_proj" in name for name, _ in executor.model._layers.named_parameters()) == (num_packed == 0)
+    assert any(isinstance(layer, PackedExperts) for layer in layers)
+    assert not any("_proj" in name for name, _ in executor.model._layers.named_parameters())
     executor.close()
+
+
+def test_experts_with_an_activation_of_their_own_are_left_to_the_library() -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+
+    class Others(GptOssExperts):
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            return gate_up[..., ::2].relu()
+
+    config = GptOssConfig(num_local_experts=2, hidden_size=16, intermediate_size=16)
+    assert can_pack(GptOssExperts(config))
+    assert not can_pack(Others(config))
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}, {"kv_cache_dtype": "fp8"}])
@@ -156,7 +163,7 @@ ADAPTED: dict[str, tuple[str, ...]] = {
     "GPTNeoXForCausalLM": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     "Starcoder2ForCausalLM": ("o_proj", "c_fc", "c_proj"),
     "GPT2LMHeadModel": ("c_attn", "c_fc", "c_proj"),
-    "OlmoeForCausalLM": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "OlmoeForCausalLM": ("q_proj", "k_proj", *MLP),
     "Qwen2MoeForCausalLM": ("v_proj", "o_proj", *(f"shared_expert.{name}" for name in MLP)),
     "DeepseekV3ForCausalLM": ("q_a_proj", "kv_b_proj", *(f"shared_experts.{name}" for name in MLP)),
 }
@@ -169,7 +176,9 @@ def test_requests_of_the_model_and_of_two_adapters_in_one_batch_equal_the_merged
 ) -> None:
     folder = make_library_model(tmp_path / "model", architecture, seed=7)
     cases = [("", *case) for case in draw_prompts(folder, LENGTHS, MAX_NEW, seed=7)]
-    config = {"targets": ADAPTED[architecture], "fan_in_fan_out": architecture == "GPT2LMHeadModel"}
+    config: dict[str, Any] = {"targets": ADAPTED[architecture], "fan_in_fan_out": architecture == "GPT2LMHeadModel"}
+    if architecture == "Qwen2MoeForCausalLM":
+        config["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     for seed, name in enumerate(("a", "b")):
         adapter = make_adapter(tmp_path / name, folder, seed=seed, rank=4 + seed, **config)
         merged = merge(tmp_path / f"merged-{name}", folder, adapter)
@@ -200,12 +209,41 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_names_of_the_matrices(
     executor.close()
 
 
-def test_experts_that_an_adapter_would_change_are_refused_by_name(tmp_path: Path) -> None:
+def test_adapters_of_gpt_oss_experts_equal_the_merged_model(tmp_path: Path) -> None:
+    """Their parameters are ``[experts, in, out]``, and gate and up alternate in them."""
+    folder = make_library_model(tmp_path / "model", "GptOssForCausalLM", seed=7)
+    adapter = make_adapter(tmp_path / "a", folder, rank=4, alpha=12, targets=("q_proj",))
+    merged = merge(tmp_path / "merged", folder, adapter)
+    weights, pairs = (load_file(merged / "model.safetensors"), load_file(adapter / "adapter_model.safetensors"))
+    for layer in range(3):
+        for name, place in (("gate_up_proj", ".base_layer"), ("down_proj", "")):
+            weight = weights[f"model.layers.{layer}.mlp.experts.{name}"]
+            num_experts, inputs, outputs = weight.shape
+            a, b = torch.randn(4 * num_experts, inputs) * inputs**-0.5, torch.randn(outputs, 4 * num_experts) * 0.2
+            for side, tensor in (("A", a), ("B", b)):
+                pairs[f"base_model.model.model.layers.{layer}.mlp.experts{place}.lora_{side}.weight"] = tensor
+            by_expert = b.view(outputs, 4, num_experts), a.view(num_experts, 4, inputs)
+            weight += 3 * torch.einsum("ore,eri->eio", *by_expert)
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    save_file(pairs, adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["target_parameters"] = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    cases = [(name, *case) for name, model in (("", folder), ("a", merged)) for case in draw_prompts(model, LENGTHS, 4)]
+    executor = load(folder, num_slots=16, num_pages=200)
+    executor.adapters["a"] = executor.read_adapter(adapter, max_rank=8)
+    driver = Driver(executor)
+    texts = [driver.start(slot, prompt, adapter=name) for slot, (name, prompt, _) in enumerate(cases)]
+    driver.finish(texts, 4, chunk=24)
+    assert [tuple(text.output) for text in texts] == [expected for *_, expected in cases]
+    executor.close()
+
+
+def test_a_router_that_an_adapter_would_change_is_refused_by_name(tmp_path: Path) -> None:
     folder = make_library_model(tmp_path / "model", "OlmoeForCausalLM")
     executor = load(folder)
-    name = r"layers\.0\.mlp\.experts\.0\.gate_proj\.lora_A.* changes nothing"
-    with pytest.raises(ConfigError, match=name):
-        executor.read_adapter(make_adapter(tmp_path / "a", folder, targets=("q_proj", "gate_proj")), max_rank=8)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.gate\.lora_A.* changes nothing"):
+        executor.read_adapter(make_adapter(tmp_path / "a", folder, targets=("q_proj", "gate")), max_rank=8)
     executor.close()
 
 
