@@ -6,6 +6,8 @@ from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_rel
 
 from common.cache.kv_window import KVWindow
 from common.config.scheduling import PriorityRules
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
+from scripts.simulator.service.inprocess_transport import Wire
 
 STRICT = PriorityRules(is_enabled=True, preemption_threshold=0)
 
@@ -71,3 +73,58 @@ def test_a_prompt_computed_here_gives_its_chunk_back_when_it_is_computed() -> No
         cluster.step()
     assert other.is_over
     assert not local.is_over
+
+
+def test_a_request_waits_only_for_a_prefix_in_transfer_that_it_can_use() -> None:
+    """Window pages come with the end of a prompt only, so that its beginning alone is of no use."""
+    cluster = LocalCluster(page_size=4, window=9, window_pages=(60, 60), wire=Wire(latency=40))
+    long = prompt_of(60)
+    prompts = {"long": long, "same": long, "beginning": (*long[:24], *prompt_of(10, 50))}
+    for rid, prompt in prompts.items():
+        cluster.submit(rid, prompt, sampling(5))
+    cluster.settle(5)
+    scheduler = cluster.decode[0].role._scheduler
+    assert {rid: scheduler.is_receiving((rid, 0)) for rid in prompts} == {
+        "long": True,
+        "same": False,
+        "beginning": True,
+    }
+    cluster.run(400)
+    for rid, prompt in prompts.items():
+        assert cluster.answers[rid].output == expected_of_both(prompt, 5, 9)
+    cluster.settle()
+    assert_all_pages_are_released(cluster)
+    assert cluster.counters(cluster.decode[0])["pages_received"] == (15 + 2) + 0 + (9 + 3), "one of both kinds each"
+
+
+@pytest.mark.parametrize("pair", [(0, 0), (None, 0)])
+def test_a_prompt_waits_for_no_other_one_that_the_cache_does_not_take(pair: tuple[int | None, int]) -> None:
+    """The cache has the beginning of the prompts without window pages, and so takes nothing of them meanwhile."""
+    cluster = LocalCluster(
+        page_size=4,
+        chunk_tokens=8,
+        window=9,
+        window_pages=(12, 12),
+        limits={"sharing": InBatchPrefixLimits(max_cached=32, min_shared=8)},
+    )
+    beginning = prompt_of(16)
+    for number, prompt in enumerate([beginning, *(prompt_of(12, 40 + first) for first in range(5))]):
+        cluster.submit(f"before {number}", prompt, sampling(2), pair=pair)
+        cluster.run(200)
+    node = (cluster.decode if pair[0] is None else cluster.prefill)[0]
+    cache = node.role._cache
+    prompt = (*beginning, *prompt_of(60, 70))
+    assert len(cache.match_all(prompt).pages) == 4 > len(cache.match(prompt).pages)
+    for rid in ("first", "second"):
+        cluster.submit(rid, prompt, sampling(2), pair=pair)
+    for _ in range(3):
+        cluster.step()
+    scheduler = node.role._scheduler
+    assert scheduler.requests["first", 0].num_computed > 16
+    sharing = scheduler._queue.sharing() if pair[0] is None else scheduler._sharing()
+    assert sharing.holder_of(scheduler.requests["second", 0], cache) is None
+    cluster.run(400)
+    for rid in ("first", "second"):
+        assert cluster.answers[rid].output == expected_of_both(prompt, 2, 9)
+    cluster.settle()
+    assert_all_pages_are_released(cluster)

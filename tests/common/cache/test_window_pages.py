@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import RadixCache
+from common.cache.radix_cache import Pending, RadixCache
 from common.cache.request_kv import cache_computed, release
 from common.cache.window_pages import LayerGroups, WindowPages
 from common.errors import InvariantError
@@ -211,6 +211,50 @@ def test_pages_of_a_failed_transfer_stay_until_no_write_can_reach_them() -> None
     node.allocator.free(pages[6:], Owner.QUARANTINE)
     assert node.windows.num_unreserved == 6
     node.check()
+
+
+def grant(node: Node, prompt: tuple[int, ...]) -> tuple[Request, Pending]:
+    """Reserve all pages of a prompt for a transfer; whole pages are pending in the cache."""
+    request = Request(f"of {len(prompt)}", 0, prompt, SamplingParams(max_new_tokens=30))
+    assert node.windows.reserve_grant(request, [], len(prompt), last_step=0)
+    request.pages = node.allocator.alloc(-(-len(prompt) // PAGE), Owner.GRANT) or []
+    node.windows.take_grant(request)
+    num_whole = len(prompt) // PAGE
+    return request, node.cache.insert_pending(prompt[: num_whole * PAGE], request.pages[:num_whole])
+
+
+@pytest.mark.parametrize(("num_shared", "is_usable"), [(40, True), (36, False), (20, False)])
+def test_only_a_prefix_that_will_have_its_window_is_pending(num_shared: int, is_usable: bool) -> None:
+    node = Node()
+    prompt = tuple(range(40))
+    _, pending = grant(node, prompt)
+    mine = (*prompt[:num_shared], *range(900, 910))
+    assert (node.cache.match(mine).pending is not None) == is_usable
+    assert node.cache.num_pending(mine) == (10 if is_usable else 0)
+    node.cache.make_ready(pending)
+    assert len(node.cache.match(mine).pages) == (10 if is_usable else 0)
+
+
+def test_a_prefix_is_pending_even_if_cached_pages_before_it_cannot_be_used() -> None:
+    node = Node()
+    node.end(node.whole("a", 16))
+    tokens = tuple(range(48))
+    match = node.cache.match(tokens)
+    assert len(match.pages) == 4
+    request = Request("b", 0, tokens, SamplingParams(max_new_tokens=30))
+    assert node.windows.reserve_grant(request, match.pages, 48, last_step=0)
+    new = node.allocator.alloc(8, Owner.GRANT)
+    assert new is not None
+    request.pages = match.pages + new
+    node.windows.take_grant(request)
+    pending = node.cache.insert_pending(tokens, new)
+    for page in match.pages:
+        node.windows._put(node.windows._unmap(page), 0)
+        node.windows.num_idle -= 1
+    found = node.cache.match(tokens)
+    assert (found.pages, found.pending is not None, node.cache.num_pending(tokens)) == ([], True, 8)
+    node.cache.make_ready(pending)
+    assert len(node.cache.match(tokens).pages) == 12
 
 
 def test_a_peer_gets_no_page_that_a_step_in_flight_may_use() -> None:
