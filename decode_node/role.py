@@ -45,7 +45,7 @@ from common.wire.messages import (
     Resume,
     SetPaused,
 )
-from decode_node.moves import OutgoingMoves
+from decode_node.moves import IN_CIRCLE, OutgoingMoves
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.repeated_steps import Repeatable, Repeated
 from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled, SamplingFailed, Stopped
@@ -248,7 +248,8 @@ class DecodeRole:
             self._scheduler.grant(now)
             effects = self._scheduler.take_effects()
             self._perform(effects, now)
-            if not (events or effects or has_released):
+            has_refused = self._refuse_opposite_moves(now)
+            if not (events or effects or has_released or has_refused):
                 break
         self.outbox.grammars += self._scheduler.grammars.take_effects()
 
@@ -343,6 +344,13 @@ class DecodeRole:
         self._totals["interrupted_requests"] += 1
         self.outbox.gateway.append(Moved(*request.key, len(request.output)))
         self._scheduler.decisions.note(now, request.rid, "move", "after {} tokens", request.num_tokens)
+
+    def _refuse_opposite_moves(self, now: float) -> bool:
+        """Refuse requests that would wait in a circle. True if there were any."""
+        refused = self._moves.in_circle(self._scheduler.waiting_for_pages)
+        for request in refused:
+            self._fail(request, ErrorCode.QUEUE_FULL, IN_CIRCLE, now)
+        return bool(refused)
 
     def _take_moved(self) -> bool:
         """Send what the sender has queued, and release requests whose pages have gone. True if there were any."""
