@@ -1,15 +1,70 @@
 """Window pages where requests are paused, retracted, or wait for one another on a decode node."""
 
+from dataclasses import replace
+
 import pytest
-from support.cluster.fake_engine import expected_of_both
+from support.cluster.fake_engine import both_groups, expected_of_both
 from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
+from support.cluster.watched_allocator import WatchedAllocator, WatchedWindowPages
 
 from common.cache.kv_window import KVWindow
+from common.cache.page_allocator import Owner
 from common.config.scheduling import PriorityRules
+from common.request import Request
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
+from common.step_plan import Admit, PageDelta, Row, StepPlan
 from scripts.simulator.service.inprocess_transport import Wire
 
+#: 8 pages, each with 4 tokens, and 3 window pages for a window of 5 tokens.
+NUM_PAGES, PAGE_SIZE = 8, 4
 STRICT = PriorityRules(is_enabled=True, preemption_threshold=0)
+
+
+def watched_step() -> tuple[WatchedAllocator, WatchedWindowPages, Request, StepPlan]:
+    """A step in flight that computes 8 tokens of a request on two pages."""
+    windows = WatchedWindowPages(both_groups(5), NUM_PAGES, 3, page_size=PAGE_SIZE, chunk_tokens=8)
+    allocator = WatchedAllocator(NUM_PAGES, PAGE_SIZE, windows)
+    request = Request("r", 0, tuple(range(8)), sampling(1), slot=0)
+    request.own = allocator.alloc(2, Owner.REQUEST) or []
+    request.pages = list(request.own)
+    windows.admit(request, 0, 3)
+    windows.advance(request, 0, 8)
+    plan = StepPlan(
+        1,
+        (Admit(0, sampling(1), 8, None),),
+        (PageDelta(0, 0, tuple(request.pages)),),
+        (Row(0, 0, tuple(range(8)), True),),
+        windows.deltas([request], []),
+    )
+    return allocator, windows, request, plan
+
+
+def test_the_watch_notices_a_row_with_window_pages_of_other_tokens() -> None:
+    allocator, _, _, plan = watched_step()
+    (delta,) = plan.windows
+    with pytest.raises(AssertionError, match="a row of step 1 has window pages of other tokens"):
+        allocator.planned(replace(plan, windows=(delta._replace(pages=delta.pages[::-1]),)))
+    allocator, _, _, plan = watched_step()
+    allocator.planned(plan)
+
+
+def test_the_watch_notices_a_window_page_that_a_peer_gets_too_soon() -> None:
+    allocator, windows, request, plan = watched_step()
+    allocator.planned(plan)
+    windows.release(request)
+    other = Request("other", 0, tuple(range(50, 65)), sampling(1))
+    assert windows.reserve_grant(other, [], 15, last_step=0), "as if no step were in flight"
+    other.pages = allocator.alloc(4, Owner.GRANT) or []
+    with pytest.raises(AssertionError, match="as window page of a grant while step 1 still uses it"):
+        windows.take_grant(other)
+
+
+def test_the_watch_notices_two_rows_that_use_a_page_that_one_of_them_writes() -> None:
+    allocator, _, _, plan = watched_step()
+    admits, (delta,) = (*plan.admits, plan.admits[0]._replace(slot=1)), plan.pages
+    rows = (*plan.rows, plan.rows[0]._replace(slot=1))
+    with pytest.raises(AssertionError, match="two rows of step 1 use a page that one writes"):
+        allocator.planned(replace(plan, admits=admits, pages=(delta, delta._replace(slot=1)), rows=rows))
 
 
 @pytest.mark.parametrize(("page_size", "window"), [(4, 5), (4, 9), (4, 8), (1, 6)])
