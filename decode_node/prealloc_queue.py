@@ -143,7 +143,7 @@ class PreallocQueue:
         limit = self._limits.resume_tokens
         if limit is None or not self._is_connected(self._table.sources[request.key]):
             return True
-        return request.num_decodable - self._reservations.match(request).num_tokens <= limit
+        return request.num_decodable - self._reservations.match(request, is_here=True).num_tokens <= limit
 
     def may_share_prefix(self, request: Request) -> bool:
         """Whether the request is new and is computed here with the cache, so that it may use another one's prefix."""

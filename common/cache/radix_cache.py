@@ -57,17 +57,20 @@ class RadixCache:
 
     # ---- finding ----------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> Match:
+    def match(self, tokens: Sequence[int] | TokenKey, salt: str = "", *, received_from: int | None = None) -> Match:
         """Return the longest cached prefix of ``tokens`` after which a request can go on, in whole pages.
 
         ``Match.pending`` is set if a longer one can be used once that node is ready. Counts as a use of the prefix.
+
+        Args:
+            received_from: see ``WindowPages.num_usable``.
         """
         key = pack(tokens)
         found, windows = self.match_all(key, salt), self._allocator.windows
         if windows is None:
             return found
-        pending = found.pending if self.num_pending(key, salt) else None
-        if (num_usable := windows.num_usable(found.pages)) < len(found.pages):
+        pending = found.pending if self.num_pending(key, salt, received_from=received_from) else None
+        if (num_usable := windows.num_usable(found.pages, received_from)) < len(found.pages):
             found = self.match_all(key[: num_usable * self._page_bytes], salt)
         return replace(found, pending=pending)
 
@@ -82,8 +85,9 @@ class RadixCache:
             pages += part.pages
         return Match(pages, offset // TOKEN_BYTES, node, pending)
 
-    def num_pending(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> int:
-        """Return the number of whole pages of ``tokens`` that are pending and can be used once they are ready."""
+    def num_pending(self, tokens: Sequence[int] | TokenKey, salt: str = "", *, received_from: int | None = None) -> int:
+        """Return the number of whole pages of ``tokens`` that are pending, and that ``match`` finds when they are ready.
+        """
         key, node, offset, num_ready = pack(tokens), self._roots.get(salt), 0, 0
         pages: list[int] = []
         while node is not None and (child := node.children.get(key[offset : offset + self._page_bytes])):
@@ -92,7 +96,7 @@ class RadixCache:
             pages += node.pages
             num_ready += len(node.pages) if node.pending is None else 0
         windows = self._allocator.windows
-        num_usable = len(pages) if windows is None else windows.num_usable(pages)
+        num_usable = len(pages) if windows is None else windows.num_usable(pages, received_from)
         return max(0, num_usable - num_ready)
 
     def has_all(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> bool:

@@ -9,8 +9,10 @@ it. A window page that no request holds is *idle*. It stays with its full page, 
 prefix with it, until another request needs the memory. Pages that a request has left behind go first, since few other
 requests end their prefix there, then those of requests that have ended; of either kind, the one idle for longest.
 
-A prefix can be used if the window pages of its last tokens are there. Each request reserves the most window pages that
-it can hold when it is admitted, so that it never waits for one later.
+A request that computes the token after a cached prefix can use it if the window pages of its last tokens are there. A
+request whose other pages come from a peer needs window pages of its own last tokens only, and can use any full pages
+before them. Each request reserves the most window pages that it can hold when it is admitted, so that it never waits
+for one later.
 """
 
 from collections import deque
@@ -143,8 +145,16 @@ class WindowPages:
 
     # ---- prefixes ---------------------------------------------------------------------------------------------------
 
-    def num_usable(self, pages: Sequence[int]) -> int:
-        """Pages of the longest prefix of cached ``pages`` after which a request can go on."""
+    def num_usable(self, pages: Sequence[int], received_from: int | None = None) -> int:
+        """Pages of the longest prefix of cached ``pages`` after which a request can go on.
+
+        Args:
+            received_from: index of the first page whose window page the request needs once it has received its other
+                pages from a peer; None: it computes the token after the prefix.
+        """
+        if received_from is not None:
+            missing = (index for index in range(received_from, len(pages)) if self._page_of[pages[index]] < 0)
+            return next(missing, len(pages))
         num_present, end = 0, len(pages)
         for index in range(len(pages) - 1, -1, -1):
             if self._page_of[pages[index]] < 0:

@@ -13,7 +13,7 @@ from common.config.scheduling import PriorityRules
 from common.request import Request
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
 from common.step_plan import Admit, PageDelta, Row, StepPlan
-from scripts.simulator.service.inprocess_transport import Wire
+from scripts.simulator.service.inprocess_transport import Fault, Wire
 
 #: 8 pages, each with 4 tokens, and 3 window pages for a window of 5 tokens.
 NUM_PAGES, PAGE_SIZE = 8, 4
@@ -131,25 +131,60 @@ def test_a_prompt_computed_here_gives_its_chunk_back_when_it_is_computed() -> No
 
 
 def test_a_request_waits_only_for_a_prefix_in_transfer_that_it_can_use() -> None:
-    """Window pages come with the end of a prompt only, so that its beginning alone is of no use."""
+    """Window pages come for the last tokens of a prompt only, here from page 13 on."""
     cluster = LocalCluster(page_size=4, window=9, window_pages=(60, 60), wire=Wire(latency=40))
     long = prompt_of(60)
-    prompts = {"long": long, "same": long, "beginning": (*long[:24], *prompt_of(10, 50))}
+    prompts = {
+        "long": long,
+        "same": long,
+        "beginning": (*long[:24], *prompt_of(10, 50)),  # its own window begins where the common part ends
+        "within the window": (*long[:8], *prompt_of(2, 50)),
+    }
     for rid, prompt in prompts.items():
         cluster.submit(rid, prompt, sampling(5))
     cluster.settle(5)
     scheduler = cluster.decode[0].role._scheduler
-    assert {rid: scheduler.is_receiving((rid, 0)) for rid in prompts} == {
-        "long": True,
-        "same": False,
-        "beginning": True,
-    }
+    assert [rid for rid in prompts if scheduler.is_receiving((rid, 0))] == ["long", "within the window"]
     cluster.run(400)
     for rid, prompt in prompts.items():
         assert cluster.answers[rid].output == expected_of_both(prompt, 5, 9)
     cluster.settle()
     assert_all_pages_are_released(cluster)
-    assert cluster.counters(cluster.decode[0])["pages_received"] == (15 + 2) + 0 + (9 + 3), "one of both kinds each"
+    num_received = {"long": 15 + 2, "same": 0, "beginning": 3 + 3, "within the window": 3 + 3}
+    assert cluster.counters(cluster.decode[0])["pages_received"] == sum(num_received.values())
+
+
+def test_a_common_beginning_is_sent_once_though_its_window_pages_are_gone() -> None:
+    cluster = LocalCluster(page_size=4, chunk_tokens=8, window=9, window_pages=(60, 6))
+    beginning = prompt_of(40)
+    for number in range(3):
+        prompt = (*beginning, *prompt_of(20, 50 + number))
+        answer = cluster.submit(f"r{number}", prompt, sampling(5))
+        cluster.run(400)
+        assert answer.output == expected_of_both(prompt, 5, 9)
+        num_received = cluster.counters(cluster.decode[0])["pages_received"]
+        assert num_received == (15 + 2) + number * (5 + 2)
+    cluster.settle()
+    assert_all_pages_are_released(cluster)
+
+
+#: 23 full pages come alone, and two with their window pages.
+@pytest.mark.parametrize("num_arrived", [0, 1, 12, 22, 23, 25])
+def test_a_transfer_that_goes_on_at_another_prefill_node_sends_what_has_not_arrived(num_arrived: int) -> None:
+    wire = Wire(latency=1, faults={num_arrived: Fault("partition", 10_000)})
+    cluster = LocalCluster(num_prefill=2, page_size=4, chunk_tokens=4, window=9, window_pages=(60, 12), wire=wire)
+    [first, second], [decode] = cluster.prefill, cluster.decode
+    answer = cluster.submit("r", prompt_of(100), sampling(20))
+    cluster.settle(30)
+    assert cluster.counters(decode)["pages_received"] == num_arrived
+    cluster.kill(first)
+    answer.error = None
+    cluster.continue_request("r", pair=(1, 0))
+    cluster.run(1_000)
+    assert answer.output == expected_of_both(prompt_of(100), 20, 9)
+    assert cluster.counters(second)["pages_sent"] == 25 + 2 - num_arrived
+    cluster.settle()
+    assert_all_pages_are_released(cluster)
 
 
 @pytest.mark.parametrize("pair", [(0, 0), (None, 0)])

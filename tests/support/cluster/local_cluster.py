@@ -120,6 +120,7 @@ class LocalCluster:
             committed, the latest possible moment.
         adapters: folders of LoRA adapters by the ids that requests name.
         window: tokens that a token sees in every layer; None: all.
+        overrides: keys of the folder's config.json with other values than in the file.
         window_pages: pages of window layers, of each prefill node and of each decode node; other layers see all tokens.
     """
 
@@ -152,10 +153,12 @@ class LocalCluster:
         grammar_ticks: int = 0,
         num_outstanding: int = 1,
         adapters: Mapping[str, Path] | None = None,
+        overrides: Mapping[str, Any] | None = None,
         window: int | None = None,
         window_pages: tuple[int, int] | None = None,
     ) -> None:
         self._adapters = adapters or {}
+        self._overrides = overrides or {}
         self.clock = ManualClock()
         self.grammar_ticks = grammar_ticks
         self.num_outstanding = num_outstanding
@@ -193,7 +196,7 @@ class LocalCluster:
         from common.engine.executor import load_executor
         from common.engine.models.implementation import ModelSource, load_config
 
-        config = load_config(ModelSource(str(self._folder)))
+        config = load_config(ModelSource(str(self._folder), overrides=self._overrides))
         assert config.window == self._window
         if self._groups is not None:
             assert config.layer_groups is not None and config.layer_groups.window == self._groups.window
