@@ -114,7 +114,7 @@ def test_decode_nodes_are_sent_window_pages_of_the_window_only(model: tuple[Path
     num_windowed = num_pages - (len(prompt) - WINDOW + 1) // PAGE_SIZE
     assert num_windowed == 7 < num_pages
     sent = cluster.counters(cluster.prefill[0])["pages_sent"]
-    assert sent == num_pages * groups.full_units + num_windowed * groups.window_units
+    assert sent == num_pages * groups.full_slabs + num_windowed * groups.window_slabs
     cluster.close()
 
 
@@ -134,7 +134,7 @@ def test_requests_with_different_salts_share_no_page_of_either_pool(model: tuple
     cluster.close()
 
 
-@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize("num_prefill", [pytest.param(0, marks=pytest.mark.slow(sample=0)), 1])
 def test_requests_with_adapters_give_the_tokens_of_the_merged_models(
     model: tuple[Path, list[Case]], tmp_path: Path, num_prefill: int
 ) -> None:
