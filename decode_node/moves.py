@@ -87,8 +87,8 @@ class OutgoingMoves:
         self._transfers[request.key] = transfer
         self._offers[transfer] = Offer(message.decode.incarnation, now + MOVE_TIMEOUT_S)
         sender.open(transfer, message.decode.incarnation)
-        length = self._allocator.transfer_tokens(num_tokens)
-        done = PrefillDone(*transfer, num_tokens=length, token=request.output[-1])
+        length = self._allocator.transfer_length(num_tokens)
+        done = PrefillDone(*transfer, length, token=request.output[-1])
         pages = request.pages[: -(-num_tokens // self._page_size)]
         sender.finish(transfer, done, self._allocator.to_transfer(pages, 0, num_tokens))
         return True

@@ -79,7 +79,7 @@ class PageReservations:
     def _received_from(self, request: Request) -> int | None:
         """See ``WindowPages.num_usable``."""
         windows = self._allocator.windows
-        return None if windows is None else windows.first_page(request.num_decodable)
+        return None if windows is None else windows.window.first_seen(request.num_decodable)
 
     def num_pages(self, request: Request) -> int:
         """Pages of all tokens that it takes to decode the request's next token."""
@@ -140,7 +140,7 @@ class PageReservations:
         if match.pending is not None:
             return AllocationFailure.PREFIX_PENDING
         num_pages = self.num_pages(request)
-        first = max(len(match.pages), self.window.first_page(request.num_decodable))
+        first = max(len(match.pages), self.window.first_held(request.num_decodable))
         num_needed = num_pages - first
         self._cache.lock(match.node)
         room_in_last = num_pages * self.page_size - request.num_decodable

@@ -278,7 +278,7 @@ class PreallocQueue:
         window = self._reservations.window
         if not window.is_bounded or window.is_cached(request.num_tokens):
             return 0
-        num_pages = window.first_page(request.num_decodable)
+        num_pages = window.first_held(request.num_decodable)
         if self.is_computed_here(request):
             num_pages = window.num_pages(request.num_tokens) - window.pages_to_compute(request.num_tokens)
         return num_pages * self._reservations.page_size

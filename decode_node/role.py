@@ -378,7 +378,7 @@ class DecodeRole:
             first=allocator.num_sent(first, num_tokens),
             num_cached=allocator.num_sent(reservation.num_cached, num_tokens),
             pages=allocator.to_transfer(reservation.pages, first, num_tokens),
-            num_tokens=allocator.transfer_tokens(num_tokens),
+            num_tokens=allocator.transfer_length(num_tokens),
         )
 
     def _ask_again(self, request: Request, source: str, now: float) -> None:
@@ -422,7 +422,7 @@ class DecodeRole:
 
     def _received(self, key: RequestKey, event: Completed, now: float) -> None:
         request = self._scheduler.requests[key]
-        if event.prefill_done.num_tokens == self._allocator.transfer_tokens(request.num_decodable):
+        if event.prefill_done.length == self._allocator.transfer_length(request.num_decodable):
             self._scheduler.received(key, token=event.prefill_done.token)
             self.stats.handed_off(request, event.prefill_done_at)
             self._output.received(key, event, now)

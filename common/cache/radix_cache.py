@@ -86,8 +86,7 @@ class RadixCache:
         return Match(pages, offset // TOKEN_BYTES, node, pending)
 
     def num_pending(self, tokens: Sequence[int] | TokenKey, salt: str = "", *, received_from: int | None = None) -> int:
-        """Return the number of whole pages of ``tokens`` that are pending, and that ``match`` finds when they are ready.
-        """
+        """Return the number of pending pages of ``tokens`` that ``match`` finds once they are ready."""
         key, node, offset, num_ready = pack(tokens), self._roots.get(salt), 0, 0
         pages: list[int] = []
         while node is not None and (child := node.children.get(key[offset : offset + self._page_bytes])):

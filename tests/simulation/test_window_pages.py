@@ -94,7 +94,7 @@ def test_a_request_that_is_paused_as_it_enters_a_page_keeps_its_window(page_size
 
 @pytest.mark.parametrize("num_extra", [0, 1, 2, 6])
 def test_a_request_retracted_for_a_local_prompt_leaves_its_window_pages_to_it(num_extra: int) -> None:
-    of_one = KVWindow(2, 8, 9).ring_pages(9)
+    of_one = KVWindow(2, 8, 9).max_span(9)
     cluster = LocalCluster(
         page_size=2,
         chunk_tokens=8,
@@ -115,14 +115,14 @@ def test_a_request_retracted_for_a_local_prompt_leaves_its_window_pages_to_it(nu
 
 
 def test_a_prompt_computed_here_gives_its_chunk_back_when_it_is_computed() -> None:
-    of_one = KVWindow(2, 8, 33).ring_pages(33)
+    of_one = KVWindow(2, 8, 33).max_span(33)
     cluster = LocalCluster(page_size=2, chunk_tokens=32, window=8, window_pages=(60, of_one + 4))
     local = cluster.submit("local", prompt_of(60), sampling(100), pair=(None, 0))
     while len(local.tokens) < 2:
         cluster.step()
     windows = cluster.decode[0].allocator.windows
     assert windows is not None
-    assert windows.num_reserved == KVWindow(2, 8).ring_pages(3) < of_one
+    assert windows.num_reserved == KVWindow(2, 8).max_span(3) < of_one
     other = cluster.submit("other", prompt_of(20, 1), sampling(4))
     for _ in range(30):
         cluster.step()

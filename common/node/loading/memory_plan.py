@@ -112,7 +112,7 @@ def num_window_pages(config: NodeConfig, groups: LayerGroups | None, capacity: C
     if groups is None:
         return num_pages
     most_at_once = capacity.alignment.most_at_once(capacity.chunk_tokens, config.page_size) or UNBOUNDED
-    of_one = KVWindow(config.page_size, max(groups.window, 2), most_at_once).ring_pages(most_at_once)
+    of_one = KVWindow(config.page_size, max(groups.window, 2), most_at_once).max_span(most_at_once)
     count = math.ceil(num_pages * config.swa_full_tokens_ratio)
     if count < of_one:
         needs = "prompts that are computed whole" if of_one == UNBOUNDED else f"the {of_one} that one request can hold"

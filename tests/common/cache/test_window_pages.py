@@ -84,10 +84,10 @@ class Node:
         self.windows.check_requests(self.requests)
 
 
-def test_units_have_the_most_layers_that_divide_both_groups() -> None:
-    assert (GROUPS.unit_layers, GROUPS.full_units, GROUPS.window_units) == (2, 1, 2)
+def test_slabs_have_the_most_layers_that_divide_both_groups() -> None:
+    assert (GROUPS.slab_layers, GROUPS.full_slabs, GROUPS.window_slabs) == (2, 1, 2)
     odd = LayerGroups((3, 7), (0, 1, 2, 4, 5, 6, 8), 5)
-    assert (odd.unit_layers, odd.full_units, odd.window_units, odd.num_units(10, 4)) == (1, 2, 7, 48)
+    assert (odd.slab_layers, odd.full_slabs, odd.window_slabs, odd.num_slabs(10, 4)) == (1, 2, 7, 48)
 
 
 def test_a_long_prompt_holds_the_window_and_a_chunk_and_then_the_window() -> None:
@@ -183,14 +183,14 @@ def test_a_transfer_moves_window_pages_of_the_window_only() -> None:
     node.windows.settle(request, 50, decodes=False)
     first, num_pages = (50 - WINDOW + 1) // PAGE, 13
     assert first == 10
-    units = node.windows.units(request.pages, 0, 50)
-    assert len(units) == num_pages + 2 * (num_pages - first) == node.windows.num_units(num_pages, 50)
-    assert len(set(units)) == len(units)
-    assert max(units) < GROUPS.num_units(40, 12)
-    assert node.windows.pages_of(units) == request.pages
-    assert node.windows.transfer_tokens(50) == len(units) * PAGE
-    assert node.windows.units(request.pages[11:], 11, 50) == units[node.windows.num_units(11, 50) :]
-    assert node.windows.pages_of(units[:-1]) == request.pages[:-1], "a page is complete with its last unit"
+    slabs = node.windows.slabs(request.pages, 0, 50)
+    assert len(slabs) == num_pages + 2 * (num_pages - first) == node.windows.num_slabs(num_pages, 50)
+    assert len(set(slabs)) == len(slabs)
+    assert max(slabs) < GROUPS.num_slabs(40, 12)
+    assert node.windows.pages_of(slabs) == request.pages
+    assert node.windows.transfer_length(50) == len(slabs) * PAGE
+    assert node.windows.slabs(request.pages[11:], 11, 50) == slabs[node.windows.num_slabs(11, 50) :]
+    assert node.windows.pages_of(slabs[:-1]) == request.pages[:-1], "a page is complete with its last slab"
 
 
 def test_pages_of_a_failed_transfer_stay_until_no_write_can_reach_them() -> None:
@@ -277,7 +277,7 @@ def test_the_longest_usable_prefix_is_found(window: int, page_size: int, present
         windows._page_of[page] = page if is_present else -1
 
     def is_usable(num_pages: int) -> bool:
-        return all(present[windows.first_page(num_pages * page_size) : num_pages])
+        return all(present[windows.window.first_seen(num_pages * page_size) : num_pages])
 
     longest = max(count for count in range(len(present) + 1) if is_usable(count))
     assert windows.num_usable(range(len(present))) == longest

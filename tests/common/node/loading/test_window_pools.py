@@ -63,17 +63,17 @@ def test_there_are_window_pages_for_one_request_at_least(
 
 
 def test_nodes_with_one_pool_and_with_two_are_no_pair() -> None:
-    unit = GROUPS.layout_of(LAYOUT)
-    assert (unit.num_layers, unit.full_units, unit.window_units) == (1, 1, 5)
-    assert "--swa-full-tokens-ratio" in layout_conflict(unit, LAYOUT)
-    assert layout_conflict(unit, unit) == ""
+    slab = GROUPS.layout_of(LAYOUT)
+    assert (slab.num_layers, slab.full_slabs, slab.window_slabs) == (1, 1, 5)
+    assert "--swa-full-tokens-ratio" in layout_conflict(slab, LAYOUT)
+    assert layout_conflict(slab, slab) == ""
     other = LayerGroups((4, 5), (0, 1, 2, 3), 512).layout_of(LAYOUT)
-    assert layout_conflict(unit, other) == "layers 1 and 2 must be equal"
+    assert layout_conflict(slab, other) == "layers 1 and 2 must be equal"
     small = GROUPS.layout_of(PageLayout(6, 2, 32, 8, "float32"))
-    assert "page sizes 16 and 8 must be equal" in layout_conflict(unit, small)
+    assert "page sizes 16 and 8 must be equal" in layout_conflict(slab, small)
 
 
 def test_a_layout_survives_the_wire() -> None:
-    unit = GROUPS.layout_of(LAYOUT)
-    message = msgspec.msgpack.decode(msgspec.msgpack.encode(LayoutMessage.of(unit)), type=LayoutMessage)
-    assert message.layout() == unit
+    slab = GROUPS.layout_of(LAYOUT)
+    message = msgspec.msgpack.decode(msgspec.msgpack.encode(LayoutMessage.of(slab)), type=LayoutMessage)
+    assert message.layout() == slab
