@@ -69,7 +69,9 @@ class RadixCache:
         found, windows = self.match_all(key, salt), self._allocator.windows
         if windows is None:
             return found
-        pending = found.pending if self.num_pending(key, salt, received_from=received_from) else None
+        pending = found.pending
+        if pending is not None and not self.num_pending(key, salt, received_from=received_from):
+            pending = None
         if (num_usable := windows.num_usable(found.pages, received_from)) < len(found.pages):
             found = self.match_all(key[: num_usable * self._page_bytes], salt)
         return replace(found, pending=pending)

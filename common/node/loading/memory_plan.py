@@ -122,8 +122,7 @@ def auto_window_ratio(config: NodeConfig, groups: LayerGroups | None, *, device:
     """What ``--swa-full-tokens-ratio auto`` stands for.
 
     It is what one request can hold in window layers, divided by the tokens that it usually has: a share of the context
-    length. Where ``--max-total-tokens`` and ``--max-running-requests`` are given, it is not more than these requests
-    can hold, and not less than one can.
+    length. Where ``--max-total-tokens`` is given, a request has at least its share of the pool, and one request fits.
     """
     chunk = chunk_size(config, device)
     if groups is None or chunk < 0 or config.record:
