@@ -9,6 +9,7 @@ request by other means.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from common.cache.page_allocator import PageAllocator
 from common.errors import BatonError, ErrorCode, invariant
@@ -20,8 +21,22 @@ log = logging.getLogger(__name__)
 
 #: The other node must have asked for the pages by then.
 MOVE_TIMEOUT_S = 30.0
+#: Why a request is refused; see ``OutgoingMoves.in_circle``.
+IN_CIRCLE = "no room for a request that moves here from a node that waits for room for a request of this one"
 #: Transfer plane's counters of two ends are added; so are these.
 COUNTERS = ("requests_moved", "failed_moves")
+
+
+class Offer(NamedTuple):
+    """Pages that wait for another decode node.
+
+    Attributes:
+        target: incarnation of that node.
+        until: it must have asked for them by then.
+    """
+
+    target: str
+    until: float
 
 
 class OutgoingMoves:
@@ -41,7 +56,7 @@ class OutgoingMoves:
         self._orders: dict[RequestKey, Move] = {}  # of requests that a step still computes
         self._requests: dict[RequestKey, RequestKey] = {}  # transfer -> request
         self._transfers: dict[RequestKey, RequestKey] = {}  # request -> transfer
-        self._until: dict[RequestKey, float] = {}  # when each transfer must have been asked for
+        self._offers: dict[RequestKey, Offer] = {}  # by transfer, until it is over or was asked for in time
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     @property
@@ -70,10 +85,10 @@ class OutgoingMoves:
         transfer = (request.rid, message.new_attempt)
         self._requests[transfer] = request.key
         self._transfers[request.key] = transfer
-        self._until[transfer] = now + MOVE_TIMEOUT_S
+        self._offers[transfer] = Offer(message.decode.incarnation, now + MOVE_TIMEOUT_S)
         sender.open(transfer, message.decode.incarnation)
-        length = self._allocator.transfer_tokens(num_tokens)
-        done = PrefillDone(*transfer, num_tokens=length, token=request.output[-1])
+        length = self._allocator.transfer_length(num_tokens)
+        done = PrefillDone(*transfer, length, token=request.output[-1])
         pages = request.pages[: -(-num_tokens // self._page_size)]
         sender.finish(transfer, done, self._allocator.to_transfer(pages, 0, num_tokens))
         return True
@@ -88,6 +103,20 @@ class OutgoingMoves:
     def is_sending(self, key: RequestKey) -> bool:
         """Whether the request's pages are offered to the other node, so that they must not be released yet."""
         return key in self._transfers
+
+    def in_circle(self, waiting_for: Callable[[str], Iterable[Request]]) -> list[Request]:
+        """Requests that wait here for room, while the node that they come from waits in the same way for room for
+        requests of this one: neither gets the pages that the other one holds. Those with the first ids are to be
+        refused, so that at least one node refuses.
+
+        Args:
+            waiting_for: requests without pages that come from this node.
+        """
+        first: dict[str, str] = {}  # by target, of what it has not asked for
+        for (rid, attempt), offer in self._offers.items():
+            if self._sender is not None and not self._sender.is_granted((rid, attempt)):
+                first[offer.target] = min(rid, first.get(offer.target, rid))
+        return [request for target, rid in first.items() for request in waiting_for(target) if request.rid < rid]
 
     def end(self, key: RequestKey, reason: Reason, why: str, code: ErrorCode) -> None:
         """Send no more pages of this request. ``take`` returns it once none is under way."""
@@ -124,8 +153,8 @@ class OutgoingMoves:
         """Write pages, and end transfers that the other node never asked for. True: more could be written at once."""
         if self._sender is None:
             return False
-        for transfer in [transfer for transfer, until in self._until.items() if until <= now]:
-            del self._until[transfer]
+        for transfer in [transfer for transfer, offer in self._offers.items() if offer.until <= now]:
+            del self._offers[transfer]
             if not self._sender.is_granted(transfer):
                 why = f"the other decode node did not ask for the pages within {MOVE_TIMEOUT_S:g} s"
                 self._sender.abort(transfer, "failed", why)
@@ -141,7 +170,7 @@ class OutgoingMoves:
         for release in released:
             key = self._requests.pop(release.key)
             del self._transfers[key]
-            self._until.pop(release.key, None)
+            self._offers.pop(release.key, None)
             self._totals["requests_moved" if release.ok else "failed_moves"] += 1
             gone.append(key)
             if not (release.ok or release.is_told or release.code is ErrorCode.ABORTED):
@@ -179,6 +208,6 @@ class OutgoingMoves:
         """Prove that exactly the requests that are moving have a transfer; raises ``InvariantError``."""
         invariant(self._transfers.keys() == moving.keys(), "a request is moving without a transfer, or was forgotten")
         invariant(self._orders.keys() <= set(requests), "an order to move is kept for a request that has ended")
-        invariant(self._until.keys() <= self._requests.keys(), "a deadline is kept for a transfer that is over")
+        invariant(self._offers.keys() <= self._requests.keys(), "a deadline is kept for a transfer that is over")
         if self._sender is not None:
             self._sender.check()

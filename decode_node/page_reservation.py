@@ -64,11 +64,22 @@ class PageReservations:
         """Pages that are free or could be evicted."""
         return self._allocator.num_free + self._cache.num_evictable_pages
 
-    def match(self, request: Request) -> Match:
-        """The cached part of the tokens that it takes to decode the request's next token."""
+    def match(self, request: Request, *, is_here: bool = False) -> Match:
+        """The cached part of the tokens that it takes to decode the request's next token.
+
+        Args:
+            is_here: the others are computed here, and not received.
+        """
         if not self.window.is_cached(request.num_decodable):
             return Match([], 0, TreeNode(None, b"", []))
-        return self._cache.match(packed_tokens(request, request.num_decodable), request.salt)
+        received_from = None if is_here else self._received_from(request)
+        tokens = packed_tokens(request, request.num_decodable)
+        return self._cache.match(tokens, request.salt, received_from=received_from)
+
+    def _received_from(self, request: Request) -> int | None:
+        """See ``WindowPages.num_usable``."""
+        windows = self._allocator.windows
+        return None if windows is None else windows.window.first_seen(request.num_decodable)
 
     def num_pages(self, request: Request) -> int:
         """Pages of all tokens that it takes to decode the request's next token."""
@@ -78,7 +89,8 @@ class PageReservations:
         """How many of those pages are being received for another request."""
         if not self.window.is_cached(request.num_decodable):
             return 0
-        return self._cache.num_pending(packed_tokens(request, request.num_decodable), request.salt)
+        tokens, received_from = packed_tokens(request, request.num_decodable), self._received_from(request)
+        return self._cache.num_pending(tokens, request.salt, received_from=received_from)
 
     def lacks(
         self, request: Request, num_tokens: int, without: Sequence[Request] = (), *, is_here: bool = False
@@ -91,7 +103,7 @@ class PageReservations:
             without: requests whose pages count as free.
             is_here: the request is computed here.
         """
-        match = self.match(request)
+        match = self.match(request, is_here=is_here)
         num_pages = -(-num_tokens // self.page_size) - len(match.pages) - self._allocator.num_lingering
         return not has_room(
             self._cache,
@@ -128,7 +140,7 @@ class PageReservations:
         if match.pending is not None:
             return AllocationFailure.PREFIX_PENDING
         num_pages = self.num_pages(request)
-        first = max(len(match.pages), self.window.first_page(request.num_decodable))
+        first = max(len(match.pages), self.window.first_held(request.num_decodable))
         num_needed = num_pages - first
         self._cache.lock(match.node)
         room_in_last = num_pages * self.page_size - request.num_decodable

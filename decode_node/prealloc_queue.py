@@ -143,7 +143,7 @@ class PreallocQueue:
         limit = self._limits.resume_tokens
         if limit is None or not self._is_connected(self._table.sources[request.key]):
             return True
-        return request.num_decodable - self._reservations.match(request).num_tokens <= limit
+        return request.num_decodable - self._reservations.match(request, is_here=True).num_tokens <= limit
 
     def may_share_prefix(self, request: Request) -> bool:
         """Whether the request is new and is computed here with the cache, so that it may use another one's prefix."""
@@ -278,7 +278,7 @@ class PreallocQueue:
         window = self._reservations.window
         if not window.is_bounded or window.is_cached(request.num_tokens):
             return 0
-        num_pages = window.first_page(request.num_decodable)
+        num_pages = window.first_held(request.num_decodable)
         if self.is_computed_here(request):
             num_pages = window.num_pages(request.num_tokens) - window.pages_to_compute(request.num_tokens)
         return num_pages * self._reservations.page_size

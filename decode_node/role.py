@@ -45,7 +45,7 @@ from common.wire.messages import (
     Resume,
     SetPaused,
 )
-from decode_node.moves import OutgoingMoves
+from decode_node.moves import IN_CIRCLE, OutgoingMoves
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.repeated_steps import Repeatable, Repeated
 from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled, SamplingFailed, Stopped
@@ -248,7 +248,8 @@ class DecodeRole:
             self._scheduler.grant(now)
             effects = self._scheduler.take_effects()
             self._perform(effects, now)
-            if not (events or effects or has_released):
+            has_refused = self._refuse_opposite_moves(now)
+            if not (events or effects or has_released or has_refused):
                 break
         self.outbox.grammars += self._scheduler.grammars.take_effects()
 
@@ -344,6 +345,13 @@ class DecodeRole:
         self.outbox.gateway.append(Moved(*request.key, len(request.output)))
         self._scheduler.decisions.note(now, request.rid, "move", "after {} tokens", request.num_tokens)
 
+    def _refuse_opposite_moves(self, now: float) -> bool:
+        """Refuse requests that would wait in a circle. True if there were any."""
+        refused = self._moves.in_circle(self._scheduler.waiting_for_pages)
+        for request in refused:
+            self._fail(request, ErrorCode.QUEUE_FULL, IN_CIRCLE, now)
+        return bool(refused)
+
     def _take_moved(self) -> bool:
         """Send what the sender has queued, and release requests whose pages have gone. True if there were any."""
         messages, gone, failed = self._moves.take()
@@ -370,7 +378,7 @@ class DecodeRole:
             first=allocator.num_sent(first, num_tokens),
             num_cached=allocator.num_sent(reservation.num_cached, num_tokens),
             pages=allocator.to_transfer(reservation.pages, first, num_tokens),
-            num_tokens=allocator.transfer_tokens(num_tokens),
+            num_tokens=allocator.transfer_length(num_tokens),
         )
 
     def _ask_again(self, request: Request, source: str, now: float) -> None:
@@ -414,7 +422,7 @@ class DecodeRole:
 
     def _received(self, key: RequestKey, event: Completed, now: float) -> None:
         request = self._scheduler.requests[key]
-        if event.prefill_done.num_tokens == self._allocator.transfer_tokens(request.num_decodable):
+        if event.prefill_done.length == self._allocator.transfer_length(request.num_decodable):
             self._scheduler.received(key, token=event.prefill_done.token)
             self.stats.handed_off(request, event.prefill_done_at)
             self._output.received(key, event, now)

@@ -303,8 +303,12 @@ class DecodeScheduler:
 
     def waiting_for(self, source: str) -> list[Request]:
         """Requests that wait for a grammar or for pages, and whose prompts come from this prefill node."""
-        waiting = [*self._table.compiling.values(), *self._table.waiting.values()]
-        return [request for request in waiting if self._table.sources.get(request.key) == source]
+        compiling = [r for r in self._table.compiling.values() if self._table.sources.get(r.key) == source]
+        return [*compiling, *self.waiting_for_pages(source)]
+
+    def waiting_for_pages(self, source: str) -> list[Request]:
+        """Requests that wait for pages, and whose prompts come from this node."""
+        return [r for r in self._table.waiting.values() if self._table.sources.get(r.key) == source]
 
     def totals(self) -> dict[str, float]:
         """Monotonic totals of what was scheduled and preempted."""

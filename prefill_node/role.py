@@ -256,7 +256,7 @@ class PrefillRole:
             self._close(request.key, "finished")
         else:
             assert request.key not in self._alone, "a request without a decode node ends with its first token"
-            length = self._allocator.transfer_tokens(len(request.prompt))
+            length = self._allocator.transfer_length(len(request.prompt))
             done = PrefillDone(request.rid, request.attempt, length, first.token, first.logprobs)
             self._sender.finish(request.key, done, self._to_transfer(request, len(request.pages)))
 

@@ -1,4 +1,4 @@
-"""Which pages a request holds if every layer of the model attends within a window. Pure.
+"""Which pages a token sees within a window, and which a request holds if every layer has a window. Pure.
 
 The token at position n sees positions ``n - tokens + 1`` to n; what is before them is never read again. So such a
 request needs only the pages of its last tokens, however long it gets. Its page table is a ring: a page that lies
@@ -67,26 +67,34 @@ class KVWindow:
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def first_page(self, num_tokens: int) -> int:
-        """Index of the first page that a request of so many tokens needs to go on.
+    def first_seen(self, num_tokens: int) -> int:
+        """Index of the first page of which the token after so many tokens sees some."""
+        return max(0, (num_tokens - self.tokens + 1) // self.page_size)
+
+    @property
+    def num_seen(self) -> int:
+        """Pages of which the first token of the next page sees some."""
+        return -(-(self.tokens - 1) // self.page_size)
+
+    def first_held(self, num_tokens: int) -> int:
+        """Index of the first page that a request of so many tokens holds where it goes on from these tokens.
 
         The request keeps at least one full page, if it has one. The entries of its table for pages outside the window
         then name pages in which every place is written.
         """
         if self.is_cached(num_tokens):
             return 0
-        first = (num_tokens - self.tokens + 1) // self.page_size
-        return max(0, min(first, num_tokens // self.page_size - 1))
+        return max(0, min(self.first_seen(num_tokens), num_tokens // self.page_size - 1))
 
-    def ring_pages(self, num_new: int) -> int:
-        """Pages that hold the tokens before a chunk that its first token sees, and the chunk, wherever they begin."""
+    def max_span(self, num_new: int) -> int:
+        """The most pages with the tokens before a chunk that its first token sees, and the chunk itself."""
         if not self.is_bounded or num_new == UNBOUNDED:
             return UNBOUNDED
         return (self.tokens - 1 + num_new + self.page_size - 2) // self.page_size + 1
 
     def pages_to_compute(self, num_tokens: int) -> int:
         """Pages for a prompt that is computed in a ring."""
-        return min(self.num_pages(num_tokens), self.ring_pages(self.chunk_tokens))
+        return min(self.num_pages(num_tokens), self.max_span(self.chunk_tokens))
 
     def prefers_ring(self, num_tokens: int, match: Match, num_pages: int) -> bool:
         """Whether a prompt that finds no room with the cache is computed in a ring instead, if there is room for that.
@@ -103,7 +111,7 @@ class KVWindow:
         if not self.is_bounded:
             return UNBOUNDED
         num_cached = 0 if self.cached_tokens == UNBOUNDED else self.cached_tokens // self.page_size
-        return max(self.ring_pages(self.chunk_tokens), num_cached + self.ring_pages(1))
+        return max(self.max_span(self.chunk_tokens), num_cached + self.max_span(1))
 
     def max_tokens(self, num_pages: int) -> int:
         """Tokens of the longest request that a pool of so many pages can serve."""
@@ -119,7 +127,7 @@ class KVWindow:
                 num_kept = self._num_kept(request.num_tokens)
         else:
             num_kept = self._num_kept(request.num_decodable)  # its pages are being received
-        return num_kept + self.ring_pages(1)
+        return num_kept + self.max_span(1)
 
     def room_left(self, request: Request) -> int:
         """Tokens by which the request can grow before it takes no further pages."""
@@ -127,7 +135,7 @@ class KVWindow:
 
     def _num_kept(self, num_tokens: int) -> int:
         """Entries of the page table of ``num_tokens`` tokens that are cached, or else outside the window."""
-        return num_tokens // self.page_size if self.is_cached(num_tokens) else self.first_page(num_tokens)
+        return num_tokens // self.page_size if self.is_cached(num_tokens) else self.first_held(num_tokens)
 
 
 #: Of a model with a layer that sees all tokens, where page sizes do not matter.
@@ -144,7 +152,7 @@ def reuse_page(window: KVWindow, request: Request) -> bool:
     if not window.is_bounded or not request.own:
         return False
     end = len(request.pages) - len(request.own) + 1  # of the page, in pages
-    if end * window.page_size > request.num_scheduled - window.tokens + 1:
+    if end > window.first_seen(request.num_scheduled):
         return False
     page = request.own.pop(0)
     request.own.append(page)

@@ -146,20 +146,20 @@ class PageAllocator:
 
     # ---- transfers --------------------------------------------------------------------------------------------------
 
-    def transfer_tokens(self, num_tokens: int) -> int:
-        """The length of a prompt of ``num_tokens`` for the transfer plane."""
-        return num_tokens if self.windows is None else self.windows.transfer_tokens(num_tokens)
+    def transfer_length(self, num_tokens: int) -> int:
+        """The length of the transfer of a prompt: its tokens, but a page of them for each slab of two pools."""
+        return num_tokens if self.windows is None else self.windows.transfer_length(num_tokens)
 
     def num_sent(self, num_pages: int, num_tokens: int) -> int:
-        """Pages that a transfer of a prompt of ``num_tokens`` moves of its first ``num_pages`` pages."""
-        return num_pages if self.windows is None else self.windows.num_units(num_pages, num_tokens)
+        """Pages, or slabs of two pools, that a transfer of a prompt moves of its first ``num_pages`` pages."""
+        return num_pages if self.windows is None else self.windows.num_slabs(num_pages, num_tokens)
 
     def to_transfer(self, pages: Sequence[int], first: int, num_tokens: int) -> Sequence[int]:
-        """What a transfer moves of pages from index ``first`` of a prompt of ``num_tokens`` on."""
-        return pages if self.windows is None else self.windows.units(pages, first, num_tokens)
+        """Pages, or slabs of two pools, that a transfer of a prompt moves of its pages from index ``first`` on."""
+        return pages if self.windows is None else self.windows.slabs(pages, first, num_tokens)
 
     def from_transfer(self, pages: Sequence[int]) -> Sequence[int]:
-        """The pages that are complete with these pages of a transfer."""
+        """The pages that are complete with these pages, or slabs of two pools, of a transfer."""
         return pages if self.windows is None else self.windows.pages_of(pages)
 
     def _owned(self, pages: Sequence[int], owner: Owner) -> Indices:

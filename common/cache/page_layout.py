@@ -29,9 +29,9 @@ class PageLayout:
         dtype: a key of ``ITEM_BYTES``.
         value_dim: numbers of a value; 0 at construction means ``head_dim``.
         is_latent: whether values are the first numbers of keys, and not stored themselves.
-        window: tokens of the window, if window layers have pages of their own: a page is then one of the units of
-            ``common.cache.window_pages.LayerGroups``, and has ``num_layers`` of either kind. 0: a page has all layers.
-        full_units, window_units: pages of the same tokens, for all layers of either kind.
+        window: tokens of the window, if window layers have pages of their own: a page of the layout is then a slab, as
+            ``common.cache.window_pages.LayerGroups`` has them, with ``num_layers`` of either kind. 0: all layers.
+        full_slabs, window_slabs: slabs of a page of the layers that see all tokens, and of one of the window layers.
     """
 
     num_layers: int
@@ -42,8 +42,8 @@ class PageLayout:
     value_dim: int = 0
     is_latent: bool = False
     window: int = 0
-    full_units: int = 1
-    window_units: int = 0
+    full_slabs: int = 1
+    window_slabs: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
@@ -118,8 +118,8 @@ _EQUAL = {
     "value_dim": "value dim",
     "dtype": "KV dtype",
     "window": "window",
-    "full_units": "units of a page of full layers",
-    "window_units": "units of a page of window layers",
+    "full_slabs": "slabs of a page of full layers",
+    "window_slabs": "slabs of a page of window layers",
 }
 
 

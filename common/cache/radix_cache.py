@@ -19,6 +19,7 @@ A radix tree over KV pages is SGLang's idea (Zheng et al., arXiv:2312.07104).
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -56,16 +57,24 @@ class RadixCache:
 
     # ---- finding ----------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> Match:
+    def match(self, tokens: Sequence[int] | TokenKey, salt: str = "", *, received_from: int | None = None) -> Match:
         """Return the longest cached prefix of ``tokens`` after which a request can go on, in whole pages.
 
-        Counts as a use of the prefix.
+        ``Match.pending`` is set if a longer one can be used once that node is ready. Counts as a use of the prefix.
+
+        Args:
+            received_from: see ``WindowPages.num_usable``.
         """
         key = pack(tokens)
         found, windows = self.match_all(key, salt), self._allocator.windows
-        if windows is None or (num_usable := windows.num_usable(found.pages)) == len(found.pages):
+        if windows is None:
             return found
-        return self.match_all(key[: num_usable * self._page_bytes], salt)
+        pending = found.pending
+        if pending is not None and not self.num_pending(key, salt, received_from=received_from):
+            pending = None
+        if (num_usable := windows.num_usable(found.pages, received_from)) < len(found.pages):
+            found = self.match_all(key[: num_usable * self._page_bytes], salt)
+        return replace(found, pending=pending)
 
     def match_all(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> Match:
         """``match``, even where window pages are missing."""
@@ -78,14 +87,29 @@ class RadixCache:
             pages += part.pages
         return Match(pages, offset // TOKEN_BYTES, node, pending)
 
-    def num_pending(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> int:
-        """Return the number of whole pages of ``tokens`` that are pending."""
-        key, node, offset, num_pending = pack(tokens), self._roots.get(salt), 0, 0
+    def num_pending(self, tokens: Sequence[int] | TokenKey, salt: str = "", *, received_from: int | None = None) -> int:
+        """Return the number of pending pages of ``tokens`` that ``match`` finds once they are ready."""
+        key, node, offset, num_ready = pack(tokens), self._roots.get(salt), 0, 0
+        pages: list[int] = []
         while node is not None and (child := node.children.get(key[offset : offset + self._page_bytes])):
             node = self._shared_part(child, key, offset)
             offset += len(node.key)
-            num_pending += 0 if node.pending is None else len(node.pages)
-        return num_pending
+            pages += node.pages
+            num_ready += len(node.pages) if node.pending is None else 0
+        windows = self._allocator.windows
+        num_usable = len(pages) if windows is None else windows.num_usable(pages, received_from)
+        return max(0, num_usable - num_ready)
+
+    def has_all(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> bool:
+        """Return whether these whole pages of tokens are in the tree, usable or not. Does not count as a use."""
+        key, node, offset = pack(tokens), self._roots.get(salt), 0
+        while node is not None and offset < len(key):
+            child = node.children.get(key[offset : offset + self._page_bytes])
+            if child is None or not key.startswith(child.key, offset):
+                return child is not None and child.key.startswith(key[offset:])
+            node = child
+            offset += len(child.key)
+        return node is not None
 
     def _walk(self, root: TreeNode, key: TokenKey) -> tuple[TreeNode, int, TreeNode | None]:
         """Walk down along ``key`` and split the node in which it ends.

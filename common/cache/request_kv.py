@@ -27,17 +27,22 @@ def cache_computed(cache: RadixCache, request: Request) -> None:
     own duplicate, and the prefix could not be evicted when the other request ends.
     """
     num_pages = request.num_computed // cache.page_size
-    if request.is_wrapped or num_pages <= len(request.pages) - len(request.own):
-        return  # all of these are cached already, or cannot be
-    key = packed_tokens(request, num_pages * cache.page_size)
-    num_locked = 0 if request.node is None else sum(len(node.pages) for node in request.node.path())
-    if len(cache.match_all(key, request.salt).pages) > num_locked:
+    if num_pages <= len(request.pages) - len(request.own) or not adds_to_cache(cache, request):
         return
     inserted = _insert(cache, request, num_pages)
     if inserted.num_adopted:
         cache.lock(inserted.node)  # before the unlock, so that common ancestors stay locked
         cache.unlock(request.node)
         request.node = inserted.node
+
+
+def adds_to_cache(cache: RadixCache, request: Request) -> bool:
+    """Whether what is computed of the request enters the cache, which has no more of its tokens than it uses."""
+    if request.is_wrapped:
+        return False
+    num_used = 0 if request.node is None else sum(len(node.pages) for node in request.node.path())
+    num_tokens = (num_used + 1) * cache.page_size
+    return request.num_tokens < num_tokens or not cache.has_all(packed_tokens(request, num_tokens), request.salt)
 
 
 def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, keep: bool) -> None:

@@ -9,8 +9,10 @@ it. A window page that no request holds is *idle*. It stays with its full page, 
 prefix with it, until another request needs the memory. Pages that a request has left behind go first, since few other
 requests end their prefix there, then those of requests that have ended; of either kind, the one idle for longest.
 
-A prefix can be used if the window pages of its last tokens are there. Each request reserves the most window pages that
-it can hold when it is admitted, so that it never waits for one later.
+A request that computes the token after a cached prefix can use it if the window pages of its last tokens are there. A
+request whose other pages come from a peer needs window pages of its own last tokens only, and can use any full pages
+before them. Each request reserves the most window pages that it can hold when it is admitted, so that it never waits
+for one later.
 """
 
 from collections import deque
@@ -29,8 +31,8 @@ from common.step_plan import PageDelta
 class LayerGroups:
     """The layers of a model that see all tokens, and those with a window.
 
-    Transfers want pages of one size. So the memory of both pools is divided into *units* of the most layers that divide
-    both groups. A full page is ``full_units`` adjacent units, a window page ``window_units``. Full pages come first.
+    Transfers want pages of one size. So the memory of both pools is divided into *slabs* of the most layers that divide
+    both groups. A full page is ``full_slabs`` adjacent slabs, a window page ``window_slabs``. Full pages come first.
 
     Attributes:
         full, windowed: indices of layers, ascending.
@@ -42,28 +44,28 @@ class LayerGroups:
     window: int
 
     @property
-    def unit_layers(self) -> int:
+    def slab_layers(self) -> int:
         return gcd(len(self.full), len(self.windowed))
 
     @property
-    def full_units(self) -> int:
-        return len(self.full) // self.unit_layers
+    def full_slabs(self) -> int:
+        return len(self.full) // self.slab_layers
 
     @property
-    def window_units(self) -> int:
-        return len(self.windowed) // self.unit_layers
+    def window_slabs(self) -> int:
+        return len(self.windowed) // self.slab_layers
 
-    def num_units(self, num_pages: int, num_window_pages: int) -> int:
-        return num_pages * self.full_units + num_window_pages * self.window_units
+    def num_slabs(self, num_pages: int, num_window_pages: int) -> int:
+        return num_pages * self.full_slabs + num_window_pages * self.window_slabs
 
     def layout_of(self, layout: PageLayout) -> PageLayout:
-        """The layout of a unit of pages of ``layout``, which has all layers."""
+        """The layout of a slab of pages of ``layout``, which has all layers."""
         return replace(
             layout,
-            num_layers=self.unit_layers,
+            num_layers=self.slab_layers,
             window=self.window,
-            full_units=self.full_units,
-            window_units=self.window_units,
+            full_slabs=self.full_slabs,
+            window_slabs=self.window_slabs,
         )
 
 
@@ -77,6 +79,11 @@ class WindowPages:
     Args:
         num_full_pages, num_pages: sizes of the two pools.
         chunk_tokens: most tokens of one request that a step computes.
+
+    Attributes:
+        window: of the window layer that sees most.
+        num_reserved: pages that requests can hold.
+        num_idle, num_lingering: pages that no request holds: with a full page, and freed while a step may use them.
     """
 
     def __init__(
@@ -89,10 +96,8 @@ class WindowPages:
         self.num_reserved = 0
         self.num_idle = 0
         self.num_lingering = 0
-        self._ring = KVWindow(page_size, max(groups.window, 2), chunk_tokens)
-        self._base = num_full_pages * groups.full_units
-        #: Pages before the end of a prefix whose tokens the next token may see.
-        self._num_seen = -(-(self._ring.tokens - 1) // page_size)
+        self.window = KVWindow(page_size, max(groups.window, 2), chunk_tokens)
+        self._base = num_full_pages * groups.full_slabs
         self._page_of = [-1] * num_full_pages
         self._holds = [0] * num_full_pages
         self._free = list(range(num_pages - 1, -1, -1))
@@ -114,7 +119,7 @@ class WindowPages:
         Args:
             decodes: it goes on with its output.
         """
-        most = self._most_held(request.num_tokens, self._ring.chunk_tokens)
+        most = self._most_held(request.num_tokens, self.window.chunk_tokens)
         return max(most, self.needs_to_decode(request)) if decodes else most
 
     def needs_to_decode(self, request: Request) -> int:
@@ -125,7 +130,7 @@ class WindowPages:
         return self._most_held(request.num_tokens + request.num_left, 1 + MAX_UNCOMMITTED)
 
     def _most_held(self, num_tokens: int, num_new: int) -> int:
-        return min(self._ring.num_pages(num_tokens), self._ring.ring_pages(num_new), self.num_pages)
+        return min(self.window.num_pages(num_tokens), self.window.max_span(num_new), self.num_pages)
 
     @property
     def num_free(self) -> int:
@@ -137,21 +142,25 @@ class WindowPages:
         """Window pages that further requests can reserve."""
         return self.num_pages - self.num_reserved - len(self._orphans)
 
-    def first_page(self, num_tokens: int) -> int:
-        """Index of the first page that the token after ``num_tokens`` tokens sees."""
-        return max(0, (num_tokens - self._ring.tokens + 1) // self.page_size)
-
     # ---- prefixes ---------------------------------------------------------------------------------------------------
 
-    def num_usable(self, pages: Sequence[int]) -> int:
-        """Pages of the longest prefix of cached ``pages`` after which a request can go on."""
+    def num_usable(self, pages: Sequence[int], received_from: int | None = None) -> int:
+        """Pages of the longest prefix of cached ``pages`` after which a request can go on.
+
+        Args:
+            received_from: index of the first page whose window page the request needs once it has received its other
+                pages from a peer; None: it computes the token after the prefix.
+        """
+        if received_from is not None:
+            missing = (index for index in range(received_from, len(pages)) if self._page_of[pages[index]] < 0)
+            return next(missing, len(pages))
         num_present, end = 0, len(pages)
         for index in range(len(pages) - 1, -1, -1):
             if self._page_of[pages[index]] < 0:
                 num_present, end = 0, index
                 continue
             num_present += 1
-            if num_present == self._num_seen:
+            if num_present == self.window.num_seen:
                 break
         return end
 
@@ -162,15 +171,15 @@ class WindowPages:
         assert not request.window_reserved and count <= self.num_unreserved
         request.window_reserved = count
         self.num_reserved += count
-        request.window_first = request.window_end = self.first_page(num_cached)
+        request.window_first = request.window_end = self.window.first_seen(num_cached)
 
     def advance(self, request: Request, start: int, end: int) -> None:
         """Hold the pages that a step needs which computes the tokens at positions ``start .. end - 1``, and no others.
 
         A page that is given up may be used again at once: steps run one after another.
         """
-        self._give_up(request, self.first_page(start))
-        for page in request.pages[request.window_end : self._ring.num_pages(end)]:
+        self._give_up(request, self.window.first_seen(start))
+        for page in request.pages[request.window_end : self.window.num_pages(end)]:
             if self._page_of[page] < 0:
                 assert request.window_end >= start // self.page_size, "a page that was computed has no window page"
                 self._page_of[page] = self._take()
@@ -186,7 +195,7 @@ class WindowPages:
         Args:
             decodes: the request goes on here; otherwise nothing more is computed of it.
         """
-        self._give_up(request, self.first_page(num_tokens))
+        self._give_up(request, self.window.first_seen(num_tokens))
         count = request.window_end - request.window_first
         if decodes:
             count = max(count, self.needs_to_decode(request))
@@ -283,7 +292,7 @@ class WindowPages:
         held = cached[request.window_first :]
         for page in held:
             self._hold(page)
-        num_new = self._ring.num_pages(num_tokens) - max(request.window_first, len(cached))
+        num_new = self.window.num_pages(num_tokens) - max(request.window_first, len(cached))
         while len(self._free) + self.num_lingering < num_new and self.num_idle:
             self._put(self._evict(), last_step)
         self._num_awaited = num_new if len(self._free) < num_new else 0
@@ -382,31 +391,35 @@ class WindowPages:
 
     # ---- transfers --------------------------------------------------------------------------------------------------
 
-    def num_units(self, num_pages: int, num_tokens: int) -> int:
-        """Units that a transfer of a prompt of ``num_tokens`` ships of its first ``num_pages`` pages."""
-        num_windowed = max(0, num_pages - self.first_page(num_tokens))
-        return self.groups.num_units(num_pages, num_windowed)
+    def num_slabs(self, num_pages: int, num_tokens: int) -> int:
+        """Slabs that a transfer of a prompt of ``num_tokens`` ships of its first ``num_pages`` pages."""
+        num_windowed = max(0, num_pages - self.window.first_seen(num_tokens))
+        return self.groups.num_slabs(num_pages, num_windowed)
 
-    def transfer_tokens(self, num_tokens: int) -> int:
-        """What the transfer plane takes for the length of a prompt: a page of tokens for each unit."""
-        return self.num_units(self._ring.num_pages(num_tokens), num_tokens) * self.page_size
+    def transfer_length(self, num_tokens: int) -> int:
+        """The length of the transfer of a prompt: a page of tokens for each slab."""
+        return self.num_slabs(self.window.num_pages(num_tokens), num_tokens) * self.page_size
 
-    def units(self, pages: Sequence[int], first: int, num_tokens: int) -> list[int]:
-        """The units that a transfer ships of pages from index ``first`` of a prompt on, in the order of the prompt."""
-        units: list[int] = []
-        full, windowed, first_windowed = self.groups.full_units, self.groups.window_units, self.first_page(num_tokens)
+    def slabs(self, pages: Sequence[int], first: int, num_tokens: int) -> list[int]:
+        """The slabs that a transfer ships of pages from index ``first`` of a prompt on, in the order of the prompt."""
+        slabs: list[int] = []
+        full, windowed, first_windowed = (
+            self.groups.full_slabs,
+            self.groups.window_slabs,
+            self.window.first_seen(num_tokens),
+        )
         for index, page in enumerate(pages, first):
             if index >= first_windowed:
                 start = self._base + self._page_of[page] * windowed
                 assert start >= self._base, "a page that must be sent has no window page"
-                units += range(start, start + windowed)
-            units += range(page * full, (page + 1) * full)
-        return units
+                slabs += range(start, start + windowed)
+            slabs += range(page * full, (page + 1) * full)
+        return slabs
 
-    def pages_of(self, units: Iterable[int]) -> list[int]:
-        """The full pages whose last units these are: those that are complete with them, in the order of ``units``."""
-        full = self.groups.full_units
-        return [unit // full for unit in units if unit < self._base and unit % full == full - 1]
+    def pages_of(self, slabs: Iterable[int]) -> list[int]:
+        """The full pages whose last slabs these are: those that are complete with them, in the order of ``slabs``."""
+        full = self.groups.full_slabs
+        return [slab // full for slab in slabs if slab < self._base and slab % full == full - 1]
 
     def gauges(self) -> dict[str, float]:
         """Window pages by what they are used for."""

@@ -1,5 +1,6 @@
 """Options of a node's KV pool, batches and steps."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,12 @@ class Batching:
     max_total_tokens: int | None = option(
         None, "Size of a node's KV pool in tokens. Without it: as --memory-fraction allows.", minimum=1
     )
-    swa_full_tokens_ratio: float = option(
-        1.0,
-        "Models with window layers among others: KV tokens of window layers for each of the other layers' tokens. "
-        "Below 1, window layers get pages of their own, for their windows only; give it to all nodes, or to none.",
-        minimum=0.01,
-        maximum=1.0,
+    swa_full_tokens_ratio: str = option(
+        "1",
+        "Models with window layers among others: KV tokens of window layers for each of the other layers' tokens, 0.01 "
+        "to 1. Below 1, window layers get pages of their own, for their windows only; give it to all nodes, or to "
+        "none. auto: window and one chunk, divided by an eighth of the context length.",
+        metavar="FLOAT|auto",
     )
     context_length: int | None = option(
         None, "Largest number of tokens of prompt and output together. Without it: the model's.", minimum=2
@@ -86,7 +87,21 @@ def _check_unset(config: Any, names: Iterable[str], flag: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} has no effect with {flag}; leave one out")
 
 
+def parse_window_ratio(given: str) -> float | None:
+    """Return the value of ``--swa-full-tokens-ratio``; None for ``auto``. Raises ConfigError: it is neither."""
+    if given == "auto":
+        return None
+    try:
+        ratio = float(given)
+    except ValueError:
+        ratio = math.nan
+    if not 0.01 <= ratio <= 1:
+        raise ConfigError(f"--swa-full-tokens-ratio {given}: give auto, or a number from 0.01 to 1")
+    return ratio
+
+
 def check_batching(config: Any) -> None:
+    parse_window_ratio(config.swa_full_tokens_ratio)
     chunk = config.chunked_prefill_size
     if chunk == 0:
         raise ConfigError("--chunked-prefill-size 0 would compute nothing; give -1 to turn chunking off")

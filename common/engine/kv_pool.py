@@ -72,7 +72,7 @@ class KVPool:
 
     Attributes:
         model_layout: of a page with all layers.
-        layout, num_pages: of the pages that transfers move: with ``groups``, units.
+        layout, num_pages: of the pages that transfers move: with ``groups``, slabs.
         num_full_pages: pages that requests can have.
         fd: memfd of exactly ``layout.pool_bytes(num_pages)`` bytes: the pool itself, or on CUDA its landing area.
         memory: mapping of that memfd.
@@ -94,7 +94,7 @@ class KVPool:
         self.num_layers = layout.num_layers
         self.model_layout = layout
         if groups is not None:
-            layout, num_pages = groups.layout_of(layout), groups.num_units(num_pages, num_window_pages)
+            layout, num_pages = groups.layout_of(layout), groups.num_slabs(num_pages, num_window_pages)
         self.layout = layout
         self.num_pages = num_pages
         self.device = torch.device(device)
@@ -117,10 +117,10 @@ class KVPool:
         if self.groups is None:
             return [layer_views(self.pages, self.layout, layer) for layer in range(self.num_layers)]
         views: dict[int, LayerKV] = {}
-        num_full = self.num_full_pages * self.groups.full_units
-        for layers, units in ((self.groups.full, self.pages[:num_full]), (self.groups.windowed, self.pages[num_full:])):
+        num_full = self.num_full_pages * self.groups.full_slabs
+        for layers, slabs in ((self.groups.full, self.pages[:num_full]), (self.groups.windowed, self.pages[num_full:])):
             layout = replace(self.layout, num_layers=len(layers))
-            pages = units.reshape(-1, layout.page_bytes)
+            pages = slabs.reshape(-1, layout.page_bytes)
             views |= {layer: layer_views(pages, layout, place) for place, layer in enumerate(layers)}
         return [views[layer] for layer in range(self.num_layers)]
 

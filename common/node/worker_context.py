@@ -83,7 +83,7 @@ class WorkerContext:
     def longest_transfer(self) -> int:
         """The most pages that a transfer moves."""
         num_pages, windows = self.layout.num_pages(self.longest_tokens), self.allocator.windows
-        return num_pages if windows is None else windows.groups.num_units(num_pages, num_pages)
+        return num_pages if windows is None else windows.groups.num_slabs(num_pages, num_pages)
 
     @property
     def most_held_tokens(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from common.cache.radix_cache import TOKEN_BYTES, RadixCache, TokenKey
-from common.cache.request_kv import packed_tokens
+from common.cache.request_kv import adds_to_cache, packed_tokens
 from common.request import Request
 from common.scheduling.new_token_ratio import count_from_environ
 
@@ -65,9 +65,11 @@ class InBatchPrefixes:
             return None
         watch = request.watch
         if watch is not None:
-            return self._holder(watch.key, request.salt, watch.num_tokens)
-        key = packed_tokens(request, request.num_cacheable)
-        return self._holder(key, request.salt, cache.match(key, request.salt).num_tokens)
+            holder = self._holder(watch.key, request.salt, watch.num_tokens)
+        else:
+            key = packed_tokens(request, request.num_cacheable)
+            holder = self._holder(key, request.salt, cache.match(key, request.salt).num_tokens)
+        return holder if holder is not None and adds_to_cache(cache, holder) else None
 
     def defer_or_add(self, request: Request) -> bool:
         """Whether a waiting request should wait for one added before; if not and little of it is cached, add it."""

@@ -20,7 +20,7 @@ from common.stage_spans import StageSpan
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -83,8 +83,8 @@ class LayoutMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value_dim: Annotated[int, Meta(ge=0, le=65536)] = 0  # 0: as ``head_dim``
     is_latent: bool = False
     window: Annotated[int, Meta(ge=0, le=2**31)] = 0
-    full_units: Annotated[int, Meta(ge=1, le=4096)] = 1
-    window_units: Annotated[int, Meta(ge=0, le=4096)] = 0
+    full_slabs: Annotated[int, Meta(ge=1, le=4096)] = 1
+    window_slabs: Annotated[int, Meta(ge=0, le=4096)] = 0
 
     @classmethod
     def of(cls, layout: PageLayout) -> "LayoutMessage":
@@ -616,7 +616,7 @@ class Resend(RequestMessage, frozen=True, tag="resend"):
 class PrefillDone(RequestMessage, frozen=True, tag="prefill_done"):
     """prefill -> decode: the prompt is computed, and the first token sampled. May arrive before the last pages."""
 
-    num_tokens: Annotated[int, Meta(ge=1)]  # prompt tokens whose KV is written or being written
+    length: Annotated[int, Meta(ge=1)]  # of what is written or being written: see ``PageAllocator.transfer_length``
     token: Count  # the first output token
     logprobs: TokenLogprobs | None = None
 

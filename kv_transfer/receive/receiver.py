@@ -46,7 +46,8 @@ from kv_transfer.transports.base import ReaderTransport
 
 log = logging.getLogger(__name__)
 
-#: Totals of the receiver itself, beside a ``pairs_by_NAME`` for each transport that was chosen.
+#: Totals of the receiver itself, beside a ``pairs_by_NAME`` for each transport that was chosen. Here and in all totals
+#: of transfers, pages are those of the layout: slabs, where window layers have a pool of their own.
 COUNTERS = (
     "pages_received",
     "bytes_saved_by_cache",
@@ -116,12 +117,13 @@ class Receiver:
         num_tokens: int,
         num_cached: int | None = None,
     ) -> None:
-        """Expect a prompt of ``num_tokens`` from this peer; its pages from index ``first`` on go to ``pages``.
+        """Expect a transfer of ``num_tokens`` from this peer; its pages from index ``first`` on go to ``pages``.
 
         ``pages`` are owned as ``GRANT``, one for each that the prompt lacks. They are granted as soon as the prefill
         node is connected.
 
         Args:
+            num_tokens: tokens of the prompt; more where it has slabs: see ``PageAllocator.transfer_length``.
             num_cached: how many of the pages before ``first`` are cached here; None: all.
         """
         assert key not in self._table.sessions, f"{key} has begun already"
@@ -314,7 +316,7 @@ class Receiver:
         if isinstance(message, Closed):
             return self._on_closed(session, message)
         if isinstance(message, PrefillDone):
-            if message.num_tokens != session.num_tokens or not session.accepts(ReceiveEvent.PREFILL_DONE):
+            if message.length != session.num_tokens or not session.accepts(ReceiveEvent.PREFILL_DONE):
                 return False
             self._table.prefill_dones[session.key] = (message, now)
             session.apply(ReceiveEvent.PREFILL_DONE)

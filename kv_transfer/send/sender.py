@@ -202,11 +202,9 @@ class Sender:
         session = self._table.active(key)
         if session is None:
             return
-        num_pages = self._transport.store.layout.num_pages(prefill_done.num_tokens)
-        assert len(pages) == num_pages, (
-            f"{prefill_done.num_tokens} tokens are on {num_pages} pages, not on {len(pages)}"
-        )
-        session.finish(pages, prefill_done.num_tokens)
+        num_pages = self._transport.store.layout.num_pages(prefill_done.length)
+        assert len(pages) == num_pages, f"{prefill_done.length} tokens are on {num_pages} pages, not on {len(pages)}"
+        session.finish(pages, prefill_done.length)
         if session.has_ungrantable():
             self._refuse(session, "pages are granted that the prompt does not have")
             return

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from common.cache.page_layout import PageLayout
-from common.config.batching import Batching, check_batching
+from common.config.batching import Batching, check_batching, parse_window_ratio
 from common.config.gateway import GatewayConfig, Routing, check_auto_roles
 from common.config.node import NodeConfig
 from common.config.options import option, options_of
@@ -187,6 +187,8 @@ class SimulateConfig(
         check_load(self)
         check_scheduling(self)
         check_batching(self)
+        if parse_window_ratio(self.swa_full_tokens_ratio) != 1:
+            raise ConfigError("--swa-full-tokens-ratio: the simulator knows one pool of pages only; leave it out")
         self._check_calibration()
         self._check_hardware()
         if not self.plan:  # which chooses nodes at which the model fits

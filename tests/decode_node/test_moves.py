@@ -1,6 +1,7 @@
 """A request moves from one decode node to another with its pages; its tokens are those of the undisturbed run."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support.cluster.fake_engine import expected_of_both, expected_output
@@ -67,6 +68,27 @@ def test_a_moved_request_takes_the_window_pages_of_its_window_only(num_before: i
     assert new["prompt_tokens_computed"] == 0
     num_pages = -(-(len(PROMPT) + num_before) // 4)
     assert num_pages < new["pages_received"] <= num_pages + 5
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    "pools", [{"decode_pages": 17}, {"window": 11, "window_pages": (12, 7), "chunk_tokens": 8}], ids=["full", "window"]
+)
+def test_of_two_requests_that_change_places_without_room_one_is_refused_at_once(pools: dict[str, Any]) -> None:
+    cluster = LocalCluster(num_decode=2, page_size=4, **pools)
+    for number, rid in enumerate("ab"):
+        cluster.submit(rid, prompt_of(37, number), sampling(20), pair=(0, number))
+        run_until(cluster, rid, 3)
+    cluster.move("a", 1)
+    cluster.move("b", 0)
+    cluster.run(100)
+    refused, moved = cluster.answers["a"], cluster.answers["b"]
+    assert refused.error is not None and refused.error.code is ErrorCode.QUEUE_FULL
+    window = pools.get("window")
+    expected = expected_of_both(prompt_of(37, 1), 20, window) if window else expected_output(prompt_of(37, 1), 20)
+    assert moved.output == expected
+    cluster.settle()
+    assert_all_pages_are_released(cluster)
     cluster.close()
 
 

@@ -41,18 +41,19 @@ async def test_tokens_equal_those_of_the_library_cold_and_cached_on_two_decode_n
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("architecture", "others"),
+    ("architecture", "num_window_pages", "others"),
     [
-        ("Gemma3ForCausalLM", {}),
-        ("GptOssForCausalLM", {"kv_checksum": "all"}),
-        ("Olmo3ForCausalLM", {"transport": "tcp"}),
+        ("Gemma3ForCausalLM", 16, {}),
+        ("GptOssForCausalLM", 16, {"kv_checksum": "all"}),
+        ("Olmo3ForCausalLM", 16, {"transport": "tcp"}),
+        ("Gemma2ForCausalLM", 48, {"swa_full_tokens_ratio": "auto"}),  # 6 pages for an eighth of 1,024 tokens
     ],
 )
 async def test_tokens_equal_those_of_the_library_where_window_layers_have_pages_of_their_own(
-    tmp_path: Path, architecture: str, others: dict[str, str]
+    tmp_path: Path, architecture: str, num_window_pages: int, others: dict[str, str]
 ) -> None:
-    log = await check_cold_and_cached(tmp_path, architecture, swa_full_tokens_ratio=0.25, **others)
-    assert "window layers have 16 pages of their own" in log
+    log = await check_cold_and_cached(tmp_path, architecture, **{"swa_full_tokens_ratio": "0.25", **others})
+    assert f"window layers have {num_window_pages} pages of their own" in log
 
 
 async def check_cold_and_cached(tmp_path: Path, architecture: str, **others: Any) -> str:

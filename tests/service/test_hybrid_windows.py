@@ -1,11 +1,15 @@
 """Models with window layers among others keep window pages of the window only, and give the library's tokens."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released
 from support.engine.library_models import WINDOW, make_library_model
-from support.engine.reference_models import draw_prompts
+from support.engine.lora_adapters import make_adapter, merge
+from support.engine.reference_models import draw_prompts, generate, load_reference
 
 from common.sampling_params import SamplingParams
 
@@ -30,7 +34,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, draw_prompts(folder, lengths, MAX_NEW, seed=5)
 
 
-def make_cluster(folder: Path, *, num_prefill: int = 1, decode_pages: int = 128) -> LocalCluster:
+def make_cluster(
+    folder: Path, *, num_prefill: int = 1, decode_pages: int = 128, window: int = WINDOW, **others: Any
+) -> LocalCluster:
     return LocalCluster(
         folder,
         num_prefill=num_prefill,
@@ -41,15 +47,25 @@ def make_cluster(folder: Path, *, num_prefill: int = 1, decode_pages: int = 128)
         decode_pages=decode_pages,
         latency=2,
         conservativeness=0,
-        window=WINDOW,
+        window=window,
         window_pages=(4 * COMPUTING, COMPUTING + 2 * DECODING),
+        **others,
     )
 
 
-def serve_all(cluster: LocalCluster, cases: list[Case], tag: str) -> None:
+def serve_all(cluster: LocalCluster, cases: list[Case], tag: str, **others: Any) -> None:
+    submit_all(cluster, cases, tag, **others)
+    check_all(cluster, cases, tag)
+
+
+def submit_all(cluster: LocalCluster, cases: list[Case], tag: str, **others: Any) -> None:
     sampling = SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0)
     for number, (prompt, _) in enumerate(cases):
-        cluster.submit(f"{tag}{number}", prompt, sampling, pair=(0 if cluster.prefill else None, number % 2))
+        pair = (0 if cluster.prefill else None, number % 2)
+        cluster.submit(f"{tag}{number}", prompt, sampling, pair=pair, **others)
+
+
+def check_all(cluster: LocalCluster, cases: list[Case], tag: str) -> None:
     cluster.run()
     for number, (prompt, expected) in enumerate(cases):
         answer = cluster.answers[f"{tag}{number}"]
@@ -98,5 +114,73 @@ def test_decode_nodes_are_sent_window_pages_of_the_window_only(model: tuple[Path
     num_windowed = num_pages - (len(prompt) - WINDOW + 1) // PAGE_SIZE
     assert num_windowed == 7 < num_pages
     sent = cluster.counters(cluster.prefill[0])["pages_sent"]
-    assert sent == num_pages * groups.full_units + num_windowed * groups.window_units
+    assert sent == num_pages * groups.full_slabs + num_windowed * groups.window_slabs
+    cluster.close()
+
+
+def test_requests_with_different_salts_share_no_page_of_either_pool(model: tuple[Path, list[Case]]) -> None:
+    folder, cases = model
+    cluster = make_cluster(folder)
+    for salt in ("", "red", "blue"):
+        before = cluster.counters(cluster.prefill[0])["prompt_tokens_cached"]
+        serve_all(cluster, cases, f"{salt} cold ", salt=salt)
+        assert cluster.counters(cluster.prefill[0])["prompt_tokens_cached"] == before
+    for salt in ("blue", "", "red"):
+        submit_all(cluster, cases, f"{salt} together ", salt=salt)
+    for salt in ("", "red", "blue"):
+        check_all(cluster, cases, f"{salt} together ")
+    assert cluster.counters(cluster.prefill[0])["prompt_tokens_cached"] > 0
+    assert_all_pages_are_released(cluster)
+    cluster.close()
+
+
+@pytest.mark.parametrize("num_prefill", [pytest.param(0, marks=pytest.mark.slow(sample=0)), 1])
+def test_requests_with_adapters_give_the_tokens_of_the_merged_models(
+    model: tuple[Path, list[Case]], tmp_path: Path, num_prefill: int
+) -> None:
+    """The same prompts for the model and for two adapters, at once and in a pool that some are retracted from."""
+    folder, cases = model
+    of_adapter, adapters = {"": cases}, {}
+    for seed, name in enumerate(("a", "b")):
+        targets = ("q_proj", "k_proj", "v_proj", "o_proj")  # experts cannot have any
+        adapters[name] = make_adapter(tmp_path / name, folder, seed=seed, targets=targets)
+        merged = load_reference(merge(tmp_path / f"merged-{name}", folder, adapters[name]))
+        expected = [(prompt, generate(merged, prompt, MAX_NEW)) for prompt, _ in cases]
+        of_adapter[name] = [(prompt, output) for prompt, output in expected if output is not None]
+        assert len(of_adapter[name]) > 2
+    assert len({dict(some)[cases[-1][0]] for some in of_adapter.values() if cases[-1][0] in dict(some)}) > 1
+    cluster = make_cluster(folder, num_prefill=num_prefill, decode_pages=58, adapters=adapters)
+    for tag in ("cold", "again"):
+        for name, some in of_adapter.items():
+            submit_all(cluster, some, f"{tag} {name} ", adapter=name, salt=name)
+        for name, some in of_adapter.items():
+            check_all(cluster, some, f"{tag} {name} ")
+    assert sum(cluster.counters(node)["retractions"] for node in cluster.decode) > 0
+    assert_all_pages_are_released(cluster)
+    cluster.close()
+
+
+def test_windows_that_an_override_changes_give_the_tokens_of_the_library(
+    model: tuple[Path, list[Case]], tmp_path: Path
+) -> None:
+    """A shorter window, in other layers than config.json says."""
+    folder, cases = model
+    window = 10
+    overrides = {
+        "sliding_window": window,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    }
+    changed = tmp_path / "changed"
+    shutil.copytree(folder, changed)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.keys() >= overrides.keys()
+    (changed / "config.json").write_text(json.dumps({**config, **overrides}))
+    expected = draw_prompts(changed, [len(prompt) for prompt, _ in cases], MAX_NEW, seed=6)
+    cluster = make_cluster(folder, window=window, overrides=overrides)
+    for tag in ("cold", "again"):
+        serve_all(cluster, expected, tag)
+    windows = cluster.decode[0].allocator.windows
+    assert windows is not None
+    assert (windows.groups.window, windows.groups.full) == (window, (0,))
+    assert_all_pages_are_released(cluster)
     cluster.close()

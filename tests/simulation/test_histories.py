@@ -93,7 +93,7 @@ class History:
             return None
         page_size = self.page_sizes[0]
         most = alignment.most_at_once(chunk_tokens, page_size) or UNBOUNDED
-        of_one, extra = KVWindow(page_size, self.window, most).ring_pages(most), self.random.randint(0, 6)
+        of_one, extra = KVWindow(page_size, self.window, most).max_span(most), self.random.randint(0, 6)
         prefill, decode = (min(of_one + extra, num_tokens // page_size) for num_tokens in self.num_tokens)
         return prefill, decode
 

@@ -151,6 +151,7 @@ def test_the_table_shows_the_figures() -> None:
         (["--step-cost=fast"], "--step-cost must be seconds"),
         (["--schedule-policy=best"], "--schedule-policy best is unknown"),
         (["--trace-window=1:2"], "--trace-window needs --trace"),
+        (["--swa-full-tokens-ratio=auto"], "the simulator knows one pool of pages only"),
         (["--replay=x", "--decode=2"], "remove --decode"),
     ],
 )

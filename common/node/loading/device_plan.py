@@ -31,7 +31,7 @@ def graph_conflict(config: NodeConfig, model: BaseModelConfig, layout: PageLayou
         return "there are no CUDA graphs on a CPU; leave it out"
     if config.tp > 1:
         return "steps of several ranks are not captured; leave it out, or leave out --tp"
-    if config.swa_full_tokens_ratio < 1:
+    if float(config.swa_full_tokens_ratio) < 1:
         return "steps with --swa-full-tokens-ratio below 1 are not captured; leave one out"
     if model.implementation != "native":
         return "steps of a model that transformers computes are not captured; leave it out"

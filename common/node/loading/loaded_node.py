@@ -173,14 +173,14 @@ class LoadedNode:
             worker.capacity.num_pages,
             config.page_size,
             worker.layout.dtype,
-            worker.layout.bytes_per_token * worker.layout.full_units,
+            worker.layout.bytes_per_token * worker.layout.full_slabs,
             self._gateways.description,
         )
         if (windows := worker.allocator.windows) is not None:
             log.info(
                 "window layers have %d pages of their own, %d bytes for each token, and keep %d tokens of a request",
                 windows.num_pages,
-                worker.layout.bytes_per_token * worker.layout.window_units,
+                worker.layout.bytes_per_token * worker.layout.window_slabs,
                 windows.groups.window,
             )
         if (window := worker.window).is_bounded:

@@ -21,6 +21,8 @@ CROSSOVER_TOKENS = 16_384.0
 CPU_POOL_TOKENS = 131_072
 #: The share of the remaining memory that a pool takes if no size is configured.
 MEMORY_SHARE = 0.8
+#: ``--swa-full-tokens-ratio auto`` takes requests to have this part of the context length.
+USUAL_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,9 @@ def plan_capacity(
     num_pages = tokens // config.page_size
     if num_pages < 1:
         raise ConfigError("--memory-fraction leaves no room for a single KV page; raise it or free some memory")
-    chunk = config.chunked_prefill_size
-    if chunk is None:
-        chunk = CPU_CHUNK_TOKENS if device == "cpu" else CUDA_CHUNK_TOKENS
-        chunk = max(chunk, config.page_size)
+    chunk = chunk_size(config, device)
     max_queued = MAX_QUEUED if config.max_queued_requests is None else config.max_queued_requests
-    alignment = ChunkAlignment(
-        config.truncation_align_size or 1, crossover_tokens if config.enable_dynamic_chunking else None
-    )
+    alignment = _alignment(config, crossover_tokens)
     if 0 <= chunk < alignment.align_tokens:
         raise ConfigError(
             f"--truncation-align-size {alignment.align_tokens} exceeds --chunked-prefill-size {chunk}: lower one or "
@@ -101,6 +98,42 @@ def plan_capacity(
         )
     chunk_tokens = None if chunk < 0 else chunk
     return Capacity(min(num_slots, num_pages), num_pages, max_queued, chunk_tokens, alignment, context_length, window)
+
+
+def chunk_size(config: NodeConfig, device: str) -> int:
+    """The value of ``--chunked-prefill-size``, or that of the device."""
+    if config.chunked_prefill_size is not None:
+        return config.chunked_prefill_size
+    return max(CPU_CHUNK_TOKENS if device == "cpu" else CUDA_CHUNK_TOKENS, config.page_size)
+
+
+def _alignment(config: NodeConfig, crossover_tokens: float = CROSSOVER_TOKENS) -> ChunkAlignment:
+    crossover = crossover_tokens if config.enable_dynamic_chunking else None
+    return ChunkAlignment(config.truncation_align_size or 1, crossover)
+
+
+def most_window_pages(config: NodeConfig, groups: LayerGroups, alignment: ChunkAlignment, chunk: int | None) -> int:
+    """Window pages that one request can hold, which is computed in chunks of so many tokens; ``UNBOUNDED``: whole."""
+    most_at_once = alignment.most_at_once(chunk, config.page_size) or UNBOUNDED
+    return KVWindow(config.page_size, max(groups.window, 2), most_at_once).max_span(most_at_once)
+
+
+def auto_window_ratio(config: NodeConfig, groups: LayerGroups | None, *, device: str, context_length: int) -> float:
+    """What ``--swa-full-tokens-ratio auto`` stands for.
+
+    It is what one request can hold in window layers, divided by the tokens that it usually has: a share of the context
+    length. Where ``--max-total-tokens`` is given, a request has at least its share of the pool, and one request fits.
+    """
+    chunk = chunk_size(config, device)
+    if groups is None or chunk < 0 or config.record:
+        return 1.0
+    of_one = most_window_pages(config, groups, _alignment(config), chunk) * config.page_size
+    usual = min(context_length, config.context_length or context_length) / USUAL_SHARE
+    total = config.max_total_tokens
+    if total is not None:
+        usual = max(usual, total / (config.max_running_requests or MAX_SLOTS))
+        usual = min(usual, total // config.page_size * config.page_size)
+    return min(1.0, math.ceil(100 * of_one / usual) / 100)
 
 
 def num_window_pages(config: NodeConfig, groups: LayerGroups | None, capacity: Capacity, num_pages: int) -> int:
@@ -111,13 +144,12 @@ def num_window_pages(config: NodeConfig, groups: LayerGroups | None, capacity: C
     """
     if groups is None:
         return num_pages
-    most_at_once = capacity.alignment.most_at_once(capacity.chunk_tokens, config.page_size) or UNBOUNDED
-    of_one = KVWindow(config.page_size, max(groups.window, 2), most_at_once).ring_pages(most_at_once)
-    count = math.ceil(num_pages * config.swa_full_tokens_ratio)
+    of_one = most_window_pages(config, groups, capacity.alignment, capacity.chunk_tokens)
+    count = math.ceil(num_pages * float(config.swa_full_tokens_ratio))
     if count < of_one:
         needs = "prompts that are computed whole" if of_one == UNBOUNDED else f"the {of_one} that one request can hold"
         raise ConfigError(
-            f"--swa-full-tokens-ratio {config.swa_full_tokens_ratio:g} gives window layers {count} of {num_pages} "
+            f"--swa-full-tokens-ratio {config.swa_full_tokens_ratio} gives window layers {count} of {num_pages} "
             f"pages, too few for {needs}: raise it or the size of the pool, or lower --chunked-prefill-size"
         )
     return count

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from common.cache.page_layout import PageLayout
 from common.cache.window_pages import LayerGroups
+from common.config.batching import parse_window_ratio
 from common.config.node import NodeConfig
 from common.config.shared import ONLY_ON_CPUS
 from common.cpu_cores import usable_cores
@@ -25,6 +26,7 @@ from common.node.loading.device_plan import (
 from common.node.loading.memory_plan import (
     Capacity,
     MemoryLayout,
+    auto_window_ratio,
     free_bytes,
     num_pages_that_fit,
     num_window_pages,
@@ -83,6 +85,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
         check_ranks(model, config.tp, device)
     if config.weight_dtype != "auto" and device != "cpu":
         raise ConfigError(f"--weight-dtype {config.weight_dtype} {ONLY_ON_CPUS}")
+    config = with_window_ratio(config, model, device)
     groups = layer_groups(config, model)
     layout = memory_layout(config, model, device)
     capacity = plan_capacity(
@@ -227,13 +230,22 @@ def rank_device(config: NodeConfig) -> str:
     return device if config.tp == 1 else Shard(0, config.tp).device(device)
 
 
+def with_window_ratio(config: NodeConfig, model: "BaseModelConfig", device: str) -> NodeConfig:
+    """The configuration with a number where ``--swa-full-tokens-ratio`` is ``auto``."""
+    if parse_window_ratio(config.swa_full_tokens_ratio) is not None:
+        return config
+    ratio = auto_window_ratio(config, model.layer_groups, device=device, context_length=model.context_length)
+    log.info("--swa-full-tokens-ratio auto is %g here", ratio)
+    return replace(config, swa_full_tokens_ratio=f"{ratio:g}")
+
+
 def layer_groups(config: NodeConfig, model: "BaseModelConfig") -> LayerGroups | None:
     """The groups of layers that get pages of their own; None: a page holds all layers.
 
     Raises:
         ConfigError: they are asked for, and are not possible.
     """
-    ratio = config.swa_full_tokens_ratio
+    ratio = float(config.swa_full_tokens_ratio)
     if ratio == 1:
         return None
     if config.record:
@@ -253,9 +265,8 @@ def memory_layout(config: NodeConfig, model: "BaseModelConfig", device: str) -> 
 
     layout = model.layout(config.page_size, config.dtype, config.kv_cache_dtype)
     if (groups := layer_groups(config, model)) is not None:
-        layout = MemoryLayout(
-            **asdict(layout), num_window_layers=len(groups.windowed), ratio=config.swa_full_tokens_ratio
-        )
+        ratio = float(config.swa_full_tokens_ratio)
+        layout = MemoryLayout(**asdict(layout), num_window_layers=len(groups.windowed), ratio=ratio)
     if config.tp == 1:
         return layout
     num_heads = len(Shard(0, config.tp).kv_heads(layout.num_kv_heads))

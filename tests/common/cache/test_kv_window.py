@@ -24,7 +24,7 @@ def test_without_a_window_every_page_is_needed_and_cached() -> None:
     window = KVWindow.of_decode(PAGE, None, 8, num_pages=2)
     assert not window.is_bounded
     assert window.is_cached(10**9)
-    assert window.first_page(10**9) == 0
+    assert window.first_held(10**9) == 0
     assert window.pages_to_compute(401) == 101
     assert window.max_tokens(25) == 100
     assert not window.prefers_ring(100, NOTHING, 25)
@@ -37,17 +37,17 @@ def test_the_pages_of_a_window_are_those_that_the_next_token_sees() -> None:
     window = KVWindow.of_decode(PAGE, 11, 8, num_pages=100)
     assert [window.is_cached(count) for count in (10, 11)] == [True, False]
     # The token at position 30 sees positions 20 to 30; position 20 is the first of page 5.
-    assert window.first_page(30) == 5
-    assert window.first_page(29) == 4
+    assert window.first_held(30) == 5
+    assert window.first_held(29) == 4
     # 11 tokens lie on 4 pages if they begin at the end of one.
-    assert window.ring_pages(1) == 4
+    assert window.max_span(1) == 4
     # The first token of a chunk of 8 sees 10 before it: 18 tokens.
-    assert window.ring_pages(8) == window.pages_to_compute(1000) == 6
+    assert window.max_span(8) == window.pages_to_compute(1000) == 6
     assert window.pages_to_compute(11) == 3
 
 
 def test_a_page_before_a_received_window_is_full() -> None:
-    assert KVWindow.of_decode(16, 4, 16, num_pages=100).first_page(35) == 1, "page 2 has only three tokens"
+    assert KVWindow.of_decode(16, 4, 16, num_pages=100).first_held(35) == 1, "page 2 has only three tokens"
 
 
 def test_a_decode_pool_without_room_for_ring_and_cached_pages_caches_nothing() -> None:
@@ -105,4 +105,4 @@ def test_a_growing_request_uses_its_own_pages_again_and_only_those_that_no_token
         assert len(set(seen)) == len(seen)
         assert request.own == request.pages[len(request.pages) - len(request.own) :]
         assert request.pages[:num_cached] == list(range(num_cached)), "a cached page is never used again"
-    assert len(request.own) <= max(window.ring_pages(1), num_pages - num_cached)
+    assert len(request.own) <= max(window.max_span(1), num_pages - num_cached)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import RadixCache
+from common.cache.radix_cache import Pending, RadixCache
 from common.cache.request_kv import cache_computed, release
 from common.cache.window_pages import LayerGroups, WindowPages
 from common.errors import InvariantError
@@ -84,10 +84,10 @@ class Node:
         self.windows.check_requests(self.requests)
 
 
-def test_units_have_the_most_layers_that_divide_both_groups() -> None:
-    assert (GROUPS.unit_layers, GROUPS.full_units, GROUPS.window_units) == (2, 1, 2)
+def test_slabs_have_the_most_layers_that_divide_both_groups() -> None:
+    assert (GROUPS.slab_layers, GROUPS.full_slabs, GROUPS.window_slabs) == (2, 1, 2)
     odd = LayerGroups((3, 7), (0, 1, 2, 4, 5, 6, 8), 5)
-    assert (odd.unit_layers, odd.full_units, odd.window_units, odd.num_units(10, 4)) == (1, 2, 7, 48)
+    assert (odd.slab_layers, odd.full_slabs, odd.window_slabs, odd.num_slabs(10, 4)) == (1, 2, 7, 48)
 
 
 def test_a_long_prompt_holds_the_window_and_a_chunk_and_then_the_window() -> None:
@@ -183,14 +183,14 @@ def test_a_transfer_moves_window_pages_of_the_window_only() -> None:
     node.windows.settle(request, 50, decodes=False)
     first, num_pages = (50 - WINDOW + 1) // PAGE, 13
     assert first == 10
-    units = node.windows.units(request.pages, 0, 50)
-    assert len(units) == num_pages + 2 * (num_pages - first) == node.windows.num_units(num_pages, 50)
-    assert len(set(units)) == len(units)
-    assert max(units) < GROUPS.num_units(40, 12)
-    assert node.windows.pages_of(units) == request.pages
-    assert node.windows.transfer_tokens(50) == len(units) * PAGE
-    assert node.windows.units(request.pages[11:], 11, 50) == units[node.windows.num_units(11, 50) :]
-    assert node.windows.pages_of(units[:-1]) == request.pages[:-1], "a page is complete with its last unit"
+    slabs = node.windows.slabs(request.pages, 0, 50)
+    assert len(slabs) == num_pages + 2 * (num_pages - first) == node.windows.num_slabs(num_pages, 50)
+    assert len(set(slabs)) == len(slabs)
+    assert max(slabs) < GROUPS.num_slabs(40, 12)
+    assert node.windows.pages_of(slabs) == request.pages
+    assert node.windows.transfer_length(50) == len(slabs) * PAGE
+    assert node.windows.slabs(request.pages[11:], 11, 50) == slabs[node.windows.num_slabs(11, 50) :]
+    assert node.windows.pages_of(slabs[:-1]) == request.pages[:-1], "a page is complete with its last slab"
 
 
 def test_pages_of_a_failed_transfer_stay_until_no_write_can_reach_them() -> None:
@@ -213,6 +213,50 @@ def test_pages_of_a_failed_transfer_stay_until_no_write_can_reach_them() -> None
     node.check()
 
 
+def grant(node: Node, prompt: tuple[int, ...]) -> tuple[Request, Pending]:
+    """Reserve all pages of a prompt for a transfer; whole pages are pending in the cache."""
+    request = Request(f"of {len(prompt)}", 0, prompt, SamplingParams(max_new_tokens=30))
+    assert node.windows.reserve_grant(request, [], len(prompt), last_step=0)
+    request.pages = node.allocator.alloc(-(-len(prompt) // PAGE), Owner.GRANT) or []
+    node.windows.take_grant(request)
+    num_whole = len(prompt) // PAGE
+    return request, node.cache.insert_pending(prompt[: num_whole * PAGE], request.pages[:num_whole])
+
+
+@pytest.mark.parametrize(("num_shared", "is_usable"), [(40, True), (36, False), (20, False)])
+def test_only_a_prefix_that_will_have_its_window_is_pending(num_shared: int, is_usable: bool) -> None:
+    node = Node()
+    prompt = tuple(range(40))
+    _, pending = grant(node, prompt)
+    mine = (*prompt[:num_shared], *range(900, 910))
+    assert (node.cache.match(mine).pending is not None) == is_usable
+    assert node.cache.num_pending(mine) == (10 if is_usable else 0)
+    node.cache.make_ready(pending)
+    assert len(node.cache.match(mine).pages) == (10 if is_usable else 0)
+
+
+def test_a_prefix_is_pending_even_if_cached_pages_before_it_cannot_be_used() -> None:
+    node = Node()
+    node.end(node.whole("a", 16))
+    tokens = tuple(range(48))
+    match = node.cache.match(tokens)
+    assert len(match.pages) == 4
+    request = Request("b", 0, tokens, SamplingParams(max_new_tokens=30))
+    assert node.windows.reserve_grant(request, match.pages, 48, last_step=0)
+    new = node.allocator.alloc(8, Owner.GRANT)
+    assert new is not None
+    request.pages = match.pages + new
+    node.windows.take_grant(request)
+    pending = node.cache.insert_pending(tokens, new)
+    for page in match.pages:
+        node.windows._put(node.windows._unmap(page), 0)
+        node.windows.num_idle -= 1
+    found = node.cache.match(tokens)
+    assert (found.pages, found.pending is not None, node.cache.num_pending(tokens)) == ([], True, 8)
+    node.cache.make_ready(pending)
+    assert len(node.cache.match(tokens).pages) == 12
+
+
 def test_a_peer_gets_no_page_that_a_step_in_flight_may_use() -> None:
     node = Node(num_window_pages=6)
     node.allocator.begin_step(1)
@@ -233,7 +277,7 @@ def test_the_longest_usable_prefix_is_found(window: int, page_size: int, present
         windows._page_of[page] = page if is_present else -1
 
     def is_usable(num_pages: int) -> bool:
-        return all(present[windows.first_page(num_pages * page_size) : num_pages])
+        return all(present[windows.window.first_seen(num_pages * page_size) : num_pages])
 
     longest = max(count for count in range(len(present) + 1) if is_usable(count))
     assert windows.num_usable(range(len(present))) == longest

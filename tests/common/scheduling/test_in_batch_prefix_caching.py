@@ -11,6 +11,7 @@ from support.scheduling.waiting_requests import PAGE_SIZE, TOKENS, cache_with, r
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
+from common.cache.request_kv import adds_to_cache
 from common.config.scheduling import POLICIES
 from common.errors import ConfigError
 from common.request import Request
@@ -22,8 +23,20 @@ def sharing(*computing: Request) -> InBatchPrefixes:
     return InBatchPrefixes(PAGE_SIZE, InBatchPrefixLimits(max_cached=4, min_shared=8), computing)
 
 
+class Busy:
+    """A node on which a prompt is computed that uses what is cached of it."""
+
+    def __init__(self, computed: Request) -> None:
+        self._computed = computed
+        self._sharing = sharing(computed)
+
+    def holder_of(self, asking: Request, cache: RadixCache) -> Request | None:
+        self._computed.node = cache.match(self._computed.prompt).node
+        return self._sharing.holder_of(asking, cache)
+
+
 def test_a_prompt_is_deferred_if_it_shares_enough_beyond_its_cached_part() -> None:
-    busy = sharing(request(*range(20)))
+    busy = Busy(request(*range(20)))
     nothing, one_page, two_pages = (
         RadixCache(PageAllocator(9), PAGE_SIZE),
         cache_with(*range(4)),
@@ -34,6 +47,16 @@ def test_a_prompt_is_deferred_if_it_shares_enough_beyond_its_cached_part() -> No
     assert not busy.holder_of(request(*range(8), 70, 71), one_page)  # only four tokens to gain
     assert busy.holder_of(request(*range(12), 70, 71), one_page)
     assert not busy.holder_of(request(*range(16), 70, 71), two_pages)  # enough is cached already
+
+
+def test_a_prompt_waits_for_no_prefix_that_does_not_enter_the_cache() -> None:
+    cache, computed = cache_with(*range(4)), request(*range(20))
+    asking = request(*range(12), 70, 71)
+    assert not adds_to_cache(cache, computed)
+    assert sharing(computed).holder_of(asking, cache) is None, "the cache has a page that the other one does not use"
+    computed.node = cache.match(computed.prompt).node
+    assert adds_to_cache(cache, computed)
+    assert sharing(computed).holder_of(asking, cache) is computed
 
 
 def test_nothing_is_shared_across_salts_or_without_a_cache() -> None:
@@ -61,6 +84,8 @@ def test_the_holder_is_found_as_if_every_pair_were_compared(
     if pages := allocator.alloc(min(num_cached, len(mine) // page_size), Owner.REQUEST):
         cache.insert(mine[: len(pages) * page_size], pages)
     others = [request(*tokens) for tokens in computing]
+    for other in others:
+        other.node = cache.match(other.prompt).node
     asking = request(*mine, 7)
     found = cache.match(mine).num_tokens
     expected = None

@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_wire
 from kv_transfer.transports.torch_distributed import rendezvous as group_form
 
 #: The protocol version, and the digest of its messages.
-PINNED = (15, "ed90b1f62ab7a6af")
+PINNED = (16, "b3771914ab70c0f3")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,

@@ -14,11 +14,10 @@ from typing import Any
 from msgspec.structs import replace
 from support.cluster.fake_engine import VOCAB_SIZE, FakeExecutor, both_groups
 from support.cluster.manual_clock import ManualClock
-from support.cluster.watched_allocator import WatchedAllocator
+from support.cluster.watched_allocator import WatchedAllocator, WatchedWindowPages
 
 from common.cache.kv_window import UNBOUNDED, KVWindow
 from common.cache.radix_cache import RadixCache
-from common.cache.window_pages import WindowPages
 from common.config.scheduling import PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
@@ -121,6 +120,7 @@ class LocalCluster:
             committed, the latest possible moment.
         adapters: folders of LoRA adapters by the ids that requests name.
         window: tokens that a token sees in every layer; None: all.
+        overrides: keys of the folder's config.json with other values than in the file.
         window_pages: pages of window layers, of each prefill node and of each decode node; other layers see all tokens.
     """
 
@@ -153,10 +153,12 @@ class LocalCluster:
         grammar_ticks: int = 0,
         num_outstanding: int = 1,
         adapters: Mapping[str, Path] | None = None,
+        overrides: Mapping[str, Any] | None = None,
         window: int | None = None,
         window_pages: tuple[int, int] | None = None,
     ) -> None:
         self._adapters = adapters or {}
+        self._overrides = overrides or {}
         self.clock = ManualClock()
         self.grammar_ticks = grammar_ticks
         self.num_outstanding = num_outstanding
@@ -194,7 +196,7 @@ class LocalCluster:
         from common.engine.executor import load_executor
         from common.engine.models.implementation import ModelSource, load_config
 
-        config = load_config(ModelSource(str(self._folder)))
+        config = load_config(ModelSource(str(self._folder), overrides=self._overrides))
         assert config.window == self._window
         if self._groups is not None:
             assert config.layer_groups is not None and config.layer_groups.window == self._groups.window
@@ -210,7 +212,7 @@ class LocalCluster:
         if self._groups is not None:
             alignment = self._limits.get("alignment", ChunkAlignment())
             most = alignment.most_at_once(self._chunk, page_size) or UNBOUNDED
-            windows = WindowPages(
+            windows = WatchedWindowPages(
                 self._groups, num_pages, self._window_pages[role], page_size=page_size, chunk_tokens=most
             )
         return WatchedAllocator(num_pages, page_size, windows)
@@ -580,3 +582,6 @@ def assert_all_pages_are_released(cluster: LocalCluster) -> None:
         assert load.num_quarantined_pages == 0
         num_pages = member.allocator.num_pages
         assert load.num_free_pages + load.num_cached_pages == num_pages, "a page leaked"
+        gauges = member.allocator.gauges()
+        assert gauges.get("held_window_pages", 0) == 0, "a window page leaked"
+        assert gauges.get("unreserved_window_pages") == gauges.get("window_pages"), "a window page is still reserved"
