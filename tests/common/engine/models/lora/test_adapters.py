@@ -248,6 +248,7 @@ def test_requests_of_the_model_and_of_several_adapters_in_one_batch_equal_the_me
     driver.executor.close()
 
 
+@pytest.mark.slow(sample=0.3)
 def test_a_request_alone_equals_the_merged_model(served: tuple[Path, list[Case]]) -> None:
     root, cases = served
     executor = load(root)
