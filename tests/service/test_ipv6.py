@@ -119,6 +119,7 @@ def test_a_request_goes_from_prefill_to_decode_over_ipv6_alone(processes: Proces
     assert len(answer["choices"][0]["token_ids"]) == 8
 
 
+@pytest.mark.slow
 @needs_ipv6
 def test_serve_works_over_ipv6(processes: Processes) -> None:
     processes.start(

@@ -40,7 +40,7 @@ def serve_all(cluster: LocalCluster, cases: list[Case], *, together: bool, tag: 
     cluster.settle()
 
 
-@pytest.mark.slow(sample=0.1)
+@pytest.mark.slow(sample=0.05)
 @pytest.mark.parametrize(
     ("page_size", "chunk_tokens", "together"),
     # Every pair of page size and chunk size; requests come together in every second, so that it meets every size, too.

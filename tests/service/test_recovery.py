@@ -159,7 +159,7 @@ async def num_attempts(client: Client) -> int:
         return max(one["num_attempts"] for one in (await answer.json())["requests"])
 
 
-@pytest.mark.slow(sample=0.33)
+@pytest.mark.slow(sample=0.2)
 @pytest.mark.parametrize("victims", [("prefill-0",), ("decode-0",), ("prefill-1", "decode-1")], ids="+".join)
 @pytest.mark.parametrize("moment", ["computing", "transfer", "decoding"])
 async def test_after_a_kill_every_answer_is_that_of_the_undisturbed_run(

@@ -104,6 +104,7 @@ async def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(tmp_path
             await client.settled()
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("local_prefill", ["always", "never"])
 async def test_requests_go_on_while_a_grammar_is_compiled_and_its_request_may_leave(
     tmp_path: Path, local_prefill: str

@@ -114,12 +114,13 @@ async def test_greedy_tokens_do_not_depend_on_the_ranks_of_either_node(
         service.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "prefill", "decode"),
     [
         ("Gemma2ForCausalLM", 1, 2),
-        pytest.param("DeepseekV3ForCausalLM", 2, 4, marks=pytest.mark.slow),  # attention is whole in the plan; experts
-        pytest.param("MistralForCausalLM", 2, 2, marks=pytest.mark.slow),  # the pages of its windows only
+        ("DeepseekV3ForCausalLM", 2, 4),  # attention is whole in the plan; experts
+        ("MistralForCausalLM", 2, 2),  # the pages of its windows only
     ],
 )
 async def test_a_model_that_transformers_computes_is_divided_as_well(

@@ -50,7 +50,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     ("source_size", "target_size", "transport"),
     [
         (16, 32, "tcp"),
-        (32, 16, "shm"),
+        pytest.param(32, 16, "shm", marks=pytest.mark.slow),
         pytest.param(64, 4, "tcp", marks=pytest.mark.slow),
         pytest.param(4, 64, "shm", marks=pytest.mark.slow),
         pytest.param(16, 32, "nixl", marks=pytest.mark.slow),

@@ -294,6 +294,7 @@ def test_in_triton_requests_with_adapters_of_experts_equal_the_merged_models(
     driver.executor.close()
 
 
+@pytest.mark.slow(sample=0.3)
 def test_a_request_alone_equals_the_merged_model(served: tuple[Path, list[Case]]) -> None:
     root, cases = served
     executor = load(root)

@@ -67,7 +67,7 @@ def test_tokens_of_two_ranks_equal_those_of_the_library(tmp_path: Path, architec
     check_divided(make_library_model(tmp_path, architecture, seed=7), 2)
 
 
-@pytest.mark.slow(sample=0.34)
+@pytest.mark.slow(sample=0.2)
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [
@@ -98,7 +98,7 @@ def test_matrices_of_a_quantized_checkpoint_are_divided_once_they_are_decoded(
         check_tokens(executor, cases, 4)
 
 
-@pytest.mark.slow(sample=0.34)
+@pytest.mark.slow(sample=0.2)
 @pytest.mark.parametrize(
     ("architecture", "overrides", "num_ranks", "targets"),
     [
