@@ -61,9 +61,11 @@ def targets_of(weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -
     layers = {int(found[1]) for name in matrices if (found := re.search(r"\.layers\.(\d+)\.", name))}
     for layer in sorted(layers):
         place = f"model.layers.{layer}.mlp"
+        routers = [name for name in matrices if re.fullmatch(rf"model\.layers\.{layer}\..*\.gate", name)]
+        if not routers:
+            continue  # a dense layer
         if is_named(f"{place}.gate.weight", parameters):
-            router = next(name for name in matrices if re.fullmatch(rf"model\.layers\.{layer}\..*\.gate", name))
-            yield Target(f"{place}.gate.weight", f"{place}.gate", [[router]])
+            yield Target(f"{place}.gate.weight", f"{place}.gate", [routers])
         adapted = [kind for kind in _IN_PARAMETERS if is_named(f"{place}.experts.{kind}", parameters)]
         for number, kind in enumerate(reversed(adapted)):
             found_by_part = [

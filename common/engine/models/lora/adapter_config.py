@@ -53,13 +53,13 @@ class AdapterConfig:
 
     @property
     def max_rank(self) -> int:
-        return max(self.rank, *(rank for _, rank in self.rank_patterns), 1)
+        return max([self.rank, *(rank for _, rank in self.rank_patterns)])
 
     def rank_of(self, name: str) -> int:
         return next((rank for pattern, rank in self.rank_patterns if pattern.matches(name)), self.rank)
 
     def scale_of(self, name: str, rank: int) -> float:
-        """Return the factor of the product, in which PEFT's versions agree (rank-stabilised: arXiv 2312.03732)."""
+        """Return the factor of a product of this rank (rank-stabilised: arXiv 2312.03732)."""
         alpha = next((one for pattern, one in self.alpha_patterns if pattern.matches(name)), self.alpha)
         return alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank
 

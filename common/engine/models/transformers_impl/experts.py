@@ -68,11 +68,8 @@ class PackedExperts(nn.Module):
         inputs, outputs = (1, 2) if experts.is_transposed else (2, 1)
         hidden, width = (experts.down_proj.shape[dim] for dim in (outputs, inputs))
         #: Outputs and inputs of an expert's matrices, in the order of the library's parameters.
-        self._shapes = {
-            name: {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}[name]
-            for name, _ in experts.named_parameters()
-            if name in _WEIGHTS
-        }
+        shapes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
+        self._shapes = {name: shapes[name] for name, _ in experts.named_parameters() if name in shapes}
         self._is_alternating = not experts.is_concatenated
         self._operations: Operations = (None if width % LANES else load_kernels()) or TorchOperations()
         self._loop = ExpertLoop(packed)

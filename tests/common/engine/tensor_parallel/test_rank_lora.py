@@ -37,6 +37,9 @@ def test_adapters_in_one_batch_equal_the_merged_models_on_one_rank_and_on_severa
         "a": {"targets": targets, "seed": 1},
         "b": {"targets": ("q_proj", "o_proj"), "seed": 2, "rank": 3, "use_rslora": True},
     }
+    if "gate" in targets:
+        settings["b"]["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "gate.weight"]
+        settings["b"]["rank_pattern"] = {"gate_up_proj": 5}
     cases = [("", *case) for case in draw_prompts(folder, LENGTHS, MAX_NEW, seed=7)]
     for name, some in settings.items():
         merged = merge(tmp_path / f"merged-{name}", folder, make_adapter(tmp_path / name, folder, **some))
