@@ -102,7 +102,7 @@ class SendSession:
         self.units = units
         self.is_suspended = self._is_short = False
         indices = range(first, first + len(pages))
-        assert self.targets.keys().isdisjoint(indices)
+        assert not self.targets or self.targets.keys().isdisjoint(indices)
         self.targets.update(zip(indices, pages, strict=True))
         if pages:
             self._early.append(range(first * units.per_target, indices.stop * units.per_target))
@@ -174,15 +174,16 @@ class SendSession:
         """Whether an index is granted that the prompt, now computed, does not have."""
         return bool(self._early)
 
-    def start(self, limit: int) -> list[int]:
+    def start(self, limit: int) -> Sequence[int]:
         """Take at most ``limit`` due units, whose writes begin now."""
         self.apply(SendEvent.START)
-        units: list[int] = []
+        units: Sequence[int] = ()
         while self._due and len(units) < limit:
             run, num_left = self._due.popleft(), limit - len(units)
-            units += run[:num_left]
             if len(run) > num_left:
                 self._due.appendleft(run[num_left:])
+                run = run[:num_left]
+            units = [*units, *run] if units else run
         self._in_flight.update(units)
         return units
 
@@ -191,7 +192,8 @@ class SendSession:
         per_source, per_target = self.units.per_source, self.units.per_target
         sources, targets = self.sources, self.targets
         if per_source == per_target == 1:
-            return [(sources[unit], targets[unit]) for unit in units]
+            some = sources[units.start : units.stop] if isinstance(units, range) else [sources[unit] for unit in units]
+            return list(zip(some, map(targets.__getitem__, units), strict=True))
         return [(sources[unit // per_source], targets[unit // per_target]) for unit in units]
 
     def written(self, units: Sequence[int]) -> None:

@@ -150,7 +150,7 @@ def test_units_beyond_the_end_of_the_prompt_are_never_due() -> None:
     session.compute([0, 1, 2])
     session.finish([0, 1, 2, 3, 4], 9)
     assert not session.has_ungrantable()
-    assert session.start(9) == [0, 1, 2, 3, 4]
+    assert list(session.start(9)) == [0, 1, 2, 3, 4]
     assert session.pages_of([4]) == [(4, 5)]
     session.check()
 
