@@ -26,14 +26,13 @@ def cache_computed(cache: RadixCache, request: Request) -> None:
     stay the request's own until ``release``: otherwise the request would lock the other request's prefix beside its
     own duplicate, and the prefix could not be evicted when the other request ends.
     """
-    num_pages = request.num_computed // cache.page_size
-    if request.is_wrapped or num_pages <= len(request.pages) - len(request.own):
+    num_pages, num_locked = request.num_computed // cache.page_size, len(request.pages) - len(request.own)
+    if request.is_wrapped or num_pages <= num_locked:
         return  # all of these are cached already, or cannot be
     key = packed_tokens(request, num_pages * cache.page_size)
-    num_locked = 0 if request.node is None else sum(len(node.pages) for node in request.node.path())
-    if len(cache.match_all(key, request.salt).pages) > num_locked:
+    if cache.num_ready(key, request.salt) > num_locked:
         return
-    inserted = _insert(cache, request, num_pages)
+    inserted = _insert(cache, request, key)
     if inserted.num_adopted:
         cache.lock(inserted.node)  # before the unlock, so that common ancestors stay locked
         cache.unlock(request.node)
@@ -49,7 +48,8 @@ def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, ke
     if windows is not None:
         windows.release(request)
     if keep and not request.is_wrapped:
-        num_kept = _insert(cache, request, request.num_computed // cache.page_size).first_adopted
+        num_tokens = request.num_computed // cache.page_size * cache.page_size
+        num_kept = _insert(cache, request, packed_tokens(request, num_tokens)).first_adopted
         if windows is not None and num_kept:
             _complete(cache, windows, request, num_kept)
     allocator.free(request.own, Owner.REQUEST)
@@ -69,14 +69,13 @@ def _complete(cache: RadixCache, windows: WindowPages, request: Request, num_pag
             windows.give(ours, cached)
 
 
-def _insert(cache: RadixCache, request: Request, num_pages: int) -> Inserted:
-    """Insert the first pages of a request; adopted pages leave ``request.own``."""
-    pages = request.pages[:num_pages]
-    key = packed_tokens(request, num_pages * cache.page_size)
+def _insert(cache: RadixCache, request: Request, key: TokenKey) -> Inserted:
+    """Insert the pages of the first tokens of a request; adopted pages leave ``request.own``."""
+    pages = request.pages[: len(key) // (cache.page_size * TOKEN_BYTES)]
     inserted = cache.insert(key, pages, request.salt, priority=request.priority)
     adopted = pages[inserted.first_adopted :]
     if adopted:
-        first = request.own.index(adopted[0])
+        first = inserted.first_adopted - (len(request.pages) - len(request.own))
         end = first + len(adopted)
         assert request.own[first:end] == adopted, "a request's own pages are not in the order of its page table"
         del request.own[first:end]
