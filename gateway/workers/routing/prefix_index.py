@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from common.cache.tree_node import pack
+
 #: Pieces of one prompt that are remembered.
 MAX_PIECES = 512
 PIECE_BYTES = 8
@@ -60,6 +62,8 @@ class PrefixIndex:
 
     def __init__(self, piece_tokens: int, max_pieces: int) -> None:
         self._piece_tokens = piece_tokens
+        # The sum of the tokens of a piece, each times its factor, is its hash.
+        self._factors = np.random.default_rng(0).integers(0, 2**64, piece_tokens, np.uint64) | np.uint64(1)
         self._max_bytes = max_pieces * PIECE_BYTES
         self._root = _Run(None, b"")
         self._runs: OrderedDict[_Run, None] = OrderedDict()  # the least recently used first; each after its children
@@ -73,11 +77,13 @@ class PrefixIndex:
 
     def pieces(self, prompt: Sequence[int], salt: str) -> bytes:
         """Chained hashes of the prompt's leading whole pieces; each covers everything up to its end."""
-        size = self._piece_tokens
+        num_pieces = min(len(prompt) // self._piece_tokens, MAX_PIECES)
+        tokens = np.frombuffer(pack(prompt[: num_pieces * self._piece_tokens]), np.uint32)
+        sums = tokens.reshape(num_pieces, self._piece_tokens).astype(np.uint64) @ self._factors
         value = zlib.crc32(salt.encode())
         pieces = array("q")
-        for end in range(size, min(len(prompt), MAX_PIECES * size) + 1, size):
-            value = hash((value, tuple(prompt[end - size : end])))  # of integers alone, the same in every process
+        for piece in sums.view(np.int64).tolist():
+            value = hash((value, piece))  # of integers alone, the same in every process
             pieces.append(value)
         return pieces.tobytes()
 
