@@ -13,7 +13,7 @@ class Network(Wire):
     """A write waits until both links are idle, then takes its transmission time and the latency.
 
     Args:
-        passes: lets something arrive from one node at another, called with both and the call to make.
+        passes: lets something arrive from one node at another, called with both, the call to make, and its arguments.
     """
 
     def __init__(self, events: EventQueue, costs: Costs, passes: Callable[..., None]) -> None:
@@ -33,7 +33,7 @@ class Network(Wire):
         free_at[out] = free_at[into] = over_at
         self.busy_s += takes_s
         self._in_flight.setdefault((writer, peer), {})[ticket] = num_pages
-        arrival = (writer.incarnation, peer, self._arrive, writer, peer, ticket, land)
+        arrival = (writer.incarnation, peer, self._arrive, (writer, peer, ticket, land))
         self._events.at(over_at + self._costs.wire_s, self._passes, *arrival)
 
     def _arrive(self, writer: "NetworkWriter", peer: str, ticket: int, land: Callable[[], None]) -> None:

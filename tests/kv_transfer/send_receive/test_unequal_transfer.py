@@ -62,7 +62,7 @@ def test_every_token_of_every_prompt_arrives_in_any_order_of_events(
 
 def test_at_least_8_mb_are_written_at_once_where_units_are_smaller_than_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of 6 tokens go into pages of 2. The prompt has six units, of which four have as many bytes."""
-    nodes = Nodes(6, 2)
+    nodes = Nodes(6, 2, checksums="all")
     monkeypatch.setattr(write_queue, "LEAST_BYTES", 4 * nodes.target.layout.page_bytes)
     nodes.join()
     key = nodes.open(12)
