@@ -167,9 +167,8 @@ class PreallocQueue:
         Called after every event. It does nothing while nothing has changed since the last call.
         """
         table = self._table
-        num_awaiting = len(table.waiting) - table.num_waiting_local
-        if not num_awaiting and all(
-            self.is_computed_here(request) for request in table.not_held(table.retracted.values())
+        if len(table.waiting) == table.num_waiting_local and (
+            not table.retracted or all(map(self.is_computed_here, table.not_held(table.retracted.values())))
         ):
             return []
         num_outputs = sum(len(request.output) for request in table.running.values())

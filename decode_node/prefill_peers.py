@@ -54,8 +54,10 @@ class PrefillPeers:
     def __init__(self) -> None:
         self._peers: dict[str, PrefillPeer] = {}
         self._named: dict[str, None] | None = None  # None: the gateway has named none yet
+        self._due_at: float | None = None  # None: something has changed
 
     def _know(self, peer: Peer) -> PrefillPeer:
+        self._due_at = None
         return self._peers.setdefault(peer.incarnation, PrefillPeer(peer))
 
     def has_ended(self, peer: Peer) -> bool:
@@ -71,6 +73,7 @@ class PrefillPeers:
 
     def name(self, nodes: Iterable[Peer], now: float) -> None:
         """Take the prefill nodes that the gateway names; they are all that it knows."""
+        self._due_at = None
         for incarnation in self._named or ():
             self._peers[incarnation].named_until = now
         self._named = {}
@@ -82,8 +85,11 @@ class PrefillPeers:
 
     def dial(self, peer: Peer, now: float) -> bool:
         """Note that this node is dialled now. False: it is dialled already, or has ended."""
+        known = self._peers.get(peer.incarnation)
+        if known is not None and known.is_dialled:
+            return False
         one = self._know(peer)
-        if one.is_dialled or self._is_replaced(one):
+        if self._is_replaced(one):
             return False
         one.is_dialled, one.answer_by, one.named_until = True, now + ANSWER_S, now
         return True
@@ -95,6 +101,7 @@ class PrefillPeers:
         one = self._peers.get(incarnation)
         if one is None or not one.is_dialled or one.answer_by is None:
             return []
+        self._due_at = None
         one.answer_by, one.answered_at, one.problem, one.num_losses = None, now, "", 0
         dialled = [(key, other) for key, other in self._peers.items() if other.is_dialled]
         return [key for key, other in dialled if other.peer.address == one.peer.address and self._is_replaced(other)]
@@ -104,6 +111,7 @@ class PrefillPeers:
         one = self._peers.get(incarnation)
         if one is None or not one.is_dialled:
             return False
+        self._due_at = None
         if self._named is None or incarnation not in self._named:
             del self._peers[incarnation]
             return True
@@ -132,6 +140,11 @@ class PrefillPeers:
     @property
     def due_at(self) -> float:
         """Before this instant, none is overdue, to be dialled, or unnamed for long."""
+        if self._due_at is None:
+            self._due_at = self._find_due_at()
+        return self._due_at
+
+    def _find_due_at(self) -> float:
         named = self._named
         peers = self._peers.values()
         instants = [one.answer_by for one in peers if one.is_dialled and one.answer_by is not None]

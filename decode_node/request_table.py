@@ -123,7 +123,7 @@ class RequestTable:
         self.held.pop(request.key, None)
 
     def not_held(self, requests: Iterable[Request]) -> list[Request]:
-        return [request for request in requests if request.key not in self.held]
+        return [request for request in requests if request.key not in self.held] if self.held else list(requests)
 
     def held_with_pages(self) -> list[Request]:
         """Held requests whose pages could be taken without loss of time for a client."""

@@ -188,9 +188,10 @@ class DecodeRole:
             report_missed_deadline(self._scheduler.policy, request, now)
         for request in self._scheduler.grammars.overdue(now):
             self._fail(request, ErrorCode.INVALID_REQUEST, TIMEOUT_MESSAGE, now)
-        for peer in self._peers.overdue(now):
-            self._drop_peer(peer, "the prefill node did not answer", now)
-        self._dial_prefill_nodes(now)
+        if now >= self._peers.due_at:
+            for peer in self._peers.overdue(now):
+                self._drop_peer(peer, "the prefill node did not answer", now)
+            self._dial_prefill_nodes(now)
         self._receiver.poll(now)
         more = self._moves.pump(now)
         self._settle(now)
@@ -246,8 +247,8 @@ class DecodeRole:
                 self._on_event(event, now)
             has_released = self._take_moved()
             self._scheduler.grant(now)
-            effects = self._scheduler.take_effects()
-            self._perform(effects, now)
+            if effects := self._scheduler.take_effects():
+                self._perform(effects, now)
             has_refused = self._refuse_opposite_moves(now)
             if not (events or effects or has_released or has_refused):
                 break

@@ -321,6 +321,10 @@ class DecodeScheduler:
         if self._table.held:
             self._preemptor.pause_held(now)
             self.grant(now)
+        elif 0 < len(self._table.requests) == len(self._table.receiving):
+            self._were_chunks_alone = False  # there are only transfers in progress
+            self._ordering.note_policy_change(self.decisions, now)
+            return None
         if self._preemptor.preempt_for_first(now):
             self.grant(now)
         grown, has_run_short = self._join_and_grow(now)
@@ -695,10 +699,12 @@ class DecodeScheduler:
         return Repeated(plan, [number for number, _ in grown])
 
     def _allocate_pages(self, count: int) -> list[int]:
-        """The pages that ``count`` calls of ``_allocate_page`` return, and at once if none has to be evicted."""
-        if count <= self._allocator.num_free:
-            return self._allocator.alloc(count, Owner.REQUEST) or []
-        return [page for _ in range(count) for page in self._allocate_page(0) or ()]
+        """The pages that ``count`` calls of ``_allocate_page`` return, but those of one leaf at once."""
+        num_free = min(count, self._allocator.num_free)
+        pages = self._allocator.alloc(num_free, Owner.REQUEST) or []
+        while len(pages) < count and (num_evicted := self._cache.evict_from_leaf(count - len(pages))):
+            pages += self._allocator.alloc(num_evicted, Owner.REQUEST) or []
+        return pages
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 

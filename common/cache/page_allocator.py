@@ -28,7 +28,7 @@ Indices = NDArray[np.intp]
 
 def _as_indices(pages: Sequence[int]) -> Indices:
     """Convert to a numpy index array; ``array`` reads a list twice as fast as numpy, and refuses negative numbers."""
-    return np.frombuffer(array("I", pages), np.uint32).astype(np.intp)
+    return np.frombuffer(array("Q", pages), np.intp)
 
 
 class Owner(IntEnum):
@@ -90,9 +90,13 @@ class PageAllocator:
             return None
         if count == 0:
             return []
-        pages = self._stack[: -count - 1 : -1]
-        del self._stack[-count:]
-        self._owner[_as_indices(pages)] = owner
+        if count == 1:  # a running request takes one page at a time
+            pages = [self._stack.pop()]
+            self._owner[pages[0]] = owner
+        else:
+            pages = self._stack[: -count - 1 : -1]
+            del self._stack[-count:]
+            self._owner[_as_indices(pages)] = owner
         self._counts[Owner.FREE] -= count
         self._counts[owner] += count
         return pages
@@ -164,10 +168,12 @@ class PageAllocator:
 
     def _owned(self, pages: Sequence[int], owner: Owner) -> Indices:
         """Return pages as an index array; asserts that none occurs twice and that all belong to ``owner``."""
+        if len(pages) == 1 and pages[0] >= 0 and self._owner[pages[0]] == owner:
+            return self._numbers[pages[0] : pages[0] + 1]
         indices = _as_indices(pages)
         numbers = self._numbers[: len(indices)]
         self._mark[indices] = numbers
-        assert np.count_nonzero(self._mark[indices] == numbers) == len(indices), "a page is named twice"
+        assert self._mark[indices].tobytes() == numbers.tobytes(), "a page is named twice"
         assert self._owner[indices].tobytes().count(owner) == len(indices), self._complaint(indices, owner)
         return indices
 

@@ -20,6 +20,7 @@ A radix tree over KV pages is SGLang's idea (Zheng et al., arXiv:2312.07104).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -247,7 +248,7 @@ class RadixCache:
         """Complete a transfer: its pages move to ``Owner.RADIX``. Returns the deepest node, without a lock."""
         nodes = pending.nodes
         assert nodes, "this transfer was already completed or dropped"
-        self._allocator.move(pending.pages, Owner.GRANT, Owner.RADIX)
+        self._allocator.move(list(chain.from_iterable([node.pages for node in nodes])), Owner.GRANT, Owner.RADIX)
         self._time += 1
         for node in pending.node.path():
             node.last_used = self._time
@@ -330,32 +331,47 @@ class RadixCache:
     def evict(self, num_pages: int) -> int:
         """Evict up to ``num_pages`` pages and return their number. They linger while steps are in flight."""
         freed: list[int] = []
-        missing = num_pages
-        while missing > 0 and (leaf := self._leaves.pop()) is not None:
-            if len(leaf.pages) > missing:
-                self._trim(leaf, missing, freed)
-                break
-            missing -= len(leaf.pages)
-            freed += leaf.pages
-            parent = leaf.parent
-            self._detach(leaf)
-            if parent is not None:
-                self._leaves.offer(parent)
-        self.num_pages -= len(freed)
-        self.num_evictable_pages -= len(freed)
-        self._allocator.free(freed, Owner.RADIX)
+        while len(freed) < num_pages and (pages := self._take_from_leaf(num_pages - len(freed))):
+            freed += pages
+        self._free(freed)
         return len(freed)
+
+    def evict_from_leaf(self, num_pages: int) -> int:
+        """Evict up to ``num_pages`` pages of the leaf that comes first, and return their number."""
+        pages = self._take_from_leaf(num_pages)
+        self._free(pages)
+        return len(pages)
+
+    def _take_from_leaf(self, num_pages: int) -> list[int]:
+        """Remove up to ``num_pages`` pages from the end of the leaf that comes first; returns them."""
+        leaf = self._leaves.pop()
+        if leaf is None:
+            return []
+        if len(leaf.pages) > num_pages:
+            return self._trim(leaf, num_pages)
+        parent = leaf.parent
+        self._detach(leaf)
+        if parent is not None:
+            self._leaves.offer(parent)
+        return leaf.pages
+
+    def _free(self, pages: Sequence[int]) -> None:
+        self.num_pages -= len(pages)
+        self.num_evictable_pages -= len(pages)
+        self._allocator.free(pages, Owner.RADIX)
 
     def clear(self) -> int:
         return self.evict(self.num_evictable_pages)
 
-    def _trim(self, leaf: TreeNode, num_pages: int, freed: list[int]) -> None:
-        """Remove the last pages of a leaf; the rest keeps its rank."""
-        freed += leaf.pages[-num_pages:]
+    def _trim(self, leaf: TreeNode, num_pages: int) -> list[int]:
+        """Remove the last pages of a leaf, and return them; the rest keeps its rank."""
+        pages = leaf.pages[-num_pages:]
         del leaf.pages[-num_pages:]
         leaf.key = leaf.key[: -num_pages * self._page_bytes]
-        self._watches.move_up(leaf, leaf, num_pages * self._page_bytes)
+        if leaf.watchers:
+            self._watches.move_up(leaf, leaf, num_pages * self._page_bytes)
         self._leaves.offer(leaf)
+        return pages
 
     def _detach(self, node: TreeNode) -> None:
         """Remove a leaf from the tree, and its root too if nothing else is below it."""

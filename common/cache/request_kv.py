@@ -29,7 +29,7 @@ def cache_computed(cache: RadixCache, request: Request) -> None:
     num_pages = request.num_computed // cache.page_size
     if num_pages <= len(request.pages) - len(request.own) or not adds_to_cache(cache, request):
         return
-    inserted = _insert(cache, request, num_pages)
+    inserted = _insert(cache, request, packed_tokens(request, num_pages * cache.page_size))
     if inserted.num_adopted:
         cache.lock(inserted.node)  # before the unlock, so that common ancestors stay locked
         cache.unlock(request.node)
@@ -40,8 +40,7 @@ def adds_to_cache(cache: RadixCache, request: Request) -> bool:
     """Whether what is computed of the request enters the cache, which has no more of its tokens than it uses."""
     if request.is_wrapped:
         return False
-    num_used = 0 if request.node is None else sum(len(node.pages) for node in request.node.path())
-    num_tokens = (num_used + 1) * cache.page_size
+    num_tokens = (len(request.pages) - len(request.own) + 1) * cache.page_size
     return request.num_tokens < num_tokens or not cache.has_all(packed_tokens(request, num_tokens), request.salt)
 
 
@@ -54,7 +53,8 @@ def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, ke
     if windows is not None:
         windows.release(request)
     if keep and not request.is_wrapped:
-        num_kept = _insert(cache, request, request.num_computed // cache.page_size).first_adopted
+        num_tokens = request.num_computed // cache.page_size * cache.page_size
+        num_kept = _insert(cache, request, packed_tokens(request, num_tokens)).first_adopted
         if windows is not None and num_kept:
             _complete(cache, windows, request, num_kept)
     allocator.free(request.own, Owner.REQUEST)
@@ -74,14 +74,13 @@ def _complete(cache: RadixCache, windows: WindowPages, request: Request, num_pag
             windows.give(ours, cached)
 
 
-def _insert(cache: RadixCache, request: Request, num_pages: int) -> Inserted:
-    """Insert the first pages of a request; adopted pages leave ``request.own``."""
-    pages = request.pages[:num_pages]
-    key = packed_tokens(request, num_pages * cache.page_size)
+def _insert(cache: RadixCache, request: Request, key: TokenKey) -> Inserted:
+    """Insert the pages of the first tokens of a request; adopted pages leave ``request.own``."""
+    pages = request.pages[: len(key) // (cache.page_size * TOKEN_BYTES)]
     inserted = cache.insert(key, pages, request.salt, priority=request.priority)
     adopted = pages[inserted.first_adopted :]
     if adopted:
-        first = request.own.index(adopted[0])
+        first = inserted.first_adopted - (len(request.pages) - len(request.own))
         end = first + len(adopted)
         assert request.own[first:end] == adopted, "a request's own pages are not in the order of its page table"
         del request.own[first:end]

@@ -1,8 +1,9 @@
 """The types of the radix tree: nodes, pending transfers, watches, and the results of calls."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 TOKEN_BYTES = 4
 
@@ -12,20 +13,31 @@ TokenKey = bytes
 Watchers = dict[bytes, "dict[PrefixWatch, None]"]
 
 
-class PackedTokens(tuple[int, ...]):
-    """Token ids whose packed form is known.
-
-    Attributes:
-        packed: these ids in packed form.
-    """
+@dataclass(slots=True, frozen=True)
+class PackedTokens(Sequence[int]):
+    """Token ids of which only the packed form is kept. A slice is packed, too."""
 
     packed: TokenKey
 
-    @classmethod
-    def of(cls, tokens: Iterable[int], packed: TokenKey) -> "PackedTokens":
-        found = cls(tokens)
-        found.packed = packed
-        return found
+    def __len__(self) -> int:
+        return len(self.packed) // TOKEN_BYTES
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> "PackedTokens": ...
+    def __getitem__(self, place: int | slice) -> "int | PackedTokens":
+        if isinstance(place, int):
+            return memoryview(self.packed).cast("I")[place]
+        start, end, step = place.indices(len(self))
+        assert step == 1, "a slice is a run of tokens"
+        return PackedTokens(self.packed[start * TOKEN_BYTES : end * TOKEN_BYTES])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(memoryview(self.packed).cast("I"))
+
+    def __add__(self, tokens: Sequence[int]) -> "PackedTokens":
+        return PackedTokens(self.packed + pack(tokens))
 
 
 def pack(tokens: Sequence[int] | TokenKey) -> TokenKey:

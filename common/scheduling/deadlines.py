@@ -29,6 +29,8 @@ class Deadlines:
 
     def expired(self, now: float) -> list[Request]:
         """Return the requests whose deadlines have passed, earliest first, each only once."""
+        if not self._heap or self._heap[0][0] > now:
+            return []
         found: dict[RequestKey, Request] = {}  # a request that was added again has two entries
         while self._heap and self._heap[0][0] <= now:
             entry = heapq.heappop(self._heap)

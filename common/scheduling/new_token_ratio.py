@@ -61,10 +61,11 @@ class NewTokenRatio:
 
     def decoded(self, num_steps: int = 1) -> None:
         """Lower the ratio after decode steps without a retraction."""
-        for _ in range(num_steps):
-            self.value = max(self._lowest, self.value - self._decay)
-            if self.value == self._lowest:
-                return
+        value, lowest, decay = self.value, self._lowest, self._decay
+        while num_steps and value > lowest:
+            value -= decay
+            num_steps -= 1
+        self.value = max(value, lowest)
 
     def retracted(self, running: Sequence[Request]) -> None:
         """Raise the ratio after a retraction; ``running`` are the requests that stay."""

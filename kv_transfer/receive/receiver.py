@@ -12,6 +12,7 @@ Take events right after the call that may have made them: the pages of a failed 
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -93,6 +94,7 @@ class Receiver:
         self._page_size = transport.store.layout.page_size
         self._are_checksums_due = checksums == "all"
         self._connections = PrefillConnections(transport, name=name, digest=digest, checksums=checksums)
+        self._connections_due_at = -math.inf  # of the last look, unless something may have changed since
         self._messages: list[tuple[str, Message]] = []
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
@@ -105,6 +107,7 @@ class Receiver:
         connection go on waiting. ``name`` is for people.
         """
         self._drop_connection(peer, is_all=False)
+        self._connections_due_at = -math.inf
         return self._connections.offer(peer, name or peer[:8], num_ranks)
 
     def begin(
@@ -165,9 +168,14 @@ class Receiver:
 
     def poll(self, now: float) -> None:
         """Let writers attach, act on fences, offer the pool again, and have silent writers fenced."""
-        for peer, epoch in (*self._table.overdue(now), *self._connections.in_doubt()):
-            self._transport.reclaim(peer, epoch)
-        for fenced in self._transport.poll(now):
+        is_due = self._table.has_quarantined or now >= self._connections_due_at
+        if is_due:
+            for peer, epoch in (*self._table.overdue(now), *self._connections.in_doubt()):
+                self._transport.reclaim(peer, epoch)
+        news = self._transport.poll(now)
+        if not (is_due or news):
+            return
+        for fenced in news:
             connection = self._connections.by_peer.get(fenced.peer)
             is_now = connection is not None and connection.epoch <= fenced.epoch
             if connection is not None and is_now and not fenced.is_dead and connection.retry_at is None:
@@ -183,6 +191,7 @@ class Receiver:
         offers = self._connections.due_offers(now)
         self._totals["reconnects"] += len(offers)
         self._messages += offers
+        self._connections_due_at = self._connections.due_at
 
     def may_end(self, message: Message) -> bool:
         """Whether a transfer may end with this message; False is always right."""
@@ -228,22 +237,25 @@ class Receiver:
 
     def on_message(self, peer: str, message: Message, now: float = 0.0) -> None:
         """Handle a message of a prefill node; one that cannot be meant for this node is only counted."""
-        if isinstance(message, Connected):
-            is_ours = self._on_connected(peer, message, now)
-        elif isinstance(message, OfferBeside):
-            is_ours = self._connections.usable(peer, message.epoch) is not None
-            if is_ours:
-                self._messages.append((peer, self._connections.offer_beside(peer)))
-        elif isinstance(message, AttachFailed):
-            is_ours = self._on_attach_failed(peer, message, now)
-        elif isinstance(message, Refused):
-            is_ours = self._on_refused(peer, message, now)
-        elif isinstance(message, PagesWritten | PrefillDone | Closed):
+        if isinstance(message, PagesWritten | PrefillDone | Closed):
             session = self._table.sessions.get((message.rid, message.attempt))
             is_ours = session is not None and session.peer == peer and self._on_transfer(session, message, now)
         else:
-            is_ours = False
+            is_ours = self._on_connection(peer, message, now)
+            self._connections_due_at = -math.inf
         self._totals["stale_messages"] += not is_ours
+
+    def _on_connection(self, peer: str, message: Message, now: float) -> bool:
+        if isinstance(message, Connected):
+            return self._on_connected(peer, message, now)
+        if isinstance(message, OfferBeside):
+            if self._connections.usable(peer, message.epoch) is None:
+                return False
+            self._messages.append((peer, self._connections.offer_beside(peer)))
+            return True
+        if isinstance(message, AttachFailed):
+            return self._on_attach_failed(peer, message, now)
+        return isinstance(message, Refused) and self._on_refused(peer, message, now)
 
     def _on_connected(self, peer: str, message: Connected, now: float) -> bool:
         connection = self._connections.awaited(peer, message.epoch)

@@ -99,6 +99,11 @@ class ReceiveTable:
         return [(session.peer, session.epoch) for session in late]
 
     @property
+    def has_quarantined(self) -> bool:
+        """Whether any pages are in quarantine."""
+        return bool(self._quarantined_since)
+
+    @property
     def due_at(self) -> float:
         """Before this instant, no pages are overdue."""
         return min(

@@ -60,7 +60,7 @@ class DecodeConnection:
             return f"a page is granted that a pool of {self.num_pages} pages does not have"
         if len(set(grant.pages)) < len(grant.pages) or not self.granted.isdisjoint(grant.pages):
             return "a page is granted twice"
-        if not session.targets.keys().isdisjoint(range(grant.first, end)):
+        if session.targets and not session.targets.keys().isdisjoint(range(grant.first, end)):
             return "two pages are granted for one page of the prompt"
         return ""
 

@@ -383,19 +383,19 @@ class Sender:
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def pump(self, now: float, max_pages: int = 64, *, rank: Callable[[RequestKey], float] | None = None) -> bool:
-        """Begin to write half of the due pages, but at least 8 MB and at most ``max_pages`` (units, where page sizes
-        differ), as ``WriteQueue.start`` does; report writes that are over, and end transfers whose lease is over.
-        Returns whether more pages could be written at once.
+        """Begin to write due pages, as ``WriteQueue.start`` does; report writes that are over, and end transfers whose
+        lease is over. Returns whether more pages could be written at once.
         """
         self._now = now
         self._poll_connections()
         known = self._connections.by_peer
-        self._messages += [(peer, Ping()) for peer in self._transport.late() if peer in known]
-        asked = [peer for peer in self._transport.returns() if peer in known]
-        self._messages += [(peer, OfferBeside(known[peer].epoch)) for peer in asked]
+        if late := self._transport.late():
+            self._messages += [(peer, Ping()) for peer in late if peer in known]
+        if asked := self._transport.returns():
+            self._messages += [(peer, OfferBeside(known[peer].epoch)) for peer in asked if peer in known]
         for expired, end in self._table.expired(now):
             self._end(expired, end)
-        self._queue.start(min(max_pages, self._queue.next_share), rank)
+        self._queue.start(max_pages, rank)
         self._settle_writes()
         return self._queue.has_due
 

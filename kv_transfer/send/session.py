@@ -7,8 +7,10 @@ it lacks. The prefill node sends each unit (a page or, where page sizes differ, 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import overload
 
 from common.errors import invariant
 from common.request import RequestKey
@@ -19,6 +21,29 @@ from kv_transfer.states import MAX_RESENDS, SEND_TABLE, SendEvent, SendState
 #: What a transfer may wait for: pages of the decode node, the prefill, a turn to write, the end of its writes, and the
 #: decode node's word that everything has arrived.
 STAGES = ("waiting_for_grant", "computing", "waiting_to_write", "writing", "waiting_for_ack")
+
+
+@dataclass(slots=True, frozen=True)
+class PagePairs(Sequence[tuple[int, int]]):
+    """Pages of ours and of the peer's, as pairs that are made when something asks for them."""
+
+    sources: Sequence[int]
+    targets: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    @overload
+    def __getitem__(self, place: int) -> tuple[int, int]: ...
+    @overload
+    def __getitem__(self, place: slice) -> "PagePairs": ...
+    def __getitem__(self, place: int | slice) -> "tuple[int, int] | PagePairs":
+        if isinstance(place, slice):
+            return PagePairs(self.sources[place], self.targets[place])
+        return self.sources[place], self.targets[place]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self.sources, self.targets, strict=True)
 
 
 class SendSession:
@@ -102,7 +127,7 @@ class SendSession:
         self.units = units
         self.is_suspended = self._is_short = False
         indices = range(first, first + len(pages))
-        assert self.targets.keys().isdisjoint(indices)
+        assert not self.targets or self.targets.keys().isdisjoint(indices)
         self.targets.update(zip(indices, pages, strict=True))
         if pages:
             self._early.append(range(first * units.per_target, indices.stop * units.per_target))
@@ -174,24 +199,25 @@ class SendSession:
         """Whether an index is granted that the prompt, now computed, does not have."""
         return bool(self._early)
 
-    def start(self, limit: int) -> list[int]:
+    def start(self, limit: int) -> Sequence[int]:
         """Take at most ``limit`` due units, whose writes begin now."""
         self.apply(SendEvent.START)
-        units: list[int] = []
+        units: Sequence[int] = ()
         while self._due and len(units) < limit:
             run, num_left = self._due.popleft(), limit - len(units)
-            units += run[:num_left]
             if len(run) > num_left:
                 self._due.appendleft(run[num_left:])
+                run = run[:num_left]
+            units = [*units, *run] if units else run
         self._in_flight.update(units)
         return units
 
-    def pages_of(self, units: Sequence[int]) -> list[tuple[int, int]]:
+    def pages_of(self, units: Sequence[int]) -> Sequence[tuple[int, int]]:
         """Our page and the peer's page between which each unit moves."""
         per_source, per_target = self.units.per_source, self.units.per_target
         sources, targets = self.sources, self.targets
-        if per_source == per_target == 1:
-            return [(sources[unit], targets[unit]) for unit in units]
+        if per_source == per_target == 1 and isinstance(units, range):
+            return PagePairs(sources[units.start : units.stop], list(map(targets.__getitem__, units)))
         return [(sources[unit // per_source], targets[unit // per_target]) for unit in units]
 
     def written(self, units: Sequence[int]) -> None:

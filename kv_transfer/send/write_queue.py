@@ -35,7 +35,7 @@ class Write(NamedTuple):
     """
 
     session: SendSession
-    units: list[int]
+    units: Sequence[int]
     sums: Sums
     transport: str
     unit_bytes: int
@@ -63,17 +63,19 @@ class WriteQueue:
 
     @property
     def has_due(self) -> bool:
-        return any(not self._transport.is_changing(session.peer) for session in self._due.values())
+        return bool(self._due) and any(not self._transport.is_changing(session.peer) for session in self._due.values())
 
-    @property
-    def next_share(self) -> int:
-        """Units to write next: half of the due pages, but at least 8 MB.
+    def _next_share(self) -> int:
+        """Units to write next: all due pages or, where they come with checksums, half of them, but at least 8 MB.
 
         The decode node can compare them while the others are on their way, and few are left to compare at the end.
         """
-        num_due = sum(session.num_due for session in self._due.values())
-        smallest = min((self._unit_bytes(self._slice_pairs(session)[0]) for session in self._due.values()), default=1)
-        return max(num_due // 2, LEAST_BYTES // smallest, 1)
+        num_due, smallest, is_compared = 0, LEAST_BYTES, False
+        for session in self._due.values():
+            num_due += session.num_due
+            smallest = min(smallest, self._unit_bytes(self._slice_pairs(session)[0]))
+            is_compared = is_compared or self._connections.by_peer[session.peer].checksums != "off"
+        return max(num_due // 2, LEAST_BYTES // smallest) if is_compared else num_due
 
     def enqueue(self, session: SendSession) -> None:
         """Note that pages of this session may have come due."""
@@ -81,11 +83,14 @@ class WriteQueue:
             self._due[session.key] = session
 
     def start(self, max_pages: int, rank: Callable[[RequestKey], float] | None = None) -> None:
-        """Begin to write up to so many pages (units, where page sizes differ).
+        """Begin to write a share of the due pages, but at most so many (units, where page sizes differ).
 
         Args:
             rank: pages of the transfer with the lowest rank go first; None: first due, first written.
         """
+        if not self._due:
+            return
+        max_pages = min(max_pages, self._next_share())
         due = list(self._due.values())
         if held := [peer for peer in dict.fromkeys(one.peer for one in due) if self._transport.is_changing(peer)]:
             due = [session for session in due if session.peer not in held]
@@ -100,28 +105,28 @@ class WriteQueue:
         """Begin one write for each slice pair that the units are of."""
         units = session.start(limit)
         slice_pairs = self._slice_pairs(session)
-        for number, slices in enumerate(slice_pairs):
-            some = units[:]
-            if len(slice_pairs) > 1:
-                some = [unit for unit in units if unit % len(slice_pairs) == number]
-            if some:
-                self._write(session, some, slices)
+        if len(slice_pairs) == 1:
+            self._write(session, units, slice_pairs[0])
+        else:
+            for number, slices in enumerate(slice_pairs):
+                if some := [unit for unit in units if unit % len(slice_pairs) == number]:
+                    self._write(session, some, slices)
         if not session.num_due:
             del self._due[session.key]
         return len(units)
 
-    def _write(self, session: SendSession, units: list[int], slices: SlicePair | None) -> None:
+    def _write(self, session: SendSession, units: Sequence[int], slices: SlicePair | None) -> None:
         begun_at = self.clock.now()
         pages = session.pages_of(units)
         ticket = self._transport.write(session.peer, pages, slices)
         self._seconds += self.clock.now() - begun_at
         connection = self._connections.by_peer[session.peer]
-        covered: list[tuple[int, int]] = []  # unit, and our page
+        sums: Sums = {}
         if connection.checksums != "off":
             sources = zip(units, pages, strict=True)
             covered = [(u, page) for u, (page, _) in sources if is_covered(connection.checksums, session.key[1], u)]
-        found = self._transport.checksums([page for _, page in covered], slices) if covered else []
-        sums = dict(zip([unit for unit, _ in covered], found, strict=True))
+            found = self._transport.checksums([page for _, page in covered], slices) if covered else []
+            sums = dict(zip([unit for unit, _ in covered], found, strict=True))
         self._tickets[ticket] = Write(session, units, sums, connection.transport, self._unit_bytes(slices))
         self._write_time.begin(connection.transport, begun_at)
 
@@ -133,8 +138,10 @@ class WriteQueue:
 
     def finished(self) -> list[tuple[SendSession, list[int], Sums]]:
         """Sessions with units whose writes are over now, and the checksums of those that have one."""
+        if not (tickets := self._transport.done()):
+            return []
         finished: dict[RequestKey, tuple[SendSession, list[int], Sums]] = {}
-        for ticket in self._transport.done():
+        for ticket in tickets:
             if ticket not in self._tickets:
                 continue  # over before its connection was
             write = self._pop(ticket)

@@ -6,6 +6,7 @@ next turn of a session follows the answer after the planned pause. A session end
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +27,15 @@ from scripts.simulator.service.node import MODEL
 
 #: Token ids below this are never part of a prompt or an answer.
 FIRST_TOKEN = END_TOKEN + 1
-#: Different token ids; the objects of so few stay in a processor's cache.
+#: Different token ids.
 MAX_IDS = 4_096
+#: Of the finalizer of MurmurHash3.
+SHIFT, FACTOR = np.uint64(33), np.uint64(0xFF51AFD7ED558CCD)
+
+
+def scaled_places(count: int) -> NDArray[np.uint64]:
+    """The numbers from 1 on, each times the golden ratio."""
+    return np.arange(1, count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
 class PlannedTokens:
@@ -39,14 +47,14 @@ class PlannedTokens:
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed
-        self._interned = np.array(range(min(vocab_size, MAX_IDS)), dtype=object)  # one object for each id
-        self._places = np.arange(1, 4096, dtype=np.uint64)
+        self._num_ids = np.uint64(min(vocab_size, MAX_IDS) - FIRST_TOKEN)
+        self._scaled_places = scaled_places(4096)
         self._lengths: dict[int, int] = {}
         self._answers: dict[int, list[int]] = {}  # both nodes of a request ask for its answer
 
     def prompt(self, planned: PlannedRequest) -> tuple[int, ...]:
-        ids = self._ids(planned.segments)
-        return PackedTokens.of(self._interned[ids].tolist(), ids.astype(np.uint32).tobytes())
+        """The prompt. Nothing asks for most of its ids one by one, so it is kept packed, in place of a tuple."""
+        return cast(tuple[int, ...], PackedTokens(self._ids(planned.segments).astype(np.uint32).tobytes()))
 
     def expect(self, planned: PlannedRequest) -> None:
         """Prepare the answer to a request that is about to be sent."""
@@ -69,24 +77,25 @@ class PlannedTokens:
         self._answers.pop(index, None)
 
     def _tokens(self, segments: Sequence[Segment]) -> list[int]:
-        tokens: list[int] = self._interned[self._ids(segments)].tolist()
-        return tokens
+        ids: list[int] = self._ids(segments).tolist()
+        return ids
 
-    def _ids(self, segments: Sequence[Segment]) -> NDArray[np.intp]:
+    def _ids(self, segments: Sequence[Segment]) -> NDArray[np.uint64]:
         lengths = [length for _, length in segments]
-        if max(lengths, default=0) > len(self._places):
-            self._places = np.arange(1, 2 * max(lengths), dtype=np.uint64)
+        if max(lengths, default=0) > len(self._scaled_places):
+            self._scaled_places = scaled_places(2 * max(lengths))
         seed = self._seed * 0xD1B54A32D192ED03
         starts = [(number * 0x9E3779B97F4A7C15 + seed) & (1 << 64) - 1 for number, _ in segments]
-        values = np.concatenate([self._places[:length] for length in lengths] or [self._places[:0]])
-        values *= np.uint64(0x9E3779B97F4A7C15)
+        values = np.concatenate([self._scaled_places[:length] for length in lengths] or [self._scaled_places[:0]])
         values += np.repeat(np.array(starts, dtype=np.uint64), lengths)
-        values ^= values >> np.uint64(33)
-        values *= np.uint64(0xFF51AFD7ED558CCD)
-        values ^= values >> np.uint64(33)
-        num_ids = np.uint64(len(self._interned) - FIRST_TOKEN)
-        ids = FIRST_TOKEN + ((values >> np.uint64(33)) * num_ids >> np.uint64(31))  # a product, where `%` takes longer
-        return ids.astype(np.intp)
+        values ^= values >> SHIFT
+        values *= FACTOR
+        values ^= values >> SHIFT
+        values >>= SHIFT
+        values *= self._num_ids  # a product, where `%` takes longer
+        values >>= np.uint64(31)
+        values += np.uint64(FIRST_TOKEN)
+        return values
 
 
 @dataclass(slots=True)
@@ -222,7 +231,7 @@ class Client:
         outcome.stamps_s, outcome.extra = answer.stamps_s, answer.extra
         outcome.cached_tokens = answer.cached_tokens
         outcome.timings = answer.timings
-        if answer.finish:
+        if answer.finish and self._max_new_tokens is not None:
             request = answer.request
             self._predictor.learn(request.tenant, request.prompt, len(answer.ids), is_cut=answer.finish == "length")
         self._over(answer.request.rid)

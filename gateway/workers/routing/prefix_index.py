@@ -7,12 +7,13 @@ integer. The least recently used runs are forgotten first.
 """
 
 import zlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from common.cache.tree_node import pack
 
 #: Pieces of one prompt that are remembered.
 MAX_PIECES = 512
@@ -60,6 +61,12 @@ class PrefixIndex:
 
     def __init__(self, piece_tokens: int, max_pieces: int) -> None:
         self._piece_tokens = piece_tokens
+        # A hash is the sum of all tokens up to its end, each times a factor for its place in the piece and one for the
+        # piece, modulo 2**64; the factors are the same in every process.
+        numbers = np.random.default_rng(0)
+        self._token_factors, self._piece_factors = (
+            numbers.integers(0, 2**64, count, np.uint64) | np.uint64(1) for count in (piece_tokens, MAX_PIECES)
+        )
         self._max_bytes = max_pieces * PIECE_BYTES
         self._root = _Run(None, b"")
         self._runs: OrderedDict[_Run, None] = OrderedDict()  # the least recently used first; each after its children
@@ -73,13 +80,12 @@ class PrefixIndex:
 
     def pieces(self, prompt: Sequence[int], salt: str) -> bytes:
         """Chained hashes of the prompt's leading whole pieces; each covers everything up to its end."""
-        size = self._piece_tokens
-        value = zlib.crc32(salt.encode())
-        pieces = array("q")
-        for end in range(size, min(len(prompt), MAX_PIECES * size) + 1, size):
-            value = hash((value, tuple(prompt[end - size : end])))  # of integers alone, the same in every process
-            pieces.append(value)
-        return pieces.tobytes()
+        num_pieces = min(len(prompt) // self._piece_tokens, MAX_PIECES)
+        tokens = np.frombuffer(pack(prompt[: num_pieces * self._piece_tokens]), np.uint32)
+        sums = tokens.reshape(num_pieces, self._piece_tokens).astype(np.uint64) @ self._token_factors
+        hashes = np.add.accumulate(sums * self._piece_factors[:num_pieces])
+        hashes += np.uint64(zlib.crc32(salt.encode()))
+        return hashes.tobytes()
 
     def cached(self, pieces: bytes, num_rows: int) -> NDArray[np.float64] | None:
         """Tokens of a prompt that the node of each row has probably cached; None if no node has any."""

@@ -185,9 +185,9 @@ class Cluster:
 
     def _heal(self, ends: frozenset[str]) -> None:
         for sender, receiver, what, arguments in self._cuts.pop(ends):
-            self._passes(sender, receiver, what, *arguments)
+            self._passes(sender, receiver, what, arguments)
 
-    def _passes(self, sender: str, receiver: str, what: Callable[..., None], *arguments: Any) -> None:
+    def _passes(self, sender: str, receiver: str, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Let something arrive that is on its way; if its sender or receiver is cut off, when that is over."""
         if self._cuts:
             for ends in (frozenset((sender, receiver)), frozenset((sender,)), frozenset((receiver,))):
@@ -219,12 +219,12 @@ class Cluster:
         return at
 
     def _from_gateway(self, incarnation: str, message: Message) -> None:
-        receive = self.nodes[incarnation].on_gateway_messages
-        self.events.at(self._arrival_at(GATEWAY, incarnation), self._passes, GATEWAY, incarnation, receive, (message,))
+        receive, at = self.nodes[incarnation].on_gateway_messages, self._arrival_at(GATEWAY, incarnation)
+        self.events.at(at, self._passes, GATEWAY, incarnation, receive, ((message,),))
 
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None:
         source, arrives_at = self.nodes[sender].source, self._arrival_at(sender, GATEWAY)
-        arrival = (sender, GATEWAY, self.gateway.on_messages, sender, messages)
+        arrival = (sender, GATEWAY, self.gateway.on_messages, (sender, messages))
         self.events.of_source(source, arrives_at, self._passes, *arrival)
 
     def defer_tokens(self, sender: str, steps: RepeatedSteps) -> bool:
@@ -239,10 +239,10 @@ class Cluster:
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None:
         node = self.nodes.get(peer)
         if node is not None:
-            arrival = (sender, peer, node.on_peer_messages, sender, messages)
+            arrival = (sender, peer, node.on_peer_messages, (sender, messages))
             self.events.at(self._arrival_at(sender, peer), self._passes, *arrival)
 
     def hang_up(self, sender: str, peer: str) -> None:
         node = self.nodes.get(peer)
         if node is not None:
-            self.events.after(self._message_s, self._passes, sender, peer, node.lose, sender)
+            self.events.after(self._message_s, self._passes, sender, peer, node.lose, (sender,))

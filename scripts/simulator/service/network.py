@@ -13,7 +13,7 @@ class Network(Wire):
     """A write waits until both links are idle, then takes its transmission time and the latency.
 
     Args:
-        passes: lets something arrive from one node at another, called with both and the call to make.
+        passes: lets something arrive from one node at another, called with both, the call to make, and its arguments.
     """
 
     def __init__(self, events: EventQueue, costs: Costs, passes: Callable[..., None]) -> None:
@@ -27,13 +27,13 @@ class Network(Wire):
 
     def carry(self, writer: "NetworkWriter", peer: str, ticket: int, num_pages: int, land: Callable[[], None]) -> None:
         """Call ``land`` when these pages have arrived, unless ``drop`` comes first."""
-        links = (("out", writer.incarnation), ("in", peer))
+        out, into, free_at = ("out", writer.incarnation), ("in", peer), self._free_at
         takes_s = num_pages * writer.page_bytes / self._costs.wire_bytes_per_s
-        over_at = max(self._events.now(), *(self._free_at.get(link, 0.0) for link in links)) + takes_s
-        self._free_at.update(dict.fromkeys(links, over_at))
+        over_at = max(self._events.now(), free_at.get(out, 0.0), free_at.get(into, 0.0)) + takes_s
+        free_at[out] = free_at[into] = over_at
         self.busy_s += takes_s
         self._in_flight.setdefault((writer, peer), {})[ticket] = num_pages
-        arrival = (writer.incarnation, peer, self._arrive, writer, peer, ticket, land)
+        arrival = (writer.incarnation, peer, self._arrive, (writer, peer, ticket, land))
         self._events.at(over_at + self._costs.wire_s, self._passes, *arrival)
 
     def _arrive(self, writer: "NetworkWriter", peer: str, ticket: int, land: Callable[[], None]) -> None:

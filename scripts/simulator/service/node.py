@@ -205,7 +205,7 @@ class Node:
 
     def _happens(self, what: Callable[..., None], *arguments: Any) -> None:
         """Let something happen to the node, at its present instant: now, after it has hung, or never if it is dead."""
-        is_interrupted = self._apply_repetitions()
+        is_interrupted = self._repeated is not None and self._apply_repetitions()
         if self.is_hanging:
             self._missed.append((what, arguments))
         elif self.is_alive:
@@ -353,9 +353,9 @@ class Node:
 
     def _end_step_at(self, place: Place) -> None:
         """Let a step end in an event of this place, and no longer in one that was scheduled before."""
-        self._num_awaited += 1
+        self._num_awaited = number = self._num_awaited + 1
         # Every number is another, and before those of messages that were sent at the same instant.
-        self._events.at_place(place._replace(number=-self._num_awaited), self._step_over, self._num_awaited)
+        self._events.at_place(Place(*place[:3], -number), self._step_over, number)
 
     # ---- steps that are alike ---------------------------------------------------------------------------------------
 
@@ -474,10 +474,11 @@ class Node:
     def _send_messages(self) -> None:
         outbox = self.role.outbox
         outbox.dial.clear()  # every node can reach every other
-        for effect in outbox.grammars:
-            if isinstance(effect, CompileGrammar):
-                self._events.after(self._costs.grammar_s, self._on_compiled, effect.grammar)
-        outbox.grammars.clear()
+        if outbox.grammars:
+            for effect in outbox.grammars:
+                if isinstance(effect, CompileGrammar):
+                    self._events.after(self._costs.grammar_s, self._on_compiled, effect.grammar)
+            outbox.grammars.clear()
         if outbox.peers:
             by_peer: dict[str, list[Message]] = {}
             for peer, message in outbox.peers:
@@ -488,6 +489,7 @@ class Node:
         if outbox.gateway:
             messages, outbox.gateway = outbox.gateway, []
             self._bus.to_gateway(self.incarnation, messages)
-        for peer in outbox.hang_up:
-            self._bus.hang_up(self.incarnation, peer)
-        outbox.hang_up.clear()
+        if outbox.hang_up:
+            for peer in outbox.hang_up:
+                self._bus.hang_up(self.incarnation, peer)
+            outbox.hang_up.clear()

@@ -21,6 +21,7 @@ MAX_REPETITIONS, MAX_TOKENS = 512, 16_384
 #: Preparing repetitions of so many rows costs about as much as one repetition saves.
 ROWS_PER_REPETITION = 16
 LONGEST_PAUSE = 63
+NUMBERS = np.arange(1, MAX_REPETITIONS + 1)
 
 
 class Patience:
@@ -136,15 +137,21 @@ class Schedule(NamedTuple):
             until: repetitions are earlier.
         """
         work = StepWork.of(plan)
-        contexts = work.num_context + work.num_rows * np.arange(1, most + 1)
+        contexts = NUMBERS[:most] * work.num_rows
+        contexts += work.num_context
         # The same operations in the same order as in ``Costs.seconds`` and in the event queue, so that nothing is
         # rounded in another way.
         fixed = costs.seconds(StepWork(0, work.num_rows, 0))
-        durations = (fixed + costs.context_token_s * contexts) * slowness
-        ends = np.cumsum(np.concatenate(([end], durations)))
-        most = int(np.searchsorted(ends[:-1], until)) if durations[0] > 0 else 0
-        arrivals = ends[:-1] + costs.message_s
-        return cls(durations.tolist(), ends.tolist(), arrivals.tolist(), most, begun_at, source)
+        durations = contexts * costs.context_token_s
+        durations += fixed
+        durations *= slowness
+        ends = np.empty(most + 1)
+        ends[0], ends[1:] = end, durations
+        np.add.accumulate(ends, out=ends)
+        instants = ends.tolist()
+        most = bisect_left(instants, until, 0, most) if durations[0] > 0 else 0
+        arrivals = (ends[:-1] + costs.message_s).tolist()
+        return cls(durations.tolist(), instants, arrivals, most, begun_at, source)
 
     def place(self, number: int) -> Place:
         """The place of the event in which the outstanding step, or the one that such a repetition begins, ends."""

@@ -23,6 +23,11 @@ def sharing(*computing: Request) -> InBatchPrefixes:
     return InBatchPrefixes(PAGE_SIZE, InBatchPrefixLimits(max_cached=4, min_shared=8), computing)
 
 
+def use_cached(request: Request, cache: RadixCache) -> None:
+    match = cache.match(request.prompt)
+    request.node, request.pages = match.node, list(match.pages)
+
+
 class Busy:
     """A node on which a prompt is computed that uses what is cached of it."""
 
@@ -31,7 +36,7 @@ class Busy:
         self._sharing = sharing(computed)
 
     def holder_of(self, asking: Request, cache: RadixCache) -> Request | None:
-        self._computed.node = cache.match(self._computed.prompt).node
+        use_cached(self._computed, cache)
         return self._sharing.holder_of(asking, cache)
 
 
@@ -54,7 +59,7 @@ def test_a_prompt_waits_for_no_prefix_that_does_not_enter_the_cache() -> None:
     asking = request(*range(12), 70, 71)
     assert not adds_to_cache(cache, computed)
     assert sharing(computed).holder_of(asking, cache) is None, "the cache has a page that the other one does not use"
-    computed.node = cache.match(computed.prompt).node
+    use_cached(computed, cache)
     assert adds_to_cache(cache, computed)
     assert sharing(computed).holder_of(asking, cache) is computed
 

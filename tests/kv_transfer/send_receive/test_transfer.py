@@ -4,7 +4,7 @@ import pytest
 from support.kv.connected_pair import KEY, pair, slow, written_unreported
 from support.kv.kv_fakes import LAYOUT, TransferPair
 
-from common.wire.messages import PagesWritten, PrefillDone
+from common.wire.messages import Coverage, PagesWritten, PrefillDone
 from kv_transfer.events import Completed, Finished
 from kv_transfer.send import write_queue
 
@@ -119,17 +119,23 @@ def test_a_pump_respects_its_page_limit_and_reports_that_more_is_waiting(pair: T
     assert not pair.pump(max_pages=3)
 
 
-def test_a_pump_writes_half_of_the_due_pages_but_at_least_8_mb(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("checksums", "sizes"),
+    [("all", [64, 64, 36, 18, 9, 8, 1]), ("sampled", [64, 64, 36, 18, 9, 8, 1]), ("off", [64, 64, 64, 8])],
+)
+def test_half_of_the_due_pages_but_at_least_8_mb_are_written_at_once_where_they_are_compared(
+    checksums: Coverage, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 200 pages, of which eight have as many bytes."""
     monkeypatch.setattr(write_queue, "LEAST_BYTES", 8 * LAYOUT.page_bytes)
-    pair = TransferPair(num_pages=200)
+    pair = TransferPair(num_pages=200, checksums=(checksums, "off"))
     pair.connect()
     written_unreported(pair, 200)
     num_written = [len(pair.writer.written)]
     while sum(num_written) < 200:
         pair.pump()
         num_written.append(len(pair.writer.written) - sum(num_written))
-    assert num_written == [64, 64, 36, 18, 9, 8, 1]
+    assert num_written == sizes
 
 
 def test_requests_are_written_in_the_order_in_which_they_became_due(pair: TransferPair) -> None:

@@ -63,7 +63,7 @@ def test_every_token_of_every_prompt_arrives_in_any_order_of_events(
 
 def test_at_least_8_mb_are_written_at_once_where_units_are_smaller_than_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of 6 tokens go into pages of 2. The prompt has six units, of which four have as many bytes."""
-    nodes = Nodes(6, 2)
+    nodes = Nodes(6, 2, checksums="all")
     monkeypatch.setattr(write_queue, "LEAST_BYTES", 4 * nodes.target.layout.page_bytes)
     nodes.join()
     key = nodes.open(12)
@@ -151,7 +151,7 @@ def test_units_beyond_the_end_of_the_prompt_are_never_due() -> None:
     session.compute([0, 1, 2])
     session.finish([0, 1, 2, 3, 4], 9)
     assert not session.has_ungrantable()
-    assert session.start(9) == [0, 1, 2, 3, 4]
+    assert list(session.start(9)) == [0, 1, 2, 3, 4]
     assert session.pages_of([4]) == [(4, 5)]
     session.check()
 
