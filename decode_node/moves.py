@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 #: The other node must have asked for the pages by then.
 MOVE_TIMEOUT_S = 30.0
 #: Why a request is refused; see ``OutgoingMoves.in_circle``.
-IN_CIRCLE = "no room for a request that moves here from a node that waits for room for a request of this one"
+IN_CIRCLE = (
+    "no room: this node and the one that the request comes from wait for pages of requests that move to the other"
+)
 #: Transfer plane's counters of two ends are added; so are these.
 COUNTERS = ("requests_moved", "failed_moves")
 
@@ -105,18 +107,20 @@ class OutgoingMoves:
         return key in self._transfers
 
     def in_circle(self, waiting_for: Callable[[str], Iterable[Request]]) -> list[Request]:
-        """Requests that wait here for room, while the node that they come from waits in the same way for room for
-        requests of this one: neither gets the pages that the other one holds. Those with the first ids are to be
-        refused, so that at least one node refuses.
+        """Requests that wait here for room, while the node that they come from waits for room for requests of this one.
+
+        Neither gets the pages that the other one holds. Returns those whose ids sort before all ids of requests that
+        wait to move the other way, so that of both nodes the one that waits for the least id refuses it. Circles of
+        three nodes, and those in which the least id has not arrived yet, end after ``MOVE_TIMEOUT_S``.
 
         Args:
             waiting_for: requests without pages that come from this node.
         """
-        first: dict[str, str] = {}  # by target, of what it has not asked for
+        least: dict[str, str] = {}  # by target, of what it has not asked for
         for (rid, attempt), offer in self._offers.items():
             if self._sender is not None and not self._sender.is_granted((rid, attempt)):
-                first[offer.target] = min(rid, first.get(offer.target, rid))
-        return [request for target, rid in first.items() for request in waiting_for(target) if request.rid < rid]
+                least[offer.target] = min(rid, least.get(offer.target, rid))
+        return [request for target, rid in least.items() for request in waiting_for(target) if request.rid < rid]
 
     def end(self, key: RequestKey, reason: Reason, why: str, code: ErrorCode) -> None:
         """Send no more pages of this request. ``take`` returns it once none is under way."""

@@ -54,7 +54,7 @@ class PrefillPeers:
     def __init__(self) -> None:
         self._peers: dict[str, PrefillPeer] = {}
         self._named: dict[str, None] | None = None  # None: the gateway has named none yet
-        self._due_at: float | None = None  # None: something has changed
+        self._due_at: float | None = None  # the value of `due_at`; None: to be computed again
 
     def _know(self, peer: Peer) -> PrefillPeer:
         self._due_at = None

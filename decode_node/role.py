@@ -348,6 +348,8 @@ class DecodeRole:
 
     def _refuse_opposite_moves(self, now: float) -> bool:
         """Refuse requests that would wait in a circle. True if there were any."""
+        if self._scheduler.may_gain_pages:
+            return False
         refused = self._moves.in_circle(self._scheduler.waiting_for_pages)
         for request in refused:
             self._fail(request, ErrorCode.QUEUE_FULL, IN_CIRCLE, now)

@@ -310,6 +310,11 @@ class DecodeScheduler:
         """Requests that wait for pages, and whose prompts come from this node."""
         return [r for r in self._table.waiting.values() if self._table.sources.get(r.key) == source]
 
+    @property
+    def may_gain_pages(self) -> bool:
+        """Whether requests hold pages here that they give back by themselves; those that move need another node."""
+        return bool(self._table.not_held(self._table.holders()))
+
     def totals(self) -> dict[str, float]:
         """Monotonic totals of what was scheduled and preempted."""
         return {**self._totals, **self._preemptor.totals, **self._queue.totals, **self.policy.totals()}

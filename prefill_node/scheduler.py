@@ -272,8 +272,6 @@ class PrefillScheduler:
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed and that have not ended; each is returned once."""
-        if now < self._deadlines.next_at:
-            return []
         return [request for request in self._deadlines.expired(now) if self._states[request.key] is not State.CLOSING]
 
     def _leave_batch(self, key: RequestKey) -> None:

@@ -37,11 +37,11 @@ def cache_computed(cache: RadixCache, request: Request) -> None:
 
 
 def adds_to_cache(cache: RadixCache, request: Request) -> bool:
-    """Whether what is computed of the request enters the cache, which has no more of its tokens than it uses."""
+    """Whether the request's next whole page will enter the cache: the cache does not have its tokens yet."""
     if request.is_wrapped:
         return False
     num_tokens = (len(request.pages) - len(request.own) + 1) * cache.page_size
-    return request.num_tokens < num_tokens or not cache.has_all(packed_tokens(request, num_tokens), request.salt)
+    return request.num_tokens >= num_tokens and not cache.has_all(packed_tokens(request, num_tokens), request.salt)
 
 
 def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, keep: bool) -> None:

@@ -15,7 +15,10 @@ Watchers = dict[bytes, "dict[PrefixWatch, None]"]
 
 @dataclass(slots=True, frozen=True)
 class PackedTokens(Sequence[int]):
-    """Token ids of which only the packed form is kept. A slice is packed, too."""
+    """Token ids of which only the packed form is kept. A slice is packed, too.
+
+    For the simulator: it is no tuple, equals none, and must not be sent.
+    """
 
     packed: TokenKey
 

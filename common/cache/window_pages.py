@@ -9,9 +9,8 @@ it. A window page that no request holds is *idle*. It stays with its full page, 
 prefix with it, until another request needs the memory. Pages that a request has left behind go first, since few other
 requests end their prefix there, then those of requests that have ended; of either kind, the one idle for longest.
 
-A request that computes the token after a cached prefix can use it if the window pages of its last tokens are there. A
-request whose other pages come from a peer needs window pages of its own last tokens only, and can use any full pages
-before them. Each request reserves the most window pages that it can hold when it is admitted, so that it never waits
+A cached prefix can be used to compute the next token if the window pages of its last tokens are there. To receive the
+rest of a prompt from a peer, only window pages among the last tokens of the prompt are needed. Each request reserves the most window pages that it can hold when it is admitted, so that it never waits
 for one later.
 """
 

@@ -205,7 +205,7 @@ class EngineOptions:
     gpu_direct: bool = option(
         False,
         "With --transport nixl, or auto between machines, on CUDA: transfer KV pages from GPU memory to GPU memory"
-        " (RDMA, or NVLink on one host) and not through host memory. Not tested on a GPU yet.",
+        " (RDMA, or NVLink on one host) and not through host memory. Tested with two nodes on one GPU.",
     )
     nixl_backend: str = option(
         UCX,

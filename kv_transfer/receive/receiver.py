@@ -94,7 +94,7 @@ class Receiver:
         self._page_size = transport.store.layout.page_size
         self._are_checksums_due = checksums == "all"
         self._connections = PrefillConnections(transport, name=name, digest=digest, checksums=checksums)
-        self._connections_due_at = -math.inf  # of the last look, unless something may have changed since
+        self._connections_due_at = -math.inf  # as of the last poll; -inf: the next one looks again
         self._messages: list[tuple[str, Message]] = []
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 

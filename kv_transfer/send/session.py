@@ -23,9 +23,9 @@ from kv_transfer.states import MAX_RESENDS, SEND_TABLE, SendEvent, SendState
 STAGES = ("waiting_for_grant", "computing", "waiting_to_write", "writing", "waiting_for_ack")
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class PagePairs(Sequence[tuple[int, int]]):
-    """Pages of ours and of the peer's, as pairs that are made when something asks for them."""
+    """Pairs of our page and the peer's page, made on demand."""
 
     sources: Sequence[int]
     targets: Sequence[int]

@@ -142,7 +142,7 @@ def test_requests_with_adapters_give_the_tokens_of_the_merged_models(
     folder, cases = model
     of_adapter, adapters = {"": cases}, {}
     for seed, name in enumerate(("a", "b")):
-        targets = ("q_proj", "k_proj", "v_proj", "o_proj")  # experts cannot have any
+        targets = ("q_proj", "k_proj", "v_proj", "o_proj")  # not the experts
         adapters[name] = make_adapter(tmp_path / name, folder, seed=seed, targets=targets)
         merged = load_reference(merge(tmp_path / f"merged-{name}", folder, adapters[name]))
         expected = [(prompt, generate(merged, prompt, MAX_NEW)) for prompt, _ in cases]

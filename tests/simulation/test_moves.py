@@ -12,7 +12,7 @@ class HistoryWithMoves(History):
     """A history whose requests move now and then. One that cannot move is continued on another pair.
 
     In most, they move away from one node only, as the gateway has it: a node that drains never gets requests. Requests
-    that move in both directions may wait for each other until their moves time out.
+    that move in both directions may wait for each other: one of them is refused.
     """
 
     def __init__(self, seed: int, num_outstanding: int = 1) -> None:
@@ -20,7 +20,7 @@ class HistoryWithMoves(History):
         self.draining = self.random.choice([0, 1, 0, 1, None])
         if self.draining is None:
             self.is_faulty = True
-            self.may_fail |= {ErrorCode.TRANSFER_FAILED}
+            self.may_fail |= {ErrorCode.TRANSFER_FAILED, ErrorCode.QUEUE_FULL}
 
     def step(self) -> None:
         super().step()

@@ -41,7 +41,8 @@ class TritonAttention:
     """``AttentionBackend`` in Triton; ``num_heads`` counts the model's query heads.
 
     Args:
-        num_programs: programs that keep the device busy; keys are split until there are as many.
+        num_programs: programs that keep the device busy; keys of decode rows are split until there are as many, those
+            of prompts as long as there are at most half as many.
         tiles: tile sizes by ``TileShape.name``; None takes those measured on this kind of device.
     """
 
@@ -55,6 +56,7 @@ class TritonAttention:
         tiles: dict[str, Tile] | None = None,
     ) -> None:
         layout, is_cuda = pool.layout, pool.device.type == "cuda"
+        assert all(one.scale_for(layout.head_dim) > 0 for one in params), "the greatest score must stay the greatest"
         self.pool = pool
         self.params = params
         # A wide value leaves registers for few query heads.

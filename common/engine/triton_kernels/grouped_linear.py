@@ -68,7 +68,8 @@ def grouped_linear(
             weights = tl.load(matrix + place[:, None], mask=is_input[:, None] & is_column[None, :], other=0.0)
             sums = tl.dot(inputs, weights, sums, input_precision="ieee")
         if HAS_FACTORS:
-            sums *= tl.load(factors + pair, mask=is_pair, other=0.0)[:, None]
+            factor = tl.load(factors + pair, mask=is_pair, other=0.0)[:, None]
+            sums = tl.where(factor == 0.0, 0.0, sums * factor)  # inf times 0 would be NaN
         target = out + tl.load(out_rows + pair, mask=is_pair, other=0).to(tl.int64)[:, None] * NUM_OUT + column[None, :]
         tl.store(target, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
 

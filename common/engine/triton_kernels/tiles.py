@@ -45,8 +45,8 @@ class Tile:
             raise ValueError(f"num_warps {self.num_warps}, num_stages {self.num_stages}")
 
 
-#: For prompts and heads of 128 numbers on GPUs with so much shared memory: 1.3 times as fast on an H200 as the tile for
-#: less, with 2 and with 4 query heads for each KV head.
+#: For prompts and heads of 128 numbers on GPUs with so much shared memory: 1.3 times as fast on an H200 as the tile of
+#: GPUs with less, with 2 and with 4 query heads for each KV head.
 WIDE_TILE = Tile(128, 128, num_warps=8, num_stages=3)
 
 

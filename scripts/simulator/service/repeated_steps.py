@@ -21,6 +21,7 @@ MAX_REPETITIONS, MAX_TOKENS = 512, 16_384
 #: Preparing repetitions of so many rows costs about as much as one repetition saves.
 ROWS_PER_REPETITION = 16
 LONGEST_PAUSE = 63
+#: Of repetitions, from 1 on.
 NUMBERS = np.arange(1, MAX_REPETITIONS + 1)
 
 

@@ -31,6 +31,8 @@ _PLAIN_STARTS = (True, False, "gaussian", "eva")
 #: Far above what adapters have, which is about their rank.
 MAX_ALPHA = 1e9
 MAX_BYTES = 1 << 20
+#: Of one setting; PEFT writes as many as a layer has kinds of matrices.
+MAX_PATTERNS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ def _patterns(config: Mapping[str, Any], key: str, file: Path) -> Iterator[tuple
     given: Any = config.get(key) or {}
     if not isinstance(given, dict):
         raise ConfigError(f"{file}: {key} should be an object, not {given!r}")
+    if len(given) > MAX_PATTERNS:
+        raise ConfigError(f"{file}: {key} has {len(given)} patterns; at most {MAX_PATTERNS} are read")
     for pattern, value in given.items():
         try:
             yield f"{file}: {key} {pattern!r}", NamePattern(pattern), value

@@ -2,7 +2,8 @@
 
 A pattern must match a name, or what is behind one of its dots, to the end. Python's ``re`` can take longer than any
 request for a pattern that is made for it, and an adapter may come from anywhere. The matcher here follows all ways
-through a pattern at once: it knows the places of the text that each part can end at, so that its time has a bound.
+through a pattern at once: it knows the places of the text that each part can end at, and remembers those of repeated
+parts, so that its time has a bound.
 """
 
 import functools
@@ -10,7 +11,7 @@ import re
 from collections.abc import Callable
 
 #: Returns where a part of a pattern can end in a text, if it begins at one of some places.
-Matcher = Callable[[str, frozenset[int]], frozenset[int]]
+Matcher = Callable[["Text", frozenset[int]], frozenset[int]]
 
 MAX_LENGTH, MAX_DEPTH = 512, 8
 #: A part that stands for one character.
@@ -18,6 +19,20 @@ _ONE = re.compile(r"\[\^?[\w.-]+\]|\\[dDwW.\\$|()*+?^\[\]{}-]|[\w.:/ -]", re.ASC
 _COUNT = re.compile(r"([*+?])\??|\{(\d{1,2})(?:(,)(\d{0,2}))?\}\??")
 #: Patterns of one length, whose dots stand for any character: nearly all that PEFT writes.
 _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
+
+
+class Text(str):
+    """A name that is matched, and where repeated parts of a pattern end in it."""
+
+    def __init__(self, _: str) -> None:
+        self._ends: dict[tuple[Matcher, int], frozenset[int]] = {}
+
+    def ends(self, part: Matcher, starts: frozenset[int]) -> frozenset[int]:
+        """Return what ``part`` returns, which is asked once for each place."""
+        for start in starts:
+            if (part, start) not in self._ends:
+                self._ends[part, start] = part(self, frozenset((start,)))
+        return frozenset().union(*(self._ends[part, start] for start in starts))
 
 
 class NamePattern:
@@ -40,7 +55,7 @@ class NamePattern:
             start = len(name) - self._length
             return start >= 0 and name[:start][-1:] in ("", ".") and bool(self._plain.fullmatch(name, start))
         starts = frozenset((0, *(index + 1 for index, character in enumerate(name) if character == ".")))
-        return len(name) in self._match(name, starts)
+        return len(name) in self._match(Text(name), starts)
 
 
 class _Parser:
@@ -111,15 +126,15 @@ class _Parser:
         return functools.partial(_repeated, part, int(least), limit)
 
 
-def _character(one: re.Pattern[str], text: str, starts: frozenset[int]) -> frozenset[int]:
+def _character(one: re.Pattern[str], text: Text, starts: frozenset[int]) -> frozenset[int]:
     return frozenset(start + 1 for start in starts if one.match(text, start))
 
 
-def _any_of(parts: list[Matcher], text: str, starts: frozenset[int]) -> frozenset[int]:
+def _any_of(parts: list[Matcher], text: Text, starts: frozenset[int]) -> frozenset[int]:
     return frozenset().union(*(part(text, starts) for part in parts))
 
 
-def _one_after_the_other(parts: list[Matcher], text: str, starts: frozenset[int]) -> frozenset[int]:
+def _one_after_the_other(parts: list[Matcher], text: Text, starts: frozenset[int]) -> frozenset[int]:
     for part in parts:
         starts = part(text, starts)
         if not starts:
@@ -127,7 +142,7 @@ def _one_after_the_other(parts: list[Matcher], text: str, starts: frozenset[int]
     return starts
 
 
-def _repeated(part: Matcher, least: int, most: int | None, text: str, starts: frozenset[int]) -> frozenset[int]:
+def _repeated(part: Matcher, least: int, most: int | None, text: Text, starts: frozenset[int]) -> frozenset[int]:
     """The places after ``least`` to ``most`` repetitions.
 
     A part that may be empty keeps every place, so that the places only grow; another one moves all of them on. So
@@ -136,7 +151,7 @@ def _repeated(part: Matcher, least: int, most: int | None, text: str, starts: fr
     found: frozenset[int] = starts if least == 0 else frozenset()
     count = 0
     while starts and (most is None or count < most):
-        before, starts = starts, part(text, starts)
+        before, starts = starts, text.ends(part, starts)
         count += 1
         if count >= least:
             starts -= found

@@ -14,7 +14,6 @@ from common.engine.models.layers import TorchOperations
 from common.engine.models.lora.checkpoint import LowRankPair
 from common.engine.models.lora.expert_stack import ExpertAddition, ExpertStack, stack_experts
 from common.engine.models.routing import Routing
-from scripts.benchmarks.engines.launches import META, counting_kernels
 
 if not find_spec("triton"):
     pytest.skip("needs triton", allow_module_level=True)
@@ -152,6 +151,9 @@ def test_every_pair_is_in_one_block_of_its_expert(taken: list[int], rows: int) -
 @pytest.mark.parametrize("num_adapters", [0, 2])
 def test_the_host_waits_for_nothing_and_launches_the_same_for_every_distribution(num_adapters: int) -> None:
     """As a CUDA graph needs it; the tensors have shapes and no data, so that nothing can depend on the data."""
+    pytest.importorskip("msgspec", reason="needs packages that a bare GPU machine may lack")
+    from scripts.benchmarks.engines.launches import META, counting_kernels
+
     experts = GroupedExperts(torch.empty(8, 64, 32, device=META), torch.empty(8, 32, 32, device=META))
     places, tokens = (torch.empty(length, dtype=torch.int64, device=META) for length in (8, 2))
     stacks = [
