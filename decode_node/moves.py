@@ -22,9 +22,7 @@ log = logging.getLogger(__name__)
 #: The other node must have asked for the pages by then.
 MOVE_TIMEOUT_S = 30.0
 #: Why a request is refused; see ``OutgoingMoves.in_circle``.
-IN_CIRCLE = (
-    "no room: this node and the one that the request comes from wait for pages of requests that move to the other"
-)
+IN_CIRCLE = "no room: this node and the one that the request comes from wait for requests that move to the other"
 #: Transfer plane's counters of two ends are added; so are these.
 COUNTERS = ("requests_moved", "failed_moves")
 

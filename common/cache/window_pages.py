@@ -10,8 +10,8 @@ prefix with it, until another request needs the memory. Pages that a request has
 requests end their prefix there, then those of requests that have ended; of either kind, the one idle for longest.
 
 A cached prefix can be used to compute the next token if the window pages of its last tokens are there. To receive the
-rest of a prompt from a peer, only window pages among the last tokens of the prompt are needed. Each request reserves the most window pages that it can hold when it is admitted, so that it never waits
-for one later.
+rest of a prompt from a peer, only window pages among the last tokens of the prompt are needed. Each request reserves
+the most window pages that it can hold when it is admitted, so that it never waits for one later.
 """
 
 from collections import deque
