@@ -153,7 +153,7 @@ def test_a_continued_request_asks_for_no_resume_of_its_first_transfer(monkeypatc
     cluster.continue_request("a", pair=(1, 1))
     assert_exact(cluster, answer, prompt_of(32))
     assert not any(isinstance(message, Resume) for message in heard)
-    assert [message.num_tokens for message in heard if isinstance(message, PrefillDone)] == [32 + 8]
+    assert [message.length for message in heard if isinstance(message, PrefillDone)] == [32 + 8]
 
 
 def test_the_nodes_count_a_continued_request_as_none_of_their_first_tokens() -> None:

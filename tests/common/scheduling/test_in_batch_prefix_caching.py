@@ -90,7 +90,7 @@ def test_the_holder_is_found_as_if_every_pair_were_compared(
         cache.insert(mine[: len(pages) * page_size], pages)
     others = [request(*tokens) for tokens in computing]
     for other in others:
-        other.node = cache.match(other.prompt).node
+        use_cached(other, cache)
     asking = request(*mine, 7)
     found = cache.match(mine).num_tokens
     expected = None
