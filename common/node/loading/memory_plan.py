@@ -21,8 +21,8 @@ CROSSOVER_TOKENS = 16_384.0
 CPU_POOL_TOKENS = 131_072
 #: The share of the remaining memory that a pool takes if no size is configured.
 MEMORY_SHARE = 0.8
-#: ``--swa-full-tokens-ratio auto`` takes requests to have this part of the context length.
-USUAL_SHARE = 8
+#: ``--swa-full-tokens-ratio auto`` takes requests to have this share of the context length.
+USUAL_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +121,20 @@ def most_window_pages(config: NodeConfig, groups: LayerGroups, alignment: ChunkA
 def auto_window_ratio(config: NodeConfig, groups: LayerGroups | None, *, device: str, context_length: int) -> float:
     """What ``--swa-full-tokens-ratio auto`` stands for.
 
-    It is what one request can hold in window layers, divided by the tokens that it usually has: a share of the context
-    length. Where ``--max-total-tokens`` is given, a request has at least its share of the pool, and one request fits.
+    It is the window tokens that one request can hold, divided by the length that requests are taken to have, a share of
+    the context length. Where ``--max-total-tokens`` is given, a request has at least its share of the pool, and one
+    request fits.
     """
     chunk = chunk_size(config, device)
     if groups is None or chunk < 0 or config.record:
         return 1.0
-    of_one = most_window_pages(config, groups, _alignment(config), chunk) * config.page_size
-    usual = min(context_length, config.context_length or context_length) / USUAL_SHARE
+    num_held = most_window_pages(config, groups, _alignment(config), chunk) * config.page_size
+    usual = min(context_length, config.context_length or context_length) * USUAL_SHARE
     total = config.max_total_tokens
     if total is not None:
         usual = max(usual, total / (config.max_running_requests or MAX_SLOTS))
         usual = min(usual, total // config.page_size * config.page_size)
-    return min(1.0, math.ceil(100 * of_one / usual) / 100)
+    return min(1.0, math.ceil(100 * num_held / usual) / 100)
 
 
 def num_window_pages(config: NodeConfig, groups: LayerGroups | None, capacity: Capacity, num_pages: int) -> int:
