@@ -79,7 +79,7 @@ async def generate_disturbed(service: ChaosService, disturb: Callable[[], object
 
 
 async def generate_again(service: ChaosService) -> list[list[int]]:
-    """Returns the outputs of seeds 1 to 8, computed anew and undisturbed."""
+    """Generates seeds 1 to 8 again, with empty caches and nothing disturbed."""
     await service.clients[service.gateway.name].call("POST", "/flush_cache")
     return [await generate(service, seed) for seed in range(1, 9)]
 
