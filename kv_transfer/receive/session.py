@@ -22,7 +22,7 @@ class ReceiveSession:
         first: index of the first page that is shipped; of the first that is left after ``take_arrived``.
         num_cached: pages before it that were cached.
         pages: destinations of index ``first`` and on, up to the end of the prompt.
-        num_tokens, num_pages: length of the whole prompt, in tokens that a page of the layout has.
+        num_tokens: length of the transfer, see ``PageAllocator.transfer_length``; num_pages: of the layout.
         epoch: of the connection when the pages were granted; 0 before.
         num_stretches: stretches of tokens in which a whole page comes; known when the pages are granted.
         num_parts: parts in which each of them comes.
