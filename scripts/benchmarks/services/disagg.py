@@ -3,14 +3,16 @@
 Every arrangement is a new ``serve`` on the same cores and gets the same requests at the same instants: prompts of 512
 random token ids, 64 output tokens, nothing shared. At each rate the arrangements take turns, in alternating order, so
 that a slow phase of the machine does not fall on one of them alone. The load tester is the only client. Rates are
-absolute for the shape of Qwen3-0.6B. For the small model they are shares of the capacity of the weaker of the first two
-arrangements. A capacity is the rate at which requests are served while 32 of them are in flight.
+shares of the capacity of the weaker of the first two arrangements. A capacity is the rate at which requests are served
+while 32 of them are in flight.
 
 Latency counts from the planned instant of a request. Ratios are to the first arrangement; above 1, the first is better.
-The defaults take about an hour; ``--models small --arrangements split,colocated --small-seconds 10 --capacity-seconds
-6`` takes three minutes. Each run ends at the latest two minutes after its last arrival; requests still in flight then
-count as failed. Samples of several rounds are pooled: a percentile is that of all of them together. A benchmark that is
-stopped prints the tables of the runs so far.
+The gap before the second token, which contains the transfer, also has a column of its own, and ``later`` is the ratio
+of 99th percentile and median without it.
+The defaults take about an hour; ``--models small --arrangements split,colocated --small-seconds 10
+--small-capacity-requests 300`` takes three minutes. Each run ends at the latest two minutes after its last arrival;
+requests still in flight then count as failed. Samples of several rounds are pooled: a percentile is that of all of them
+together. A benchmark that is stopped prints the tables of the runs so far.
 
 ``--peer vllm=PYTHON`` adds vLLM's OpenAI server with all threads, which serves the same folder of random weights in
 Qwen3-0.6B's shape and mixes prompts with decode rows.
@@ -42,6 +44,7 @@ SHORTEST = ("--models=small", "--arrangements=split", "--capacity=5", "--shares=
 NUM_INPUT, NUM_OUTPUT = 512, 64
 CAPACITY_CONCURRENCY = 32
 POOL_TOKENS = 20_480  # of every node: what 32 requests need, and a tenth more
+TIMEOUT_S = 120.0  # of a request; bounds a run at a rate above the capacity
 START_S = 15.0  # start of a service and the last answers, for the estimate of the total time
 MODELS = ("qwen3-0.6b", "small")
 
@@ -60,7 +63,7 @@ ARRANGEMENTS = {
     "one": Arrangement("1 colocated, all threads", (*COLOCATED, "--decode=1")),
     "auto": Arrangement("1 + 1, prompts by cost", ("--prefill=1", "--decode=1", "--local-prefill=auto")),
 }
-DEFAULTS = ("split", "colocated", "one")
+DEFAULTS = ("split", "auto", "colocated", "one")
 VLLM = "vllm"
 TITLES = {name: found.title for name, found in ARRANGEMENTS.items()} | {VLLM: "vLLM, all threads"}
 COLUMNS = {
@@ -68,10 +71,11 @@ COLUMNS = {
     "ttft_p99": "p99",
     "itl_p50": "inter-token p50",
     "itl_p99": "p99",
+    "first_gap_p50": "first gap p50",
     "e2e_p50": "end to end p50",
     "e2e_p99": "p99",
 }
-WIDTHS = {"ttft_p50": 10, "ttft_p99": 9, "itl_p50": 17, "itl_p99": 9, "e2e_p50": 16, "e2e_p99": 9}
+WIDTHS = {"ttft_p50": 10, "ttft_p99": 9, "itl_p50": 17, "itl_p99": 9, "first_gap_p50": 15, "e2e_p50": 16, "e2e_p99": 9}
 NAME_WIDTH = 30
 KV_BYTES = POOL_TOKENS * QWEN3_600M["num_hidden_layers"] * LAYER_KV_BYTES
 
@@ -80,7 +84,7 @@ Options = argparse.Namespace  # the fields of `add_options`
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """All parameters of one run. ``share`` is 0 if the rate is absolute."""
+    """All parameters of one run; ``rate`` is this ``share`` of the capacity."""
 
     model: str
     arrangement: str
@@ -107,14 +111,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--arrangements", type=comma_separated(str, among=ARRANGEMENTS), default=DEFAULTS,
         metavar="NAME,...", help=f"of {', '.join(ARRANGEMENTS)}; ratios are to the first",
     )  # fmt: skip
-    add("--rates", type=comma_separated(float), default="0.25,0.5,0.75", help="requests/s for qwen3-0.6b (%(default)s)")
-    add("--shares", type=comma_separated(float), default="0.3,0.6,0.85", help="of capacity, for small (%(default)s)")
+    add("--shares", type=comma_separated(float), default="0.3,0.6,0.85", help="rates, of capacity (%(default)s)")
     add("--rounds", type=int, default=1, help="repetitions, each with another seed (%(default)s)")
-    add("--large-seconds", type=float, default=150.0, help="arrivals in a run of qwen3-0.6b (%(default)s)")
-    add("--small-seconds", type=float, default=45.0, help="arrivals in a run of small (%(default)s)")
-    add("--capacity-seconds", type=float, default=20.0, help="length of a run for small's capacity (%(default)s)")
-    add("--capacity", type=float, help="requests/s to take as the small model's capacity instead of measuring it")
-    add("--large-capacity-seconds", type=float, default=90.0, help="for qwen3-0.6b's; 0: not measured (%(default)s)")
+    add("--large-seconds", type=float, default=100.0, help="arrivals in a run of qwen3-0.6b (%(default)s)")
+    add("--small-seconds", type=float, default=30.0, help="arrivals in a run of small (%(default)s)")
+    add("--large-capacity-requests", type=int, default=64, help="requests for qwen3-0.6b's capacity (%(default)s)")
+    add("--small-capacity-requests", type=int, default=1000, help="requests for small's capacity (%(default)s)")
+    add("--capacity", type=float, help="requests/s to take as the capacity instead of measuring it")
     add("--peer", action="append", default=[], metavar="vllm=PYTHON", help="for qwen3-0.6b, also vLLM's server")
     add("--cores", type=int, default=2, help="physical cores for the service and the client together (%(default)s)")
     add("--seed", type=int, default=0)
@@ -130,7 +133,7 @@ def run(options: Options) -> dict[str, float]:
         for model in options.models:
             folder = SMALL_MODEL if model == "small" else str(random_model())
             capacities |= measure_capacities(model, folder, services, options)
-            lowest = min(capacities.get((model, name), 0.0) for name in options.arrangements[:2])
+            lowest = min(capacities[model, name] for name in options.arrangements[:2])
             planned = list(points(options, model, lowest))
             for number, point in enumerate(planned, start=1):
                 say(f"{model}, run {number} of {len(planned)}: {point.rate:.3g}/s, {TITLES[point.arrangement]} ...")
@@ -141,7 +144,8 @@ def run(options: Options) -> dict[str, float]:
     for point, report in runs:
         name, cell = f"{point.model}, {point.arrangement}, {point.rate:.3g}/s", pooled([report])
         figures |= {f"{name}, {figure} ms": 1e3 * cell.times.get(figure, 0.0) for figure in ("ttft_p50", "e2e_p50")}
-        figures |= {f"{name}, inter-token p99/p50": cell.itl_spread or 0.0, f"{name}, tokens/s": cell.tokens_per_s}
+        figures |= {f"{name}, inter-token p99/p50": cell.spread("itl"), f"{name}, tokens/s": cell.tokens_per_s}
+        figures |= {f"{name}, p99/p50 of later gaps": cell.spread("later")}
     return figures
 
 
@@ -181,22 +185,23 @@ def compared(options: Options, model: str) -> tuple[str, ...]:
 
 def measure_capacities(model: str, folder: str, services: Services, options: Options) -> Capacities:
     """Requests per second that each arrangement completes in a closed loop."""
-    length_s = options.capacity_seconds if model == "small" else options.large_capacity_seconds
-    if model == "small" and options.capacity is not None:
+    num_requests = options.small_capacity_requests if model == "small" else options.large_capacity_requests
+    if options.capacity is not None:
         return {(model, name): options.capacity for name in options.arrangements}
     capacities = {}
-    for name in compared(options, model) if length_s else ():
-        say(f"{model}, capacity of {TITLES[name]}, {length_s:g} s ...")
+    for name in compared(options, model):
+        say(f"{model}, capacity of {TITLES[name]}, {num_requests} requests ...")
         with services.running(name, folder) as url:
-            report = load(url, length_s, options.seed, concurrency=CAPACITY_CONCURRENCY)
-        capacities[model, name] = report.throughput["output_tokens_per_s"] / NUM_OUTPUT  # smoother than whole requests
+            report = load(url, options.seed, num_requests=num_requests, concurrency=CAPACITY_CONCURRENCY)
+        capacities[model, name] = report.throughput["requests_per_s"]
         say(f"    {capacities[model, name]:.3g} requests/s")
     return capacities
 
 
 def measure(point: Point, folder: str, services: Services) -> dict[str, Any]:
     with services.running(point.arrangement, folder) as url:
-        report = load(url, point.length_s, point.seed, rate=f"{point.rate:.6g}")
+        length_s = point.length_s
+        report = load(url, point.seed, rate=f"{point.rate:.6g}", duration=f"{length_s:g}", warmup=f"{length_s / 10:g}")
     ttft, itl = report.latency["ttft"], report.latency["itl"]
     if ttft["count"] and itl["count"]:
         say(
@@ -209,13 +214,11 @@ def measure(point: Point, folder: str, services: Services) -> dict[str, Any]:
     return report.to_dict()
 
 
-def load(url: str, length_s: float, seed: int, **when: Any) -> Report:
-    """Load a service; the first tenth of the requests is left out."""
+def load(url: str, seed: int, **when: Any) -> Report:
+    """Load a service with ``when``: how many requests arrive, and when."""
     config = LoadtestConfig(
         url=url,
-        duration=f"{length_s:g}",
-        warmup=f"{length_s / 10:g}",
-        timeout="120",  # bounds a run at a rate above the capacity
+        timeout=f"{TIMEOUT_S:g}",
         input_len=str(NUM_INPUT),
         output_len=str(NUM_OUTPUT),
         return_token_ids=True,
@@ -231,28 +234,25 @@ def load(url: str, length_s: float, seed: int, **when: Any) -> Report:
 
 
 def points(options: Options, model: str, capacity: float) -> Iterator[Point]:
-    shares = options.shares if model == "small" else (0.0,) * len(options.rates)
-    rates = [share * capacity for share in shares] if model == "small" else options.rates
     length_s = options.small_seconds if model == "small" else options.large_seconds
     is_reversed = False
     for number in range(options.rounds):
-        for rate, share in zip(rates, shares, strict=True):
+        for share in options.shares:
             order = compared(options, model)[:: -1 if is_reversed else 1]
             is_reversed = not is_reversed
             for name in order:
-                yield Point(model, name, rate, share, length_s, options.seed + number)
+                yield Point(model, name, share * capacity, share, length_s, options.seed + number)
 
 
 def minutes(options: Options) -> float:
     total_s = 0.0
     for model in options.models:
         is_small, num_arrangements = model == "small", len(compared(options, model))
-        rates = options.shares if is_small else options.rates
         length_s = options.small_seconds if is_small else options.large_seconds
-        capacity_s = options.capacity_seconds if is_small else options.large_capacity_seconds
+        capacity_s = 20.0 if is_small else 150.0  # with the defaults, at 50 and 0.45 requests/s
         around_s = START_S if is_small else 2 * START_S
-        total_s += len(rates) * options.rounds * num_arrangements * (length_s + around_s)
-        total_s += num_arrangements * (capacity_s + around_s) if capacity_s else 0.0
+        total_s += len(options.shares) * options.rounds * num_arrangements * (length_s + around_s)
+        total_s += num_arrangements * (capacity_s + around_s) if options.capacity is None else 0.0
     return total_s / 60
 
 
@@ -268,7 +268,7 @@ class Cell:
     """One arrangement at one rate, over all rounds.
 
     Attributes:
-        times: seconds, by the names in ``COLUMNS``; a figure without samples is missing.
+        times: seconds, by names as in ``COLUMNS``; ``later`` are all gaps but the first. Without samples, missing.
         tokens_per_s: output tokens received per second, over the time in which requests arrived.
         reasons: why the figures are invalid; empty if they are valid.
     """
@@ -280,19 +280,21 @@ class Cell:
     failed: int
     reasons: tuple[str, ...]
 
-    @property
-    def itl_spread(self) -> float | None:
-        """How many times its median the 99th percentile between tokens is."""
-        return self.times["itl_p99"] / self.times["itl_p50"] if self.times.get("itl_p50") else None
+    def spread(self, name: str) -> float:
+        """How many times its median the 99th percentile of such times is; 0 without samples."""
+        return self.times[f"{name}_p99"] / self.times[f"{name}_p50"] if self.times.get(f"{name}_p50") else 0.0
 
 
 def pooled(reports: Sequence[dict[str, Any]]) -> Cell:
     """Pool the reports (``Report.to_dict``) of all rounds."""
     times: dict[str, float] = {}
-    for name in ("ttft", "itl", "e2e"):
-        samples = [value for report in reports for value in report["samples"][name]]
-        values = np.concatenate([np.atleast_1d(value) for value in samples]) if samples else np.array([])
-        if len(values):
+    found = {name: [value for report in reports for value in report["samples"][name]] for name in ("ttft", "e2e")}
+    gaps = [of_request for report in reports for of_request in report["samples"]["itl"] if of_request]
+    found["itl"] = [gap for of_request in gaps for gap in of_request]
+    found["first_gap"] = [of_request[0] for of_request in gaps]
+    found["later"] = [gap for of_request in gaps for gap in of_request[1:]]
+    for name, values in found.items():
+        if values:
             times |= {f"{name}_p50": float(np.quantile(values, 0.5)), f"{name}_p99": float(np.quantile(values, 0.99))}
     return Cell(
         times,
@@ -319,7 +321,7 @@ def table(runs: Sequence[Run], capacities: Capacities) -> list[str]:
             for name in dict.fromkeys(point.arrangement for point, _ in here):
                 found = [report for point, report in here if (point.rate, point.arrangement) == (rate, name)]
                 reports |= {name: found} if found else {}
-            shown = f"{rate:.3g} requests/s" + (f" ({share:.0%} of capacity)" if share else "")
+            shown = f"{rate:.3g} requests/s ({share:.0%} of capacity)"
             lines += ["", shown, *_rows({name: pooled(found) for name, found in reports.items()})]
     return lines[1:]
 
@@ -341,7 +343,8 @@ def _capacity_lines(capacities: dict[str, float]) -> list[str]:
 
 def _heading() -> str:
     cells = "".join(f"{title:>{WIDTHS[name]}}" for name, title in COLUMNS.items())
-    return f"{'':{NAME_WIDTH}}{cells}{'requests/s':>12}{'tokens/s':>10}{'count':>7}{'failed':>8}{'p99/p50':>9}"
+    rest = f"{'requests/s':>12}{'tokens/s':>10}{'count':>7}{'failed':>8}{'p99/p50':>9}{'later':>8}"
+    return f"{'':{NAME_WIDTH}}{cells}{rest}"
 
 
 def _rows(cells: dict[str, Cell]) -> list[str]:
@@ -351,7 +354,8 @@ def _rows(cells: dict[str, Cell]) -> list[str]:
         title = TITLES[name]
         times = "".join(_time(cell.times.get(column), WIDTHS[column]) for column in COLUMNS)
         rest = f"{cell.requests_per_s:12.3g}{cell.tokens_per_s:10.1f}{cell.count:7}{cell.failed:8}"
-        rest += f"{cell.itl_spread:9.2f}" if cell.itl_spread else f"{'-':>9}"
+        for kind, width in (("itl", 9), ("later", 8)):
+            rest += f"{cell.spread(kind):{width}.2f}" if cell.spread(kind) else f"{'-':>{width}}"
         lines.append(f"{title:{NAME_WIDTH}}{times}{rest}")
         if cell is not first:
             lines.append(_ratios(first, cell))
