@@ -23,15 +23,13 @@ from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.deadlines import Deadlines
-from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
-from common.scheduling.long_prompts import LongPrompts
 from common.scheduling.new_token_ratio import NewTokenRatio
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder, admit_row, chunk_results
-from common.scheduling.skip_ahead import PASSING, SkipAhead
+from common.scheduling.prefill_adder import Chunk, admit_row, chunk_results
 from common.scheduling.slots import OutstandingSteps
 from common.scheduling.waiting_queue import WaitingQueue
 from common.step_plan import PageDelta, Row, StepPlan, StepResult
+from decode_node.local_prefill import LocalPrefill
 from decode_node.page_reservation import PageReservations
 from decode_node.prealloc_queue import DecodeLimits as DecodeLimits
 from decode_node.prealloc_queue import PageGrant as PageGrant
@@ -116,14 +114,6 @@ class DecodeScheduler:
         self._allocator = allocator
         self._limits = limits
         self._ordering = ordering
-        self._long_prompts = LongPrompts(
-            limits.long_prompts,
-            ordering,
-            chunk_tokens=limits.chunk_tokens,
-            alignment=limits.alignment,
-            page_size=cache.page_size,
-            max_requests=limits.max_requests,
-        )
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
         self._window = limits.window or KVWindow(cache.page_size)
@@ -142,6 +132,16 @@ class DecodeScheduler:
             queue=self._queue,
             ordering=ordering,
             is_by_priority=limits.is_retracted_by_priority,
+        )
+        self._local = LocalPrefill(
+            cache,
+            allocator,
+            self._table,
+            limits=limits,
+            ordering=ordering,
+            queue=self._queue,
+            preemptor=self._preemptor,
+            window=self._window,
         )
         self.decisions = self._queue.decisions
         self._totals = {"budget_rows": 0, "budget_rows_used": 0, "resumed_tokens_computed": 0}
@@ -334,7 +334,7 @@ class DecodeScheduler:
             self.grant(now)
         grown, has_run_short = self._join_and_grow(now)
         is_decodes_turn = self._were_chunks_alone and bool(self._rows())
-        chunks, begun = ([], []) if is_decodes_turn else self._extend(now)
+        chunks, begun = ([], []) if is_decodes_turn else self._local.extend(now)
         chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]  # some lost their slot to later ones
         begun = [request for request in begun if request.slot >= 0]
         self._ordering.note_policy_change(self.decisions, now)
@@ -477,102 +477,6 @@ class DecodeScheduler:
         if not self._allocator.num_free and self._allocator.num_lingering <= num_awaited:
             self._cache.evict(1)
         return self._allocator.alloc(1, Owner.REQUEST)
-
-    # ---- chunks -----------------------------------------------------------------------------------------------------
-
-    def _extend(self, now: float) -> tuple[list[Chunk], list[Request]]:
-        """Chunks of requests that are computed here, as far as the budgets reach, and the requests that begin."""
-        table = self._table
-        if not table.extending and not table.retracted and not table.local:
-            return [], []
-        adder = self._adder()
-        begun: list[Request] = []
-        sharing = self._queue.sharing()
-        skip_ahead = SkipAhead(self._limits.max_skip_ahead)
-        lent: dict[RequestKey, int] = {}
-        begun_left = dict(table.extending)  # those that may get more of this step
-        queue = self._queue.step_candidates(now, self._long_prompts.in_order(table.extending.values()))
-        for request, most, is_reserved in self._long_prompts.turns(queue, adder, is_here=self._queue.is_computed_here):
-            if table.states[request.key] is State.EXTENDING:
-                if most is None:
-                    begun_left.pop(request.key, None)
-                if request.num_scheduled == request.num_tokens:
-                    continue  # its last chunk is in a step that is not committed yet
-                result = adder.add_chunked_req(request, most=most, is_reserved=is_reserved)
-                if result is not AddResult.CONTINUE and most is None:
-                    break
-            elif skip_ahead.is_closed or not self._preemptor.can_have_slot(request, now):
-                if not begun_left:
-                    break
-                self._waits_for_prefix(request, sharing, lent, now)
-            elif not self._queue.is_computed_here(request):
-                if request.key in self._queue.short and (table.has_holders or self._allocator.num_lingering):
-                    skip_ahead.refuse(request)  # else it lacks pages because of a local prompt, which goes first
-            elif self._waits_for_prefix(request, sharing, lent, now):
-                pass
-            elif (result := adder.add_one_req(request, most=most)) is AddResult.NO_TOKEN:
-                skip_ahead.refuse(request)
-                self.decisions.note_wait(now, request.rid, "for room for {} tokens", request.num_tokens)
-            elif result is AddResult.OTHER:
-                if most is None:
-                    break
-            else:
-                self._begin(request, now, has_passed=skip_ahead.admit(request))
-                sharing.add(request)
-                begun.append(request)
-                if most is not None:
-                    begun_left[request.key] = request
-        for request in table.extending.values():
-            request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
-        return adder.chunks, begun
-
-    def _waits_for_prefix(
-        self, request: Request, sharing: InBatchPrefixes, lent: dict[RequestKey, int], now: float
-    ) -> bool:
-        """Whether a prefix of the request is being computed here; the request that does inherits its priority."""
-        if not self._queue.may_share_prefix(request):
-            return False
-        holder = sharing.holder_of(request, self._cache)
-        if holder is not None:
-            self._ordering.inherit_priority(request, holder, lent)
-            self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
-        return holder is not None
-
-    def _begin(self, request: Request, now: float, *, has_passed: bool) -> None:
-        """Put a request that the adder has admitted into a slot."""
-        self._queue.totals["skipped_ahead"] += has_passed
-        self._preemptor.free_slot(request, now)
-        num_new = request.num_tokens - request.num_computed
-        is_new = self._table.states[request.key] is State.WAITING
-        if is_new:
-            request.admitted_at = now
-            self._ordering.admitted(request, num_input=num_new)
-        action = "admit" if is_new else "resume"
-        reason = "computes {} of {} tokens" + (PASSING if has_passed else "")
-        self.decisions.note(now, request.rid, action, reason, num_new, request.num_tokens)
-        self._table.move(request, Event.EXTEND, with_slot=True)
-        request.placed_at = now
-
-    def _adder(self) -> PrefillAdder:
-        holders = self._table.holders()
-        total = (self._allocator.num_free + self._cache.num_evictable_pages) * self._cache.page_size
-        if holders:
-            total -= self._queue.expected(holders)
-        else:
-            total += 1  # alone, a request may fill the pool to the last token
-        ratio, clip = self._queue.expectation()
-        budgets = Budgets(total, self._limits.max_prefill_tokens, self._limits.chunk_tokens, self._limits.alignment)
-        return PrefillAdder(
-            self._cache,
-            self._allocator,
-            budgets,
-            max_requests=self._limits.max_requests,
-            clip=clip,
-            reserve_output=bool(holders),
-            running=holders,
-            ratio=ratio,
-            window=self._window,
-        )
 
     def chunks(self, plan: StepPlan) -> Sequence[Chunk]:
         """The chunks of the plan that was made last."""
