@@ -19,15 +19,16 @@ class PriorityReview:
     def __init__(self, priorities: PriorityResolver, dispatcher: Dispatcher) -> None:
         self._priorities = priorities
         self._dispatcher = dispatcher
-        self._asked_at: dict[str, float] = {}  # by rid, the one asked longest ago first
+        self._asked_at: dict[str, float] = {}  # by rid, the next to be asked first
 
     def tick(self, now: float) -> None:
-        """Ask about the requests that were asked about longest ago, or never."""
+        """Ask about the requests that arrived, or were asked about, longest ago."""
         if not self._priorities.has_function:
             return
         waiting = {stream.request.rid: stream for stream in self._dispatcher.streams() if not stream.ids}
         known = {rid: at for rid, at in self._asked_at.items() if rid in waiting}
-        self._asked_at = {rid: stream.started_at for rid, stream in waiting.items() if rid not in known} | known
+        new = {rid: stream.started_at for rid, stream in waiting.items() if rid not in known}
+        self._asked_at = known | new
         due = [rid for rid, at in self._asked_at.items() if now - at >= INTERVAL_S]
         num_in_flight = self._dispatcher.num_in_flight
         for rid in islice(due, MAX_CALLS):

@@ -13,9 +13,14 @@ class Requests:
     """Stands in for the dispatcher: the outputs in flight, and the changes that were asked for."""
 
     def __init__(self, count):
-        requests = [GenerateRequest(f"r{i}", f"r{i}", (1,), SamplingParams(max_new_tokens=4)) for i in range(count)]
-        self.flights = [OutputStream(request, 0, None, lambda stream: None, 0.0) for request in requests]
+        self.flights = []
         self.changed = {}
+        self.arrive(count, 0.0)
+
+    def arrive(self, count, at):
+        for i in range(len(self.flights), len(self.flights) + count):
+            request = GenerateRequest(f"r{i}", f"r{i}", (1,), SamplingParams(max_new_tokens=4))
+            self.flights.append(OutputStream(request, 0, None, lambda stream: None, at))
 
     def streams(self):
         return iter(self.flights)
@@ -61,6 +66,16 @@ def test_the_questions_are_bounded_and_requests_take_turns():
     reviews.tick(5.1)
     assert len(asked) == MAX_CALLS + 10
     assert not requests.changed  # None keeps the priorities
+
+
+def test_requests_that_arrive_later_do_not_take_the_turns_of_earlier_ones():
+    requests = Requests(MAX_CALLS + 44)
+    reviews = review(requests, lambda facts: 7)
+    reviews.tick(1.5)
+    assert len(requests.changed) == MAX_CALLS
+    requests.arrive(MAX_CALLS + 44, 1.5)
+    reviews.tick(2.5)
+    assert requests.changed.keys() >= {f"r{i}" for i in range(MAX_CALLS + 44)}
 
 
 def test_without_a_function_nothing_is_asked():
