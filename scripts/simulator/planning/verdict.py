@@ -38,8 +38,9 @@ class WindowResult:
     is_whole: bool = True
 
     @property
-    def num_missed(self) -> int:
-        return self.num_judged - self.num_good
+    def weight(self) -> float:
+        """Requests that a judged one stands for: if the simulation was stopped, the others are taken to fare alike."""
+        return 1.0 if self.is_whole or not self.num_judged else self.num_expected / self.num_judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,12 @@ class Verdict:
 
 
 def judge(windows: Sequence[WindowResult], target: float) -> Verdict:
-    """Combine windows, which count as independent of each other; requests in a window do not."""
-    good = np.array([window.num_good for window in windows], dtype=np.float64)
-    judged = np.array([window.num_judged for window in windows], dtype=np.float64)
+    """Combine windows, which count as independent of each other; requests in a window do not.
+
+    A window that was stopped early weighs as much as if it had run to its end.
+    """
+    good = np.array([window.num_good * window.weight for window in windows], dtype=np.float64)
+    judged = np.array([window.num_judged * window.weight for window in windows], dtype=np.float64)
     total = judged.sum()
     drawn = np.random.default_rng(0).integers(0, len(windows), (NUM_RESAMPLES, len(windows)))
     shares = good[drawn].sum(axis=1) / np.maximum(judged[drawn].sum(axis=1), 1.0)
@@ -98,4 +102,5 @@ def is_hopeless(windows: Sequence[WindowResult], target: float, num_windows: int
     if not windows:
         return False
     expected = sum(window.num_expected for window in windows) / len(windows) * num_windows
-    return sum(window.num_missed for window in windows) > (1 - target) * expected
+    missed = sum((window.num_judged - window.num_good) * window.weight for window in windows)
+    return missed > (1 - target) * expected

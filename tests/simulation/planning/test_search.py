@@ -153,6 +153,15 @@ def test_a_deployment_is_hopeless_once_too_many_have_missed() -> None:
     assert not is_hopeless([], 0.9, 5)
 
 
+def test_a_window_that_was_stopped_counts_as_if_it_had_gone_on_like_this() -> None:
+    stopped = WindowResult(100, 22, 0, num_late=22, is_whole=False)
+    windows = [WindowResult(100, 100, 100)] * 8 + [stopped] * 2
+    found = judge(windows, 0.9)
+    assert found.share == pytest.approx(0.8)
+    assert not GOAL.is_held(found)
+    assert is_hopeless(windows, 0.9, 10)  # 200 of 1,000 miss
+
+
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 
