@@ -162,9 +162,10 @@ class Evaluator:
         found: list[WindowResult] = []
         configs = [deployed(scaled(window, factor), deployment) for window in self._windows]
         for first in range(0, len(configs), self._num_processes):
-            found += self._run(configs[first : first + self._num_processes])
-            if is_hopeless(found, self._goal.share, len(configs)):
-                break
+            for result in self._run(configs[first : first + self._num_processes]):
+                found.append(result)
+                if is_hopeless(found, self._goal.share, len(configs)):
+                    return found  # without later windows, so that the verdict does not depend on the processes
         return found
 
     def _run(self, configs: Sequence[SimulateConfig]) -> list[WindowResult]:

@@ -19,6 +19,7 @@ from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.estimate import LoadSize, RequestSize
 from scripts.simulator.planning.evaluation import Evaluator, deployed, run_window
 from scripts.simulator.planning.search import Goal
+from scripts.simulator.planning.verdict import WindowResult
 from scripts.simulator.planning.windows import scaled, windows_of
 
 
@@ -103,6 +104,18 @@ def test_a_deployment_is_simulated_once(trace: Path) -> None:
         assert evaluate(Deployment(1, 1), 1.0) is first
         evaluate(Deployment(1, 1), 2.0)
     assert seen == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("num_processes", [1, 4])
+def test_a_verdict_ends_with_the_window_that_makes_it_hopeless(
+    num_processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = windows_of(config("--plan", "--rate=10", *GOALS), num_windows=6, num_requests=60)
+    num_good = [70, 60, 100, 100, 100, 100]
+    evaluate = Evaluator(windows, Goal(), num_processes=num_processes)
+    monkeypatch.setattr(evaluate, "_run", lambda found: [WindowResult(100, 100, num_good[one.seed]) for one in found])
+    verdict = evaluate(Deployment(1, 1), 1.0)
+    assert (verdict.num_windows, verdict.share) == (2, 0.65)  # 70 of 600 miss, and 60 may
 
 
 @pytest.mark.slow
