@@ -135,6 +135,7 @@ class NodeMeter:
         self._window_s = window_s
         self._last: dict[str, tuple[float, Heartbeat]] = {}  # when it came, by incarnation
         self._intervals: deque[tuple[float, Interval]] = deque()  # once a second: of all nodes together
+        self._begins_at: float | None = None  # where the first of the intervals begins
         self._fit = StepFit()
         self._capacity_tokens = self._max_running = 0.0  # of a node, the last while there is none
 
@@ -155,11 +156,13 @@ class NodeMeter:
                 fresh.append(self._interval(node, beat, before[1], node.seen_at - before[0]))
                 self._learn(fresh[-1], node)
         self._last = last
+        if self._begins_at is None:
+            self._begins_at = now
         intervals = self._intervals
         intervals.append((now, _sum(fresh)))
         while now - intervals[0][0] > self._window_s:
-            intervals.popleft()
-        return self._figures(nodes)
+            self._begins_at, _ = intervals.popleft()
+        return self._figures(nodes, now - self._begins_at)
 
     def _interval(self, node: Worker, beat: Heartbeat, before: Heartbeat, seconds: float) -> Interval:
         def gain(*names: str) -> float:
@@ -187,9 +190,8 @@ class NodeMeter:
             seconds = max(interval.busy_s - prompts_s, 0.0) / interval.num_steps
             self._fit.add(interval.size / interval.num_steps, seconds)
 
-    def _figures(self, nodes: Sequence[Worker]) -> NodeFigures:
+    def _figures(self, nodes: Sequence[Worker], seconds: float) -> NodeFigures:
         total = _sum(interval for _, interval in self._intervals)
-        each_s = len(nodes) / total.seconds if total.seconds else 0.0
         known = [node.prompt_token_s for node in nodes if node.prompt_token_s]
         if nodes:
             self._capacity_tokens = _mean([float(node.capacity_tokens) for node in nodes])
@@ -198,8 +200,8 @@ class NodeMeter:
         return NodeFigures(
             num_nodes=len(nodes),
             busy_share=min(total.busy_s / total.seconds, 1.0) if total.seconds else 0.0,
-            computed_per_s=total.num_computed * each_s,
-            sampled_per_s=total.num_sampled * each_s,
+            computed_per_s=total.num_computed / seconds if seconds else 0.0,
+            sampled_per_s=total.num_sampled / seconds if seconds else 0.0,
             held_per_output=total.num_held / total.num_outputs if total.num_outputs else 0.0,
             room_per_step=room if self._role == "prefill" else self._max_running,
             capacity_tokens=self._capacity_tokens,

@@ -73,9 +73,20 @@ def test_a_heartbeat_counts_once_and_leaves_with_the_window():
     meter.sample([beat(worker, 0.0)], 0.0)
     beat(worker, 1.0, busy_seconds=1.0, steps=1.0, prompt_tokens_computed=10.0)
     assert meter.sample([worker], 1.0).busy_share == 1.0
-    assert meter.sample([worker], 2.0).computed_per_s == pytest.approx(10.0)
+    assert meter.sample([worker], 2.0).computed_per_s == pytest.approx(5.0)
     assert meter.sample([worker], 7.0).busy_share == 0.0
     assert meter.sample([worker], 7.0).steps is not None
+
+
+def test_a_node_that_comes_or_goes_does_not_change_what_the_others_have_computed():
+    meter, first, second = NodeMeter("decode", 60.0), node("decode", name="a"), node("decode", name="b")
+    for at in range(11):
+        nodes = [beat(first, at, prompt_tokens_computed=1_000.0 * at, output_tokens=100.0 * at)]
+        if at >= 9:
+            nodes.append(beat(second, at, prompt_tokens_computed=0.0, output_tokens=0.0))
+        figures = meter.sample(nodes, at)
+    assert (figures.computed_per_s, figures.sampled_per_s) == pytest.approx((1_000.0, 100.0))
+    assert meter.sample([second], 11.0).computed_per_s == pytest.approx(10_000 / 11)
 
 
 def test_a_decode_node_is_measured_by_its_outputs_and_their_pages():
