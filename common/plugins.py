@@ -97,16 +97,8 @@ class UserPolicy(Policy):
         self._failures = _FailureLog(f"--schedule-policy {spec}")
 
     @property
-    def reason(self) -> str:  # type: ignore[override]  # a constant in the base class
-        return str(getattr(self._policy, "reason", ""))
-
-    @property
     def overtakes(self) -> bool:  # type: ignore[override]
         return bool(getattr(self._policy, "overtakes", False))
-
-    @property
-    def choice(self) -> str:  # type: ignore[override]
-        return str(getattr(self._policy, "choice", ""))
 
     def totals(self) -> dict[str, float]:
         return {"own_policy_failures": float(self._failures.count)}
@@ -127,10 +119,6 @@ class UserPolicy(Policy):
 
     def left(self, request: Request) -> None:
         self._tell(self._policy.left, request)
-
-    def missed(self, request: Request) -> None:
-        if hasattr(self._policy, "missed"):
-            self._tell(self._policy.missed, request)
 
     def served(self, request: Request, *, num_input: int = 0, num_output: int = 0) -> None:
         self._tell(self._policy.served, request, num_input=num_input, num_output=num_output)

@@ -20,7 +20,6 @@ from common.node.role import (
     check_generate,
     check_pages,
     decisions_message,
-    report_missed_deadline,
     request_to_decode,
 )
 from common.request import Request, RequestKey
@@ -185,7 +184,6 @@ class DecodeRole:
     def tick(self, now: float) -> bool:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the decode node", now)
-            report_missed_deadline(self._scheduler.policy, request, now)
         for request in self._scheduler.grammars.overdue(now):
             self._fail(request, ErrorCode.INVALID_REQUEST, TIMEOUT_MESSAGE, now)
         if now >= self._peers.due_at:
@@ -455,7 +453,6 @@ class DecodeRole:
             elif message.reason == "continued":
                 self._totals["interrupted_requests"] += 1
             self._end(key)
-        report_missed_deadline(self._scheduler.policy, request, now)
 
     def _end(self, key: RequestKey) -> None:
         """End a request that was aborted or failed: give everything back, and call off a transfer in progress."""

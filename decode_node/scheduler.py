@@ -328,7 +328,6 @@ class DecodeScheduler:
             self.grant(now)
         elif 0 < len(self._table.requests) == len(self._table.receiving):
             self._were_chunks_alone = False  # there are only transfers in progress
-            self._ordering.note_policy_change(self.decisions, now)
             return None
         if self._preemptor.preempt_for_first(now):
             self.grant(now)
@@ -337,7 +336,6 @@ class DecodeScheduler:
         chunks, begun = ([], []) if is_decodes_turn else self._local.extend(now)
         chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]  # some lost their slot to later ones
         begun = [request for request in begun if request.slot >= 0]
-        self._ordering.note_policy_change(self.decisions, now)
         self._were_chunks_alone = bool(chunks) and not self._limits.is_mixed
         rows = [] if self._were_chunks_alone else self._rows()
         if not rows and not chunks:
@@ -556,7 +554,7 @@ class DecodeScheduler:
             return None  # ``repeat`` knows nothing of pages that are used again
         (step,) = self._steps
         rows, table = step.rows, self._table
-        if not rows or step.chunks or len(rows) != len(table.running) or self.policy.choice or not table.is_settled:
+        if not rows or step.chunks or len(rows) != len(table.running) or not table.is_settled:
             return None
         if (table.ready or table.paused) and (table.has_slot or self._ordering.rules.is_enabled):
             return None

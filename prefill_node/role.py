@@ -24,7 +24,6 @@ from common.node.role import (
     decisions_message,
     first_token_message,
     is_recomputed,
-    report_missed_deadline,
     request_to_prefill,
 )
 from common.request import Request, RequestKey
@@ -113,7 +112,6 @@ class PrefillRole:
                 self._report_stages(request, now)
             if self._end(key, "aborted", "the gateway ended it") and message.reason == "continued":
                 self._totals["interrupted_requests"] += 1
-            report_missed_deadline(self._scheduler.policy, request, now)
         elif isinstance(message, Reprioritize):
             key = (message.rid, message.attempt)
             self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
@@ -162,7 +160,6 @@ class PrefillRole:
     def tick(self, now: float) -> bool:
         for request in self._scheduler.expired(now - DEADLINE_GRACE_S):
             self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed on the prefill node", now)
-            report_missed_deadline(self._scheduler.policy, request, now)
         for request in self._scheduler.grammars.overdue(now):
             self._fail(request, ErrorCode.INVALID_REQUEST, TIMEOUT_MESSAGE, now)
         more = self._sender.pump(now, rank=self._rank)

@@ -295,7 +295,6 @@ class PrefillScheduler:
         urgent = self._preempt(granted, now)
         adder = self._adder()
         admitted = self._fill(adder, urgent, granted, now)
-        self._ordering.note_policy_change(self.decisions, now)
         if not adder.chunks:
             return None
         self._totals["budget_tokens"] += self._limits.chunk_tokens or self._limits.max_prefill_tokens

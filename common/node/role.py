@@ -20,7 +20,6 @@ from common.node.monitoring.request_stats import RequestStats
 from common.node.monitoring.step_times import StepTimes
 from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams, TokenLogprobs
-from common.scheduling.policies.base import Policy
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     Decisions,
@@ -36,9 +35,6 @@ from common.wire.messages import (
 
 #: The gateway ends a request at its deadline. A node that has heard nothing by then ends it so much later.
 DEADLINE_GRACE_S = 5.0
-#: A request that the gateway ends at most so long before its deadline has missed it: the message that ended it may have
-#: travelled faster than the one that brought it.
-MISSED_S = 0.1
 
 
 def check_adapter(adapter: str, loaded: Container[str]) -> None:
@@ -161,12 +157,6 @@ def first_token_message(request: Request, token: int, logprobs: TokenLogprobs | 
         cached_tokens=request.num_cached,
         prompt_logprobs=tuple(request.prompt_logprobs),
     )
-
-
-def report_missed_deadline(policy: Policy, request: Request | None, now: float) -> None:
-    """Tell the policy if a request that is ended early has missed its deadline."""
-    if request is not None and request.deadline_at <= now + MISSED_S:
-        policy.missed(request)
 
 
 def decisions_message(decisions: DecisionLog, message: GetDecisions, now: float) -> Decisions:

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from common.config.scheduling import PriorityRules
-from common.decision_log import DecisionLog
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.scheduling.policies.base import Policy
 from common.scheduling.policies.fair import TokenCounters, request_cost, weighted_tokens
@@ -38,7 +37,6 @@ class RequestOrdering:
         self.rules = rules or PriorityRules()
         weights = self.rules.class_weights
         self._classes = TokenCounters(weights, default_weight=min(weights.values())) if weights else None
-        self._choice = policy.choice
         self.is_charging = self._classes is not None or type(policy).served is not Policy.served
 
     # ---- events -----------------------------------------------------------------------------------------------------
@@ -74,12 +72,6 @@ class RequestOrdering:
             if self._classes is not None:
                 for name, count in Counter(map(self._class_of, requests)).items():
                     self._classes.charge(name, weighted_tokens(0, count))
-
-    def note_policy_change(self, decisions: DecisionLog, now: float) -> None:
-        """Log a decision if a policy that chooses among others has switched since the last call."""
-        before, self._choice = self._choice, self.policy.choice
-        if self._choice != before:
-            decisions.note(now, "", "adapt", "from {} to {}: {}", before, self._choice, self.policy.reason)
 
     def _class_of(self, request: Request) -> str:
         return request.priority_class or self.rules.default_class

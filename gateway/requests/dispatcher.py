@@ -236,7 +236,7 @@ class Dispatcher:
             self._order_moves(pool, now)
             if pool.queue.is_idle or not (capacity := self._capacity(pool)):
                 continue
-            waiting = self._first(pool, capacity, now)
+            waiting = pool.queue.first(capacity, now)
             placed: list[InFlightRequest] = []
             pace = pool.admission.pace(now, waiting=pool.queue)
             for queued in waiting[: _num_in_turn([request.prompt for request in waiting])]:
@@ -256,15 +256,6 @@ class Dispatcher:
     def _capacity(pool: WorkerPool) -> int:
         """Requests that the nodes of a pool have room for."""
         return max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
-
-    def _first(self, pool: WorkerPool, count: int, now: float) -> Sequence[Request]:
-        """The next requests in the queue; a change of the policy that orders it is logged."""
-        queue = pool.queue
-        before = queue.policy
-        waiting = queue.first(count, now)
-        if queue.policy != before:
-            self.decisions.note(now, "", "adapt", "from {} to {}: {}", before, queue.policy, queue.order.policy.reason)
-        return waiting
 
     def pump_soon(self) -> None:
         """Calls ``pump`` once the current events are handled, since many requests may end together."""
@@ -424,8 +415,6 @@ class Dispatcher:
 
     def _fail_by_deadline(self, flight: InFlightRequest, reason: str) -> None:
         self._fail(flight, RequestError(ErrorCode.DEADLINE_EXCEEDED, reason))
-        if flight.queued is not None:
-            flight.pool.queue.order.policy.missed(flight.queued)
 
     def _fail_rid(self, rid: str, error: RequestError) -> bool:
         flight = self._in_flight.get(rid)

@@ -115,7 +115,7 @@ def test_reasons_are_formatted_on_reading():
 
 def test_a_long_reason_is_cut_to_fit_into_a_message():
     decisions = DecisionLog()
-    decisions.note(1.0, "", "adapt", "{}", "x" * 10_000)
+    decisions.note(1.0, "", "admit", "{}", "x" * 10_000)
     (decision,) = decisions.last(1, 0.5)
     assert decision.ago_s == 0.0  # the question has an earlier time
     assert len(decision.reason) == 4_000

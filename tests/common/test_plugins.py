@@ -19,8 +19,6 @@ from common.scheduling.policies.base import Policy
 
 class Backwards(Policy):
     """Orders by arrival, latest first; inherits the rest."""
-    late = []
-    def missed(self, request): self.late.append(request.rid)
     def order(self, waiting, now):
         return list(waiting)[::-1]
 
@@ -91,17 +89,6 @@ def test_a_built_in_policy_is_not_loaded() -> None:
 
 def test_a_users_policy_orders_the_queue() -> None:
     assert rids(queue_of("users_own:Backwards")) == ["a", "c"]
-
-
-def test_a_policy_with_the_hook_is_told_of_missed_deadlines() -> None:
-    import users_own  # type: ignore[import-not-found]
-
-    for spec in ("users_own:Backwards", "users_own:Whole"):
-        policy = load_policy(spec)
-        assert policy is not None
-        policy.missed(Request("late", 0, (1, 2), SamplingParams()))
-        assert policy.totals() == {"own_policy_failures": 0}
-    assert users_own.Backwards.late == ["late"]
 
 
 def test_a_policy_need_not_inherit_and_gets_all_calls() -> None:

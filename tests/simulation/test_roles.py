@@ -279,27 +279,6 @@ def test_a_deadline_ends_a_request_in_every_state() -> None:
         assert_all_pages_are_released(cluster)
 
 
-@pytest.mark.parametrize(("before_s", "is_missed"), [(0.11, False), (0.09, True), (-6.0, True)])
-def test_a_request_ended_close_to_its_deadline_counts_as_missed_on_both_nodes(
-    monkeypatch: pytest.MonkeyPatch, before_s: float, is_missed: bool
-) -> None:
-    """Either the gateway ends the request, or the node itself does."""
-    cluster, missed = LocalCluster(chunk_tokens=16), []
-    for member in cluster.members:
-        policy = member.role._scheduler.policy
-        monkeypatch.setattr(policy, "missed", lambda request, name=member.name: missed.append((name, request.rid)))
-    answer = cluster.submit("a", prompt_of(1600), sampling(9), timeout_s=10.0)
-    cluster.step()
-    cluster.clock.advance(10.0 - 0.001 - before_s)
-    if before_s > 0:
-        answer.finish = "aborted"
-        cluster.abort("a")
-    cluster.step()
-    assert missed == [(member.name, "a") for member in (*cluster.prefill, *cluster.decode) if is_missed]
-    cluster.settle(20)
-    assert_all_pages_are_released(cluster)
-
-
 @pytest.mark.parametrize("num_steps", range(14))
 def test_an_abort_returns_all_pages_in_every_state(num_steps: int) -> None:
     cluster = LocalCluster(chunk_tokens=16, latency=3)

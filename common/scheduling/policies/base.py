@@ -21,15 +21,12 @@ class Policy(Protocol):
 
     Attributes:
         name: as in ``--schedule-policy``.
-        choice, reason: the policy that a user's own policy currently follows, if it chooses among several, and why.
         overtakes: whether a waiting request may come before one whose prompt is partly computed, between two chunks.
         forecast: which order of the queue tells what is served before a new request: that at its arrival, that at the
             last instant at which it can be served in time, or none. The gateway refuses hopeless deadlines by it.
     """
 
     name: str
-    choice: str = ""
-    reason: str = ""
     overtakes: bool = False
     forecast: Literal["none", "arrival", "last chance"] = "none"
 
@@ -46,10 +43,6 @@ class Policy(Protocol):
 
     def left(self, request: Request) -> None:
         """A request left the queue, for whatever reason."""
-        return
-
-    def missed(self, request: Request) -> None:
-        """A request that waited here missed its deadline."""
         return
 
     def served(self, request: Request, *, num_input: int = 0, num_output: int = 0) -> None:

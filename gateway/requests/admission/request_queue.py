@@ -37,9 +37,8 @@ class RequestQueue:
 
     @property
     def policy(self) -> str:
-        """Name of the policy that orders the queue now."""
-        policy = self.order.policy
-        return policy.choice or policy.name
+        """Name of the policy that orders the queue."""
+        return self.order.policy.name
 
     @property
     def class_names(self) -> list[str]:
