@@ -4,6 +4,8 @@ A step has the same budgets as on a prefill node (``PrefillAdder``). Requests th
 short prompts get their share beside long ones, and a request that lacks a row may take that of a less urgent one.
 """
 
+from collections.abc import Sequence
+
 from common.cache.kv_window import KVWindow
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
@@ -56,8 +58,12 @@ class LocalPrefill:
             max_requests=limits.max_requests,
         )
 
-    def extend(self, now: float) -> tuple[list[Chunk], list[Request]]:
-        """Chunks of requests that are computed here, as far as the budgets reach, and the requests that begin."""
+    def extend(self, now: float, received: Sequence[Request]) -> tuple[list[Chunk], list[Request]]:
+        """Chunks of requests that are computed here, as far as the budgets reach, and the requests that begin.
+
+        Args:
+            received: requests that have their pages and still lack a slot.
+        """
         table = self._table
         if not table.extending and not table.retracted and not table.local:
             return [], []
@@ -86,6 +92,8 @@ class LocalPrefill:
                     skip_ahead.refuse(request)  # else it lacks pages because of a local prompt, which goes first
             elif self._waits_for_prefix(request, sharing, lent, now):
                 pass
+            elif self._queue.is_slot_for_received(request, received):
+                continue
             elif (result := adder.add_one_req(request, most=most)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
                 self._queue.decisions.note_wait(now, request.rid, "for room for {} tokens", request.num_tokens)

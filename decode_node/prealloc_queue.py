@@ -8,8 +8,9 @@ overtaken by as many; after that, only by requests that leave it room.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from common.cache.kv_window import KVWindow
 from common.decision_log import DecisionLog
@@ -145,6 +146,33 @@ class PreallocQueue:
             return True
         return request.num_decodable - self._reservations.match(request, is_here=True).num_tokens <= limit
 
+    def is_slot_for_others(self, received: Request) -> bool:
+        """Whether as many requests that are computed here come before one that has its pages as slots are free."""
+        return self._are_slots_claimed(self._is_before(local, received) for local in self._to_compute_here())
+
+    def is_slot_for_received(self, local: Request, received: Iterable[Request]) -> bool:
+        """Whether as many of these requests, which have their pages, come before one that is computed here."""
+        return self._are_slots_claimed(not self._is_before(local, other) for other in received)
+
+    def _are_slots_claimed(self, claims: Iterable[bool]) -> bool:
+        count = max(self._table.num_free_slots, 1)  # without a free slot, that of a less urgent request is at stake
+        return sum(islice(filter(None, claims), count)) == count
+
+    def _to_compute_here(self) -> Iterator[Request]:
+        """Requests that begin here as soon as they have pages and a slot."""
+        table = self._table
+        yield from filter(self.is_computed_here, table.not_held(table.retracted.values()))
+        if table.num_waiting_local:
+            yield from (request for request in table.waiting.values() if request.key in table.local)
+
+    def _is_before(self, local: Request, received: Request) -> bool:
+        """Whether a request that is computed here comes before one that has its pages, where both lack a slot.
+
+        If priorities decide nothing, the order in which they have waited for pages does.
+        """
+        found = self._ordering.comes_first(local, received)
+        return local.key in self._table.passed.get(received.key, ()) if found is None else found
+
     def may_share_prefix(self, request: Request) -> bool:
         """Whether the request is new and is computed here with the cache, so that it may use another one's prefix."""
         if self._table.states[request.key] is not State.WAITING or not self.is_computed_here(request):
@@ -190,7 +218,7 @@ class PreallocQueue:
     def _grant_in_order(self, now: float) -> list[PageGrant]:
         granted: list[PageGrant] = []
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
-        ahead: list[Request] = []  # computed here; no later request may take their pages
+        ahead: list[Request] = []  # computed here; no later request may take their pages, or slots before them
         self.short.clear()
         for request in self.sort(now):
             if skip_ahead.is_closed or self.is_full_for(request):
@@ -217,6 +245,7 @@ class PreallocQueue:
                 self.decisions.note_wait(now, request.rid, "for {} pages", num_pages)
             else:
                 assert isinstance(found, Reservation)
+                self._table.passed[request.key] = frozenset([other.key for other in ahead])
                 granted.append(self._grant(request, found, now, PASSING if skip_ahead.admit(request) else ""))
         return granted
 

@@ -28,6 +28,8 @@ class RequestTable:
             which they entered.
         num_moves: how often a request has come, gone, or changed its state.
         num_waiting_local: requests that are both in ``waiting`` and in ``local``.
+        passed: of a request that was granted pages and has had no slot since, the requests that were before it in the
+            queue then and are computed here.
     """
 
     def __init__(self, num_slots: int, waiting: WaitingQueue) -> None:
@@ -59,11 +61,16 @@ class RequestTable:
         }
         self.num_moves = 0
         self.num_waiting_local = 0
+        self.passed: dict[RequestKey, frozenset[RequestKey]] = {}
         self._slots = SlotPool(num_slots)
 
     @property
     def has_slot(self) -> bool:
         return bool(self._slots)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._slots)
 
     def add(self, request: Request, *, source: str | None) -> None:
         """Enter a request, which waits for its grammar or for pages; without a source its prompt is computed here."""
@@ -90,6 +97,7 @@ class RequestTable:
         del self._queues[before][request.key]
         if with_slot:
             self._slots.take(request)
+            self.passed.pop(request.key, None)
         elif with_slot is False:
             self._slots.give_back(request)
         self.states[request.key] = after = advance(TABLE, before, event)
@@ -109,6 +117,7 @@ class RequestTable:
         self.local.pop(key, None)
         self.held.pop(key, None)
         self.sources.pop(key, None)
+        self.passed.pop(key, None)
         self.grammars.leave(request)
         self._slots.give_back(request)
         return request
@@ -161,6 +170,8 @@ class RequestTable:
         invariant(is_whole, "a request is in two queues, or in none")
         invariant(self.local.keys() | self.sources.keys() == self.requests.keys(), "a request comes from nowhere")
         invariant(self.held.keys() <= self.requests.keys(), "a request that has ended is held")
+        are_waiting = all(key in self.requests and self.requests[key].slot < 0 for key in self.passed)
+        invariant(are_waiting, "a request that has ended or has a slot comes after others")
         self.waiting.check()
         self.grammars.check(list(self.requests.values()))
         num_here = sum(key in self.local for key in self.waiting)

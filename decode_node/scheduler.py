@@ -3,7 +3,8 @@
 A request waits until its grammar is compiled, if it has one, and then for pages. Its prompt comes from a prefill node,
 or is computed here in chunks that ride in the same steps as the decode rows. A plan first preempts requests for a more
 urgent one. Then requests whose prompts have arrived join the batch, every running request gets the page that it is
-about to enter, and chunks of local prompts and of retracted requests are added. When pages run short, the cache is
+about to enter, and chunks of local prompts and of retracted requests are added. A slot is left for a local prompt that
+comes before a prompt that has arrived; if it cannot begin yet, the other one joins. When pages run short, the cache is
 evicted first; then running requests are retracted to the front of the queue, but never the last one that could run.
 
 A second step may be planned before the first is committed: ``plan`` reads ``num_scheduled`` and ``num_sampling``, which
@@ -331,9 +332,13 @@ class DecodeScheduler:
             return None
         if self._preemptor.preempt_for_first(now):
             self.grant(now)
-        grown, has_run_short = self._join_and_grow(now)
+        grown, has_run_short, later = self._join_and_grow(now)
         is_decodes_turn = self._were_chunks_alone and bool(self._rows())
-        chunks, begun = ([], []) if is_decodes_turn else self._local.extend(now)
+        chunks, begun = ([], []) if is_decodes_turn else self._local.extend(now, later)
+        if later and not is_decodes_turn:
+            others_grown, have_run_short, _ = self._join_and_grow(now, keeps_slots=False)
+            grown += others_grown
+            has_run_short = has_run_short or have_run_short
         chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]  # some lost their slot to later ones
         begun = [request for request in begun if request.slot >= 0]
         self._were_chunks_alone = bool(chunks) and not self._limits.is_mixed
@@ -387,30 +392,39 @@ class DecodeScheduler:
         windows = self._allocator.windows
         return () if windows is None else windows.deltas(begun, [*rows, *(chunk.request for chunk in chunks)])
 
-    def _join_and_grow(self, now: float) -> tuple[list[Request], bool]:
+    def _join_and_grow(self, now: float, *, keeps_slots: bool = True) -> tuple[list[Request], bool, Sequence[Request]]:
         """Fill the slots, and give every running request room for a token.
 
         A retraction for want of pages frees a slot, which may be the only one: another request joins then.
 
         Returns:
-            The requests that have a page more, and whether others were retracted for it.
+            The requests that have a page more, whether others were retracted for it, and what ``_join_batch`` returns.
         """
         totals, grown = self._preemptor.totals, list[Request]()
         has_run_short = False
         while True:
-            self._join_batch(now)
+            later = self._join_batch(now, keeps_slots=keeps_slots)
             num_retractions = totals["retractions"]
             grown += self._grow(now)
             if totals["retractions"] == num_retractions:
-                return grown, has_run_short
+                return grown, has_run_short, later
             has_run_short = True
 
-    def _join_batch(self, now: float) -> None:
-        """Give slots to requests that hold all they need: paused ones, and those whose prompts have arrived."""
+    def _join_batch(self, now: float, *, keeps_slots: bool) -> Sequence[Request]:
+        """Give slots to requests that hold all they need: paused ones, and those whose prompts have arrived.
+
+        Args:
+            keeps_slots: slots stay free for earlier requests that are computed here.
+        Returns:
+            Requests that get no slot yet, since earlier ones are computed here.
+        """
         able = self._table.not_held([*self._table.paused.values(), *self._table.ready.values()])
-        for request in self._ordering.by_priority(able):
+        in_order = self._ordering.by_priority(able)
+        for place, request in enumerate(in_order):
             if not self._preemptor.can_have_slot(request, now):
                 break
+            if keeps_slots and self._queue.is_slot_for_others(request):
+                return in_order[place:]
             self._preemptor.free_slot(request, now)
             if self._table.states[request.key] is State.PAUSED:
                 self.decisions.note(now, request.rid, "resume", "in a row again, after {} tokens", request.num_tokens)
@@ -418,6 +432,7 @@ class DecodeScheduler:
             request.placed_at = now
             request.stages.resume(now)
             self._joining[request.key] = request
+        return []
 
     # ---- decode rows ------------------------------------------------------------------------------------------------
 

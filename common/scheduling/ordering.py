@@ -119,6 +119,13 @@ class RequestOrdering:
         rate = self.rules.aging_per_s
         return self.priority(request) if not rate else -math.ceil(rate * request.arrived_at - self.priority(request))
 
+    def comes_first(self, request: Request, other: Request) -> bool | None:
+        """Whether a request comes before another one by effective priority; None if that decides nothing."""
+        if not self.rules.is_enabled or self._class_of(request) != self._class_of(other):
+            return None
+        difference = self.effective_priority(request) - self.effective_priority(other)
+        return difference > 0 if difference else None
+
     def inherit_priority(self, waiting: Request, holder: Request, inherited: dict[RequestKey, int]) -> None:
         """Raise the holder's entry in ``inherited`` to the priority that it has while ``waiting`` waits for it.
 
