@@ -459,7 +459,7 @@ class Dispatcher:
     def _end_attempt(self, flight: InFlightRequest, pair: WorkerPair) -> None:
         """Counts an attempt out."""
         if flight.is_prefill_counted:
-            flight.pool.router.prefill_done(pair)
+            flight.pool.router.prefill_done(pair, self._clock.now())
         if flight.is_paused and pair.decode is not None:
             flight.pool.router.set_paused(pair, is_paused=False)
         flight.pool.router.decode_done(pair)
@@ -546,7 +546,7 @@ class Dispatcher:
             return
         if flight.is_prefill_counted and message.index == flight.num_continued and flight.pair is not None:
             flight.is_prefill_counted = False
-            flight.pool.router.prefill_done(flight.pair)
+            flight.pool.router.prefill_done(flight.pair, self._clock.now())
         if flight.queued is not None:
             flight.pool.queue.order.served(flight.queued, num_output=len(message.tokens))
         flight.stream.on_tokens(message, self._clock.now())

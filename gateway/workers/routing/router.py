@@ -355,6 +355,13 @@ class Router:
         if token_s := arrays.prompt_token_s[row]:
             arrays.idle_at[row] = max(arrays.idle_at[row], now) + num_compute * token_s
 
+    def _keep_busy_beyond(self, row: int, now: float) -> None:
+        """Reckons anew if a prefill node should be idle by now, but is not: prompts took longer than they should have,
+        or were sent before anything was measured. How far it is with those that are left is not known."""
+        arrays = self._arrays
+        if arrays.idle_at[row] <= now:
+            arrays.idle_at[row] = now + (arrays.load[row] - arrays.other_load[row]) * arrays.prompt_token_s[row]
+
     def choose_again(
         self, pair: WorkerPair, prefills: Sequence[Candidate], decodes: Sequence[Candidate],
         *, num_new: int, num_expected: int = 0,
@@ -426,7 +433,7 @@ class Router:
         row = self._rows.get(incarnation)
         return 0 if row is None else int(self._arrays.num_requests[row])
 
-    def prefill_done(self, pair: WorkerPair) -> None:
+    def prefill_done(self, pair: WorkerPair, now: float = 0.0) -> None:
         """The first token has arrived, or never will."""
         arrays, last = self._arrays, self._rows.get(pair.last)  # a removed node has no counts
         if last is not None:
@@ -434,7 +441,10 @@ class Router:
         if pair.prefill is None:
             _subtract(arrays.local_load, last, pair.num_compute)
         else:
-            _subtract(arrays.load, self._rows.get(pair.prefill), pair.num_compute)
+            prefill = self._rows.get(pair.prefill)
+            _subtract(arrays.load, prefill, pair.num_compute)
+            if prefill is not None and pair.num_compute:
+                self._keep_busy_beyond(prefill, now)
 
     def decode_done(self, pair: WorkerPair) -> None:
         arrays, last = self._arrays, self._rows.get(pair.last)

@@ -172,13 +172,16 @@ class ExhaustiveRouter:
             self.states[incarnation].prefixes.update(pieces)
         return pair
 
-    def prefill_done(self, pair):
+    def prefill_done(self, pair, nodes, now):
         if pair.last in self.states:  # it is not gone
             self.states[pair.last].num_begun += 1
         if pair.prefill is None and pair.last in self.states:
             self.states[pair.last].local_load -= pair.num_compute
         elif pair.prefill in self.states:
-            self.states[pair.prefill].load -= pair.num_compute
+            state = self.states[pair.prefill]
+            state.load -= pair.num_compute
+            if pair.num_compute and state.idle_at <= now:
+                state.idle_at = now + (state.load - state.other_load) * nodes[pair.prefill].prompt_token_s
 
     def decode_done(self, pair):
         if pair.last in self.states:

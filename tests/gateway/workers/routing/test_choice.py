@@ -62,6 +62,12 @@ def test_the_choice_equals_the_exhaustive_one_after_any_history(mode, sequence, 
     fast = Router(piece_tokens=4, local_prefill=mode[0], local_threshold=mode[1])
     slow = ExhaustiveRouter(4, *mode)
     waiting, begun, paused = [], [], []
+    nodes = {node.incarnation: node for node in (*prefills, *decodes)}
+
+    def begin(pair, now):
+        fast.prefill_done(pair, now)
+        slow.prefill_done(pair, nodes, now)
+
     for number, (event, value, more) in enumerate(history):
         if pairs := {"again": waiting, "begin": waiting, "pause": begun, "end": begun}.get(event):
             value %= len(pairs)
@@ -85,8 +91,7 @@ def test_the_choice_equals_the_exhaustive_one_after_any_history(mode, sequence, 
                 router.set_paused(begun[value], is_paused=is_paused)
         elif event == "begin" and value < len(waiting):
             begun.append(waiting.pop(value))
-            for router in (fast, slow):
-                router.prefill_done(begun[-1])
+            begin(begun[-1], number / 4)
         elif event == "end" and value < len(begun):
             pair = begun.pop(value)
             for router in (fast, slow):
@@ -107,10 +112,10 @@ def test_the_choice_equals_the_exhaustive_one_after_any_history(mode, sequence, 
                     router.remove_worker(node.incarnation)
             if event == "lose":  # its requests end, and it registers again
                 for pair in [pair for pair in (*waiting, *begun) if node.incarnation in pair.nodes]:
+                    if pair in waiting:
+                        begin(pair, number / 4)
                     for router in (fast, slow):
-                        if pair in waiting:
-                            router.prefill_done(pair)
-                        elif pair in paused:
+                        if pair in paused:
                             router.set_paused(pair, is_paused=False)
                         router.decode_done(pair)
                     (waiting if pair in waiting else begun).remove(pair)

@@ -49,6 +49,22 @@ def test_prompts_go_to_the_prefill_node_until_something_is_measured():
     assert [chosen.choose([P1], [D1], prompt(i, 40), num_new=2).prefill for i in range(5)] == ["p1"] * 5
 
 
+def test_prompts_that_were_sent_before_anything_was_measured_count_from_the_next_first_token_on():
+    chosen = router()
+    first, *_ = [chosen.choose([P1], [D1], prompt(i, 400), num_new=2) for i in range(5)]
+    chosen.observe(PREFILL)
+    assert chosen.choose([PREFILL], [DECODE], prompt(5, 100), num_new=2, now=0.8).prefill == "p1"
+    chosen.prefill_done(first, 1.0)  # 1,700 tokens are left, so that the node is busy until 2.7 s
+    assert chosen.choose([PREFILL], [DECODE], prompt(6, 100), num_new=2, now=1.0).prefill is None
+
+
+def test_prompts_that_take_longer_than_reckoned_are_reckoned_anew():
+    chosen = router()
+    pairs = [chosen.choose([PREFILL], [DECODE], prompt(i, 300), num_new=1) for i in range(3)]
+    chosen.prefill_done(pairs[0], 1.0)  # it should have had all three by 0.9 s
+    assert chosen.choose([PREFILL], [DECODE], prompt(4, 100), num_new=2, now=1.0).prefill is None
+
+
 def test_an_idle_prefill_node_computes_the_prompt_since_it_waits_for_no_decode_step():
     assert router().choose([PREFILL], [DECODE], prompt(1, 40), num_new=2).prefill == "p1"
 
