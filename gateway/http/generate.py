@@ -358,15 +358,14 @@ class GenerateApp:
         if not streams:
             return
         services = self._services
-        tenant = streams[0].request.tenant
-        if not tenant:
-            services.dispatcher.dispatch(streams)
-            return
-        now = services.clock.now()
-        services.quotas.admit(tenant, len(streams), sum(charge(output.request) for output in streams), now)
+        tenant, now = streams[0].request.tenant, services.clock.now()
+        if tenant:
+            services.quotas.admit(tenant, len(streams), sum(charge(output.request) for output in streams), now)
         try:
             services.dispatcher.dispatch(streams)
-        except RequestError:
+        except Exception as error:
+            is_refused = isinstance(error, RequestError)  # none is in flight, and a rid may be another request's
             for output in streams:
-                services.quotas.ended(tenant, charged=charge(output.request), tokens=0, now=now)
+                if is_refused or not services.dispatcher.fail_internal(output.request.rid):
+                    services.quotas.ended(tenant, charged=charge(output.request), tokens=0, now=now)
             raise

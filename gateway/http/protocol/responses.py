@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from gateway.http.protocol.fields import (
+    Count,
     DeadlineMs,
     Extensible,
     Positive,
@@ -130,7 +131,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     prompt_cache_key: str | None = None
     # Beyond OpenAI's: variables of the chat template, and Baton's own fields, as in all endpoints.
     chat_template_kwargs: dict[str, Any] | None = None
-    thinking_budget: Annotated[int, Meta(ge=0)] | None = None
+    thinking_budget: Count | None = None
     priority: Priority | None = None
     priority_class: PriorityClass | None = None
     deadline_ms: DeadlineMs | None = None

@@ -118,6 +118,11 @@ async def test_errors_carry_the_names_of_this_api(stack):
     assert await refused(stack, unknown=1) == (400, "unknown", "invalid_request")
 
 
+async def test_a_budget_beyond_what_messages_can_carry_is_refused(stack):
+    assert await refused(stack, thinking_budget=2**64) == (400, "thinking_budget", "invalid_request")
+    assert stack.gateway._dispatcher.num_in_flight == 0
+
+
 async def test_errors_about_tools_name_them_as_the_client_does(stack):
     tools = [{"type": "function", "name": "f"}, {"type": "function", "name": "f"}]
     assert await refused(stack, tools=tools) == (400, "tools[1].name", "invalid_request")
