@@ -1,6 +1,7 @@
 """``/v1/responses`` over real HTTP, with nodes that answer as the test says."""
 
 import json
+import threading
 
 import openai
 import pytest
@@ -9,6 +10,8 @@ from pydantic import TypeAdapter
 from support.gateway.fake_nodes import folder
 from support.gateway.formatted_outputs import events_of
 from support.gateway.toy_stack import answers, failing_stream, ids_of, last_generate, last_prompt, toy_stack
+
+from gateway.requests.response_store import ResponseStore
 
 __all__ = ["folder"]
 
@@ -165,6 +168,22 @@ async def test_a_streamed_response_can_be_continued_as_soon_as_it_has_ended(stac
     first = (await stream(stack, input="1?"))[-1]["response"]
     await respond(stack, input="2?", previous_response_id=first["id"])
     assert "assistant\nOne.<|im_end|>" in last_prompt(stack)
+
+
+async def test_a_response_with_many_log_probabilities_is_stored_by_the_event_loop(stack, monkeypatch):
+    threads = []
+    add = ResponseStore.add
+
+    def add_here(*args):
+        threads.append(threading.current_thread())
+        add(*args)
+
+    monkeypatch.setattr(ResponseStore, "add", add_here)
+    monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 1)
+    answers(stack, "One.")
+    answer = await respond(stack, top_logprobs=1)
+    assert threads == [threading.main_thread()]
+    assert await stack.get(f"/v1/responses/{answer['id']}") == (200, answer)
 
 
 async def test_a_stored_response_can_be_read_and_deleted(stack):
