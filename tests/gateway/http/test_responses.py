@@ -199,6 +199,16 @@ async def test_a_stored_response_can_be_read_and_deleted(stack):
         assert deleted.status == 404
 
 
+async def test_a_stored_response_is_not_streamed(stack):
+    answers(stack, "One.")
+    answer = await respond(stack)
+    path = f"/v1/responses/{answer['id']}"
+    assert await stack.get(f"{path}?stream=false") == (200, answer)
+    for query, param in (("stream=true&starting_after=3", "stream"), ("starting_after=3", "starting_after")):
+        status, error = await stack.get(f"{path}?{query}")
+        assert (status, error["error"]["param"], error["error"]["code"]) == (400, param, "not_supported")
+
+
 async def test_the_input_of_a_stored_response_can_be_listed_in_pages(stack):
     answers(stack, "One.")
     call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
