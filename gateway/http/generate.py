@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
@@ -39,6 +38,7 @@ from gateway.http.openapi.generated import (
 )
 from gateway.http.protocol.anthropic import MessagesRequest
 from gateway.http.protocol.decoding import decode_with_extras
+from gateway.http.protocol.fields import Strict
 from gateway.http.protocol.native import NativeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
 from gateway.http.protocol.responses import ResponsesRequest
@@ -75,7 +75,7 @@ class Endpoint:
 
     path: str
     methods: tuple[str, ...] = ("POST",)
-    body: type[msgspec.Struct]
+    body: type[Strict]
     process: Callable[[Any, ServedModel, str, str], Awaitable[list[GenerateRequest]]]
     formatter: Callable[[ServedModel, Any, str], ResponseFormatter]
     id_prefix: str

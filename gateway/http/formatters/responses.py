@@ -283,7 +283,7 @@ def _head(model: str, body: ResponsesRequest, request_id: str, *, is_stored: boo
         "error": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
+        "max_tool_calls": None,
         "metadata": body.metadata or {},
         "model": model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
