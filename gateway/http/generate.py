@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
@@ -39,6 +38,7 @@ from gateway.http.openapi.generated import (
 )
 from gateway.http.protocol.anthropic import MessagesRequest
 from gateway.http.protocol.decoding import decode_with_extras
+from gateway.http.protocol.fields import Strict
 from gateway.http.protocol.native import NativeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
 from gateway.http.protocol.responses import ResponsesRequest
@@ -75,7 +75,7 @@ class Endpoint:
 
     path: str
     methods: tuple[str, ...] = ("POST",)
-    body: type[msgspec.Struct]
+    body: type[Strict]
     process: Callable[[Any, ServedModel, str, str], Awaitable[list[GenerateRequest]]]
     formatter: Callable[[ServedModel, Any, str], ResponseFormatter]
     id_prefix: str
@@ -358,15 +358,14 @@ class GenerateApp:
         if not streams:
             return
         services = self._services
-        tenant = streams[0].request.tenant
-        if not tenant:
-            services.dispatcher.dispatch(streams)
-            return
-        now = services.clock.now()
-        services.quotas.admit(tenant, len(streams), sum(charge(output.request) for output in streams), now)
+        tenant, now = streams[0].request.tenant, services.clock.now()
+        if tenant:
+            services.quotas.admit(tenant, len(streams), sum(charge(output.request) for output in streams), now)
         try:
             services.dispatcher.dispatch(streams)
-        except RequestError:
+        except Exception as error:
+            is_refused = isinstance(error, RequestError)  # none is in flight, and a rid may be another request's
             for output in streams:
-                services.quotas.ended(tenant, charged=charge(output.request), tokens=0, now=now)
+                if is_refused or not services.dispatcher.fail_internal(output.request.rid):
+                    services.quotas.ended(tenant, charged=charge(output.request), tokens=0, now=now)
             raise

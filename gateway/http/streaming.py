@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.types import Scope, Send
 
@@ -165,9 +165,10 @@ async def send_whole(
                 raise output.error
     num_logprobs = sum([len(output.prompt_logprobs) + len(output.logprobs) for output in outputs])
     if num_logprobs <= MANY_LOGPROBS:
-        body = encode_json(formatter.answer(outputs))
+        answer, body = _formatted(formatter, outputs)
     else:
-        body = await asyncio.to_thread(lambda: encode_json(formatter.answer(outputs)))
+        answer, body = await asyncio.to_thread(_formatted, formatter, outputs)
+    formatter.keep(outputs, answer)
     cycle = cycle_of(send)
     if cycle is not None and cycle.can_write and not headers:
         cycle.write_json(body)
@@ -175,6 +176,11 @@ async def send_whole(
         lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *_encoded(headers)]
         await send({"type": "http.response.start", "status": 200, "headers": lines})
         await send({"type": "http.response.body", "body": body})
+
+
+def _formatted(formatter: ResponseFormatter, outputs: list[OutputStream]) -> tuple[Any, bytes]:
+    answer = formatter.answer(outputs)
+    return answer, encode_json(answer)
 
 
 async def send_stream(

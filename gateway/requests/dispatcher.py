@@ -11,6 +11,7 @@ puts it back into the queue, and the next attempt continues after the tokens tha
 (``gateway.requests.attempts.moves``).
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,6 +51,8 @@ from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool
 from gateway.workers.routing.router import WorkerPair
+
+log = logging.getLogger(__name__)
 
 #: Outputs, and tokens of their prompts, that are sent before the event loop gets a turn.
 SENT_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 17
@@ -306,12 +309,21 @@ class Dispatcher:
         return True
 
     def _send(self, placed: Sequence[InFlightRequest], now: float) -> None:
-        """Sends requests to their pairs; neighbouring samples of one prompt share a message."""
+        """Sends requests to their pairs; neighbouring samples of one prompt share a message.
+
+        An unexpected error ends only the requests of its message.
+        """
         groups = [placed] if len(placed) == 1 else [list(samples) for _, samples in groupby(placed, key=what_is_sent)]
-        for flight, *others in groups:
-            self._channel.send(flight.generate(others, now), *flight.nodes)
+        for group in groups:
+            flight, *others = group
+            try:
+                self._channel.send(flight.generate(others, now), *flight.nodes)
+            except Exception:
+                log.exception("a request could not be sent")
+                for failed in group:
+                    self.fail_internal(failed.stream.request.rid)
         for flight in placed:
-            if flight.is_paused:  # an earlier attempt was
+            if flight.is_paused and not flight.stream.is_ended:  # an earlier attempt was
                 self._tell_paused(flight)
 
     @staticmethod
@@ -404,9 +416,9 @@ class Dispatcher:
         for flight in list(self._in_flight.values()):
             self._fail(flight, RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping"))
 
-    def fail_internal(self, rid: str) -> None:
-        """Ends a request because handling a message about it raised an unexpected error."""
-        self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on a message about this request"))
+    def fail_internal(self, rid: str) -> bool:
+        """Ends a request because handling it raised an unexpected error; False if it is not in flight."""
+        return self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on this request"))
 
     def _on_deadline(self, rid: str) -> None:
         flight = self._in_flight[rid]

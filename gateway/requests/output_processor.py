@@ -134,7 +134,8 @@ class OutputStream(msgspec.Struct, eq=False):
     _num_text_taken: int = 0
     _num_ids_taken: int = 0
     _num_pieces_taken: int = 0
-    _num_undecided_tokens: int = 0  # their part is not known yet
+    _num_decided: int = 0  # tokens before this one belong to a part ...
+    _num_shown: int = 0  # ... and those before this one are shown, or show where a part begins
     _early: dict[int, Tokens] = field(default_factory=dict)
     _detokenizer: Detokenizer | None = None
     _stops: StopMatcher | None = None
@@ -234,7 +235,8 @@ class OutputStream(msgspec.Struct, eq=False):
         tokens = message.tokens[num_known:]
         logprobs = message.logprobs[num_known:]
         is_hidden = message.finish == "stop" and not self.request.keep_stop
-        num_taken = self._show(tokens[:-1] if is_hidden else tokens)
+        shown = tokens[:-1] if is_hidden else tokens
+        num_taken = self._show(shown)
         if self.matched is None:
             num_taken = len(tokens)
         self.ids.extend(tokens[:num_taken])
@@ -244,7 +246,7 @@ class OutputStream(msgspec.Struct, eq=False):
         elif message.finish:
             if message.finish == "stop" and message.tokens:
                 self.matched = message.tokens[-1]
-            self._finish(message.finish, now)
+            self._finish(message.finish, now, num_hidden=len(tokens) - len(shown))
 
     def _show(self, tokens: tuple[int, ...]) -> int:
         """Turns tokens into text; returns how many it took before a stop string was complete."""
@@ -288,42 +290,49 @@ class OutputStream(msgspec.Struct, eq=False):
             self._add(text)
             if stops is not None and stops.matched is not None:
                 self.matched = stops.matched
-                return i + 1
-            if marker is not None:
+            elif marker is not None:
                 self._text.append(marker)
                 self.pieces += parser.push(marker, token)
-            self._num_undecided_tokens += 1
-            self._assign_tokens(num_pieces, len(self.ids) + i + 1)
+            if text or (marker is not None and self.matched is None):
+                self._num_shown = len(self.ids) + i + 1
+            self._assign_tokens(num_pieces)
+            if self.matched is not None:
+                return i + 1
         return len(tokens)
 
-    def _assign_tokens(self, num_pieces: int, num_tokens: int) -> None:
-        """Assigns the tokens before ``num_tokens`` that belong to no part yet to the last of the new pieces.
+    def _assign_tokens(self, num_pieces: int) -> None:
+        """Assigns the shown tokens that belong to no part yet to the last of the new pieces.
 
         Args:
             num_pieces: how many pieces there were before.
         """
         if len(self.pieces) == num_pieces:
             return
-        last, first = self.pieces[-1], num_tokens - self._num_undecided_tokens
+        last, first, end = self.pieces[-1], self._num_decided, self._num_shown
         if isinstance(last, ReasoningPiece):
-            self.num_reasoning_tokens += self._num_undecided_tokens
-        elif self.request.sampling.logprobs is not None and isinstance(last, TextPiece) and first < num_tokens:
-            self.text_spans.append((len(self.pieces) - 1, first, num_tokens))
-        self._num_undecided_tokens = 0
+            self.num_reasoning_tokens += end - first
+        elif self.request.sampling.logprobs is not None and isinstance(last, TextPiece) and first < end:
+            self.text_spans.append((len(self.pieces) - 1, first, end))
+        self._num_decided = end
 
-    def _finish(self, reason: str, now: float) -> None:
+    def _finish(self, reason: str, now: float, *, num_hidden: int = 0) -> None:
+        """Ends the output normally, with the text that is still held back.
+
+        Args:
+            num_hidden: tokens at the end that have no text.
+        """
         stops, num_pieces = self._stops, len(self.pieces)
         tail = "" if self._detokenizer is None else self._detokenizer.flush()
         if stops is not None:
-            self._add(stops.push(tail))
-            self._add(stops.flush())
+            tail = stops.push(tail) + stops.flush()
             if stops.matched is not None:
                 reason, self.matched = "stop", stops.matched
-        else:
-            self._add(tail)
+        if tail:
+            self._num_shown = len(self.ids) - num_hidden
+        self._add(tail)
         if self._parser is not None:
             self.pieces += self._parser.flush()
-            self._assign_tokens(num_pieces, len(self.ids))
+            self._assign_tokens(num_pieces)
         self.finish = reason
         self._end(now)
 

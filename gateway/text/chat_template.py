@@ -5,8 +5,11 @@ environment (whitespace control, ``tojson`` without HTML escapes, ``raise_except
 the ``generation`` tag) is the one that templates on the Hugging Face Hub expect.
 """
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,29 @@ END_MARK = "[[the final message continues here]]"
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *TOKEN_NAMES})
 
 ChatBody = ChatCompletionRequest | TokenizeRequest
+
+_SHORT_IDS = re.compile(r"\|\s*length\s*!=\s*9\b")
+_NULL_CONTENT = re.compile(r"\bmessage(?:\.content|\[['\"]content['\"]\])\s+is\s+none\b(?!\s+or\b)")
+_THINKING = re.compile(r"\bmessage(?:\.thinking\b|\[['\"]thinking['\"]\])")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """What a template expects of messages beyond the usual, as its source shows.
+
+    Attributes:
+        has_short_ids: ids of calls have nine letters and digits; the template refuses others (Mistral's).
+        has_null_content: the content of a turn of calls alone is null, by which the template knows it (DeepSeek's).
+        has_thinking: reasoning is named ``thinking`` (gpt-oss's).
+    """
+
+    has_short_ids: bool
+    has_null_content: bool
+    has_thinking: bool
+
+    @classmethod
+    def of(cls, source: str) -> "MessageForm":
+        return cls(bool(_SHORT_IDS.search(source)), bool(_NULL_CONTENT.search(source)), bool(_THINKING.search(source)))
 
 
 class _Generation(Extension):
@@ -72,6 +98,7 @@ class ChatTemplate:
 
     Attributes:
         source: its text, from which the formats of tool calls and reasoning are recognised.
+        form: what it expects of messages.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -80,6 +107,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ConfigError(f"the chat template does not parse: {error}") from error
         self.source = source
+        self.form = MessageForm.of(source)
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -152,9 +180,9 @@ def render_chat(template: ChatTemplate, body: ChatBody) -> str:
     """The text of a prompt. Raises RequestError."""
     _check_chat(body)
     messages = body.messages or []
-    plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    plain = [_plain_message(message, template.form, f"messages[{i}]") for i, message in enumerate(messages)]
     if body.continue_final_message:
-        plain[-1]["content"] += END_MARK
+        plain[-1]["content"] = (plain[-1]["content"] or "") + END_MARK
         return _cut_at_end_mark(template.render(plain, _variables(body), add_generation_prompt=False))
     return template.render(plain, _variables(body), add_generation_prompt=body.add_generation_prompt is not False)
 
@@ -219,20 +247,24 @@ def _plain_tool(field: ToolField) -> dict[str, Any]:
     return {"type": "function", "function": plain}
 
 
-def _plain_message(message: ChatMessage, param: str) -> dict[str, Any]:
-    """A message as templates expect it: text parts joined, absent fields left out."""
+def _plain_message(message: ChatMessage, form: MessageForm, param: str) -> dict[str, Any]:
+    """A message as the template expects it: text parts joined, absent fields left out."""
     _check_message(message, param)
     role = "system" if message.role == "developer" else message.role  # OpenAI's newer name for the same role
-    plain: dict[str, Any] = {"role": role, "content": _content(message, param)}
+    content = _content(message, param)
+    is_of_calls_alone = bool(message.tool_calls) and not content
+    plain: dict[str, Any] = {"role": role, "content": None if is_of_calls_alone and form.has_null_content else content}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_calls:
-        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+        plain["tool_calls"] = [_plain_call(call, form) for call in message.tool_calls]
     if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
+        plain["tool_call_id"] = _call_id(message.tool_call_id, form)
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
+        if form.has_thinking and (is_of_calls_alone or not message.tool_calls):
+            plain["thinking"] = reasoning  # with calls and content the template refuses it
     return plain
 
 
@@ -267,18 +299,52 @@ def _part_text(part: Part, param: str) -> str:
     return text
 
 
-def _plain_call(call: ToolCall) -> dict[str, Any]:
-    """A tool call as templates expect it, with its arguments as an object; text that is no object stays text."""
-    arguments: Any = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            parsed = msgspec.json.decode(arguments) if arguments.strip() else {}
-        except (msgspec.DecodeError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
+class _Arguments(dict[str, Any]):
+    """Arguments of a call: an object, which is JSON text where a template joins it to text.
+
+    Args:
+        text: the JSON as the client sent it.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], text: str) -> None:
+        super().__init__(arguments)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _arguments(given: str | dict[str, Any]) -> "_Arguments | str":
+    """Arguments as templates expect them; text that is no JSON object stays text."""
+    if isinstance(given, dict):
+        return _Arguments(given, _tojson(given))
+    text = given.strip() or "{}"
+    try:
+        parsed = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return given
+    return _Arguments(parsed, text) if isinstance(parsed, dict) else given
+
+
+def _call_id(given: str, form: MessageForm) -> str:
+    """The id of a call; where the template asks for short ones, a hash of it, unless it has their form already."""
+    if not form.has_short_ids or (len(given) == 9 and given.isascii() and given.isalnum()):
+        return given
+    return hashlib.sha256(given.encode()).hexdigest()[:9]
+
+
+def _plain_call(call: ToolCall, form: MessageForm) -> dict[str, Any]:
+    """A tool call as the template expects it, with its arguments as an object."""
+    arguments = _arguments(call.function.arguments)
     plain: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     if call.id is not None:
-        plain["id"] = call.id
+        plain["id"] = _call_id(call.id, form)
     return plain
 
 

@@ -100,5 +100,9 @@ class ResponseFormatter(Protocol):
         return sse_event(error_body(error))
 
     def answer(self, outputs: Sequence[OutputStream]) -> Any:
-        """The whole answer, of values that JSON knows."""
+        """The whole answer, of values that JSON knows. An answer with many log-probabilities is made on a thread."""
         ...
+
+    def keep(self, outputs: Sequence[OutputStream], answer: Any) -> None:
+        """Stores the answer, before it is sent, if this API stores answers."""
+        return

@@ -1,6 +1,5 @@
 """Formats answers and stream chunks of OpenAI's completions and chat completions."""
 
-import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -222,6 +221,7 @@ class ChatFormatter(_OpenAIFormatter):
     def __init__(self, model: ServedModel, body: ChatCompletionRequest, request_id: str) -> None:
         super().__init__(model, body, request_id)
         self._shows_reasoning = body.include_reasoning is not False
+        self._key = request_id.removeprefix("chatcmpl-")
 
     def first(self, outputs: Sequence[OutputStream]) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -237,7 +237,7 @@ class ChatFormatter(_OpenAIFormatter):
         if output.request.output_format is None:
             content: dict[str, Any] = {"content": delta.text} if delta.text else {}
         else:
-            content = self._content(delta.pieces)
+            content = self._content(output, delta.pieces)
         logprobs = self._logprobs(delta.ids, delta.logprobs)
         choice = {"index": output.number, "delta": content, "logprobs": logprobs}
         return self._finish(output, choice, delta.ids, delta.is_last)
@@ -245,7 +245,7 @@ class ChatFormatter(_OpenAIFormatter):
     def _choice(self, output: OutputStream) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         if output.request.output_format is not None:
-            content = self._content(output.pieces)
+            content = self._content(output, output.pieces)
             for call in content.get("tool_calls", ()):
                 del call["index"]
             message |= {"content": None if "tool_calls" in content else "", **content}
@@ -266,7 +266,7 @@ class ChatFormatter(_OpenAIFormatter):
             return list(pieces)
         return [piece for piece in pieces if not isinstance(piece, ReasoningPiece)]
 
-    def _content(self, pieces: Sequence[OutputPiece]) -> dict[str, Any]:
+    def _content(self, output: OutputStream, pieces: Sequence[OutputPiece]) -> dict[str, Any]:
         """Pieces as fields of a message or of a delta."""
         content: dict[str, list[str]] = {}
         calls: dict[int, dict[str, Any]] = {}
@@ -276,12 +276,20 @@ class ChatFormatter(_OpenAIFormatter):
             elif isinstance(piece, TextPiece):
                 content.setdefault("content", []).append(piece.text)
             elif isinstance(piece, ToolCallBegin):
-                calls[piece.index] = _new_call(piece)
+                calls[piece.index] = self._new_call(output, piece)
             else:
                 call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += piece.text
         fields: dict[str, Any] = {name: "".join(texts) for name, texts in content.items()}
         return {**fields, "tool_calls": list(calls.values())} if calls else fields
+
+    def _new_call(self, output: OutputStream, piece: ToolCallBegin) -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            "id": f"call_{self._key}{output.number:03d}{piece.index:02d}",
+            "type": "function",
+            "function": {"name": piece.name, "arguments": ""},
+        }
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any] | None:
         if not self._with_logprobs:
@@ -294,12 +302,3 @@ class ChatFormatter(_OpenAIFormatter):
 
     def _shown_token(self, token: int) -> dict[str, Any]:
         return {"token": self._token_text(token), "bytes": list(self._tokenizer.piece(token))}
-
-
-def _new_call(piece: ToolCallBegin) -> dict[str, Any]:
-    return {
-        "index": piece.index,
-        "id": f"call_{secrets.token_hex(12)}",
-        "type": "function",
-        "function": {"name": piece.name, "arguments": ""},
-    }

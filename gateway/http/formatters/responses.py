@@ -178,7 +178,8 @@ class ResponsesFormatter(ResponseFormatter):
     def last(self, outputs: Sequence[OutputStream]) -> bytes:
         status = _status(outputs[0])
         events = self._builder.finish(status)
-        response = self._finished(outputs[0], status)
+        response = self._response(outputs[0], status)
+        self.keep(outputs, response)
         return self._events([*events, _event(f"response.{status}", {"response": response})])
 
     def error(self, error: RequestError) -> bytes:
@@ -197,7 +198,11 @@ class ResponsesFormatter(ResponseFormatter):
         status = _status(outputs[0])
         self._builder.take(self._with_logprobs(outputs[0], outputs[0].pieces))
         self._builder.finish(status)
-        return self._finished(outputs[0], status)
+        return self._response(outputs[0], status)
+
+    def keep(self, outputs: Sequence[OutputStream], answer: dict[str, Any]) -> None:
+        if self._keep is not None:
+            self._keep(outputs[0], answer)
 
     def _with_logprobs(
         self, output: OutputStream, pieces: Sequence[OutputPiece]
@@ -224,12 +229,6 @@ class ResponsesFormatter(ResponseFormatter):
     def _shown_token(self, token: int) -> Event:
         piece = self._tokenizer.piece(token)
         return {"token": token_text(piece), "bytes": list(piece)}
-
-    def _finished(self, output: OutputStream, status: str) -> dict[str, Any]:
-        response = self._response(output, status)
-        if self._keep is not None:
-            self._keep(output, response)
-        return response
 
     def _response(self, output: OutputStream, status: str) -> dict[str, Any]:
         sampling = output.request.sampling
@@ -284,7 +283,7 @@ def _head(model: str, body: ResponsesRequest, request_id: str, *, is_stored: boo
         "error": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
+        "max_tool_calls": None,
         "metadata": body.metadata or {},
         "model": model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,

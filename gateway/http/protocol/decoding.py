@@ -14,9 +14,9 @@ from msgspec import inspect
 
 from common.errors import ErrorCode, RequestError
 from gateway.http.protocol.extras import INSTEAD, UNSUPPORTED, WITHOUT_EFFECT
-from gateway.http.protocol.fields import Extensible
+from gateway.http.protocol.fields import Extensible, Strict
 
-Body = TypeVar("Body", bound=msgspec.Struct)
+Body = TypeVar("Body", bound=Strict)
 
 MAX_NAMED_EXTRAS = 16
 _STRANGE = re.compile(r"[^A-Za-z0-9_.-]")
@@ -41,15 +41,15 @@ def decode_with_extras(kind: type[Body], body: bytes, *, are_refused: bool = Fal
     Raises:
         RequestError: with the name of the field.
     """
+    cleaner = _Cleaner(are_refused=are_refused)
     try:
         try:
-            return msgspec.json.decode(body, type=kind), ()
+            decoded = msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
             if "unknown field" not in str(error):
                 raise
-            cleaner = _Cleaner(are_refused=are_refused)
             plain = cleaner.cleaned(msgspec.json.decode(body), _described(kind), "")
-            return msgspec.convert(plain, kind, str_keys=True), tuple(cleaner.ignored)
+            decoded = msgspec.convert(plain, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from error
     except msgspec.DecodeError as error:
@@ -58,6 +58,9 @@ def decode_with_extras(kind: type[Body], body: bytes, *, are_refused: bool = Fal
         raise refuse("the body is not valid UTF-8", None) from error
     except RecursionError as error:
         raise refuse("the body is nested too deeply", None) from error
+    for name in decoded.values_without_effect():
+        cleaner.ignore(name)
+    return decoded, tuple(cleaner.ignored)
 
 
 class _Cleaner:
@@ -91,14 +94,14 @@ class _Cleaner:
             elif name == struct.tag_field:
                 cleaned[name] = item
             elif name in WITHOUT_EFFECT or issubclass(struct.cls, Extensible):
-                self._ignore(where, item)
+                if item is not None:
+                    self.ignore(where)
             else:
                 _refuse_unknown(name, item, where, list(kinds))
         return cleaned
 
-    def _ignore(self, where: str, value: object) -> None:
-        if value is None:
-            return
+    def ignore(self, where: str) -> None:
+        """Names a field, or a value, without effect. Raises RequestError if these are refused."""
         if self._are_refused:
             raise refuse("has no effect here; leave it out (the gateway runs with --strict-fields)", where)
         if len(self.ignored) < MAX_NAMED_EXTRAS:

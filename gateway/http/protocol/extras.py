@@ -8,7 +8,7 @@ WITHOUT_EFFECT = frozenset(
     {
         # OpenAI
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention", "moderation",
-        "prompt_cache_options", "verbosity", "prediction",
+        "prompt_cache_options", "verbosity", "prediction", "max_tool_calls",
         "access_programs", "background_options",
         # Anthropic
         "billing_policy", "cache_control", "context_management", "diagnostics", "fallback_credit_token",

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from gateway.http.protocol.fields import (
+    Count,
     DeadlineMs,
     Extensible,
     Positive,
@@ -19,6 +20,8 @@ from gateway.http.protocol.fields import (
 from gateway.http.protocol.openai import MAX_TOOLS, CallId, FunctionName, ReasoningEffort
 
 MAX_METADATA = 16
+#: The only value of ``include`` that has an effect.
+LOGPROBS = "message.output_text.logprobs"
 
 ResponseId = Annotated[str, Meta(min_length=1, max_length=256)]
 Metadata = Annotated[
@@ -102,7 +105,7 @@ class ReasoningConfig(Extensible, omit_defaults=True, kw_only=True):
 
 
 class ResponseStreamOptions(Extensible, kw_only=True):
-    include_obfuscation: bool | None = None
+    """``stream_options``, of which nothing has an effect here."""
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
@@ -122,15 +125,13 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    # Bounds the calls of tools that OpenAI runs; there are none here.
-    max_tool_calls: Positive | None = None
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: TopLogprobs | None = None
     prompt_cache_key: str | None = None
     # Beyond OpenAI's: variables of the chat template, and Baton's own fields, as in all endpoints.
     chat_template_kwargs: dict[str, Any] | None = None
-    thinking_budget: Annotated[int, Meta(ge=0)] | None = None
+    thinking_budget: Count | None = None
     priority: Priority | None = None
     priority_class: PriorityClass | None = None
     deadline_ms: DeadlineMs | None = None
@@ -139,3 +140,6 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     cache_salt: Salt | None = None
     prompt: Refused = None
     conversation: Refused = None
+
+    def values_without_effect(self) -> list[str]:
+        return [f"include.{value}" for value in self.include or [] if value != LOGPROBS]

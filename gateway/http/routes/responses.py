@@ -29,7 +29,13 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     Tenant = Annotated[str, Depends(checks.tenant)]
 
     @router.get("/v1/responses/{response_id}", **described(StoredResponse, summary="Read a kept response (OpenAI)"))
-    async def get_response(response_id: str, tenant: Tenant) -> Response:
+    async def get_response(
+        response_id: str, tenant: Tenant, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
+        if stream or starting_after is not None:
+            param = "stream" if stream else "starting_after"
+            message = f"{param}: a kept response is not sent as a stream; leave it out"
+            raise RequestError(ErrorCode.NOT_SUPPORTED, message, param=param)
         stored = store.get(tenant, response_id, clock.now())
         return Response(stored.body, media_type="application/json")
 

@@ -27,6 +27,7 @@ from gateway.http.protocol.openai import (
     ToolField,
 )
 from gateway.http.protocol.responses import (
+    LOGPROBS,
     InputItem,
     InputPart,
     ResponsesRequest,
@@ -45,7 +46,6 @@ FIELD_NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-LOGPROBS = "message.output_text.logprobs"
 
 
 def input_items(body: ResponsesRequest) -> list[InputItem]:

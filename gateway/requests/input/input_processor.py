@@ -141,7 +141,8 @@ class InputProcessor:
         prompts = split_prompts(body.prompt, "prompt")
         check_num_outputs(len(prompts), body.n or 1, context.max_outputs, "prompt")
         ids = await self._token_ids(
-            context, prompts, "prompt", _truncation(body), add_special_tokens=body.add_special_tokens is not False,
+            context, prompts, "prompt", _truncation(body, COMPLETION_MAX_TOKENS),
+            add_special_tokens=body.add_special_tokens is not False,
         )  # fmt: skip
         rids = [request_id] if len(ids) == 1 else [f"{request_id}-{i}" for i in range(len(ids))]
         requests: list[GenerateRequest] = []
@@ -172,7 +173,7 @@ class InputProcessor:
                 await self._grammars.check(StructuredOutput("tools", "lark", output.grammar))
             context = context._replace(output=output)
         (ids,) = await self._token_ids(
-            context, [text], "messages", _truncation(body), add_special_tokens=bool(body.add_special_tokens),
+            context, [text], "messages", _truncation(body, None), add_special_tokens=bool(body.add_special_tokens),
         )  # fmt: skip
         return _samples(self._openai_request(context, body, request_id, ids, None, logprobs), body.n or 1)
 
@@ -560,9 +561,11 @@ def _bound(sampling: SamplingParams, context: _Context) -> SamplingParams:
     return sampling._replace(bad_words=context.bad_words, grammar=grammar, thinking=thinking)
 
 
-def _truncation(body: OpenAIRequest) -> Truncation | None:
+def _truncation(body: OpenAIRequest, default_max: int | None) -> Truncation | None:
     keep = body.truncate_prompt_tokens
-    return None if keep is None else truncation_of(keep, body.truncation_side)
+    if keep is None:
+        return None
+    return truncation_of(keep, body.truncation_side, default_max if body.max_tokens is None else body.max_tokens)
 
 
 def _has_parts(body: ChatCompletionRequest, model: ServedModel) -> bool:

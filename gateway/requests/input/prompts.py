@@ -11,6 +11,8 @@ from gateway.workers.registry import ServingLimits
 MAX_PROMPTS = 4096
 #: Characters of the longest ordinary tokens.
 LONGEST_TOKEN = 16
+#: A prompt that is cut to what fits leaves this share of the context to an output without a limit: a quarter.
+OUTPUT_SHARE = 4
 
 Prompt = str | Sequence[int]
 
@@ -74,20 +76,25 @@ class Truncation:
     """``truncate_prompt_tokens`` and ``truncation_side``: which tokens of a prompt are kept.
 
     Attributes:
-        keep: this many tokens; None for as many as a node can take.
+        keep: this many tokens; None for as many as fit beside the output.
+        num_output: tokens that the output may have; None for no limit.
         is_start_kept: the first tokens are kept instead of the last.
     """
 
     keep: int | None
+    num_output: int | None
     is_start_kept: bool = False
 
     def of_ids(self, prompt: Sequence[int], limits: ServingLimits) -> Sequence[int]:
-        keep = min(limits.context_length - 1, limits.prompt_tokens, limits.total_tokens - 1)
-        if self.keep is not None:
-            keep = self.keep
+        keep = self._num_fitting(limits) if self.keep is None else self.keep
         if len(prompt) <= keep:
             return prompt
         return prompt[:keep] if self.is_start_kept else prompt[-keep:]
+
+    def _num_fitting(self, limits: ServingLimits) -> int:
+        num_total = min(limits.context_length, limits.total_tokens)
+        num_output = num_total // OUTPUT_SHARE if self.num_output is None else self.num_output
+        return max(min(num_total - max(num_output, 1), limits.prompt_tokens), 1)
 
     def of_text(self, text: str, limits: ServingLimits) -> str:
         """A part of the text that surely has the tokens to be kept, so that a long text costs no more."""
@@ -95,10 +102,10 @@ class Truncation:
         return text[:length] if self.is_start_kept else text[-length:]
 
 
-def truncation_of(keep: int, side: str | None) -> Truncation:
+def truncation_of(keep: int, side: str | None, num_output: int | None) -> Truncation:
     if keep == 0:
         raise refuse("must be at least 1, or -1 for as many tokens as fit", "truncate_prompt_tokens")
-    return Truncation(keep if keep > 0 else None, is_start_kept=side == "right")
+    return Truncation(keep if keep > 0 else None, num_output, is_start_kept=side == "right")
 
 
 def beyond_context(message: str, context_length: int, param: str) -> RequestError:

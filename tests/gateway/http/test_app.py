@@ -10,6 +10,7 @@ from support.gateway.fake_nodes import BODY, error_of, events, folder, running, 
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
+from gateway.requests.dispatcher import Dispatcher
 
 __all__ = ["folder"]
 
@@ -107,6 +108,21 @@ async def test_an_unexpected_failure_is_logged_and_answered(stack, monkeypatch, 
         assert (status, json.loads(body)["error"]["code"]) == (500, "internal")
         assert headers["x-request-id"]
         assert caplog.text.count(f"a request for {path} failed") == caplog.text.count("Traceback") == 1
+
+
+async def test_an_unexpected_failure_while_outputs_are_sent_leaves_none_in_flight(folder, monkeypatch):
+    def fail(*args):
+        raise LookupError("a bug")
+
+    tenant = {"x-baton-tenant": "a"}
+    async with running(folder, tenant_header=True, tenant_quotas=("a:requests=2",)) as stack:
+        await stack.pair()
+        with monkeypatch.context() as patched:
+            patched.setattr(Dispatcher, "_place", fail)
+            status, _, body = await request(stack, "POST", COMPLETIONS, json={**ONE, "n": 2}, headers=tenant)
+            assert (status, json.loads(body)["error"]["code"]) == (500, "internal")
+        assert stack.gateway._dispatcher.num_in_flight == 0
+        assert (await request(stack, "POST", COMPLETIONS, json={**ONE, "n": 2}, headers=tenant))[0] == 200
 
 
 async def test_fields_without_effect_are_named_in_a_header_or_refused(stack, folder):

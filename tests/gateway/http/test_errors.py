@@ -8,6 +8,7 @@ from support.gateway.fake_nodes import MODEL, folder, running, silent
 
 from common.errors import ErrorCode
 from common.wire.messages import Generate
+from gateway.text.chat_template import ChatTemplate
 
 __all__ = ["folder"]
 
@@ -308,12 +309,12 @@ async def test_a_chat_of_many_messages_or_parts_is_rendered_on_a_thread(folder, 
     monkeypatch.setattr("gateway.requests.input.input_processor.MANY_PARTS", 10)
     threads = []
 
-    class Template:
-        def render(self, messages, variables, **kwargs):
+    class Template(ChatTemplate):
+        def render(self, messages, variables=None, **kwargs):
             threads.append(threading.current_thread())
             return messages[0]["content"]
 
-    async with running(folder, fields={"chat_template": Template()}) as stack:
+    async with running(folder, fields={"chat_template": Template("", {})}) as stack:
         status, answer = await stack.post("/tokenize", {"messages": messages})
     assert (status, answer["count"]) == (200, len("Hi") if len(messages) > 1 else 11 * len("Hi\n") - 1)
     assert [thread is not threading.main_thread() for thread in threads] == [is_elsewhere]

@@ -161,6 +161,24 @@ async def test_a_prompt_beyond_the_context_can_be_cut_to_what_fits(stack):
         assert await param_of(stack, "/v1/completions", body) == "truncate_prompt_tokens"
 
 
+@pytest.mark.parametrize(
+    ("send", "max_tokens", "num_prompt", "num_output"),
+    [(complete, 100, 412, 100), (complete, None, 496, 16), (chat, 100, 412, 100), (chat, None, 384, 128)],
+)
+async def test_a_prompt_that_is_cut_to_what_fits_leaves_room_for_the_output(
+    stack, send, max_tokens, num_prompt, num_output
+):
+    """The context has 512 tokens."""
+    prompt = "ab" * 1_000 if send is complete else [{"role": "user", "content": "ab" * 1_000}]
+    await send(stack, prompt, truncate_prompt_tokens=-1, max_tokens=max_tokens)
+    assert (len(sent(stack).prompt), sent(stack).sampling.max_new_tokens) == (num_prompt, num_output)
+
+
+async def test_an_output_beside_which_no_prompt_fits_is_refused(stack):
+    body = {"prompt": "ab", "truncate_prompt_tokens": -1, "max_tokens": 512}
+    assert await param_of(stack, "/v1/completions", body) == "max_tokens"
+
+
 async def test_the_echo_of_a_cut_prompt_is_what_the_model_saw(stack):
     answer = await complete(stack, "abcdef", truncate_prompt_tokens=3, echo=True, logprobs=0)
     assert answer["choices"][0]["text"] == "defde"

@@ -1,6 +1,7 @@
 """``/v1/responses`` over real HTTP, with nodes that answer as the test says."""
 
 import json
+import threading
 
 import openai
 import pytest
@@ -9,6 +10,8 @@ from pydantic import TypeAdapter
 from support.gateway.fake_nodes import folder
 from support.gateway.formatted_outputs import events_of
 from support.gateway.toy_stack import answers, failing_stream, ids_of, last_generate, last_prompt, toy_stack
+
+from gateway.requests.response_store import ResponseStore
 
 __all__ = ["folder"]
 
@@ -118,6 +121,11 @@ async def test_errors_carry_the_names_of_this_api(stack):
     assert await refused(stack, unknown=1) == (400, "unknown", "invalid_request")
 
 
+async def test_a_budget_beyond_what_messages_can_carry_is_refused(stack):
+    assert await refused(stack, thinking_budget=2**64) == (400, "thinking_budget", "invalid_request")
+    assert stack.gateway._dispatcher.num_in_flight == 0
+
+
 async def test_errors_about_tools_name_them_as_the_client_does(stack):
     tools = [{"type": "function", "name": "f"}, {"type": "function", "name": "f"}]
     assert await refused(stack, tools=tools) == (400, "tools[1].name", "invalid_request")
@@ -162,6 +170,22 @@ async def test_a_streamed_response_can_be_continued_as_soon_as_it_has_ended(stac
     assert "assistant\nOne.<|im_end|>" in last_prompt(stack)
 
 
+async def test_a_response_with_many_log_probabilities_is_stored_by_the_event_loop(stack, monkeypatch):
+    threads = []
+    add = ResponseStore.add
+
+    def add_here(*args):
+        threads.append(threading.current_thread())
+        add(*args)
+
+    monkeypatch.setattr(ResponseStore, "add", add_here)
+    monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 1)
+    answers(stack, "One.")
+    answer = await respond(stack, top_logprobs=1)
+    assert threads == [threading.main_thread()]
+    assert await stack.get(f"/v1/responses/{answer['id']}") == (200, answer)
+
+
 async def test_a_stored_response_can_be_read_and_deleted(stack):
     answers(stack, "One.")
     answer = await respond(stack, metadata={"a": "b"})
@@ -173,6 +197,16 @@ async def test_a_stored_response_can_be_read_and_deleted(stack):
     assert (status, missing["error"]["code"]) == (404, "not_found")
     async with stack.client.delete(stack.url + path) as deleted:
         assert deleted.status == 404
+
+
+async def test_a_stored_response_is_not_streamed(stack):
+    answers(stack, "One.")
+    answer = await respond(stack)
+    path = f"/v1/responses/{answer['id']}"
+    assert await stack.get(f"{path}?stream=false") == (200, answer)
+    for query, param in (("stream=true&starting_after=3", "stream"), ("starting_after=3", "starting_after")):
+        status, error = await stack.get(f"{path}?{query}")
+        assert (status, error["error"]["param"], error["error"]["code"]) == (400, param, "not_supported")
 
 
 async def test_the_input_of_a_stored_response_can_be_listed_in_pages(stack):

@@ -6,7 +6,7 @@ import json
 import aiohttp
 import pytest
 from support.gateway.fake_nodes import echo, events, folder, running, silent
-from support.gateway.toy_stack import ids_of
+from support.gateway.toy_stack import answers, ids_of, toy_stack
 
 from common.errors import ErrorCode
 from common.wire.messages import Generate
@@ -84,6 +84,17 @@ async def test_all_samples_of_a_request_come_back(stack):
     assert len(first["choices"]) == 6
     assert first["choices"] == again["choices"]
     assert num_generates(stack.nodes[0]) == 6
+
+
+async def test_a_retry_gets_tool_calls_with_the_same_ids(folder):
+    async with toy_stack(folder) as stack:
+        answers(stack, "[add|{}][find|{}]")
+        tools = [{"type": "function", "function": {"name": name}} for name in ("add", "find")]
+        body = {"messages": HI, "tools": tools, "n": 2}
+        first, again = [json.loads((await post(stack, "/v1/chat/completions", body, **KEY))[2]) for _ in range(2)]
+        assert first["choices"] == again["choices"]
+        calls = [call for choice in first["choices"] for call in choice["message"]["tool_calls"]]
+        assert len({call["id"] for call in calls}) == 4
 
 
 async def test_a_stream_that_is_asked_for_again_starts_from_its_first_token_and_goes_on(stack):

@@ -398,3 +398,30 @@ def test_a_waiting_request_whose_objective_has_passed_is_not_sent_if_the_operato
     table.end("served16")
     table.post.turn()
     assert ("late" in table.post.at_decode()) is not is_refused
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_message_that_cannot_be_sent_ends_its_own_requests_alone(waits):
+    """Its samples wait ahead of another request of the same model and of one of the other model, or none waits."""
+    table = Table(rows=3)
+    first = {"tiny": "abc" if waits else "", "other": "def" if waits else ""}
+    for model, rids in first.items():
+        if rids:
+            table.come(*rids, prompts=range(len(rids)), model=model)
+    send = table.post.send
+
+    def fail_or_send(message, *incarnations):
+        if isinstance(message, Generate) and message.rid == "bad":
+            raise OverflowError("the budget is too large")
+        send(message, *incarnations)
+
+    table.post.send = fail_or_send
+    table.come("bad", "bad too", "good", prompts=(0, 0, 1))
+    table.come("elsewhere", model="other")
+    for rid in "abcdef" if waits else "":
+        table.end(rid)
+    table.post.turn()
+    assert table.post.at_decode()[-2:] == ["good", "elsewhere"]
+    failed = [(stream.request.rid, stream.error.code) for stream in table.ended if stream.error]
+    assert failed == [("bad", ErrorCode.INTERNAL), ("bad too", ErrorCode.INTERNAL)]
+    assert table.requests.num_in_flight == table.requests.num_at(DECODE) == 2

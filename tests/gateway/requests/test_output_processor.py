@@ -14,6 +14,7 @@ from common.stage_spans import StageSpan
 from common.wire.messages import Tokens
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import MAX_REPORTS, OutputStream, StageReport
+from gateway.text.detokenizer import ByteDetokenizer
 from gateway.text.output_parser import OutputFormat, TextParser
 from gateway.text.tokenizer import Tokenizer
 
@@ -193,3 +194,56 @@ def test_the_tokens_of_the_reasoning_are_counted(text, is_open, num_reasoning):
             stream.on_tokens(message(0, ids[:cut]), 1.0)
         stream.on_tokens(message(cut, ids[cut:], "length"), 1.0)
         assert stream.num_reasoning_tokens == num_reasoning
+
+
+# ---- tokens of each part ---------------------------------------------------------------------------------------------
+
+
+class LineParser(TextParser):
+    """Holds line breaks back, as parsers do that look for a call behind them."""
+
+    def __init__(self):
+        self._held = ""
+
+    def push(self, text, token=None):
+        shown = (self._held + text).rstrip("\n")
+        self._held = (self._held + text)[len(shown) :]
+        return super().push(shown)
+
+    def flush(self):
+        return super().push(self._held)
+
+
+PIECES = (b"", b"a", b".\n\n", b"\n", b"(", b"E", b"ND", b"\xf0")
+END = 0
+
+
+@pytest.mark.parametrize("is_one_message", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "finish", "stop", "text", "spans", "num_reasoning"),
+    [
+        ((1, 2), "", "\n\n", "a.", [(0, 1), (1, 2)], 0),  # the token that completes the stop string begins with text
+        ((1, 3, 3), "", "\n\n", "a", [(0, 1)], 0),
+        ((4, 1, 2), "", "\n\n", "a.", [], 3),
+        ((1, 3, END), "stop", "", "a\n", [(0, 1), (1, 2)], 0),  # the end token is hidden
+        ((1, 3, 5, 6), "", "END", "a\n", [(0, 1), (1, 2)], 0),
+        ((1, 3, 5, END), "stop", "END", "a\nE", [(0, 1), (1, 3)], 0),
+        ((1, 7, END), "stop", "", "a\ufffd", [(0, 1), (1, 2)], 0),
+    ],
+)
+def test_the_tokens_of_a_part_are_those_that_are_shown(
+    tokens, finish, stop, text, spans, num_reasoning, is_one_message
+):
+    output_format = OutputFormat(lambda: ToyReasoningParser(LineParser(), is_open=False))
+    stops = (stop,) if stop else ()
+    request = GenerateRequest("r", "r", (1,), SamplingParams(logprobs=0), stops=stops, output_format=output_format)
+    stream = OutputStream(request, 0, lambda: ByteDetokenizer(PIECES), lambda _: None, 0.0)
+    if is_one_message:
+        stream.on_tokens(message(0, tokens, finish), 1.0)
+    else:
+        for i, token in enumerate(tokens):
+            stream.on_tokens(message(i, [token], finish if i == len(tokens) - 1 else ""), 1.0)
+    assert "".join(piece.text for piece in stream.pieces) == text
+    assert [span[1:] for span in stream.text_spans] == spans
+    assert stream.num_reasoning_tokens == num_reasoning
+    assert (stream.ids, stream.finish) == (list(tokens), "stop")

@@ -1,6 +1,7 @@
 """What chat templates see of messages, tools and other fields of a chat."""
 
 import json
+import re
 
 import pytest
 
@@ -109,6 +110,83 @@ def test_text_parts_are_joined_by_line_breaks_and_developers_are_the_system():
 )
 def test_bad_messages_are_refused_with_the_field_named(message, param):
     assert refusal(message) == param
+
+
+# ---- what some templates expect of messages --------------------------------------------------------------------------
+
+
+CALL_ID = "call_" + "0123456789abcdef" * 2 + "00000"
+ADD = {"name": "add", "arguments": '{"a": 1}'}
+#: As Mistral's: refuses ids of other lengths.
+NINE = ChatTemplate(
+    "{% for message in messages %}{% for call in message.tool_calls or [] %}"
+    "{% if not call.id is defined or call.id|length != 9 %}{{ raise_exception('nine letters!') }}{% endif %}"
+    "[{{ call.id }}]{% endfor %}{% if message.role == 'tool' %}"
+    "{% if message.tool_call_id|length != 9 %}{{ raise_exception('nine letters!') }}{% endif %}"
+    "({{ message.tool_call_id }}){% endif %}{% endfor %}",
+    {},
+)
+
+
+@pytest.mark.parametrize("call_id", [CALL_ID, "toolu_0100", "c1", "größe-neun"])
+def test_ids_of_calls_have_nine_characters_where_the_template_refuses_others(call_id):
+    calls = [{"id": call_id, "function": ADD}, {"id": "other", "function": ADD}]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "2"} for call in calls]
+    text = rendered(NINE, USER, {"role": "assistant", "tool_calls": calls}, *results)
+    found = re.fullmatch(r"\[([0-9A-Za-z]{9})\]\[([0-9A-Za-z]{9})\]\(\1\)\(\2\)", text)
+    assert found and found[1] != found[2]
+
+
+def test_an_id_of_nine_characters_stays():
+    call = {"id": "abcDEF123", "function": ADD}
+    assert rendered(NINE, USER, {"role": "assistant", "tool_calls": [call]}) == "[abcDEF123]"
+
+
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+@pytest.mark.parametrize("condition", ["message['content'] is none", "message['tool_calls']"])
+def test_calls_reach_templates_that_join_their_arguments_to_text(condition, arguments, content):
+    """As DeepSeek's, of which some look for calls only in turns whose content is null."""
+    template = ChatTemplate(
+        "{% for message in messages %}{% if " + condition + " %}{% for tool in message['tool_calls'] %}"
+        "{{ tool['function']['name'] + '\n```json\n' + tool['function']['arguments'] + '\n```' }}"
+        "{{ '|' ~ tool.function.arguments }}|{{ tool.function.arguments | tojson }}|{{ tool.function.arguments.a }}"
+        "{% endfor %}{% endif %}{% if message['content'] %}{{ message['content'] }};{% endif %}{% endfor %}",
+        {},
+    )
+    call = {"id": "c1", "function": {"name": "add", "arguments": arguments}}
+    turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+    assert rendered(template, USER, turn) == 'Hi;add\n```json\n{"a": 1}\n```|{"a": 1}|{"a": 1}|1'
+
+
+def test_the_content_of_calls_is_text_where_the_template_takes_null_and_empty_content_alike():
+    template = ChatTemplate(
+        "{% for message in messages %}{% if message['content'] is none or message['content'] == '' %}none"
+        "{% endif %}{{ message['content'] | length }}{% endfor %}",
+        {},
+    )
+    assert rendered(template, USER, {"role": "assistant", "tool_calls": [{"function": ADD}]}) == "2none0"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"content": None, "reasoning_content": "hm", "tool_calls": [{"function": ADD}]}, "thinking: hm"),
+        ({"content": "a", "reasoning_content": "hm", "tool_calls": [{"function": ADD}]}, "content: a"),
+        ({"content": "a", "reasoning": "hm"}, "thinking: hm"),
+        ({"content": "a"}, "content: a"),
+    ],
+)
+def test_reasoning_reaches_templates_that_name_it_thinking(fields, expected):
+    """As gpt-oss's, which refuses calls beside both."""
+    template = ChatTemplate(
+        "{% set turn = namespace(text='') %}{% for message in messages %}"
+        "{% if message.tool_calls and message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "{% set turn.text = 'thinking: ' + message.thinking if 'thinking' in message else "
+        "'content: ' + message.content %}{% endfor %}{{ turn.text }}",
+        {},
+    )
+    assert rendered(template, USER, {"role": "assistant", **fields}) == expected
 
 
 # ---- other fields ----------------------------------------------------------------------------------------------------

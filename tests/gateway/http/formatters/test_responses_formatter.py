@@ -23,7 +23,9 @@ def formatter_of(keep=None, **fields):
 
 
 def answer_of(pieces, keep=None, finish="stop", **fields):
-    answer = formatter_of(keep, **fields).answer([output_of(pieces, finish=finish)])
+    formatter, outputs = formatter_of(keep, **fields), [output_of(pieces, finish=finish)]
+    answer = formatter.answer(outputs)
+    formatter.keep(outputs, answer)
     Response.model_validate(answer)
     return answer
 

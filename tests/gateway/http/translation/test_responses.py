@@ -225,6 +225,21 @@ def test_what_is_wrong_is_refused_by_name(fields, param):
     assert (found, code) == (param, ErrorCode.INVALID_REQUEST)
 
 
+def test_values_and_fields_without_effect_are_named_or_refused():
+    body = {
+        "input": "Hi", "stream": True, "max_tool_calls": 3, "stream_options": {"include_obfuscation": True},
+        "include": ["message.output_text.logprobs", "reasoning.encrypted_content", "x\r\ny"],
+    }  # fmt: skip
+    _, ignored = decode_with_extras(ResponsesRequest, json.dumps(body).encode())
+    expected = ("max_tool_calls", "stream_options.include_obfuscation", "include.reasoning.encrypted_content")
+    assert ignored == (*expected, "include.x__y")
+    for field in ("max_tool_calls", "stream_options", "include"):
+        given = {"input": "Hi", "stream": True, field: body[field]}
+        with pytest.raises(RequestError) as caught:
+            decode_with_extras(ResponsesRequest, json.dumps(given).encode(), are_refused=True)
+        assert caught.value.param.startswith(field)
+
+
 def test_harmless_fields_are_accepted():
     chat_of(
         store=False, metadata={"a": "b"}, user="u", safety_identifier="s", service_tier="auto", background=False,
