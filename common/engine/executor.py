@@ -281,6 +281,7 @@ class TorchExecutor:
         if not params.grammar and params.thinking is None:
             return None
         assert len(admit.history) >= admit.prompt_len, "a request with a grammar came without its tokens"
+        # None too if its request has ended and the grammar was forgotten: its row is ignored then.
         compiled = self._grammars.compiled(params.grammar) if params.grammar else None
         return OutputConstraint(params, compiled, admit.history[admit.prompt_len :])
 
