@@ -5,8 +5,8 @@ so that a plan holds only changes. It decides nothing; asserts check that a plan
 
 On a GPU a step is only queued: the last sampled tokens stay on the device, where the next step reads them, and
 ``PendingStep`` waits for the result. A request with penalties, bad words or a grammar has state on the host that its
-next token depends on. A step with such rows waits for the tokens of the step before, but only between the model, which
-is queued by then, and sampling.
+next token depends on. The step behind one with such rows, whatever its own rows are, waits for the tokens of that one,
+but only between its model, which is queued by then, and sampling.
 """
 
 import itertools
@@ -281,6 +281,7 @@ class TorchExecutor:
         if not params.grammar and params.thinking is None:
             return None
         assert len(admit.history) >= admit.prompt_len, "a request with a grammar came without its tokens"
+        # None too if its request has ended and the grammar was forgotten: its row is ignored then.
         compiled = self._grammars.compiled(params.grammar) if params.grammar else None
         return OutputConstraint(params, compiled, admit.history[admit.prompt_len :])
 

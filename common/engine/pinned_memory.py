@@ -68,11 +68,6 @@ class PinnedMemory:
         self._region_bytes = step * -(-REGION_BYTES // step)
         self._locked: dict[int, int] = {}  # region -> address
 
-    @property
-    def num_regions(self) -> int:
-        """How many regions are locked."""
-        return len(self._locked)
-
     def pin(self, page: int) -> None:
         """Lock the region of a page, if it is not locked and may be. Copies work either way."""
         region = page * self._page_bytes // self._region_bytes

@@ -4,7 +4,7 @@ Roles are pure except for the transfer endpoint that is handed to them.
 """
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from common.node.gateways.outbox import Outbox
 from common.node.monitoring.request_stats import RequestStats
 from common.node.monitoring.step_times import StepTimes
 from common.request import Request, RequestKey
-from common.sampling_params import SamplingParams, TokenLogprobs
+from common.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     Decisions,
@@ -50,31 +50,51 @@ def check_generate(message: Generate, vocab_size: int, adapters: Container[str])
         The prompt in packed form.
 
     Raises:
-        RequestError: no prompt, a token id outside of the vocabulary, a number out of range, an adapter that is not
+        RequestError: no prompt, a token id outside of the vocabulary, a parameter out of range, an adapter that is not
             among ``adapters``, or an output that cannot be continued.
     """
-    sampling = message.sampling
     check_adapter(message.adapter, adapters)
-    if sampling.max_new_tokens < 1:
-        raise RequestError(ErrorCode.INVALID_REQUEST, "max_new_tokens must be at least 1")
+    _check_sampling(message.sampling)
     if message.output and message.decode is None:
         raise RequestError(ErrorCode.INVALID_REQUEST, "only a decode node can continue an output")
-    if len(message.output) >= sampling.max_new_tokens:
+    if len(message.output) >= message.sampling.max_new_tokens:
         raise RequestError(ErrorCode.INVALID_REQUEST, "output must be shorter than max_new_tokens")
-    numbers = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
-    if not 0 <= sampling.seed < 2**64 or not all(0 <= number < math.inf for number in numbers):
-        raise RequestError(
-            ErrorCode.INVALID_REQUEST, "seed, temperature, top_p, min_p or repetition_penalty is out of range"
-        )
-    if sampling.prompt_logprobs_from is not None and sampling.prompt_logprobs_from < 1:
-        raise RequestError(
-            ErrorCode.INVALID_REQUEST, "prompt_logprobs_from must be at least 1: no token precedes the first"
-        )
-    others = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
     packed = check_tokens(message.prompt, vocab_size)
-    if message.output or others:
-        check_tokens((*message.output, *others), vocab_size)
+    others = (*message.output, *_token_ids(message.sampling))
+    if others:
+        check_tokens(others, vocab_size)
     return packed
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    """Refuse parameters out of range, whatever the model, with a ``RequestError``."""
+    numbers = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
+    problem = ""
+    if sampling.max_new_tokens < 1:
+        problem = "max_new_tokens must be at least 1"
+    elif not 0 <= sampling.seed < 2**64 or not all(0 <= number < math.inf for number in numbers):
+        problem = "seed, temperature, top_p, min_p or repetition_penalty is out of range"
+    elif sampling.logprobs is not None and not 0 <= sampling.logprobs <= MAX_TOP_LOGPROBS:
+        problem = f"logprobs must be at least 0 and at most {MAX_TOP_LOGPROBS}"
+    elif sampling.prompt_logprobs_from is not None and sampling.prompt_logprobs_from < 1:
+        problem = "prompt_logprobs_from must be at least 1: no token precedes the first"
+    elif not all(sampling.bad_words):
+        problem = "a bad word must not be empty"
+    elif sampling.thinking is not None and not sampling.thinking.end_ids:
+        problem = "thinking.end_ids must not be empty: no token would end the reasoning"
+    if problem:
+        raise RequestError(ErrorCode.INVALID_REQUEST, problem)
+
+
+def _token_ids(sampling: SamplingParams) -> Iterator[int]:
+    """The token ids that must be in the vocabulary. Those of bad words need not be."""
+    yield from sampling.stop_token_ids
+    yield from sampling.allowed_token_ids
+    yield from (token for token, _ in sampling.logit_bias)
+    if sampling.thinking is not None:
+        yield from sampling.thinking.end_ids
+        if sampling.thinking.start_id is not None:
+            yield sampling.thinking.start_id
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> TokenKey:

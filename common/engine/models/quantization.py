@@ -35,11 +35,6 @@ class QuantizedWeight:
     def group_size(self) -> int:
         return self.values.shape[1] // self.scales.shape[1]
 
-    def dequantized(self) -> Tensor:
-        """Return the weight that this one stands for, ``[out, in]`` float32."""
-        zeros, scales = (each.repeat_interleave(self.group_size, dim=1) for each in (self.zeros, self.scales))
-        return (self.values.float() - zeros) * scales
-
 
 def quantize_weight(weight: Tensor, dtype: WeightDtype) -> QuantizedWeight:
     """Round ``weight`` ``[out, in]`` to the nearest: int8 with a scale for each output, int4 with one for each group.

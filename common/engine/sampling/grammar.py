@@ -68,15 +68,14 @@ class GrammarCompiler:
                 self._in_use[grammar] = found
             return found
 
-    def compiled(self, grammar: str) -> "LLMatcher":
+    def compiled(self, grammar: str) -> "LLMatcher | None":
         """Return a grammar that has been compiled; never waits.
 
-        Its last request may have ended after the step was planned, so that the grammar is in use no more.
+        None: it has been forgotten, since its last request ended after the step was planned.
         """
         with self._lock:
             found = self._in_use.get(grammar) or self._unused.get(grammar)
-        assert found is not None and found.done(), "a request was admitted before its grammar was compiled"
-        return found.result()
+        return found.result() if found is not None and found.done() else None
 
     def drop(self, grammar: str) -> None:
         """Note that no request has a grammar any more: it may be forgotten, and need not be compiled."""

@@ -70,7 +70,7 @@ class OtherRanks(Protocol):
         ...
 
     def drop_adapter(self, number: int) -> None:
-        """Have the other ranks forget an adapter before the next step; safe on any thread."""
+        """Have the other ranks forget an adapter that no further step has; safe on any thread."""
         ...
 
 
@@ -101,6 +101,7 @@ class RankExecutor:
         self._adapters[number] = self._model.make_lora(checkpoint)
 
     def drop_adapters(self, numbers: Iterable[int]) -> None:
+        """Forget adapters that no further step has; safe on any thread."""
         for number in numbers:
             self._adapters.pop(number, None)  # none if it could not be read
 

@@ -106,7 +106,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     Attributes:
         adapters: as for ``OtherRanks.begin``.
-        dropped: numbers of the adapters to forget before.
+        dropped: numbers of adapters to forget, which neither this step nor a later one has.
     """
 
     starts: bytes

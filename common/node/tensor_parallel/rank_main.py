@@ -112,6 +112,17 @@ def _serve(channel: RankChannel, load: Load, serve_transfers: ServeTransfers | N
     executor = RankExecutor(make_model(group), pool, load.attention)
     gc.collect()
     gc.freeze()
+    _handle_messages(channel, executor, pool, serve_transfers)
+
+
+def _handle_messages(
+    channel: RankChannel, executor: "RankExecutor", pool: "KVPool", serve_transfers: ServeTransfers | None
+) -> None:
+    """Do what rank 0 says until it ends the connection.
+
+    Raises:
+        EOFError: it has.
+    """
     adapters = ThreadPoolExecutor(1, thread_name_prefix="adapters")
     while True:
         message, descriptors = channel.receive()
@@ -123,7 +134,8 @@ def _serve(channel: RankChannel, load: Load, serve_transfers: ServeTransfers | N
             adapters.submit(_read_adapter, channel, executor, message)
             continue
         assert isinstance(message, Step)
-        executor.drop_adapters(message.dropped)
+        if message.dropped:  # on the thread, which may still be reading one that another rank could not read
+            adapters.submit(executor.drop_adapters, message.dropped)
         executor.run(*message.arrays(), message.adapters)
 
 

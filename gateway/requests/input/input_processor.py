@@ -261,6 +261,8 @@ class InputProcessor:
                 ids = await self._tokenizer.tokenize(
                     context.model.tokenizer, text, add_special_tokens=False, param=param
                 )
+                if not ids:  # the tokenizer drops every character of the word
+                    raise refuse("a bad word must not be empty", param)
                 sequences[tuple(ids)] = None
         return context._replace(bad_words=tuple(sequences))
 

@@ -45,7 +45,7 @@ def test_a_region_is_locked_at_its_first_use_and_unlocked_at_the_end() -> None:
     assert locks.held == {memory._at + REGION: REGION}
     memory.pin(99)  # the last region is as long as what is left
     assert locks.held == {memory._at + REGION: REGION, memory._at + 3 * REGION: 4 * (2 << 20)}
-    assert (memory.num_regions, locks.num_calls) == (2, 2)
+    assert locks.num_calls == 2
     memory.close()
     memory.close()
     assert locks.held == {}
@@ -67,7 +67,8 @@ def test_a_refusal_is_logged_once_and_nothing_more_is_asked(caplog: object) -> N
     memory = locks.memory(100, 2 << 20)
     memory.pin(0)
     memory.pin(99)
-    assert (locks.num_calls, memory.num_regions) == (1, 0)
+    assert locks.num_calls == 1
+    memory.close()  # fails if it unlocks what was never locked
     assert [record.getMessage() for record in caplog.records] == [  # type: ignore[attr-defined]
         "memory for incoming KV pages cannot be locked, so copies to the GPU are slower: operation not permitted"
     ]

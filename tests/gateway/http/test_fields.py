@@ -6,7 +6,8 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gateway.fake_nodes import EOS, folder, make_tokenizer, running
+from support.gateway.fake_nodes import EOS, folder, make_model_folder, make_tokenizer, running
+from tokenizers import normalizers
 
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.wire.messages import Tokens
@@ -72,6 +73,17 @@ async def test_bad_words_reach_the_nodes_as_tokens_with_and_without_a_space(stac
     for words, param in (([""], "bad_words"), ([" "], "bad_words"), (["x"] * 129, "bad_words")):
         assert await param_of(stack, "/v1/completions", {"prompt": "a", "bad_words": words}) == param
     assert await param_of(stack, "/v1/completions", {"prompt": "a", "bad_words": ["x" * 257]}) == "bad_words[0]"
+
+
+async def test_a_bad_word_that_becomes_no_token_is_refused(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.normalizer = normalizers.Replace("x", "")
+    tokenizer.save(str(make_model_folder(tmp_path) / "tokenizer.json"))
+    async with running(tmp_path) as stack:
+        await stack.pair()
+        assert await param_of(stack, "/v1/completions", {"prompt": "a", "bad_words": ["a", "x"]}) == "bad_words"
+        body = {"text": "a", "sampling_params": {"bad_words": ["x"]}}
+        assert await param_of(stack, "/generate", body) == "sampling_params.bad_words"
 
 
 async def test_allowed_token_ids_reach_the_nodes_each_once(stack):

@@ -25,7 +25,7 @@ from common.engine.sampling.grammar import GrammarCompiler, load_compiler
 from common.engine.sampling.reasoning import Phase, ReasoningState
 from common.errors import RequestError
 from common.sampling_params import SamplingParams, Thinking
-from common.step_plan import Admit, StepPlan
+from common.step_plan import Admit, PageDelta, Row, StepPlan
 
 VOCAB_SIZE = 400  # the tokenizer has 325 ids; the others pad the vocabulary
 EOS = 322
@@ -298,10 +298,20 @@ def test_a_dropped_grammar_is_not_compiled_any_more(compiler: GrammarCompiler) -
     assert not again.result().is_error()
 
 
-def test_a_row_is_never_admitted_before_its_grammar_is_compiled(executor: TorchExecutor) -> None:
-    params = SamplingParams(grammar='start: "unheard of"')
-    with pytest.raises(AssertionError, match="before its grammar was compiled"):
-        executor.run(StepPlan(1, (Admit(0, params, 1, None, (5,)),), (), ()))
+def test_a_step_finds_no_grammar_that_was_forgotten_after_the_step_was_planned(
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request has ended, so the token of its row is ignored."""
+    monkeypatch.setattr("common.engine.sampling.grammar.MAX_UNUSED", 1)
+    texts = [f'start: "forgotten {letter}"' for letter in "abc"]
+    for text in texts:
+        executor.compile_grammar(text).result()
+    for text in texts:
+        executor.drop_grammar(text)
+    prompt = (5, 6, 7)
+    admit = Admit(0, SamplingParams(temperature=0.0, grammar=texts[0]), len(prompt), None, prompt)
+    result = executor.run(StepPlan(1, (admit,), (PageDelta(0, 0, (0,)),), (Row(0, 0, prompt, True),)))
+    assert (len(result.tokens), result.errors) == (1, ())
 
 
 # ---- reasoning -------------------------------------------------------------------------------------------------------
