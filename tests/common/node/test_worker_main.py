@@ -59,6 +59,7 @@ from common.wire.messages import (
     Ping,
     PrefillNodes,
     Registered,
+    Tokens,
     UnloadAdapter,
 )
 from decode_node.factory import build
@@ -416,3 +417,16 @@ def test_a_node_without_a_configured_name_uses_one_name_everywhere() -> None:
     assert connect.name == f"decode-{platform.node()}-{os.getpid()}" == config.node_name
     assert NodeConfig(role="decode", name="d7").node_name == "d7"
     store.close()
+
+
+def test_the_tokens_of_a_turn_leave_together_for_each_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    with node_of(Watched(), "127.0.0.1:1", "127.0.0.1:2") as node:
+        sent: list[tuple[str, tuple[Message, ...]]] = []
+        for name, link in zip("ab", node._links, strict=True):
+            link.incarnation, link.is_registered = name * 32, True
+            monkeypatch.setattr(link, "send", lambda *messages, name=name: sent.append((name, messages)))
+        monkeypatch.setattr(node._owners, "owner", lambda message: message.rid * 32)
+        first = [Tokens("a", 0, index, (1,)) for index in range(10)]
+        node._send_to_owners([*first, Tokens("b", 0, 0, (2,))])
+        assert sent == [("a", tuple(first)), ("b", (Tokens("b", 0, 0, (2,)),))]
+        monkeypatch.undo()
