@@ -349,6 +349,8 @@ class EventLoop:
             if lost := link.follow(now):
                 self._lose(lost, now)
             for letter in link.mailbox.receive():
+                if link.is_dialling:
+                    continue  # it came before the connection broke, from a process that may have ended
                 self._on_gateway(link, letter.sender, letter.message, now)
                 if link not in self._links:
                     break
