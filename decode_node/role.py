@@ -151,6 +151,8 @@ class DecodeRole:
             key = (message.rid, message.attempt)
             if any(request.key == key for request in self._scheduler.waiting_for(peer)):
                 self._forget(key)  # it ended before it had pages here; the gateway has heard of it
+                if message.reason == "failed":
+                    self._count_failure(message.code)
 
     def peer_lost(self, peer: str, now: float) -> None:
         self._drop_peer(peer, "the prefill node was lost", now)
@@ -484,6 +486,10 @@ class DecodeRole:
         self._output.report_unfinished(request, now, is_local=self._scheduler.source(request.key) is None)
 
     def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
+        self._count_failure(code)
+        self.outbox.gateway.append(Failed(*key, code, message))
+
+    def _count_failure(self, code: ErrorCode) -> None:
         if code is ErrorCode.ABORTED:
             self.stats.ended(ABORT)  # the prefill node has heard of it first
         elif code in RECOVERABLE:
@@ -491,7 +497,6 @@ class DecodeRole:
         else:
             self._totals["failed_requests"] += 1
             self.stats.ended(ERROR)
-        self.outbox.gateway.append(Failed(*key, code, message))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

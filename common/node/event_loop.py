@@ -349,6 +349,8 @@ class EventLoop:
             if lost := link.follow(now):
                 self._lose(lost, now)
             for letter in link.mailbox.receive():
+                if link.is_dialling:
+                    continue  # it came before the connection broke, from a process that may have ended
                 self._on_gateway(link, letter.sender, letter.message, now)
                 if link not in self._links:
                     break
@@ -448,11 +450,10 @@ class EventLoop:
         if only is not None and not self._owners.has_keys:
             only.send(*messages)
             return
-        for message in messages:
-            owner = self._owners.owner(message) if isinstance(message, RequestMessage) else None
-            for link in self._links:
-                if link.is_registered and owner in (link.incarnation, None):
-                    link.send(message)
+        owned = [(self._owners.owner(one) if isinstance(one, RequestMessage) else None, one) for one in messages]
+        for link in self._links:
+            if link.is_registered:
+                link.send(*[message for owner, message in owned if owner in (link.incarnation, None)])
 
     def _receive_from_decode_nodes(self, now: float) -> None:
         known = frozenset(self._role.peers())

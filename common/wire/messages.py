@@ -650,7 +650,7 @@ class Closed(RequestMessage, frozen=True, tag="closed"):
 
     reason: Literal["finished", "cancelled", "aborted", "failed", "unknown"]
     message: Text = ""
-    code: ErrorCode = ErrorCode.TRANSFER_FAILED  # code of a failure, which both nodes report to the gateway
+    code: ErrorCode = ErrorCode.TRANSFER_FAILED  # of a failure, which both nodes report, but for SHUTTING_DOWN
 
 
 FromNode = (

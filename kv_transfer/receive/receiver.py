@@ -387,7 +387,10 @@ class Receiver:
             self._table.finish(session)
         else:
             why = message.message or f"the prefill node has closed the transfer: {message.reason}"
-            self._table.fail(session, ReceiveEvent.CLOSE, CODES.get(message.reason, message.code), why)
+            code = CODES.get(message.reason, message.code)
+            if code is ErrorCode.SHUTTING_DOWN:  # that is the prefill node, and not the node that reports this
+                code = ErrorCode.TRANSFER_FAILED
+            self._table.fail(session, ReceiveEvent.CLOSE, code, why)
         return True
 
     # ---- what follows -------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 from support.cluster.local_cluster import LocalCluster, prompt_of, sampling
 
-from common.wire.messages import Abort
+from common.errors import ErrorCode
+from common.wire.messages import Abort, Closed
 from decode_node.role import DecodeRole
 
 PROMPT = prompt_of(37)
@@ -60,6 +61,24 @@ def test_a_node_that_stops_counts_its_requests_as_interrupted(cluster: LocalClus
     run_until(cluster, "r", 5)
     role(cluster).stop("the node stops", cluster.clock.now())
     assert counts(cluster) == {"interrupted": 1}
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(ErrorCode.QUEUE_FULL, {"interrupted": 1}), (ErrorCode.POOL_TOO_SMALL, {"error": 1, "failed": 1})],
+)
+def test_a_request_that_the_prefill_node_ends_before_it_has_pages_is_counted(
+    code: ErrorCode, expected: dict[str, int]
+) -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=16)
+    cluster.submit("first", PROMPT, sampling(20))
+    cluster.step()
+    cluster.submit("r", prompt_of(38), sampling(20))
+    assert [request.rid for request in role(cluster)._scheduler.waiting_for(cluster.prefill[0].name)] == ["r"]
+    role(cluster).on_peer(cluster.prefill[0].name, Closed("r", 0, "failed", "why", code), cluster.clock.now())
+    assert list(role(cluster).requests()) == [("first", 0)]
+    assert counts(cluster) == expected
+    cluster.close()
 
 
 def test_a_request_that_its_client_aborts_is_an_abort_whichever_node_hears_of_it_first(cluster: LocalCluster) -> None:

@@ -1,4 +1,4 @@
-"""Both nodes of a pair report a failed request to the gateway with the same error code."""
+"""Both nodes of a pair report a failed request to the gateway with the same error code, unless one of them stops."""
 
 from collections.abc import Callable
 
@@ -15,6 +15,10 @@ class SlowGateway(LocalCluster):
     def __init__(self, **options: int) -> None:
         super().__init__(chunk_tokens=16, latency=3, **options)
         self.failures: list[Failed] = []
+        self._senders: list[str] = []  # of the failures
+
+    def failures_of(self, sender: str) -> list[Failed]:
+        return [failure for failure, name in zip(self.failures, self._senders, strict=True) if name == sender]
 
     def tell(self, member: Member, message: Message) -> None:
         if not isinstance(message, Abort):
@@ -24,6 +28,7 @@ class SlowGateway(LocalCluster):
         super()._hear(sender, message)
         if isinstance(message, Failed):
             self.failures.append(message)
+            self._senders.append(sender.name)
 
 
 def lose_decode(cluster: LocalCluster) -> None:
@@ -53,7 +58,6 @@ CAUSES: dict[Callable[[LocalCluster], None], ErrorCode] = {
     lose_decode: ErrorCode.NODE_LOST,
     lose_prefill: ErrorCode.NODE_LOST,
     stop_decode: ErrorCode.SHUTTING_DOWN,
-    stop_prefill: ErrorCode.SHUTTING_DOWN,
     be_late: ErrorCode.DEADLINE_EXCEEDED,
 }
 
@@ -73,6 +77,19 @@ def test_both_nodes_report_the_same_error_code(cause: Callable[[LocalCluster], N
     cluster.settle()
     assert cluster.failures or num_steps == 7, "neither node reported the end of the request"
     assert_all_pages_are_released(cluster)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_a_decode_node_never_says_that_it_stops_because_its_prefill_node_does(num_steps: int) -> None:
+    cluster = SlowGateway()
+    cluster.submit("a", prompt_of(64), sampling(1000))
+    for _ in range(num_steps):
+        cluster.step()
+    stop_prefill(cluster)
+    cluster.settle(20)
+    decode = cluster.decode[0].name
+    assert {failure.code for failure in cluster.failures_of(decode)} <= {ErrorCode.TRANSFER_FAILED}
+    assert cluster.failures or num_steps == 7, "neither node reported the end of the request"
 
 
 def test_both_nodes_refuse_a_prompt_larger_than_the_prefill_pool() -> None:

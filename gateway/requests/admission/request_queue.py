@@ -134,7 +134,7 @@ class RequestQueue:
         """Requests that have waited too long for nodes to come back, those that were put back left out."""
         if is_routable:
             self._unroutable_since = None
-            vain = [key for key, since in self._stranded_at.items() if now - since > self._recovery_timeout_s]
+            vain = [key for key in self._stranded if now - self._stranded_at[key] > self._recovery_timeout_s]
             return [self._waiting[key] for key in vain if key in self._waiting]
         if self._unroutable_since is None:
             self._unroutable_since = now

@@ -47,7 +47,7 @@ from common.node.worker_context import WorkerContext, make_cache
 from common.request import Request, RequestKey
 from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
-from common.wire.mailbox import Envelope, Mailbox
+from common.wire.mailbox import ConnectionEvents, Envelope, Mailbox
 from common.wire.messages import (
     Adapter,
     Adapters,
@@ -59,6 +59,7 @@ from common.wire.messages import (
     Ping,
     PrefillNodes,
     Registered,
+    Tokens,
     UnloadAdapter,
 )
 from decode_node.factory import build
@@ -358,6 +359,7 @@ def test_a_link_that_is_left_while_others_are_read_is_not_read(monkeypatch: pyte
     with node_of(Watched(), "localhost:1", "127.0.0.1:1") as node:
         first, second = node._links
         second.incarnation = "1" * 32
+        first.is_dialling = False
         arrived = {first.mailbox: [Envelope("1" * 32, Registered(1, 1.0))]}
         monkeypatch.setattr(Mailbox, "receive", lambda self, **_: [] if self._socket.closed else arrived.pop(self, []))
         followed: list[GatewayLink] = []
@@ -416,3 +418,39 @@ def test_a_node_without_a_configured_name_uses_one_name_everywhere() -> None:
     assert connect.name == f"decode-{platform.node()}-{os.getpid()}" == config.node_name
     assert NodeConfig(role="decode", name="d7").node_name == "d7"
     store.close()
+
+
+class Told(Watched):
+    """Keeps what gateways say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Message] = []
+
+    def on_gateway(self, message: Message, now: float) -> None:
+        self.heard.append(message)
+
+
+def test_a_letter_that_came_before_the_connection_broke_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    role = Told()
+    generate = Generate("r", 0, (1,), SamplingParams(), prefill=None, decode=None, timeout_s=9.0)
+    with node_of(role) as node:
+        (link,) = node._links
+        monkeypatch.setattr(link.mailbox, "connection_events", lambda: ConnectionEvents(False, True))
+        monkeypatch.setattr(link.mailbox, "receive", lambda: [Envelope("g" * 32, generate)])
+        node._receive(0.0)
+        assert link.incarnation == ""
+    assert role.heard == []
+
+
+def test_the_tokens_of_a_turn_leave_together_for_each_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    with node_of(Watched(), "127.0.0.1:1", "127.0.0.1:2") as node:
+        sent: list[tuple[str, tuple[Message, ...]]] = []
+        for name, link in zip("ab", node._links, strict=True):
+            link.incarnation, link.is_registered = name * 32, True
+            monkeypatch.setattr(link, "send", lambda *messages, name=name: sent.append((name, messages)))
+        monkeypatch.setattr(node._owners, "owner", lambda message: message.rid * 32)
+        first = [Tokens("a", 0, index, (1,)) for index in range(10)]
+        node._send_to_owners([*first, Tokens("b", 0, 0, (2,))])
+        assert sent == [("a", tuple(first)), ("b", (Tokens("b", 0, 0, (2,)),))]
+        monkeypatch.undo()

@@ -98,6 +98,14 @@ def test_a_stranded_request_expires():
     assert rids(waiting.expired(10.1, is_routable=True)) == ["large"]
 
 
+def test_a_stranded_request_does_not_expire_once_its_nodes_are_back():
+    large = request("large")
+    waiting = queue_of(large)
+    waiting.strand(large, 0.0)
+    waiting.retry_stranded()
+    assert waiting.expired(61.0, is_routable=True) == []
+
+
 def test_without_nodes_all_requests_expire_unless_a_node_registers():
     waiting = queue_of(request("a"), request("b"))
     assert waiting.expired(100.0, is_routable=False) == []
