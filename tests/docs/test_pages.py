@@ -12,6 +12,7 @@ import pytest
 from common.config.cli import CLASSES
 from common.config.foreign_flags import ALWAYS_ON, NO_EQUAL, aliases_of
 from common.config.options import options_of
+from common.config.scheduling import POLICIES
 from common.config.shared import OTHER_VARIABLES
 from common.metrics.node_series import FAMILIES, GAUGES, LOAD, TOTALS
 from scripts.chaos_harness.config import ChaosConfig
@@ -182,6 +183,12 @@ def test_every_anchor_of_a_link_is_a_heading(page: Path) -> None:
 def test_pages_keep_their_length(name: str) -> None:
     page = ROOT / name if name == "README.md" else DOCS / name
     assert len(text_of(page).splitlines()) <= MOST_LINES[name]
+
+
+def test_the_readme_counts_the_policies() -> None:
+    words = ["seven", "eight", "nine", "ten", "eleven", "twelve"]
+    (word,) = re.findall(r"(\w+) policies and your own", text_of(ROOT / "README.md"))
+    assert words.index(word) + 7 == len(POLICIES)
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
