@@ -1,4 +1,6 @@
-"""Keeps the last decisions of a scheduler or of the gateway with their reasons, for ``/v1/requests``. Pure.
+"""Keeps the last decisions of a scheduler or of the gateway with their reasons. Pure.
+
+``/v1/workers/NAME/decisions`` shows them.
 
 Noting a decision stores a template and its arguments, which is cheap enough for every request. The sentence is
 formatted when it is read.
@@ -10,6 +12,7 @@ from typing import Any
 
 from common.wire.messages import Decision
 
+MAX_DECISIONS = 1_024
 MAX_REASON = 4_000
 #: Number of requests whose last reason for waiting is remembered.
 MAX_WAITS = 10_000
@@ -18,7 +21,7 @@ MAX_WAITS = 10_000
 class DecisionLog:
     """A ring of the last ``maxlen`` decisions."""
 
-    def __init__(self, maxlen: int = 1_024) -> None:
+    def __init__(self, maxlen: int = MAX_DECISIONS) -> None:
         self._ring: deque[tuple[float, str, str, str, tuple[Any, ...]]] = deque(maxlen=maxlen)
         self._waits: OrderedDict[str, tuple[Any, ...]] = OrderedDict()  # last noted reason of each waiting request
 

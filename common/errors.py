@@ -4,6 +4,7 @@ A request ends in tokens or in exactly one ``ErrorCode``, which nodes, gateway a
 process at start, with a message that names the flag.
 """
 
+import sys
 from enum import StrEnum
 
 
@@ -58,6 +59,12 @@ class BatonError(Exception):
 
 class ConfigError(BatonError):
     """A flag, environment variable or file is wrong; the message names it and says what to do."""
+
+
+def needs_extra(name: str) -> str:
+    """The end of an error that packages of an extra are missing, with the command that installs them."""
+    command = f"{sys.executable} -m pip install -c constraints.txt '.[{name}]'"
+    return f"needs the extra {name}; in a checkout of Baton, run {command}"
 
 
 class RankLostError(BatonError):

@@ -97,7 +97,8 @@ class Gateway:
         self._tokenizer = AsyncTokenizer()
         self._inputs = InputProcessor(self._models, self._tokenizer, request_timeout_s=config.request_timeout)
         self._authenticator = Authenticator(permanent_keys(config), is_header_taken=config.tenant_header)
-        self._priorities = PriorityResolver(config, load_priority_function(config.priority_function))
+        function = load_priority_function(config.priority_function)
+        self._priorities = PriorityResolver(config, function, is_strict=config.strict_fields)
         quotas = parse_quotas(config.tenant_quotas)
         self._quotas = Quotas(quotas)
         self._key_file: ApiKeyFile | None = None

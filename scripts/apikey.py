@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         print("apikey: a tenant's name has 1 to 128 of the characters A-Z a-z 0-9 . _ @ / + -", file=sys.stderr)
         return 2
     if not options.tenant and (options.requests or options.tokens_per_minute):
-        print("apikey: --requests and --tokens-per-minute are limits of a tenant; name one", file=sys.stderr)
+        print("apikey: --requests and --tokens-per-minute are limits of a tenant; give TENANT", file=sys.stderr)
         return 2
     key = f"sk-baton-{secrets.token_hex(32)}"
     print(f"\n{entry(key, options, datetime.now(UTC))}", flush=True)

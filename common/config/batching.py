@@ -14,7 +14,10 @@ from common.errors import ConfigError
 class Batching:
     page_size: int = option(16, "Tokens per KV page, the unit of caching and transfer.", minimum=1, maximum=65536)
     max_total_tokens: int | None = option(
-        None, "Size of a node's KV pool in tokens. Without it: as --memory-fraction allows.", minimum=1
+        None,
+        "Size of a node's KV pool in tokens. Without it: as --memory-fraction allows, and on CPUs at most 131,072, or "
+        "the context length if that is more.",
+        minimum=1,
     )
     swa_full_tokens_ratio: str = option(
         "1",

@@ -29,6 +29,8 @@ CLASSES: dict[str, type] = {"serve": ServeConfig, "gateway": GatewayConfig, "pre
 
 #: Commands with a configuration in their own package, and the prefix of their environment variables.
 OTHER_COMMANDS = {"loadtest": "BATON_LOADTEST_", "simulate": "BATON_SIMULATE_", "chaos": "BATON_CHAOS_"}
+#: What these commands say to a word without a flag.
+STRAY_WORDS = {"loadtest": "; give the server as --url"}
 
 
 def resolve(cls: type[Config], argv: Sequence[str] | None = None, *, command: str, help: str = "") -> Config:
@@ -84,7 +86,8 @@ def _typed(cls: type, words: Sequence[str], *, command: str, help: str) -> dict[
         raise ConfigError(unknown_flag(error.option_name, known, _commands_by_flag())) from None
     except click.UsageError as error:
         is_stray = "unexpected extra argument" in error.message
-        raise ConfigError(error.format_message() + ("; give a model as --model" if is_stray else "")) from None
+        remedy = "; give a model as --model" if is_serving else STRAY_WORDS.get(command, "")
+        raise ConfigError(error.format_message() + (remedy if is_stray else "")) from None
 
 
 class GroupedCommand(click.Command):

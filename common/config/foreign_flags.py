@@ -42,7 +42,10 @@ _NO_STAGES = "a node has every layer; give --tp, which divides each layer among 
 _ALL_EXPERTS = "every node has all experts; leave it out"
 _MORE_NODES = "Baton has no data parallelism in a node; start more nodes, with --prefill N and --decode N of serve"
 _NODES_DIAL = "nodes connect to the gateway; start each with --gateway HOST:PORT"
-_AS_STORED = "weights are served as they are stored; leave it out"
+_QUANTIZED = "quantized checkpoints are recognised without a flag; --weight-dtype int8 or int4 rounds others on CPUs"
+_HUB_FOLDER = "set HF_HOME in the environment, the folder below which models of the hub are kept"
+_OVERRIDES = "give --hf-overrides, which replaces keys of config.json"
+_GENERATES = "Baton generates text alone; leave it out"
 _NO_DRAFTS = "every token is computed by the model itself; leave it out"
 _ADAPTERS = "give --lora NAME=DIR, once for each adapter"
 _NOT_COMPILED = "the engine does not compile the model; leave it out"
@@ -55,6 +58,9 @@ _NO_CLIENT_CERTS = "clients prove themselves with keys; let a proxy before the g
 _CRASH_DUMP = "prompts are never logged; --record writes what a node does, prompts included, to a file"
 _DEFAULTS = "requests start from the model's generation_config.json; give other values in requests"
 _TEXT_ONLY = "Baton serves text alone; leave it out"
+_OVERLAP = "a node on CUDA plans a step while another runs, unless --disable-overlap-schedule is given; leave it out"
+_SINGLE_STEPS = "each step is planned by itself; leave it out"
+_NO_STATISTICS = "the log has no statistics, which are in /metrics; leave it out"
 
 #: Flags without an equal, and what to do.
 NO_EQUAL: dict[str, str] = {
@@ -71,12 +77,20 @@ NO_EQUAL: dict[str, str] = {
     "--worker-urls": _NODES_DIAL,
     "--pd-disaggregation": "the gateway always pairs prefill and decode nodes; leave it out",
     # weights and tokenizer
-    "--quantization": _AS_STORED,
+    "--quantization": _QUANTIZED,
+    "--download-dir": _HUB_FOLDER,
+    "--hf-token": "set HF_TOKEN in the environment",
+    **dict.fromkeys(("--rope-scaling", "--rope-theta"), _OVERRIDES),
+    **dict.fromkeys(("--task", "--runner", "--convert", "--is-embedding"), _GENERATES),
     "--tokenizer-mode": "the tokenizer is always that of tokenizer.json; leave it out",
+    "--skip-tokenizer-init": "the gateway always has a tokenizer; leave it out, and give token ids in requests",
     **dict.fromkeys(("--speculative-algorithm", "--speculative-config", "--speculative-draft-model-path"), _NO_DRAFTS),
+    **dict.fromkeys(("--speculative-num-steps", "--speculative-eagle-topk"), _NO_DRAFTS),
+    **dict.fromkeys(("--speculative-num-draft-tokens", "--num-speculative-tokens"), _NO_DRAFTS),
     **dict.fromkeys(("--lora-paths", "--lora-modules"), _ADAPTERS),
     "--enable-lora": "give --lora NAME=DIR for adapters at start, and --lora-dir DIR for those that come later",
     **dict.fromkeys(("--max-loras", "--max-loras-per-batch"), "a batch may have every adapter; leave it out"),
+    "--max-cpu-loras": "give --max-loaded-loras, which bounds the adapters of a node",
     **dict.fromkeys(("--limit-mm-per-prompt", "--enable-multimodal", "--mm-attention-backend"), _TEXT_ONLY),
     # memory and steps
     "--mem-fraction-static": _MEMORY,
@@ -91,13 +105,19 @@ NO_EQUAL: dict[str, str] = {
     "--scheduling-policy": "give --schedule-policy; for the policy priority of vLLM, --enable-priority-scheduling and "
     "--schedule-low-priority-values-first",
     **dict.fromkeys(("--cuda-graph-bs", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size"), _GRAPH_SIZES),
+    "--max-seq-len-to-capture": _GRAPH_SIZES,
     **dict.fromkeys(("--enable-torch-compile", "--compilation-config"), _NOT_COMPILED),
+    "--async-scheduling": _OVERLAP,
+    "--no-async-scheduling": "give --disable-overlap-schedule",
+    **dict.fromkeys(("--num-scheduler-steps", "--num-continuous-decode-steps"), _SINGLE_STEPS),
     "--prefill-attention-backend": "give --attention-backend to the prefill nodes",
     "--decode-attention-backend": "give --attention-backend to the decode nodes",
     **dict.fromkeys(("--random-seed", "--seed"), _SEED),
     # requests and answers
     **dict.fromkeys(("--grammar-backend", "--guided-decoding-backend", "--structured-outputs-config"), _GRAMMARS),
     **dict.fromkeys(("--generation-config", "--override-generation-config", "--sampling-defaults"), _DEFAULTS),
+    "--stream-output": "give --incremental-streaming-output",
+    "--enable-reasoning": "give --reasoning-parser, if the model's is not recognised",
     "--default-chat-template-kwargs": "give `chat_template_kwargs` in requests",
     "--allow-auto-truncate": "give `truncate_prompt_tokens` in requests",
     "--max-logprobs": "at most 20 alternatives are given for a token; leave it out",
@@ -106,7 +126,13 @@ NO_EQUAL: dict[str, str] = {
     "--enable-log-requests": "every request is logged when it has ended, without its prompt; leave it out",
     **dict.fromkeys(("--disable-log-requests", "--disable-uvicorn-access-log"), "give --no-log-requests"),
     "--log-requests-level": "--log-requests logs counts and times; prompts and outputs are never logged; leave it out",
+    "--disable-log-stats": _NO_STATISTICS,
     "--crash-dump-folder": _CRASH_DUMP,
+    "--skip-server-warmup": "serve sends a request for two tokens to see that it is ready; leave it out",
+    **dict.fromkeys(("--otlp-traces-endpoint", "--enable-trace"), "give --otlp-endpoint"),
+    "--middleware": "give --app-plugin, a function that may add middleware",
+    "--distributed-executor-backend": "--tp starts the processes of a node; leave it out",
+    "--base-gpu-id": "give --device cuda:N",
     **dict.fromkeys(("--watchdog-timeout",), "give the gateway --node-timeout: a silent node counts as lost"),
     **dict.fromkeys(("--ssl-ca-certs", "--ssl-cert-reqs"), _NO_CLIENT_CERTS),
 }

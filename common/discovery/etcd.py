@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from common.config.discovery import DiscoveryOptions
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_extra
 
 if TYPE_CHECKING:
     from etcd3gw import Etcd3Client, Lease
@@ -78,7 +78,7 @@ def _client(url: str, options: DiscoveryOptions) -> "Etcd3Client":
     try:
         from etcd3gw import Etcd3Client
     except ImportError as error:
-        raise ConfigError("--etcd needs the extra etcd: pip install 'baton[etcd]'") from error
+        raise ConfigError(f"--etcd {needs_extra('etcd')}") from error
     parts = urlsplit(url)
     client = Etcd3Client(
         host=parts.hostname or "",

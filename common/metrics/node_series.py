@@ -22,6 +22,73 @@ LOAD = {
     "num_cached_pages": "Pages of the pool in the radix cache.",
     "num_quarantined_pages": "Pages that a peer may still write to.",
 }
+#: The other gauges of heartbeats, and what each is, its unit first.
+GAUGES = {
+    "evictable_pages": "Pages in the radix cache that no request uses.",
+    "granted_pages": "Pages that transfers write to.",
+    "window_pages": "Pages of the pool of window layers.",
+    "held_window_pages": "Window pages that requests hold.",
+    "unreserved_window_pages": "Window pages that further requests can reserve.",
+    "orphans": "Requests with a key whose gateway is lost.",
+}
+#: Totals of heartbeats, likewise.
+TOTALS = {
+    "busy_seconds": "Seconds in steps of the engine.",
+    "steps": "Steps of the engine.",
+    "requests": "Requests sent here.",
+    "continued_requests": "Requests sent here that continue an earlier output.",
+    "interrupted_requests": "Requests whose attempt ended here and that go on elsewhere.",
+    "failed_requests": "Requests that ended here with an error.",
+    "requests_moved": "Requests that another decode node has taken over with their pages.",
+    "failed_moves": "Requests that another decode node could not take over.",
+    "prompt_tokens": "Tokens of prompts whose first token was sampled here.",
+    "prompt_tokens_cached": "Tokens of these prompts that the cache held.",
+    "prompt_tokens_computed": "Tokens of prompts that were computed here.",
+    "output_tokens": "Tokens sampled here.",
+    "local_prefills": "Prompts that a decode node has computed.",
+    "chunked_requests": "Prompts computed in several chunks.",
+    "retractions": "Requests that lost their pages.",
+    "preemptions": "Requests that gave way to a more urgent one.",
+    "pauses": "Requests that lost their row and kept their pages.",
+    "resumes": "Requests with output whose tokens a prefill node computes again.",
+    "resumed_remotely": "Retracted requests whose tokens a prefill node computes again.",
+    "resumed_tokens_computed": "Tokens that a decode node has computed again.",
+    "skipped_ahead": "Requests that overtook one for which memory was short.",
+    "budget_tokens": "Tokens that the steps of a prefill node could have computed.",
+    "budget_tokens_used": "Tokens that these steps computed.",
+    "budget_rows": "Rows that the steps of a decode node could have had.",
+    "budget_rows_used": "Rows that these steps had.",
+    "transfers": "Prompts of which all pages have arrived.",
+    "granted_tokens": "Tokens of prompts for which a decode node has granted pages.",
+    "pages_cached": "Pages of these prompts that its cache held.",
+    "pages_sent": "Pages sent, or slabs where window layers have a pool of their own.",
+    "pages_overlapped": "Pages sent while their prompt was computed.",
+    "overlapped_transfers": "Chunked prompts of which pages were sent before the last chunk.",
+    "pages_received": "Pages received.",
+    "pages_verified": "Pages compared with their checksum.",
+    "checksum_mismatches": "Pages that arrived damaged.",
+    "pages_resent": "Pages sent again.",
+    "pages_kept": "Pages that arrived before their transfer failed, and are kept.",
+    "pages_quarantined": "Pages put into quarantine.",
+    "refused_pages": "Pages, or parts of some, that arrived without permission.",
+    "bytes_sent": "Bytes of KV pages sent.",
+    "bytes_saved_by_cache": "Bytes of KV pages that were not sent, since the decode node had them cached.",
+    "write_seconds": "Seconds in which the event loop handed pages to transports.",
+    "transfers_received": "Transfers that are complete.",
+    "broken_pairs": "Data connections that broke.",
+    "reconnects": "Attempts to form a data connection again.",
+    "refused_grants": "Grants of pages that a prefill node refused.",
+    "stale_messages": "Messages about transfers and connections that were over.",
+    "stuck_writes": "Writes of NIXL that ended in an error.",
+    "nixl_invalidations": "Times that NIXL was closed and opened again, which ends the writes of lost peers.",
+    "refused_connections": "Control connections refused.",
+    "dropped_messages": "Control messages dropped.",
+    "control_bytes_sent": "Bytes of control messages sent.",
+    "failed_checks": "Checks of the owners of pages that failed.",
+    "own_policy_failures": "Errors of a policy of the user's own.",
+}
+#: What begins the name of a total that ends with a reason, likewise.
+REJECTED, REJECTED_TEXT = "rejected_", "Data connections rejected for the reason in the name."
 #: Totals and gauges whose names end in ``_by_VALUE``: the name of the family, its labels, and what it is.
 FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "bytes": ("transfer_bytes", ("transport",), "Bytes of KV pages that this node has sent or received."),
@@ -97,4 +164,5 @@ def _family_of(name: str) -> tuple[str, tuple[str, ...], str, list[str]]:
     if len(values) == len(labels) > 0:
         return f"baton_node_{family}", labels, text, values
     plain = re.sub(r"[^a-zA-Z0-9_]", "_", name.removeprefix("baton_").removesuffix("_total"))
-    return f"baton_node_{plain}", (), f"{name} by node.", []
+    text = REJECTED_TEXT if name.startswith(REJECTED) else f"{name}, which this version does not know."
+    return f"baton_node_{plain}", (), GAUGES.get(name) or TOTALS.get(name) or text, []

@@ -250,7 +250,8 @@ class GenerateApp:
         streams = answer.streams
         try:
             formatter = endpoint.formatter(model, body, answer.answer_id)
-            headers = ignored_header(ignored)
+            is_priority_ignored = body.priority is not None and not services.priorities.is_enabled
+            headers = ignored_header(("priority", *ignored) if is_priority_ignored else ignored)
             if streams[0].trace is not None:
                 headers["traceparent"] = streams[0].trace.traceparent
             if answer.is_retry:

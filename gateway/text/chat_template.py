@@ -95,17 +95,19 @@ class ChatTemplate:
 
     Args:
         special_tokens: by name, such as ``bos_token``, as text.
+        place: where the template stands, for errors.
 
     Attributes:
         source: its text, from which the formats of tool calls and reasoning are recognised.
         form: what it expects of messages.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], place: str = "the chat template") -> None:
         try:
             self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template does not parse: {error}") from error
+            message = f"{place} does not parse as a Jinja template, at line {error.lineno}: {error}"
+            raise ConfigError(f"{message}; correct it, or give another file as --chat-template") from error
         self.source = source
         self.form = MessageForm.of(source)
         self._special_tokens = dict(special_tokens)
@@ -119,14 +121,16 @@ class ChatTemplate:
         config = _tokenizer_config(folder)
         if file is not None:
             try:
-                return cls(file.read_text(encoding="utf-8"), _special_tokens(config))
+                return cls(file.read_text(encoding="utf-8"), _special_tokens(config), f"--chat-template {file}")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"--chat-template {file} cannot be read: {error}") from error
         path = folder / "chat_template.jinja"
-        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        place, source = str(path), path.read_text(encoding="utf-8") if path.is_file() else None
+        if source is None:
+            place, source = f"chat_template in {folder / 'tokenizer_config.json'}", config.get("chat_template")
         if isinstance(source, list):
             source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-        return cls(source, _special_tokens(config)) if isinstance(source, str) else None
+        return cls(source, _special_tokens(config), place) if isinstance(source, str) else None
 
     def render(
         self,

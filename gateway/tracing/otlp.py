@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from common.clock import Clock
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_extra
 from gateway.tracing.timelines import GATEWAY, Timeline, TimelineSpan
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _make_exporter(url: str) -> Any:
 
 
 def _not_installed(error: ImportError) -> ConfigError:
-    return ConfigError(f"--otlp-endpoint needs the extra otlp (pip install 'baton[otlp]'): {error}")
+    return ConfigError(f"--otlp-endpoint {needs_extra('otlp')} ({error})")
 
 
 class _SpanMaker:

@@ -100,7 +100,7 @@ def _usage() -> str:
     for name, (_, whole, shortest) in BENCHMARKS.items():
         lines.append(f"  {name:12} {whole:7} {shortest}")
         lines += textwrap.wrap(_summary(name), 76, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    lines += ["", "Measured on two busy cores; ? is not measured yet.", "bench NAME --help shows its options."]
+    lines += ["", "Measured on two busy cores; > means at least.", "bench NAME --help shows its options."]
     return "\n".join(lines)
 
 

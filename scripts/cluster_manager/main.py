@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from common.errors import BatonError, ConfigError
+from common.errors import BatonError, ConfigError, needs_extra
 from scripts.cluster_manager.config import ROLES, ClusterConfig, read_cluster_file
 from scripts.cluster_manager.status import Status, is_settled, table
 
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--autoscale", action="store_true", help="follow the gateways' advice within the groups' bounds")
     scale = command("scale", _scale, "Change how many processes the groups have.")
     for role in ROLES:
-        scale.add_argument(f"--{role}", type=int, metavar="N")
+        scale.add_argument(f"--{role}", type=int, metavar="N", help=f"processes of the group {role}")
     scale.add_argument("--autoscale", action=argparse.BooleanOptionalAction, help="follow the gateways' advice, or not")
     upgrade = command("upgrade", _upgrade, "Replace all processes, one after the other, by drain.", waits=True)
     upgrade.add_argument("--config", type=Path, metavar="FILE", help="new groups; without it, everything starts afresh")
@@ -125,10 +125,10 @@ class Cluster:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError("cluster needs the extra ray: pip install 'baton[ray]'") from error
+            raise ConfigError(f"cluster {needs_extra('ray')}") from error
         is_client = self._address.startswith(CLIENT)
         if is_client and importlib.util.find_spec("grpc") is None:
-            raise ConfigError(f"--address {self._address} needs grpcio: pip install 'baton[ray]'")
+            raise ConfigError(f"--address {self._address} {needs_extra('ray')} (no module named grpc)")
         try:
             self._connect(ray)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:

@@ -36,7 +36,7 @@ from gateway.http.access.tls import make_tls_context
 from gateway.siblings.group import GatewayGroup
 from scripts.serving.cpu_affinity import Share, divide
 from scripts.serving.output import Output, ServeOutput
-from scripts.serving.supervisor import Child, Supervisor
+from scripts.serving.supervisor import REFUSED, Child, ChildFailed, Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nodes.
@@ -358,7 +358,7 @@ def _curl_headers(config: ServeConfig) -> str:
 
 
 def _status(running: "asyncio.Task[None]", ready: "asyncio.Task[None]", output: Output) -> int:
-    """The exit status: 0 after a requested stop, otherwise 1 and a message."""
+    """The exit status: 0 after a requested stop, otherwise 1 and a message, or 2 if a child refuses its options."""
     for work in (running, ready):
         error = work.exception() if work.done() else None
         if isinstance(error, BaseExceptionGroup):
@@ -367,7 +367,7 @@ def _status(running: "asyncio.Task[None]", ready: "asyncio.Task[None]", output: 
             if not isinstance(error, BatonError):
                 raise error
             output.say(str(error))
-            return 1
+            return REFUSED if isinstance(error, ChildFailed) and error.is_refusal else 1
     return 0
 
 

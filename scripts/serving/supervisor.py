@@ -25,7 +25,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ChildFailed(BatonError):
-    """A child keeps dying or refuses its configuration before the service has been ready."""
+    """A child keeps dying or refuses its configuration before the service has been ready.
+
+    Attributes:
+        is_refusal: it refuses its configuration.
+    """
+
+    def __init__(self, message: str, *, is_refusal: bool) -> None:
+        super().__init__(message)
+        self.is_refusal = is_refusal
 
 
 @dataclass(slots=True)
@@ -87,7 +95,7 @@ class Supervisor:
             child.num_deaths += 1
             ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             if not self._has_been_ready and (status == REFUSED or child.num_deaths >= MAX_EARLY_DEATHS):
-                raise ChildFailed(f"{child.name} {ended}; see its output above")
+                raise ChildFailed(f"{child.name} {ended}; see its output above", is_refusal=status == REFUSED)
             if time.monotonic() - began > STEADY_S:
                 delay = FIRST_DELAY_S
             self._output.say(f"{child.name} {ended}; starting it again in {delay:g} s")

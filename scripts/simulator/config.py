@@ -261,7 +261,10 @@ class SimulateConfig(
         assert self.hardware is not None
         sizes = find_hardware(self.hardware, self.model).tensor_parallel_sizes()
         if not sizes:
-            raise ConfigError(f"--hardware {self.hardware}: {self.model} fits at no tensor parallelism up to 8")
+            raise ConfigError(
+                f"--hardware {self.hardware}: {self.model} fits at no tensor parallelism up to 8; choose hardware with "
+                "more memory, or a smaller model"
+            )
         return sizes[0]
 
     def _check_hardware(self) -> None:

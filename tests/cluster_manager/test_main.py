@@ -49,7 +49,7 @@ def test_without_the_extra_its_name_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["up", "--config", config]) == 2
-    assert "pip install 'baton[ray]'" in capsys.readouterr().err
+    assert "cluster needs the extra ray; in a checkout of Baton, run" in capsys.readouterr().err
 
 
 def test_the_table_has_a_row_for_each_process_and_what_is_desired() -> None:

@@ -12,7 +12,9 @@ import pytest
 from common.config.cli import CLASSES
 from common.config.foreign_flags import ALWAYS_ON, NO_EQUAL, aliases_of
 from common.config.options import options_of
+from common.config.scheduling import POLICIES
 from common.config.shared import OTHER_VARIABLES
+from common.metrics.node_series import FAMILIES, GAUGES, LOAD, TOTALS
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.load_tester.config import LoadtestConfig
 from scripts.simulator.config import SimulateConfig
@@ -132,6 +134,24 @@ def test_every_metric_is_made_somewhere(page: Path) -> None:
     assert not unknown
 
 
+def documented_series() -> set[str]:
+    """Names of the series in metrics.md, where `..._free_pages` stands for `baton_node_free_pages`."""
+    spans = " ".join(re.findall(r"`([^`\n]+)`", text_of(DOCS / "metrics.md")))
+    return set(re.findall(r"\bbaton_\w+", re.sub(r"(?<!\w)\.\.\._", "baton_node_", spans)))
+
+
+def test_metrics_lists_every_series_of_nodes() -> None:
+    families = {f"{family}{'' if name == 'transfers' else '_total'}" for name, (family, _, _) in FAMILIES.items()}
+    plain = {*(name.removeprefix("num_") for name in LOAD), *GAUGES, *(f"{name}_total" for name in TOTALS)}
+    assert {f"baton_node_{name}" for name in families | plain} - documented_series() == set()
+
+
+def test_metrics_lists_every_series_of_the_dashboard() -> None:
+    board = (ROOT / "deploy" / "grafana" / "baton.json").read_text()
+    names = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bbaton_\w+", board)}
+    assert names - documented_series() == set()
+
+
 # ---- links and lengths ----------------------------------------------------------------------------------------------
 
 
@@ -163,6 +183,12 @@ def test_every_anchor_of_a_link_is_a_heading(page: Path) -> None:
 def test_pages_keep_their_length(name: str) -> None:
     page = ROOT / name if name == "README.md" else DOCS / name
     assert len(text_of(page).splitlines()) <= MOST_LINES[name]
+
+
+def test_the_readme_counts_the_policies() -> None:
+    words = ["seven", "eight", "nine", "ten", "eleven", "twelve"]
+    (word,) = re.findall(r"(\w+) policies and your own", text_of(ROOT / "README.md"))
+    assert words.index(word) + 7 == len(POLICIES)
 
 
 def test_every_page_is_linked_from_the_readme() -> None:

@@ -57,6 +57,11 @@ def test_invalid_options_are_refused_before_anything_is_sent(options: dict[str, 
     assert "s3cret" not in str(refused.value)
 
 
+def test_a_word_without_a_flag_is_refused_with_the_flag_for_a_server() -> None:
+    with pytest.raises(ConfigError, match=r"\(http://127\.0\.0\.1:1\); give the server as --url$"):
+        parse(LoadtestConfig, ["http://127.0.0.1:1"], command="loadtest")
+
+
 def understand(options: dict[str, Any]) -> None:
     config = LoadtestConfig(**options)
     check_outputs(config)

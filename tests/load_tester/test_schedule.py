@@ -87,3 +87,8 @@ def test_seconds_and_operational_time_are_inverse(steps: list[tuple[float, float
 def test_an_invalid_rate_is_refused(rate: str) -> None:
     with pytest.raises(ConfigError, match="--rate"):
         RateProfile.parse(rate)
+
+
+def test_the_refusal_of_a_rate_says_which_rates_may_be_zero() -> None:
+    with pytest.raises(ConfigError, match="lengths must be above 0, rates 0 or more, and the last rate above 0"):
+        RateProfile.parse("1x5,0x5")

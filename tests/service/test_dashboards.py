@@ -191,6 +191,13 @@ async def test_a_node_and_the_gateway_say_the_same_of_it(client: Client) -> None
     assert own(texts["gateway"]) == own(texts["prefill-0"]) != {}
 
 
+async def test_the_help_of_every_series_of_nodes_says_what_it_is(client: Client) -> None:
+    texts = await used(client)
+    helps = [line for text in texts.values() for line in text.splitlines() if line.startswith("# HELP baton_node_")]
+    assert len(helps) > 100
+    assert not [line for line in helps if line.endswith("does not know.")]
+
+
 async def test_prometheus_finds_the_nodes_and_loses_those_that_are_gone(client: Client, service: Service) -> None:
     async def targets() -> dict[str, Labels]:
         async with client.session.get("/v1/workers/targets") as answer:

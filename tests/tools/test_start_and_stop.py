@@ -44,6 +44,16 @@ def test_a_model_that_is_not_there_is_one_sentence(command, model, tmp_path, mon
     assert f"--model {model}: " in err
 
 
+@pytest.mark.slow
+def test_serve_ends_with_status_2_if_a_node_refuses_its_options():
+    flags = ["--device", "cpu", "--attention-backend", "flash-attn", "--max-total-tokens", "1024"]
+    with start("serve", "--port", "0", *flags) as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 2, err
+    assert out == "" and "--attention-backend flash-attn: runs on CUDA; give auto or cpu" in err
+    assert err.splitlines()[-1].endswith("ended with status 2; see its output above"), err
+
+
 def await_first_import(process):
     """Waits until the program runs, and imports what it needs; until then Ctrl-C is up to Python itself."""
     maps = Path(f"/proc/{process.pid}/maps")

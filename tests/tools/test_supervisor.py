@@ -54,15 +54,17 @@ async def test_a_child_that_refuses_its_configuration_ends_everything():
     with pytest.raises(ExceptionGroup) as failed:
         await supervisor.run()
     await supervisor.stop()
-    assert isinstance(failed.value.exceptions[0], ChildFailed)
-    assert str(failed.value.exceptions[0]) == "node ended with status 2; see its output above"
+    error = failed.value.exceptions[0]
+    assert isinstance(error, ChildFailed) and error.is_refusal
+    assert str(error) == "node ended with status 2; see its output above"
 
 
 async def test_a_child_that_keeps_dying_before_the_service_was_ready_ends_everything():
     failing = child("raise SystemExit(1)")
-    with pytest.raises(ExceptionGroup):
+    with pytest.raises(ExceptionGroup) as failed:
         await Supervisor([failing], Lines()).run()
     assert failing.num_deaths == module.MAX_EARLY_DEATHS
+    assert not failed.value.exceptions[0].is_refusal
 
 
 async def test_once_ready_a_child_that_keeps_dying_is_always_restarted():

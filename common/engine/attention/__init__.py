@@ -15,7 +15,7 @@ from common.engine.attention.reference import ReferenceAttention
 from common.engine.attention.torch_sdpa import TorchAttention
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels import has_interpreter
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_extra
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _conflict(name: str, device: torch.device, layout: PageLayout, params: Layer
         if is_cpu:
             return "runs on CUDA; give auto or cpu"
         if not find_spec("flash_attn"):
-            return "the package flash-attn is missing; install baton[flash-attn], or give auto or triton"
+            return f"{needs_extra('flash-attn')}; or give auto or triton"
         return flash_attn_conflict(layout, params)
     return ""
 

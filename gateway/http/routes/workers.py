@@ -6,6 +6,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
+from common.decision_log import MAX_DECISIONS
 from common.errors import ErrorCode, RequestError
 from gateway.http.access.request_checks import RequestChecks, has_body
 from gateway.http.json_response import JsonResponse
@@ -19,7 +20,7 @@ from gateway.workers.registry import Worker
 ANSWER_TIMEOUT_S = 5.0
 #: ``/v1/workers/gateway/decisions`` returns the gateway's own decisions.
 OWN_DECISIONS = "gateway"
-DECISIONS, MAX_DECISIONS = 100, 1_000
+DECISIONS = 100
 
 #: Nodes that one answer lists, and pairs up to which it shows also those that work.
 MAX_LISTED, MAX_PAIRS = 2_000, 10_000

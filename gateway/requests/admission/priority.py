@@ -20,19 +20,23 @@ class PriorityResolver:
 
     Args:
         function: a user's function, which has the last word on priorities.
+        is_strict: refuse priorities that have no effect.
 
     Attributes:
+        is_enabled: priorities have an effect.
         is_neutral: a request that names neither a priority nor a class has none.
     """
 
-    def __init__(self, options: SchedulingOptions, function: PriorityFunction | None = None) -> None:
+    def __init__(
+        self, options: SchedulingOptions, function: PriorityFunction | None = None, *, is_strict: bool = False
+    ) -> None:
         self._function = function
-        self._is_enabled = options.enable_priority_scheduling
-        self._is_refused = options.abort_on_priority_when_disabled
+        self.is_enabled = options.enable_priority_scheduling
+        self._is_refused = is_strict or options.abort_on_priority_when_disabled
         self._is_low_first = options.schedule_low_priority_values_first
         self._classes = options.class_weights
         self._default_class = options.default_class
-        self.is_neutral = not (function or self._is_enabled or self._default_class)
+        self.is_neutral = not (function or self.is_enabled or self._default_class)
         default = options.default_priority_value
         self._default = LOWEST_PRIORITY if default is None else self._signed(default)
 
@@ -75,7 +79,7 @@ class PriorityResolver:
         """
         if priority is None and priority_class is None:
             raise RequestError(ErrorCode.INVALID_REQUEST, "give a priority, a priority_class or both", param="priority")
-        if priority is not None and not self._is_enabled:
+        if priority is not None and not self.is_enabled:
             raise _disabled()
         return (
             None if priority is None else self._signed(priority),
@@ -83,7 +87,7 @@ class PriorityResolver:
         )
 
     def _priority(self, given: int | None) -> int:
-        if not self._is_enabled:
+        if not self.is_enabled:
             if given is not None and self._is_refused:
                 raise _disabled()
             return 0
@@ -120,7 +124,6 @@ def facts_of(request: GenerateRequest, *, is_named: bool) -> RequestFacts:
 
 def _disabled() -> RequestError:
     message = (
-        "priority: this server serves requests in order of arrival; leave priority out, or start the gateway"
-        " with --enable-priority-scheduling"
+        "priority: has no effect on this server; leave it out, or start the gateway with --enable-priority-scheduling"
     )
     return RequestError(ErrorCode.INVALID_REQUEST, message, param="priority")

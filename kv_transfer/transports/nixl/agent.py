@@ -43,7 +43,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.config.shared import UCX
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_extra
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import PageStore, address_of
 from kv_transfer.transports.nixl.peer_state import Kind, MemoryRegion, PeerState
@@ -133,7 +133,7 @@ class Agent:
         try:
             import nixl
         except ImportError as error:
-            raise ConfigError(f"--transport nixl needs the extra nixl (pip install 'baton[nixl]'): {error}") from error
+            raise ConfigError(f"--transport nixl {needs_extra('nixl')} ({error})") from error
         self.lock = threading.RLock()
         self.is_gone = False
         self.store = store

@@ -5,7 +5,7 @@ Column descriptions are kept in the schema's field metadata under ``description`
 
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_extra
 from scripts.load_tester.analysis.records import RequestRecord
 
 SCHEMA_VERSION = "1"
@@ -57,7 +57,7 @@ def require_pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise ConfigError("--parquet needs pyarrow: pip install 'baton[loadtest]' or pip install pyarrow") from None
+        raise ConfigError(f"--parquet {needs_extra('loadtest')}") from None
     return pyarrow
 
 

@@ -91,7 +91,7 @@ class RateProfile:
             any(not (phase.seconds > 0 and phase.first >= 0 and phase.last >= 0) for phase in phases)
             or phases[-1].last <= 0
         ):
-            raise ConfigError("--rate: rates and lengths must be positive; a rate may be 0 except at the end")
+            raise ConfigError("--rate: lengths must be above 0, rates 0 or more, and the last rate above 0")
         if not all(MIN_RATE <= rate <= MAX_RATE for phase in phases for rate in (phase.first, phase.last) if rate):
             raise ConfigError(f"--rate: rates must be between {MIN_RATE:g} and {MAX_RATE:g} per second")
         if any(MAX_SECONDS < phase.seconds < math.inf for phase in phases):

@@ -100,6 +100,11 @@ def test_a_flag_without_an_equal_is_refused_with_its_translation(flag: str) -> N
     assert str(refused.value) == f"{flag} of SGLang or vLLM has no equal in Baton: {NO_EQUAL[flag]}"
 
 
+def test_the_refusal_of_quantization_names_the_option_that_rounds_weights() -> None:
+    with pytest.raises(ConfigError, match=r"--weight-dtype int8 or int4 rounds others on CPUs$"):
+        serve("--quantization", "int8")
+
+
 @pytest.mark.parametrize("words", [["--seed=1"], ["--seed", "1"], ["--port", "1", "--seed", "1", "--prot", "2"]])
 def test_a_flag_without_an_equal_is_recognised_with_a_value_and_among_others(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"^--seed of SGLang or vLLM has no equal"):

@@ -52,7 +52,7 @@ def test_the_missing_package_and_the_cpu_are_refused_by_name(monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"--attention-backend flash-attn: runs on CUDA"):
         resolve_attention("flash-attn", torch.device("cpu"), layout())
     monkeypatch.setattr("common.engine.attention.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"flash-attn is missing; install baton\[flash-attn\]"):
+    with pytest.raises(ConfigError, match=r"flash-attn: needs the extra flash-attn; .*; or give auto or triton"):
         resolve_attention("flash-attn", CUDA, layout())
 
 

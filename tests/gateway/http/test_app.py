@@ -91,9 +91,10 @@ async def test_a_body_without_a_length_gets_411_where_one_is_needed(stack):
 
 
 async def test_a_wrong_parameter_of_a_path_function_is_named(stack):
-    for limit in ("0", "1001", "x", "1.5"):
+    for limit in ("0", "1025", "x", "1.5"):
         status, _, body = await request(stack, "GET", f"/v1/workers/gateway/decisions?limit={limit}")
         assert (status, json.loads(body)["error"]["param"]) == (400, "limit")
+    assert (await request(stack, "GET", "/v1/workers/gateway/decisions?limit=1024"))[0] == 200
 
 
 async def test_an_unexpected_failure_is_logged_and_answered(stack, monkeypatch, caplog):

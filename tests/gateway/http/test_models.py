@@ -154,7 +154,7 @@ def test_the_chat_template_option_applies_to_the_first_model(folder, other, tmp_
     texts = [model.chat_template.render([{"role": "user", "content": "hi"}]) for model in models.values()]
     assert texts == ["<|im_end|>hi?", "HI!"]
     file.write_text("{% if %}")
-    with pytest.raises(ConfigError, match="does not parse"):
+    with pytest.raises(ConfigError, match=r"--chat-template .*own\.jinja does not parse .*, at line 1"):
         load_models(settings, model_folders(settings))
     file.unlink()
     with pytest.raises(ConfigError, match=r"--chat-template .* cannot be read"):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.gateway.fake_nodes import CORPUS, EOS, TEMPLATE, make_tokenizer
 from tokenizers import decoders, models
 
-from common.errors import RequestError
+from common.errors import ConfigError, RequestError
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.stop_strings import StopMatcher
 from gateway.text.tokenizer import Tokenizer
@@ -180,6 +180,15 @@ def test_an_error_in_a_template_is_a_client_error(template):
         ChatTemplate(template, {}).render(CHAT)
     assert caught.value.param == "messages"
     assert caught.value.status == 400
+
+
+def test_a_template_that_does_not_parse_is_refused_with_its_file_and_line(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "a\\n{% if %}"}')
+    with pytest.raises(ConfigError, match=r"^chat_template in .*tokenizer_config\.json does not parse .*, at line 2"):
+        ChatTemplate.load(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{")
+    with pytest.raises(ConfigError, match=r"jinja does not parse .* give another file as --chat-template$"):
+        ChatTemplate.load(tmp_path)
 
 
 def test_corpus_is_what_the_tokenizer_was_made_of():

@@ -177,7 +177,7 @@ def test_a_model_that_needs_several_devices_is_planned_with_as_many() -> None:
     window = windows_of(given, num_windows=3, num_requests=30)[0]
     found = deployed(window, Deployment(1, 2, Settings(4, 8)))
     assert [one.num_devices for one in found.node_models.values()] == [4, 8]
-    with pytest.raises(ConfigError, match="fits at no tensor parallelism up to 8"):
+    with pytest.raises(ConfigError, match="fits at no tensor parallelism up to 8; choose hardware with more"):
         config("--plan", "--hardware=cpu", "--model=llama-3.1-70b", "--slo-ttft=2s")
 
 

@@ -16,7 +16,7 @@ from common.engine.models.base_config import LENGTH_DEPENDENT_ROPE, BaseModelCon
 from common.engine.models.checkpoints.checkpoint import StoredTensor, locate, read_json, stored_tensors
 from common.engine.models.checkpoints.quantized.config import CheckpointQuantization, parse_quantization
 from common.engine.models.config import digest_of, eos_token_ids, generation_defaults, main_dtype, named_dtype
-from common.errors import ConfigError, UnsupportedModelError
+from common.errors import ConfigError, UnsupportedModelError, needs_extra
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,9 +194,7 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
         from transformers import AutoConfig
         from transformers.utils import logging as library_logging
     except ImportError as error:
-        raise ConfigError(
-            "--model-impl transformers: the package transformers is missing; install baton[transformers]"
-        ) from error
+        raise ConfigError(f"--model-impl transformers {needs_extra('transformers')}") from error
     library_logging.disable_default_handler()  # Baton's log takes its messages
     library_logging.enable_propagation()
     library_logging.disable_progress_bar()

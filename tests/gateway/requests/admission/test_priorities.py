@@ -78,13 +78,26 @@ async def test_low_values_first_are_negated_before_nodes_are_told(folder):
         assert said(stack).priority == -4
 
 
-async def test_a_priority_without_priority_scheduling_is_refused_if_configured(folder):
-    async with serving(folder, abort_on_priority_when_disabled=True) as stack:
+@pytest.mark.parametrize("option", ["abort_on_priority_when_disabled", "strict_fields"])
+async def test_a_priority_without_priority_scheduling_is_refused_if_configured(folder, option):
+    async with serving(folder, **{option: True}) as stack:
         assert await error_of(stack.post("/v1/completions", {**BODY, "priority": 0})) == (400, "priority")
         assert (await stack.post("/v1/completions", BODY))[0] == 200
+
+
+async def test_a_priority_without_priority_scheduling_is_named_as_ignored(folder):
+    async def ignored(stack, **more):
+        async with stack.client.post(f"{stack.url}/v1/completions", json={**BODY, **more}) as answer:
+            assert answer.status == 200
+            return answer.headers.get("x-baton-ignored")
+
     async with serving(folder) as stack:
-        assert (await stack.post("/v1/completions", {**BODY, "priority": 9}))[0] == 200
+        assert await ignored(stack, priority=9, user="me") == "priority, user"
         assert said(stack).priority == 0
+        assert await ignored(stack, priority=9, stream=True) == "priority"
+        assert await ignored(stack) is None
+    async with serving(folder, enable_priority_scheduling=True) as stack:
+        assert await ignored(stack, priority=9) is None
 
 
 # ---- tenants --------------------------------------------------------------------------------------------------------
@@ -320,7 +333,7 @@ async def test_a_node_that_does_not_return_decisions_gets_504(folder, monkeypatc
         assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
         assert (await stack.get("/v1/workers/unknown/decisions"))[0] == 404
         assert (await stack.get("/v1/workers/prefill/secrets"))[0] == 404
-        for limit in ("0", "x", "1001", "-1"):
+        for limit in ("0", "x", "1025", "-1"):
             assert await error_of(stack.get(f"/v1/workers/decode/decisions?limit={limit}")) == (400, "limit")
 
 
