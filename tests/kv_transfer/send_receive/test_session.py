@@ -177,8 +177,8 @@ def test_a_page_has_arrived_when_all_its_parts_have() -> None:
 
 @pytest.mark.parametrize(
     ("indices", "part"),
-    [([1], 0), ([4], 0), ([2], 0), ([3, 3], 0), ([3], 1), ([3, 4], 0)],
-    ids=["held already", "beyond", "twice", "twice in one", "no such part", "partly beyond"],
+    [([1], 0), ([4], 0), ([2], 0), ([3, 3], 0), ([3], 1), ([3, 4], 0), ([], 0)],
+    ids=["held already", "beyond", "twice", "twice in one", "no such part", "partly beyond", "none"],
 )
 def test_an_impossible_delivery_is_not_expected(indices: list[int], part: int) -> None:
     session = receive_session(first=2, pages=[8, 9], num_tokens=4)

@@ -15,6 +15,7 @@ from common.wire.messages import (
     Ping,
     PrefillDone,
     Refused,
+    Resend,
     TransferAck,
 )
 from kv_transfer.events import Completed
@@ -214,6 +215,8 @@ def test_another_prefill_node_cannot_affect_a_transfer(pair: TransferPair) -> No
         PagesWritten("r", 0, 0, (1,)),
         PagesWritten("r", 0, 2, (1,)),
         PagesWritten("r", 1, 1, (1,)),
+        PagesWritten("r", 0, 1, ()),
+        PagesWritten("r", 0, 1, (), part=7, checksums=(0,)),
         PrefillDone("r", 0, 100, 1),
         PrefillDone("q", 0, 11, 1),
         Connected(1, "inprocess"),
@@ -245,6 +248,7 @@ def test_an_invalid_message_of_a_prefill_node_is_counted_and_ignored(pair: Trans
         Grant("s", 0, 2, 0, (9,)),
         TransferAck("s", 0),
         TransferAck("r", 0),
+        Resend("r", 0, 1, (), 0, 1),
         Ping(),
         Refused("no"),
     ],
