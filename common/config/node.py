@@ -115,8 +115,9 @@ class NodeConfig(
         if len(set(self.gateways)) < len(self.gateways):
             raise ConfigError(f"--gateway {self.gateway} names a gateway twice; leave one of them out")
         check_reach("--advertise-host", self.advertise_host, has_keys, NEEDS_KEYS)
-        if self.data_interface is not None and not self.cluster_key:
-            check_reach("--data-interface", self.data_interface, self.insecure, "set --cluster-key, or ")
+        if not self.cluster_key:
+            flag = "--data-interface" if self.data_interface else "--advertise-host"
+            check_reach(flag, self.data_host, self.insecure, "set --cluster-key, which KV pages need, or ")
 
     @property
     def is_listed(self) -> bool:

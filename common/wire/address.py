@@ -25,14 +25,19 @@ def is_unspecified(host: str) -> bool:
         return False
 
 
+def is_address(text: str) -> bool:
+    """Whether this is an address of IPv4 or, without brackets, of IPv6, to which a socket may connect."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return _ZONE.search(text) is None
+
+
 def is_host(text: str) -> bool:
     """Whether this is a name, or an address of IPv4 or, in brackets or not, of IPv6, to which a socket may connect."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    try:
-        ipaddress.ip_address(bare)
-    except ValueError:
-        return _NAME.fullmatch(text) is not None
-    return _ZONE.search(bare) is None
+    return is_address(bare) or _NAME.fullmatch(text) is not None
 
 
 def host_and_port(text: str, flag: str) -> tuple[str, int]:

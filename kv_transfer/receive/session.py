@@ -113,7 +113,7 @@ class ReceiveSession:
                 we asked for a part again says nothing about what the page holds now.
         """
         if not indices:
-            return True
+            return False
         if min(indices) < self.first or max(indices) >= self.num_pages or len(set(indices)) < len(indices):
             return False
         if part >= self._most_parts or not self._whole.isdisjoint(indices):

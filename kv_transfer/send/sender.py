@@ -163,11 +163,12 @@ class Sender:
             elif session.num_in_flight and not is_fenced:
                 self._end(session, why)
             else:
-                session.sever()
-                self._forget(session, self._table.ends.get(session.key, why), is_ok=False)
-        for session in [s for s, _ in self._table.lingering if s.peer == peer and is_fenced]:
+                end = session.transfer_end or why
+                session.sever(end)
+                self._forget(session, end, is_ok=False)
+        for session in [s for s in self._table.lingering if s.peer == peer and is_fenced]:
             self._queue.lose(session)
-            self._table.end_lingering(session)
+            self._table.lingering.remove(session)
         self._table.sever_early(peer, why, self._now, is_resumed=is_resumed)
 
     # ---- what the role says -------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ class Sender:
         per_page = session.units.per_target
         units = [index * per_page + message.part for index in message.indices]
         is_next = all(session.num_resends(unit) + 1 == message.number for unit in units)
-        if message.part >= per_page or not session.is_written(units) or not is_next:
+        if not units or message.part >= per_page or not session.is_written(units) or not is_next:
             self._totals["stale_messages"] += 1
             return
         self._totals["pages_resent"] += len(units)
@@ -332,12 +333,11 @@ class Sender:
     def _end(self, session: SendSession, end: TransferEnd) -> None:
         """Start no further write, and close now, or when the last write under way is over."""
         if session.accepts(SendEvent.END):
-            pages = session.end()
+            pages = session.end(end)
             connection = self._connections.usable(session.peer, session.epoch or 0)
             if connection is not None:
                 connection.granted.difference_update(pages)
             self._queue.stop(session)
-            self._table.ends[session.key] = end
         self._close_if_still(session)
 
     def _close_if_still(self, session: SendSession) -> None:
@@ -346,15 +346,17 @@ class Sender:
         """
         if session.state is not SendState.CLOSING:
             return
-        is_still = not session.num_in_flight
-        end = self._table.ends.get(session.key)
-        if end is not None and (is_still or self._connections.usable(session.peer, session.epoch or 0) is None):
+        end, is_still = session.transfer_end, not session.num_in_flight
+        assert end is not None
+        is_awaited = not is_still and self._connections.usable(session.peer, session.epoch or 0) is not None
+        if not is_awaited and session not in self._table.lingering:
             self._forget(session, end, is_ok=end.reason == "finished")
-            self._table.lingering.append((session, end))
+            self._table.lingering.append(session)
         if is_still:
             session.fence()
             self._queue.stop(session)
-            self._answer_closed(session.peer, session.key, self._table.end_lingering(session))
+            self._table.lingering.remove(session)
+            self._answer_closed(session.peer, session.key, end)
 
     def _forget(self, session: SendSession, end: TransferEnd, *, is_ok: bool) -> None:
         """The one place where a transfer leaves the table; source pages go back to the role, if it opened the key."""

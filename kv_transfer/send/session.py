@@ -16,6 +16,7 @@ from common.errors import invariant
 from common.request import RequestKey
 from common.state_machine import advance
 from kv_transfer.page_mapping import Units
+from kv_transfer.send.tombstones import TransferEnd
 from kv_transfer.states import MAX_RESENDS, SEND_TABLE, SendEvent, SendState
 
 #: What a transfer may wait for: pages of the decode node, the prefill, a turn to write, the end of its writes, and the
@@ -60,6 +61,7 @@ class SendSession:
         num_in_flight: writes (of one unit each) begun and not over.
         num_due: units that could be started now.
         has_delivered: a page has been written.
+        transfer_end: how it has ended; None until then.
     """
 
     def __init__(self, key: RequestKey, peer: str, state: SendState = SendState.OPEN) -> None:
@@ -72,6 +74,7 @@ class SendSession:
         self.targets: dict[int, int] = {}
         self.num_tokens: int | None = None
         self.is_suspended = self.has_delivered = False
+        self.transfer_end: TransferEnd | None = None
         self._is_short = False  # pages granted before the connection broke may not have been written
         self._in_flight: set[int] = set()
         self._num_resends: dict[int, int] = {}
@@ -251,7 +254,7 @@ class SendSession:
         self._due.append(units)
         return all(self._num_resends[unit] <= MAX_RESENDS for unit in units)
 
-    def end(self) -> list[int]:
+    def end(self, transfer_end: TransferEnd) -> list[int]:
         """Begin no further write.
 
         Returns:
@@ -259,15 +262,16 @@ class SendSession:
             if they had arrived.
         """
         self.apply(SendEvent.END)
+        self.transfer_end = transfer_end
         self._due.clear()
         self._early.clear()
         awaited = {unit // self.units.per_target for unit in self._in_flight}
         return [self.targets.pop(index) for index in list(self.targets) if index not in awaited]
 
-    def sever(self) -> None:
+    def sever(self, transfer_end: TransferEnd) -> None:
         """The connection is gone: units under way never arrive."""
         if self.accepts(SendEvent.END):
-            self.end()
+            self.end(transfer_end)
         self._in_flight.clear()
         self.fence()
 

@@ -24,18 +24,16 @@ class SendTable:
     Attributes:
         sessions: opened by the role, and not closed.
         early: granted before the role has opened the request, by (peer, key), with the end of the lease.
-        ends: how sessions that are closing end; their peers and the role will be told.
         prefill_dones: messages of computed prompts that wait for the first grant, or for one after a break.
-        lingering: sessions that are over for the role while writes are under way, and how they end.
+        lingering: sessions that are over for the role while writes are under way.
         tombstones: ends of transfers that are over.
     """
 
     def __init__(self) -> None:
         self.sessions: dict[RequestKey, SendSession] = {}
         self.early: dict[tuple[str, RequestKey], tuple[SendSession, float]] = {}
-        self.ends: dict[RequestKey, TransferEnd] = {}
         self.prefill_dones: dict[RequestKey, PrefillDone] = {}
-        self.lingering: list[tuple[SendSession, TransferEnd]] = []
+        self.lingering: list[SendSession] = []
         self.tombstones = Tombstones()
         self._suspended: dict[RequestKey, tuple[float, str]] = {}  # end of the lease, and why
 
@@ -123,23 +121,17 @@ class SendTable:
         """Remove a transfer that is over. True: the role opened it, and must be told."""
         key, peer = session.key, session.peer
         self.early.pop((peer, key), None)
-        self.ends.pop(key, None)
-        self.prefill_dones.pop(key, None)
-        self._suspended.pop(key, None)
         self.tombstones.add(peer, key, end, now=now)
         if self.sessions.get(key) is not session:
             return False
         del self.sessions[key]
+        self.prefill_dones.pop(key, None)
+        self._suspended.pop(key, None)
         return True
 
     def is_lingering(self, peer: str, key: RequestKey) -> bool:
         """Whether writes of a transfer with that key to this peer are still under way."""
-        return any((session.peer, session.key) == (peer, key) for session, _ in self.lingering)
-
-    def end_lingering(self, session: SendSession) -> TransferEnd:
-        """Remove a lingering session whose last write is over; returns how it ended."""
-        (at,) = [at for at, (known, _) in enumerate(self.lingering) if known is session]
-        return self.lingering.pop(at)[1]
+        return any((session.peer, session.key) == (peer, key) for session in self.lingering)
 
     def peers(self) -> list[str]:
         """Decode nodes that are expected to connect again."""
@@ -147,18 +139,12 @@ class SendTable:
 
     def all(self) -> list[SendSession]:
         """Every transfer that is not over, or lingers."""
-        early, lingering = self.early.values(), self.lingering
-        return [*self.sessions.values(), *(session for session, _ in (*early, *lingering))]
+        return [*self.sessions.values(), *(session for session, _ in self.early.values()), *self.lingering]
 
     def check(self) -> None:
         for session in self.all():
             session.check()
             invariant(session.state is not SendState.CLOSED, "a closed transfer is still in the books")
-            is_ending = session.key in self.ends or self.is_lingering(session.peer, session.key)
-            invariant(
-                (session.state is SendState.CLOSING) == is_ending,
-                "a closing transfer has no recorded end, or an end belongs to an open one",
-            )
             has_lease = session.state is SendState.EARLY or session.key in self._suspended
             invariant(
                 has_lease or not session.is_suspended or session.state is SendState.CLOSING, "it would wait for ever"
@@ -166,7 +152,5 @@ class SendTable:
             invariant(
                 session.state is not SendState.CLOSING or session.num_in_flight, "a transfer could close and did not"
             )
-        invariant(
-            all(key in self.sessions for key in (*self.prefill_dones, *self.ends)), "something is left of a transfer"
-        )
+        invariant(self.prefill_dones.keys() <= self.sessions.keys(), "something is left of a transfer")
         invariant(len(self.early) <= MAX_EARLY, "too many early grants are kept")

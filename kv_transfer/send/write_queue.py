@@ -162,7 +162,8 @@ class WriteQueue:
         write.session.has_delivered = True
 
     def stop(self, session: SendSession) -> None:
-        self._due.pop(session.key, None)
+        if self._due.get(session.key) is session:
+            del self._due[session.key]
 
     def lose(self, session: SendSession) -> None:
         """Writes of this session never arrive: the transport has dropped its peer."""

@@ -119,7 +119,9 @@ class WriterTransport(Transport, Protocol):
         return Checksums(self.store).of_sources(pages, slices)
 
     def attach(self, peer: str, connect: Connect) -> None:
-        """Begin to attach to a peer's pool; never blocks. ``poll`` reports how that ended.
+        """Begin to attach to a peer's pool, without waiting for the peer.
+
+        ``poll`` goes on with it, and reports how it ended. It may open the pool, and move a few bytes to try it out.
 
         Raises:
             AttachError: it cannot work, and that is known at once.
@@ -154,7 +156,7 @@ class WriterTransport(Transport, Protocol):
         return []
 
     def attach_beside(self, peer: str, connect: Connect | None) -> bool:
-        """Begin to attach by a better transport under a later epoch, while the attachment goes on. Never blocks.
+        """Begin to attach by a better transport under a later epoch, while the attachment goes on; as ``attach``.
 
         As soon as it works and nothing is under way, ``poll`` reports ``Attached`` under the later epoch, which then is
         the peer's only one. If it does not work, that is not reported.

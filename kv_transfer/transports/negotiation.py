@@ -483,7 +483,7 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
         #: earlier attachment, so only the newest epoch needs proof.
         self._chosen: dict[str, tuple[int, ReaderTransport]] = {}
         self._stores: dict[str, PageStore] = {}  # of the transports that were chosen last, until ``forget``
-        self._unasked: dict[str, dict[str, Fenced]] = {}  # fences of offers that were proven before the choice
+        self._unasked: dict[str, dict[str, Fenced]] = {}  # fences of newest offers, proven before the choice
         self._news: list[Fenced] = []
 
     def offer(self, peer: str, epoch: int) -> str:
@@ -497,6 +497,7 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
         if not better:
             return ""
         self._offered[peer] = epoch
+        self._unasked.pop(peer, None)
         return json.dumps({transport.name: transport.offer(peer, epoch) for transport in better})
 
     def withdraw(self, peer: str) -> None:

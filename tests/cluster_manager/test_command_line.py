@@ -23,6 +23,7 @@ def test_a_node_listens_at_the_address_of_its_host_and_reads_where_gateways_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("BATON_KEYS", "/keys")
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "c")
     executable, _, module, role, *rest = words(spec(page_size=4, num_threads=2))
     assert (executable, module, role) == (sys.executable, "scripts.serving.worker", "decode")
     config = parse(NodeConfig, rest, command="decode")

@@ -156,8 +156,9 @@ class LocalWriter(WriterTransport):
             if not frame:
                 raise AttachError(f"{who} would not hand over its pool: another token, user or process namespace")
             num_bytes = connect.layout.layout().pool_bytes(connect.num_pages)
-            expected = [HELLO.pack(MAGIC, connect.epoch, num_bytes, sender) for sender in (node_of(peer).encode(), b"")]
-            if frame[: HELLO.size] not in expected:
+            senders = [sender.ljust(32, b"\0") for sender in (node_of(peer).encode(), b"")]
+            expected = [(MAGIC, connect.epoch, num_bytes, sender) for sender in senders]
+            if len(frame) < HELLO.size or HELLO.unpack_from(frame) not in expected:
                 raise AttachError(f"the offer of {who} and what it sent over its socket differ")
             if flags & socket.MSG_CTRUNC:
                 raise AttachError(f"{who} did not hand over its pool as one file")

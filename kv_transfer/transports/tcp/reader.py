@@ -59,7 +59,7 @@ class TcpReader(ReaderTransport):
     """``ReaderTransport`` of a decode node.
 
     Args:
-        host, port: where to listen, and what writers are told; port 0 takes any free one.
+        host, port: where to listen; writers are told the address, even if this is a name. Port 0 takes any free one.
         key: the cluster key; empty: none, and then the host should be loopback.
 
     Raises:
@@ -82,7 +82,7 @@ class TcpReader(ReaderTransport):
         self._key = key
         self._num_connections = num_connections
         listener = _listen(host, port)
-        self._host = host
+        self._host: str = listener.getsockname()[0]
         self._port: int = listener.getsockname()[1]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()

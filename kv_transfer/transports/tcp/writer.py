@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.errors import ConfigError
+from common.wire.address import is_address
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair, whole_pages
 from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
@@ -151,7 +152,12 @@ class TcpWriter(WriterTransport):
     def attach(self, peer: str, connect: Connect) -> None:
         assert peer not in self._peers and peer not in self._leaving, "detach first"
         endpoint = ENDPOINT.fullmatch(connect.endpoint)
-        if endpoint is None or not 0 < int(endpoint[2]) < 65536 or not 0 < int(endpoint[4]) <= MAX_CONNECTIONS:
+        if (
+            endpoint is None
+            or not is_address(endpoint[1])  # the resolution of a name would block
+            or not 0 < int(endpoint[2]) < 65536
+            or not 0 < int(endpoint[4]) <= MAX_CONNECTIONS
+        ):
             raise AttachError(f"the endpoint offered by {connect.name} is not one of {self.name}")
         address = (endpoint[1], int(endpoint[2]))
         peer_state = PeerState(

@@ -112,7 +112,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _named_errors() -> Iterator[None]:
+def named_errors() -> Iterator[None]:
     """Turn the errors of torch and its backends into a ConnectionError of one sentence."""
     try:
         yield
@@ -131,11 +131,11 @@ class Group:
     _wires: list[socket.socket] = field(default_factory=list)  # our descriptors of Gloo's connection
 
     def send(self, tensor: torch.Tensor) -> Any:
-        with _named_errors():
+        with named_errors():
             return self._group.send([tensor], self.peer, 0)
 
     def receive(self, tensor: torch.Tensor) -> Any:
-        with _named_errors():
+        with named_errors():
             return self._group.recv([tensor], self.peer, 0)
 
     def wait(self, work: Any) -> None:
@@ -144,12 +144,13 @@ class Group:
         Raises:
             ConnectionError: the other end is gone, or has not done its part within ``STALL_S``.
         """
-        with _named_errors():
+        with named_errors():
             if self.pages.rows.is_cuda:
                 _poll(work, self.pages.rows.device)
             elif not work.wait(timedelta(seconds=STALL_S)):
                 raise ConnectionError("it was cut short")
 
+    @named_errors()
     def exchange(self, ours: bytes, theirs: bytes) -> None:
         """Send these bytes and expect those, as many, rank 0 first.
 
@@ -213,7 +214,7 @@ def open_group(backend: str, store: HashStore, *, rank: int, host: str, pages: P
     Raises:
         ConnectionError: it could not be formed.
     """
-    with _named_errors():
+    with named_errors():
         return _open_gloo(store, rank, host, pages) if backend == "gloo" else _open_nccl(store, rank, pages)
 
 

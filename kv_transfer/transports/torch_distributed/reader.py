@@ -14,7 +14,7 @@ from kv_transfer.transports.base import InPlace, PageStore
 from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES, AuthenticatedConnection, PayloadMac
 from kv_transfer.transports.tcp.reader import TcpReader
 from kv_transfer.transports.tcp.receive_thread import ReceiveThread, WritePermissions
-from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available
+from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available, named_errors
 from kv_transfer.transports.torch_distributed.rendezvous import READER, form
 
 DEPTH = 4  # pages under way in a group
@@ -97,7 +97,8 @@ class GroupReceiveThread(ReceiveThread):
             with self._lock:
                 if not self._is_open:  # ``shut`` may have come before there was a group to abort
                     raise ConnectionError("it was closed on our side")
-            self._receive_pages(group)
+            with named_errors():
+                self._receive_pages(group)
         finally:
             group.close()
 

@@ -14,7 +14,7 @@ from kv_transfer.transports.base import AttachError, PageStore
 from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
 from kv_transfer.transports.tcp.send_thread import Job, SendThread
 from kv_transfer.transports.tcp.writer import PeerState, Stage, TcpConnection, TcpWriter
-from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available
+from kv_transfer.transports.torch_distributed.backend import Group, Pages, check_available, named_errors
 from kv_transfer.transports.torch_distributed.reader import DEPTH, magic_of
 from kv_transfer.transports.torch_distributed.rendezvous import WRITER, form
 
@@ -139,7 +139,8 @@ class GroupSendThread(SendThread):
         try:
             self.is_formed = True
             self._note_change(self)
-            self._send_pages(group)
+            with named_errors():
+                self._send_pages(group)
         finally:
             group.close()
 

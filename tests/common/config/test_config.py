@@ -128,6 +128,7 @@ def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
         ),
         (["--transport", "inprocess"], "--transport inprocess connects nodes of one process"),
         (["--data-interface", "10.0.0.1"], "--data-interface 10.0.0.1 can be reached.*--cluster-key"),
+        (["--advertise-host", "10.0.0.1", "--keys", "k"], "--advertise-host 10.0.0.1 can be reached.*--cluster-key"),
         (["--revision", "main", "--model", "/"], "--revision is for hub models"),
         (["--tp", "0"], "--tp must be at least 1"),
         (
@@ -149,6 +150,8 @@ def test_reachable_addresses_need_insecure_or_a_key():
     assert gateway("--control-host", "0.0.0.0", "--host", "0.0.0.0", "--insecure").insecure
     assert gateway("--host", "0.0.0.0", "--api-key", "k").host == "0.0.0.0"
     assert node("--advertise-host", "10.0.0.1", "--insecure").advertise_host == "10.0.0.1"
+    assert node("--advertise-host", "10.0.0.1", "--keys", "k", "--cluster-key", "c").data_host == "10.0.0.1"
+    assert node("--advertise-host", "10.0.0.1", "--keys", "k", "--data-interface", "127.0.0.1").keys == "k"
 
 
 def test_where_a_node_serves_its_metrics_can_be_set():

@@ -41,8 +41,7 @@ def stop_in_mid_write(cluster: Cluster, rids: dict[str, str]) -> None:
         cluster.reach("granted", rid, name, "d0", SOME)
     cluster.ends["d0"].signal(signal.SIGSTOP)
     for name in rids:
-        cluster.ask(name, "pump", max_pages=SOME)
-        time.sleep(0.3)
+        cluster.ask(name, "begin_write", max_pages=SOME)
         assert cluster.ask(name, "counters")["bytes_by_nixl"] == 0, "the write ended before the node was stopped"
         cluster.ends[name].signal(signal.SIGSTOP)
     cluster.ends["d0"].signal(signal.SIGCONT)

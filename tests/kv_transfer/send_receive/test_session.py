@@ -8,6 +8,7 @@ from common.errors import InvariantError
 from kv_transfer.page_mapping import Units, units_of
 from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.send.session import SendSession
+from kv_transfer.send.tombstones import TransferEnd
 from kv_transfer.states import MAX_RESENDS, RECEIVE_TABLE, SEND_TABLE, ReceiveEvent, ReceiveState, SendEvent, SendState
 
 KEY = ("r", 0)
@@ -110,7 +111,7 @@ def test_nothing_is_due_after_the_end_and_the_fence_waits_for_writes() -> None:
     session.grant(1, 0, [0, 1], PAGES)
     session.compute([3, 4])
     assert list(session.start(1)) == [0]
-    session.end()
+    session.end(TransferEnd("aborted", ""))
     assert session.num_due == 0
     with pytest.raises(AssertionError):
         session.fence()
@@ -124,7 +125,7 @@ def test_a_severed_session_is_closed_with_writes_in_flight() -> None:
     session.grant(1, 0, [0], PAGES)
     session.compute([3])
     session.start(1)
-    session.sever()
+    session.sever(TransferEnd("failed", ""))
     assert session.state is SendState.CLOSED
 
 
@@ -176,8 +177,8 @@ def test_a_page_has_arrived_when_all_its_parts_have() -> None:
 
 @pytest.mark.parametrize(
     ("indices", "part"),
-    [([1], 0), ([4], 0), ([2], 0), ([3, 3], 0), ([3], 1), ([3, 4], 0)],
-    ids=["held already", "beyond", "twice", "twice in one", "no such part", "partly beyond"],
+    [([1], 0), ([4], 0), ([2], 0), ([3, 3], 0), ([3], 1), ([3, 4], 0), ([], 0)],
+    ids=["held already", "beyond", "twice", "twice in one", "no such part", "partly beyond", "none"],
 )
 def test_an_impossible_delivery_is_not_expected(indices: list[int], part: int) -> None:
     session = receive_session(first=2, pages=[8, 9], num_tokens=4)

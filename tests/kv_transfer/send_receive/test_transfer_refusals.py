@@ -1,7 +1,7 @@
 """Invalid and duplicate messages: each is refused with an explanation or counted, and no state changes."""
 
 import pytest
-from support.kv.connected_pair import KEY, pair, written_unreported
+from support.kv.connected_pair import KEY, half_written, pair, slow, written_unreported
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore, TransferPair
 
 from common.cache.page_allocator import PageAllocator
@@ -15,6 +15,7 @@ from common.wire.messages import (
     Ping,
     PrefillDone,
     Refused,
+    Resend,
     TransferAck,
 )
 from kv_transfer.events import Completed
@@ -23,6 +24,9 @@ from kv_transfer.states import ReceiveState
 from scripts.simulator.service.inprocess_transport import InProcessReader
 
 __all__ = ["pair"]
+
+STRANGER = "x" * 32
+CANCELLED = "the decode node does not want it any more"
 
 
 # ---- invalid messages -------------------------------------------------------------------------------------------
@@ -116,7 +120,6 @@ def test_another_decode_node_cannot_affect_a_transfer(pair: TransferPair) -> Non
     pair.begin(KEY, 2)
     pair.hear_decode()
     pair.finish(KEY)
-    stranger = "x" * 32
     reader = InProcessReader(pair.wire, MemfdStore(16))
     connect = Receiver(reader, PageAllocator(16), digest="model").connect(PREFILL)
     for message in (
@@ -126,25 +129,77 @@ def test_another_decode_node_cannot_affect_a_transfer(pair: TransferPair) -> Non
         Grant("r", 0, 1, 0, (4,)),
         Grant("r", 1, 1, 0, (4,)),
     ):
-        pair.sender.on_message(stranger, message, 0.0)
+        pair.sender.on_message(STRANGER, message, 0.0)
     messages, released = pair.sender.take()
     assert not released
-    answers = [message for peer, message in messages if peer == stranger]
+    answers = [message for peer, message in messages if peer == STRANGER]
     assert [type(message) for message in answers] == [Connected, Closed, Closed]  # nothing about attempt 1 yet
     pair.to_decode.extend(message for peer, message in messages if peer == DECODE)
     pair.open(("r", 2), 2)
-    pair.sender.on_message(stranger, Grant("r", 2, 1, 0, (5,)), 0.0)
+    pair.sender.on_message(STRANGER, Grant("r", 2, 1, 0, (5,)), 0.0)
     ((_, closed),), _ = pair.sender.take()
     assert closed == Closed("r", 2, "unknown", "this request goes to another decode node")
     pair.run()
     assert isinstance(pair.events[KEY], Completed)
 
 
+def grant_early(pair: TransferPair) -> None:
+    """Let another decode node connect, and grant pages for ``KEY`` before the prefill node knows the request."""
+    reader = InProcessReader(pair.wire, MemfdStore(16))
+    connect = Receiver(reader, PageAllocator(16), digest="model").connect(PREFILL)
+    for message in (connect, Grant("r", 0, 1, 0, (4,))):
+        pair.sender.on_message(STRANGER, message, 0.0)
+    assert [type(message) for _, message in pair.sender.take()[0]] == [Connected]
+
+
+def end_early(pair: TransferPair) -> None:
+    """Let the early grant of another decode node end."""
+    pair.sender.on_message(STRANGER, AbortTransfer("r", 0), 0.0)
+    assert pair.sender.take() == ([(STRANGER, Closed("r", 0, "cancelled", CANCELLED))], [])
+    pair.check()
+
+
+def test_the_end_of_an_early_grant_of_another_decode_node_keeps_the_prefill_done_of_a_transfer(
+    pair: TransferPair,
+) -> None:
+    grant_early(pair)
+    pair.open(KEY, 2)
+    pair.finish(KEY)
+    end_early(pair)
+    pair.begin(KEY, 2)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+
+
+def test_the_end_of_an_early_grant_of_another_decode_node_keeps_the_due_pages_of_a_transfer(pair: TransferPair) -> None:
+    grant_early(pair)
+    pair.open(KEY, 2)
+    pair.begin(KEY, 2)
+    pair.hear_decode()
+    pair.finish(KEY)
+    end_early(pair)
+    pair.run()
+    assert isinstance(pair.events[KEY], Completed)
+
+
+def test_the_end_of_an_early_grant_of_another_decode_node_keeps_the_end_of_a_transfer() -> None:
+    pair = slow()
+    grant_early(pair)
+    half_written(pair)
+    pair.cancel(KEY)
+    pair.drain_to_prefill()
+    end_early(pair)
+    assert KEY not in pair.released
+    pair.run()
+    assert not pair.released[KEY].ok
+    pair.assert_nothing_is_held()
+
+
 def test_another_prefill_node_cannot_affect_a_transfer(pair: TransferPair) -> None:
     pair.begin(KEY, 2)
     lies = (PagesWritten("r", 0, 1, (0, 1)), PrefillDone("r", 0, 8, 1), Closed("r", 0, "failed"))
     for message in lies:
-        pair.receiver.on_message("x" * 32, message, 0.0)
+        pair.receiver.on_message(STRANGER, message, 0.0)
     pair.settle()
     assert KEY not in pair.events
     assert pair.receiver.counters()["stale_messages"] == 3
@@ -160,6 +215,8 @@ def test_another_prefill_node_cannot_affect_a_transfer(pair: TransferPair) -> No
         PagesWritten("r", 0, 0, (1,)),
         PagesWritten("r", 0, 2, (1,)),
         PagesWritten("r", 1, 1, (1,)),
+        PagesWritten("r", 0, 1, ()),
+        PagesWritten("r", 0, 1, (), part=7, checksums=(0,)),
         PrefillDone("r", 0, 100, 1),
         PrefillDone("q", 0, 11, 1),
         Connected(1, "inprocess"),
@@ -191,6 +248,7 @@ def test_an_invalid_message_of_a_prefill_node_is_counted_and_ignored(pair: Trans
         Grant("s", 0, 2, 0, (9,)),
         TransferAck("s", 0),
         TransferAck("r", 0),
+        Resend("r", 0, 1, (), 0, 1),
         Ping(),
         Refused("no"),
     ],

@@ -89,6 +89,11 @@ def test_a_pool_whose_size_differs_from_the_offer_is_not_mapped(store: MemfdStor
     reader.close()
 
 
+def test_an_offer_of_more_bytes_than_an_address_can_have_is_refused(reader: ShmReader, writer: ShmWriter) -> None:
+    connect = msgspec.structs.replace(offer(reader), num_pages=2**63)
+    assert "over its socket differ" in attach(reader, writer, connect)
+
+
 def test_a_pool_whose_file_has_another_size_is_refused_at_start(store: MemfdStore) -> None:
     store.num_pages += 1
     with pytest.raises(ConfigError, match="the file of the KV pool has 512 bytes, its pages need 576"):

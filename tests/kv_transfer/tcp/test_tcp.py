@@ -28,7 +28,7 @@ from support.kv.raw_tcp_peer import (
 from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports import pending_connections as visitors
-from kv_transfer.transports.base import Attached
+from kv_transfer.transports.base import Attached, AttachError
 from kv_transfer.transports.tcp import TcpReader, TcpWriter, receive_thread
 from kv_transfer.transports.tcp import writer as tcp_writer
 from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, WELCOME, Terms
@@ -131,6 +131,23 @@ def test_a_writer_names_the_reader_that_it_cannot_reach(writer: TcpWriter) -> No
         f"the tcp connection to decode node decode-0 at 127.0.0.1 port {port} could not be made: Connection refused"
     )
     assert writer.detach(DECODE)
+
+
+NO_ADDRESSES = ["\0", "name.invalid", "\u00fc", "fe80::1%\0", "fe80::1%\u00fc", "[::1]", "localhost"]
+
+
+@pytest.mark.parametrize("host", NO_ADDRESSES, ids=repr)
+def test_a_writer_takes_no_host_that_is_not_an_address(writer: TcpWriter, host: str) -> None:
+    endpoint = f"{host}:1:{'0' * 64}:2"
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint)
+    with pytest.raises(AttachError, match="the endpoint offered by decode-0 is not one of tcp"):
+        writer.attach(DECODE, connect)
+
+
+def test_a_reader_offers_the_address_of_a_name(store: MemfdStore) -> None:
+    reader = TcpReader(store, host="localhost", key=KEY)
+    assert offer(reader).endpoint.startswith("127.0.0.1:")
+    reader.close()
 
 
 def test_a_writer_gives_up_on_a_reader_that_never_answers(writer: TcpWriter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
 from support.kv.raw_gloo_peer import RawGlooPeer, attach, gloo_peer, offer, reader, store, threads, writer
 from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, _close_raw_peers, until
 
-from kv_transfer.transports.base import Fenced
+from kv_transfer.transports.base import Attached, Fenced
 from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES
 from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
 from kv_transfer.transports.torch_distributed import backend as group_backend
@@ -160,3 +160,56 @@ def test_detach_returns_false_while_pages_are_still_being_read(
     until(lambda: writer.detach(DECODE))
     assert writer.done() == tickets
     assert writer.counters()["bytes_by_gloo"] == 0
+
+
+# ---- threads that fail -------------------------------------------------------------------------------------------
+
+
+def run_out_of_memory() -> None:
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_a_writer_whose_thread_runs_out_of_memory_breaks_the_pair(
+    reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer._pages, "staging", run_out_of_memory)
+    writer.attach(DECODE, offer(reader))
+
+    def problems() -> list[str]:
+        reader.poll(0.0)
+        return [attached.problem for attached in writer.poll() if attached.problem]
+
+    [problem] = until(problems)
+    assert problem.endswith("broke: CUDA out of memory")
+
+
+def test_a_reader_whose_thread_runs_out_of_memory_breaks_the_pair(
+    reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader._pages, "staging", run_out_of_memory)
+    writer.attach(DECODE, offer(reader))
+
+    def fences() -> list[Fenced]:
+        writer.poll()
+        return reader.poll(0.0)
+
+    [fenced] = until(fences)
+    assert fenced.reason.endswith("ended: CUDA out of memory")
+
+
+def test_a_group_whose_proof_finds_no_memory_is_not_formed(
+    reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "zeros_like", lambda tensor: run_out_of_memory())
+    writer.attach(DECODE, offer(reader))
+    fenced: list[Fenced] = []
+    attached: list[Attached] = []
+
+    def are_both_told() -> bool:
+        fenced.extend(reader.poll(0.0))
+        attached.extend(writer.poll())
+        return bool(fenced and attached)
+
+    until(are_both_told)
+    reasons = [fenced[0].reason, attached[0].problem]  # the end that fails later may see the connection close first
+    assert any(reason.endswith("CUDA out of memory") for reason in reasons)

@@ -161,7 +161,8 @@ class Pair:
     def __init__(self, store: MemfdStore) -> None:
         names = ("a", "b", "c")
         self.parts = {name: FakeWriter(name, store) for name in names}
-        self.reader = NegotiatingReader([FakeReader(name, store) for name in names])
+        self.readers = {name: FakeReader(name, store) for name in names}
+        self.reader = NegotiatingReader(list(self.readers.values()))
         self.now = 0.0
         self.writer = NegotiatingWriter(list(self.parts.values()), clock=lambda: self.now)
         self.epoch = 0
@@ -403,6 +404,18 @@ def test_a_fence_that_arrives_before_the_choice_is_kept(store: MemfdStore) -> No
     assert reader.poll(0.0) == []
     assert reader.chosen(PREFILL, 1, "a")
     assert reader.poll(0.0) == [Fenced(PREFILL, 1, "dead")]
+
+
+def test_the_fence_of_a_return_that_was_given_up_is_not_that_of_the_next_return(pair: Pair) -> None:
+    return_to_better(pair)
+    assert pair.reader.offer_beside(PREFILL, 3)
+    pair.readers["a"].news = [Fenced(PREFILL, 3, "unmapped")]
+    assert pair.reader.poll(0.0) == []
+    assert pair.reader.offer_beside(PREFILL, 4)
+    assert pair.reader.chosen(PREFILL, 4, "a")
+    assert pair.reader.poll(0.0) == []
+    pair.readers["a"].news = [Fenced(PREFILL, 4, "dead")]
+    assert pair.reader.poll(0.0) == [Fenced(PREFILL, 4, "dead")]
 
 
 def test_a_transport_that_was_not_offered_cannot_be_chosen(store: MemfdStore) -> None:

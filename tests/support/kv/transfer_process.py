@@ -7,6 +7,7 @@ after a release.
 
 import os
 import random
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -102,6 +103,20 @@ class SenderEnd(TransferEnd):
     def do_pump(self, max_pages: int) -> None:
         self.sender.pump(time.monotonic(), max_pages)
         self._settle()
+
+    def do_begin_write(self, max_pages: int) -> None:
+        """As ``do_pump``, and wait until NIXL has begun to write."""
+        [writer] = self.transport._transports
+        transfer, has_begun = writer._transfer, threading.Event()
+
+        def noted(write: Any) -> Any:
+            state = transfer(write)
+            has_begun.set()
+            return state
+
+        writer._transfer = noted
+        self.do_pump(max_pages)
+        assert has_begun.wait(30), "nothing was written"
 
     def do_abort(self, rid: str) -> None:
         self.sender.abort((rid, 0), "aborted")
