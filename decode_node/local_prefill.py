@@ -93,7 +93,7 @@ class LocalPrefill:
             elif self._waits_for_prefix(request, sharing, lent, now):
                 pass
             elif self._queue.is_slot_for_received(request, received):
-                continue
+                skip_ahead.close()
             elif (result := adder.add_one_req(request, most=most)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
                 self._queue.decisions.note_wait(now, request.rid, "for room for {} tokens", request.num_tokens)

@@ -168,10 +168,14 @@ class PreallocQueue:
     def _is_before(self, local: Request, received: Request) -> bool:
         """Whether a request that is computed here comes before one that has its pages, where both lack a slot.
 
-        If priorities decide nothing, the order in which they have waited for pages does.
+        If priorities decide nothing, a retracted request comes first, and else the order in which they waited for pages
+        counts.
         """
         found = self._ordering.comes_first(local, received)
-        return local.key in self._table.passed.get(received.key, ()) if found is None else found
+        if found is not None:
+            return found
+        is_retracted = self._table.states[local.key] is State.RETRACTED
+        return is_retracted or local.key in self._table.passed.get(received.key, ())
 
     def may_share_prefix(self, request: Request) -> bool:
         """Whether the request is new and is computed here with the cache, so that it may use another one's prefix."""

@@ -419,12 +419,13 @@ class DecodeScheduler:
             Requests that get no slot yet, since earlier ones are computed here.
         """
         able = self._table.not_held([*self._table.paused.values(), *self._table.ready.values()])
-        in_order = self._ordering.by_priority(able)
-        for place, request in enumerate(in_order):
+        later: list[Request] = []
+        for request in self._ordering.by_priority(able):
             if not self._preemptor.can_have_slot(request, now):
                 break
             if keeps_slots and self._queue.is_slot_for_others(request):
-                return in_order[place:]
+                later.append(request)
+                continue
             self._preemptor.free_slot(request, now)
             if self._table.states[request.key] is State.PAUSED:
                 self.decisions.note(now, request.rid, "resume", "in a row again, after {} tokens", request.num_tokens)
@@ -432,7 +433,7 @@ class DecodeScheduler:
             request.placed_at = now
             request.stages.resume(now)
             self._joining[request.key] = request
-        return []
+        return later
 
     # ---- decode rows ------------------------------------------------------------------------------------------------
 

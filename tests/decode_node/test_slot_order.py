@@ -53,6 +53,30 @@ def test_of_two_free_slots_one_is_left_for_a_local_request() -> None:
     assert node.state("r2") is State.READY
 
 
+def test_a_received_request_does_not_let_a_later_local_one_pass_an_earlier_one() -> None:
+    node = Node(slots=1, rules=WITHOUT, policy="short-first")
+    node.run_in("a", 8)
+    node.submit("l2", 8, is_local=True)
+    arrive(node, "r", 12)
+    node.submit("l", 4, is_local=True)
+    assert node.run() == ["a", "r", "l", "l2"]
+
+
+def test_a_slot_that_one_received_request_leaves_goes_to_another_that_came_before_the_local_one() -> None:
+    node = Node(slots=2, rules=WITHOUT)
+    node.run_in("a", 8, new=20)
+    node.run_in("b", 8, new=20)
+    node.submit("r2", 8)
+    node.grant()
+    node.submit("local", 8, is_local=True)
+    arrive(node, "r1")
+    node.receive("r2")
+    node.scheduler.abort(("a", 0))
+    node.step()
+    assert node.state("r2") is State.RUNNING
+    assert node.state("r1") is State.READY
+
+
 def test_an_urgent_local_request_comes_before_received_ones_that_it_may_not_preempt() -> None:
     node = Node(slots=1, rules=PATIENT)
     node.run_in("a", 8)
