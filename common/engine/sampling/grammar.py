@@ -75,7 +75,8 @@ class GrammarCompiler:
         """
         with self._lock:
             found = self._in_use.get(grammar) or self._unused.get(grammar)
-        return found.result() if found is not None and found.done() else None
+        assert found is None or found.done(), "a request is computed before its grammar is compiled"
+        return None if found is None else found.result()
 
     def drop(self, grammar: str) -> None:
         """Note that no request has a grammar any more: it may be forgotten, and need not be compiled."""
@@ -84,7 +85,9 @@ class GrammarCompiler:
             if found is not None and not found.cancel():
                 self._unused[grammar] = found
                 if len(self._unused) > MAX_UNUSED:
-                    self._unused.popitem(last=False)
+                    oldest = next((text for text, found in self._unused.items() if found.done()), None)
+                    if oldest is not None:  # one that is still compiled is not compiled twice
+                        del self._unused[oldest]
 
     def _compile(self, grammar: str) -> "LLMatcher":
         if self._tokenizer is None:

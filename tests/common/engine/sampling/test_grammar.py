@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -312,6 +314,31 @@ def test_a_step_finds_no_grammar_that_was_forgotten_after_the_step_was_planned(
     admit = Admit(0, SamplingParams(temperature=0.0, grammar=texts[0]), len(prompt), None, prompt)
     result = executor.run(StepPlan(1, (admit,), (PageDelta(0, 0, (0,)),), (Row(0, 0, prompt, True),)))
     assert (len(result.tokens), result.errors) == (1, ())
+
+
+def test_a_grammar_is_not_forgotten_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, may_go_on = GrammarCompiler.refusing("no grammars here"), threading.Event()
+    refuse = compiler._compile
+
+    def compile_slowly(grammar: str) -> Any:
+        assert grammar != "slow" or may_go_on.wait(60)
+        return refuse(grammar)
+
+    monkeypatch.setattr("common.engine.sampling.grammar.MAX_UNUSED", 1)
+    monkeypatch.setattr(compiler, "_compile", compile_slowly)
+    try:
+        slow = compiler.compile("slow")
+        while not slow.running():
+            time.sleep(0.001)
+        compiler.drop("slow")
+        for text in ("a", "b", "c"):
+            compiler.compile(text).exception()
+            compiler.drop(text)
+        assert list(compiler._unused) == ["slow"]
+        assert compiler.compile("slow") is slow
+    finally:
+        may_go_on.set()
+        compiler.close()
 
 
 # ---- reasoning -------------------------------------------------------------------------------------------------------
