@@ -11,7 +11,7 @@ from gateway.workers.control_plane import MailboxChannel
 
 __all__ = ["folder"]
 
-MAX_MODULES = 14
+MAX_MODULES = 15
 HI = [{"role": "user", "content": "Hi"}]
 
 
