@@ -86,7 +86,7 @@ class NodeArrays:
         num_requests: in flight, whose last token the node makes.
         num_begun: those of them that have a token.
         local_load: prompt tokens that a decode node still has to compute.
-        idle_at: when a prefill node will have computed what this gateway has sent, as far as can be reckoned.
+        idle_at: when a prefill node will have computed what this gateway has sent: an estimate.
         turn: when the node was chosen last; equals take turns.
     """
 

@@ -356,8 +356,8 @@ class Router:
             arrays.idle_at[row] = max(arrays.idle_at[row], now) + num_compute * token_s
 
     def _keep_busy_beyond(self, row: int, now: float) -> None:
-        """Reckons anew if a prefill node should be idle by now, but is not: prompts took longer than they should have,
-        or were sent before anything was measured. How far it is with those that are left is not known."""
+        """Estimates again when a prefill node will be idle, if that time has passed: prompts took longer than expected,
+        or were sent before anything was measured. All tokens of unfinished prompts count."""
         arrays = self._arrays
         if arrays.idle_at[row] <= now:
             arrays.idle_at[row] = now + (arrays.load[row] - arrays.other_load[row]) * arrays.prompt_token_s[row]

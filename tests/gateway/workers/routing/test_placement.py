@@ -58,7 +58,7 @@ def test_prompts_that_were_sent_before_anything_was_measured_count_from_the_next
     assert chosen.choose([PREFILL], [DECODE], prompt(6, 100), num_new=2, now=1.0).prefill is None
 
 
-def test_prompts_that_take_longer_than_reckoned_are_reckoned_anew():
+def test_prompts_that_take_longer_than_expected_are_estimated_again():
     chosen = router()
     pairs = [chosen.choose([PREFILL], [DECODE], prompt(i, 300), num_new=1) for i in range(3)]
     chosen.prefill_done(pairs[0], 1.0)  # it should have had all three by 0.9 s
