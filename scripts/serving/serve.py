@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import http.client
+import itertools
 import json
 import os
 import secrets
@@ -44,7 +45,11 @@ HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nod
 Without --model it serves the small model included in Baton. Prints "ready http://HOST:PORT" once a request has
 succeeded; Ctrl-C or SIGTERM stops everything."""
 POLL_S, CALL_TIMEOUT_S = 0.1, 60.0
-BACKLOG = 1024
+BACKLOG, MAX_PROBES = 1024, 100
+
+LISTENING_PORTS = range(20_000, 30_000)
+"""Above the ports of Ray's workers, below the node ports of Kubernetes."""
+_listening_ports = itertools.islice(itertools.cycle(LISTENING_PORTS), secrets.randbelow(len(LISTENING_PORTS)), None)
 
 
 class NotReady(BatonError):
@@ -74,9 +79,25 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 
 
 def free_port(host: str, port: int, flag: str) -> int:
-    """Returns ``port``, or a free port for 0. Raises ConfigError as ``bind``."""
+    """Returns ``port``, or for 0 a free port, never the same one twice. Raises ConfigError as ``bind``.
+
+    The free port lies below those that the system gives to outgoing connections, where it can: any connection could
+    take one of them before the process that is meant to listen there has started.
+    """
+    if port == 0 and _first_outgoing_port() >= LISTENING_PORTS.stop:
+        for candidate in itertools.islice(_listening_ports, MAX_PROBES):
+            with contextlib.suppress(ConfigError), bind(host, candidate, flag):
+                return candidate
     with bind(host, port, flag) as probe:
         return int(probe.getsockname()[1])
+
+
+def _first_outgoing_port() -> int:
+    """The lowest port that the system gives to outgoing connections."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return 49152  # RFC 6335, section 6: where systems without this file begin
 
 
 def with_ports(config: ServeConfig, listener: socket.socket | None = None) -> ServeConfig:

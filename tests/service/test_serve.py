@@ -272,6 +272,21 @@ def test_a_port_in_use_is_refused_by_name():
 def test_a_free_port_is_found():
     port = free_port("127.0.0.1", 0, "--port")
     assert free_port("127.0.0.1", port, "--port") == port
+    assert free_port("127.0.0.1", 0, "--port") != port
+
+
+def test_a_free_port_cannot_be_taken_by_an_outgoing_connection():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first <= 30_000:
+        pytest.skip("this machine gives all high ports to outgoing connections")
+    assert all(free_port("127.0.0.1", 0, "--port") < first for _ in range(20))
+
+
+def test_a_port_in_use_is_no_free_port(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        monkeypatch.setattr("scripts.serving.serve._listening_ports", iter([taken]))
+        assert free_port("127.0.0.1", 0, "--port") != taken
 
 
 def test_every_node_gets_its_name_gateway_threads_and_memory_share(monkeypatch):

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import tempfile
 import time
 import urllib.request
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from scripts.benchmarks.harness.service_fixture import ServiceStartError, running_process
 from scripts.benchmarks.peers.vllm_peer import serving_environment
+from scripts.serving.serve import free_port
 
 POLL_S = 0.25
 
@@ -30,9 +30,7 @@ def running_vllm(
     Raises:
         ServiceStartError: the server ended or was not healthy in time; the message contains its output.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1", 0, "--port")
     command = [
         str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--host=127.0.0.1",
         f"--port={port}", "--dtype=bfloat16", f"--max-model-len={max_model_len}", "--disable-uvicorn-access-log",

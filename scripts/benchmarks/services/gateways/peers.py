@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Mapping
 from common.config.shared import SMALL_MODEL_NAME
 from scripts.benchmarks.services.gateways.client import Advance, Connection, Gateway, Load, is_answering
 from scripts.benchmarks.services.gateways.mock_worker import MockWorker
-from scripts.benchmarks.services.gateways.processes import START_S, StartError, free_port, pinned_process
+from scripts.benchmarks.services.gateways.processes import START_S, StartError, pinned_process
 from scripts.benchmarks.services.gateways.raw_server import ADVANCE
+from scripts.serving.serve import free_port
 
 #: Routers by name, which is also the name of their program. Both have the command line of SGLang's router.
 ROUTERS = ("smg", "sglang-router")
@@ -38,11 +39,12 @@ def installed_peers(programs: Mapping[str, str]) -> dict[str, list[str]]:
 async def peer(name: str, command: list[str], cores: set[int]) -> AsyncIterator[Gateway]:
     """Run a peer with one mock worker behind it. Raises StartError."""
     worker = MockWorker()
-    url, port = await worker.start(), free_port()
+    url = await worker.start()
+    port, metrics_port = (free_port("127.0.0.1", 0, "--port") for _ in range(2))
     if name in ROUTERS:
         words = [
             *command, "--worker-urls", url, "--host=127.0.0.1", f"--port={port}", "--policy=round_robin",
-            f"--prometheus-port={free_port()}", "--log-level=error",
+            f"--prometheus-port={metrics_port}", "--log-level=error",
         ]  # fmt: skip
     else:
         words = [*command, str(port), url]
@@ -57,7 +59,7 @@ async def peer(name: str, command: list[str], cores: set[int]) -> AsyncIterator[
 
 @contextlib.asynccontextmanager
 async def raw_server(cores: set[int]) -> AsyncIterator[Gateway]:
-    port = free_port()
+    port = free_port("127.0.0.1", 0, "--port")
     async with pinned_process(
         [sys.executable, "-m", "scripts.benchmarks.services.gateways.raw_server", str(port)], cores
     ) as p:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -48,10 +47,3 @@ async def pinned_process(words: Sequence[str], cores: set[int]) -> AsyncIterator
         except TimeoutError:
             process.kill()
             await process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
