@@ -11,7 +11,7 @@ from common.cache.page_layout import layout_conflict
 from common.errors import ErrorCode, invariant
 from common.wire.messages import AttachFailed, Connect, Connected, Coverage, Grant, Message, PairState, Refused
 from kv_transfer.checksums import wider
-from kv_transfer.page_mapping import PageMapping
+from kv_transfer.page_mapping import PageMapping, units_conflict
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import SendState
 from kv_transfer.transports.base import Attached, AttachError, WriterTransport
@@ -131,10 +131,12 @@ class DecodeConnections:
             return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"
         if self._digest and connect.digest != self._digest:
             return f"{connect.name} serves a model with digest {connect.digest}, this prefill node {self._digest}"
-        problem = layout_conflict(theirs, ours)
+        num_ranks = self._transport.num_ranks
+        problem = layout_conflict(theirs, ours) or units_conflict(
+            ours, theirs, num_sources=num_ranks, num_targets=connect.num_ranks
+        )
         if problem:
             return f"{connect.name} and this prefill node cannot share pages: {problem}"
-        num_ranks = self._transport.num_ranks
         if connect.num_peer_ranks != num_ranks:
             return (
                 f"{connect.name} expects pages of {connect.num_peer_ranks} ranks, and this prefill node has {num_ranks}"
