@@ -27,6 +27,7 @@ class DecodeConnection:
     """The connection to one decode node, usable once attached.
 
     Attributes:
+        num_pages, num_ranks: of the decode node.
         checksums: which pages are sent with a checksum.
         transport, why: the transport that carries pages, and why that one; set once attached.
         beside: epoch under which a better transport is attached meanwhile; 0: none is.
@@ -36,6 +37,7 @@ class DecodeConnection:
     name: str
     epoch: int
     num_pages: int
+    num_ranks: int
     mapping: PageMapping
     checksums: Coverage
     is_attached: bool = False
@@ -43,6 +45,11 @@ class DecodeConnection:
     why: str = ""
     beside: int = 0
     granted: set[int] = field(default_factory=set)
+
+    def is_of(self, connect: Connect) -> bool:
+        """Whether an offer is of the pool that was offered when the connection was made."""
+        offered = (connect.layout.layout(), connect.num_pages, connect.num_ranks)
+        return offered == (self.mapping.theirs, self.num_pages, self.num_ranks)
 
     def problem(self, session: SendSession, grant: Grant, max_source_pages: int) -> tuple[str, ErrorCode]:
         """Why this grant cannot be meant, as a sentence that is empty if it can, and the client's error."""
@@ -111,13 +118,19 @@ class DecodeConnections:
             num_targets=connect.num_ranks,
         )
         checksums = wider(self._checksums, connect.checksums)
-        self.by_peer[peer] = DecodeConnection(connect.name, connect.epoch, connect.num_pages, mapping, checksums)
+        self.by_peer[peer] = DecodeConnection(
+            connect.name, connect.epoch, connect.num_pages, connect.num_ranks, mapping, checksums
+        )
         return None
 
     def attach_beside(self, peer: str, connect: Connect) -> bool:
-        """Attach by a better transport, if the peer offers one, while the connection goes on. False: it does not."""
+        """Attach by a better transport, if the peer offers one, while the connection goes on.
+
+        Returns:
+            False: the peer has no such connection, or offers another pool than that of the connection.
+        """
         connection = self.usable(peer, connect.beside)
-        if connection is None:
+        if connection is None or not connection.is_of(connect):
             return False
         if self._transport.attach_beside(peer, connect if connect.endpoint else None):
             connection.beside = connect.epoch
