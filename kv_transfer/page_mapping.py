@@ -65,9 +65,9 @@ class Units:
     per_target: int = 1
     num_parts: int = 1
 
-    def count(self, num_tokens: int) -> int:
-        """Units of a prompt, including those of a partly filled last page."""
-        return -(-num_tokens // self.tokens) * self.num_parts
+    def count(self, length: int) -> int:
+        """Units of a transfer of this length in tokens, including those of a partly filled last page."""
+        return -(-length // self.tokens) * self.num_parts
 
     def num_target_pages(self, num_units: int) -> int:
         """Pages of the decode node that so many units fill, including a partly filled last one."""
@@ -159,8 +159,8 @@ class PageMapping:
         if count == 1:
             self.slice_pairs = (None,)
 
-    def max_target_pages(self, num_tokens: int | None, max_source_pages: int) -> int:
-        """Pages of the decode node that a prompt can fill: of ``num_tokens`` or, if None, of the longest here."""
-        if num_tokens is not None:
-            return self.theirs.num_pages(num_tokens)
+    def max_target_pages(self, length: int | None, max_source_pages: int) -> int:
+        """Pages of the decode node that a transfer of this length in tokens can fill; None: the longest one."""
+        if length is not None:
+            return self.theirs.num_pages(length)
         return self.units.num_target_pages(max_source_pages * self.units.per_source)

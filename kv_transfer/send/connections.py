@@ -54,8 +54,8 @@ class DecodeConnection:
     def problem(self, session: SendSession, grant: Grant, max_source_pages: int) -> tuple[str, ErrorCode]:
         """Why this grant cannot be meant, as a sentence that is empty if it can, and the client's error."""
         end = grant.first + len(grant.pages)
-        most = self.mapping.max_target_pages(session.num_tokens, max_source_pages)
-        if session.num_tokens is None and end > most:
+        most = self.mapping.max_target_pages(session.length, max_source_pages)
+        if session.length is None and end > most:
             bound = f"the prompt has at most {most}, what the prefill node's pool can serve (--max-total-tokens)"
             return f"pages {grant.first} to {end} are granted, {bound}", ErrorCode.POOL_TOO_SMALL
         return self._contradiction(session, grant, end, most), ErrorCode.TRANSFER_FAILED

@@ -56,7 +56,7 @@ class SendSession:
         units: of the connection, since the first grant.
         sources: our pages, as far as they are computed.
         targets: the decode node's page for each page index of the prompt that it has granted.
-        num_tokens: of the prompt; None until it is computed.
+        length: of the transfer, in tokens: see ``PageAllocator.transfer_length``; None until the prompt is computed.
         is_suspended: the connection broke; nothing is granted until there is another.
         num_in_flight: writes (of one unit each) begun and not over.
         num_due: units that could be started now.
@@ -72,7 +72,7 @@ class SendSession:
         self.units = Units(1)
         self.sources: list[int] = []
         self.targets: dict[int, int] = {}
-        self.num_tokens: int | None = None
+        self.length: int | None = None
         self.is_suspended = self.has_delivered = False
         self.transfer_end: TransferEnd | None = None
         self._is_short = False  # pages granted before the connection broke may not have been written
@@ -141,10 +141,10 @@ class SendSession:
         self.apply(SendEvent.COMPUTE)
         self._grow(pages)
 
-    def finish(self, pages: Sequence[int], num_tokens: int) -> None:
+    def finish(self, pages: Sequence[int], length: int) -> None:
         """Source pages of the whole prompt, including a partial last one."""
         self.apply(SendEvent.FINISH)
-        self.num_tokens = num_tokens
+        self.length = length
         self._grow(pages)
 
     def _grow(self, pages: Sequence[int]) -> None:
@@ -159,7 +159,7 @@ class SendSession:
             return
         num_computed = self._num_computed()
         ends_at = num_computed  # of what is due or dropped
-        if self.num_tokens is not None:
+        if self.length is not None:
             ends_at = self.units.num_target_pages(num_computed) * self.units.per_target
         early, self._early = self._early, []
         for run in early:
@@ -169,8 +169,8 @@ class SendSession:
                 self._early.append(range(max(run.start, ends_at), run.stop))
 
     def _num_computed(self) -> int:
-        if self.num_tokens is not None:
-            return self.units.count(self.num_tokens)
+        if self.length is not None:
+            return self.units.count(self.length)
         return len(self.sources) * self.units.per_source
 
     def suspend(self, *, is_fenced: bool = True) -> None:
@@ -196,7 +196,7 @@ class SendSession:
         assert not self.is_granted, "a decode node waits for these pages"
         self.apply(SendEvent.RETRACT)
         self.sources.clear()
-        self.num_tokens = None
+        self.length = None
 
     def has_ungrantable(self) -> bool:
         """Whether an index is granted that the prompt, now computed, does not have."""
@@ -290,7 +290,7 @@ class SendSession:
         invariant(all(unit < num_computed for unit in due), "a unit is due before it is computed")
         invariant(not due & early and not due & self._in_flight, "a unit is in two queues")
         invariant(
-            self.num_tokens is not None or all(unit >= num_computed for unit in early),
+            self.length is not None or all(unit >= num_computed for unit in early),
             "a unit waits to be computed and is computed",
         )
         num_granted = len(self.targets) * self.units.per_target

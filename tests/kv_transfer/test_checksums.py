@@ -332,7 +332,7 @@ def test_pages_damaged_on_any_transport_are_resent(transport: str, sizes: tuple[
 
     ends.damage = damage
     try:
-        ends.receiver.begin(KEY, PREFILL, first=0, pages=pages, num_tokens=num_tokens)
+        ends.receiver.begin(KEY, PREFILL, first=0, pages=pages, length=num_tokens)
         ends.sender.open(KEY, DECODE)
         num_source = source.layout.num_pages(num_tokens)
         ends.sender.computed(KEY, list(range(num_source - 1)))

@@ -59,7 +59,7 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
     sender.on_message(DECODE, receiver.connect(PREFILL), 0.0)
     pages = allocator.alloc(3, Owner.GRANT)
     assert pages is not None
-    receiver.begin(KEY, PREFILL, first=1, pages=pages, num_tokens=15)
+    receiver.begin(KEY, PREFILL, first=1, pages=pages, length=15)
     sender.open(KEY, DECODE)
     for index in range(4):
         assert isinstance(writer.store, MemfdStore)
@@ -179,7 +179,7 @@ def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
     for rid in "ab":
         pages = allocator.alloc(2, Owner.GRANT)
         assert pages is not None
-        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_tokens=7)
+        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, length=7)
     receiver.cancel(("a", 0))
     os.kill(child.process.pid, signal.SIGSTOP)
     receiver.peer_lost(PREFILL)  # the control connection appears to be lost too

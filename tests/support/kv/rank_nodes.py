@@ -120,7 +120,7 @@ class RankNodes:
         assert targets is not None
         self.sources[key] = pages
         self.sender.open(key, DECODE)
-        self.receiver.begin(key, PREFILL, first=0, pages=targets, num_tokens=num_tokens)
+        self.receiver.begin(key, PREFILL, first=0, pages=targets, length=num_tokens)
         return key
 
     def finish(self, key: RequestKey) -> None:

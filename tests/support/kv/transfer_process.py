@@ -204,7 +204,7 @@ class ReceiverEnd(TransferEnd):
         assert pages is not None
         for page in pages:
             self.is_clean[page] = False
-        self.receiver.begin((rid, 0), peer, first=0, pages=pages, num_tokens=num_tokens(num_pages))
+        self.receiver.begin((rid, 0), peer, first=0, pages=pages, length=num_tokens(num_pages))
         self._settle()
 
     def do_hear(self, peer: str, message: str) -> None:
