@@ -39,7 +39,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
         clip_tokens=context.constants.clip,
         max_skip_ahead=config.max_skip_ahead,
         long_prompts=context.long_prompts,
-        window=context.window,
+        kv_window=context.kv_window,
         is_retracted_by_priority=config.is_retracted_by_priority,
         resume_tokens=config.resume_prefill_threshold,
         reserved_tokens=config.num_reserved_decode_tokens,

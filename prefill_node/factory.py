@@ -34,7 +34,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:
         sharing=context.sharing,
         max_skip_ahead=config.max_skip_ahead,
         long_prompts=context.long_prompts,
-        window=context.window,
+        kv_window=context.kv_window,
     )
     sender = Sender(
         ends.writer,
