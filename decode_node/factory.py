@@ -8,7 +8,7 @@ from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import TransportEnds
-from kv_transfer.transports.negotiation import TransportSettings
+from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks.node_transports import NodeTransports
 
 

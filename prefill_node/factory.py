@@ -3,7 +3,7 @@
 from common.node.worker_context import WorkerContext
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import TransportEnds
-from kv_transfer.transports.negotiation import TransportSettings
+from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks.node_transports import NodeTransports
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler

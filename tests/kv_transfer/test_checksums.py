@@ -25,7 +25,7 @@ from kv_transfer.page_slices import copy
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.states import MAX_RESENDS
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from scripts.simulator.service.inprocess_transport import Fault, Wire
 
 KEY = ("r", 0)

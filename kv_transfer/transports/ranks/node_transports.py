@@ -8,7 +8,7 @@ from typing import Literal
 
 from common.cache.page_layout import PageLayout
 from kv_transfer.transports.base import PageStore, ReaderTransport, WriterTransport
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.ranks.reader import RanksReader
 from kv_transfer.transports.ranks.remote import RemoteReader, RemoteWriter
 from kv_transfer.transports.ranks.writer import RanksWriter

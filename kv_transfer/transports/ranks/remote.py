@@ -15,7 +15,7 @@ from common.errors import ConfigError, RankLostError
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.transports.base import Attached, Fenced, PageStore, ReaderTransport, Transport, WriterTransport
-from kv_transfer.transports.negotiation import TransportSettings
+from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks.channel import Answer, Frame, FrameStream, News, Refusal, call_of
 
 #: A rank that does not answer a call for so long is lost.

@@ -30,7 +30,7 @@ from kv_transfer.transports.cuda_ipc import CudaIpcReader, CudaIpcWriter, driver
 from kv_transfer.transports.cuda_ipc.driver import HANDLE_BYTES, UUID_BYTES
 from kv_transfer.transports.cuda_ipc.protocol import NONCE_BYTES, PROBE_BYTES, SharedPool, echo_offset
 from kv_transfer.transports.cuda_ipc.writer import joined
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.shm.protocol import HELLO
 
 ATTACHED = ""

@@ -351,7 +351,7 @@ def test_an_address_of_another_machine_is_refused_with_the_flag_named(store: Mem
 def test_torch_is_not_imported_for_other_transports() -> None:
     program = (
         "import sys; sys.path.insert(0, 'tests'); from support.kv.kv_fakes import MemfdStore;"
-        "from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer;"
+        "from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer;"
         "open_reader(MemfdStore(1), TransportSettings('auto')), open_writer(MemfdStore(1), TransportSettings('tcp'));"
         "sys.exit('torch' in sys.modules)"
     )

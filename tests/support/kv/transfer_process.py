@@ -24,7 +24,7 @@ from kv_transfer.events import Completed, PairLost
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import Attached
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 
 
 def num_tokens(num_pages: int) -> int:
