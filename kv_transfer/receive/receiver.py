@@ -332,13 +332,13 @@ class Receiver:
                 return False
             self._table.prefill_dones[session.key] = (message, now)
             session.apply(ReceiveEvent.PREFILL_DONE)
-        elif not self._on_delivered(session, message):
+        elif not self._on_pages_written(session, message):
             return False
         if session.state is ReceiveState.COMPLETE:
             self._complete(session)
         return True
 
-    def _on_delivered(self, session: ReceiveSession, message: PagesWritten) -> bool:
+    def _on_pages_written(self, session: ReceiveSession, message: PagesWritten) -> bool:
         is_now = message.epoch == session.epoch and session.accepts(ReceiveEvent.DELIVER)
         if not is_now or not session.is_expected(message.indices, message.part, message.num_resends):
             return False

@@ -187,9 +187,9 @@ class DecodeConnections:
             else:
                 self._attached(connection, news)
                 units = connection.mapping.units
-                num_units = units.per_target // units.num_parts
+                num_stretches = units.per_target // units.num_parts
                 answers.append(
-                    (news.peer, Connected(connection.epoch, connection.transport, num_units, connection.why))
+                    (news.peer, Connected(connection.epoch, connection.transport, num_stretches, connection.why))
                 )
         return answers, broken, changed
 

@@ -52,7 +52,7 @@ class CudaIpcReader(ShmReader):
         driver.put(self._probe_at, nonce)
         return SharedPool(driver.uuid, pool, at - base, driver.export(self._probe_at), nonce, area=0)
 
-    def _gift(self) -> bytes:
+    def _pool_info(self) -> bytes:
         self._shared = replace(self._shared, area=(self._shared.area + 1) % NUM_ECHO_AREAS)
         return self._shared.encode()
 

@@ -93,10 +93,10 @@ class CudaIpcWriter(LocalWriter):
         self._copier = CudaDriver(ordinal)  # for the thread that copies
         super().__init__(store)
 
-    def _open(self, connect: Connect, gift: bytes, descriptors: Sequence[int]) -> DevicePool:
+    def _open(self, connect: Connect, pool_info: bytes, descriptors: Sequence[int]) -> DevicePool:
         who = connect.name
         try:
-            shared = SharedPool.decode(gift)
+            shared = SharedPool.decode(pool_info)
         except ValueError as error:
             raise AttachError(f"what {who} sent over its socket is no pool of cuda-ipc: {error}") from error
         if descriptors:

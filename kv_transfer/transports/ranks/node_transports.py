@@ -27,6 +27,7 @@ class NodeTransports:
         first: the end that the role always needs, which is opened at once.
         layout: of whole pages; None: this is the only rank.
         others: the other ranks.
+
     Raises:
         ConfigError: as ``open_reader``.
     """

@@ -120,6 +120,7 @@ class _RemoteEnd(Transport):
         connection: to a process that serves ``serve_rank``.
         own: the pool of rank 0, which has the same size and layout as that of the other rank.
         rank: whose transports these are.
+
     Raises:
         ConfigError: the transport that was asked for is not available there.
         RankLostError: the rank does not answer.

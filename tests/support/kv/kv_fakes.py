@@ -197,7 +197,7 @@ class TransferPair:
         self.receiver.poll(self.now)
         self.settle()
 
-    # ---- connections and messages---------------------------------------------------------------------------------
+    # ---- connections and messages --------------------------------------------------------------------------------
 
     def connect(self, *name: str) -> None:
         """Connect both ends, from the offer to the reply."""
