@@ -9,7 +9,8 @@ from common.config.node import NodeConfig
 from common.config.shared import IN_PROCESS, UCX
 from common.errors import ConfigError
 from common.wire.address import is_loopback
-from kv_transfer.transports.base import PageStore, ReaderTransport, Transport, WriterTransport
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import ReaderTransport, Transport, WriterTransport
 from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 from kv_transfer.transports.nixl.devices import restrict_to
 from kv_transfer.transports.shm import ShmReader, ShmWriter

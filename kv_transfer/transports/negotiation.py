@@ -20,15 +20,8 @@ import msgspec
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.transports.base import (
-    Attached,
-    AttachError,
-    Fenced,
-    PageStore,
-    ReaderTransport,
-    Transport,
-    WriterTransport,
-)
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, AttachError, Fenced, ReaderTransport, Transport, WriterTransport
 from kv_transfer.transports.broken_transports import BrokenTransports
 
 T = TypeVar("T", bound=Transport)

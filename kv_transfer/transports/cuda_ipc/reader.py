@@ -5,7 +5,8 @@ import secrets
 from dataclasses import replace
 
 from common.errors import ConfigError
-from kv_transfer.transports.base import InPlace, PageStore
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import InPlace
 from kv_transfer.transports.cuda_ipc.driver import CudaDriver, DriverError
 from kv_transfer.transports.cuda_ipc.protocol import NONCE_BYTES, NUM_ECHO_AREAS, PROBE_BYTES, SharedPool
 from kv_transfer.transports.shm.reader import ShmReader

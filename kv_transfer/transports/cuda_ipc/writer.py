@@ -8,7 +8,8 @@ from common.cache.page_layout import PageLayout
 from common.errors import ConfigError
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import AttachError, PageStore
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import AttachError
 from kv_transfer.transports.cuda_ipc.driver import Allocation, CudaDriver, DriverError, UnknownEndError
 from kv_transfer.transports.cuda_ipc.protocol import NONCE_BYTES, PROBE_BYTES, SharedPool, echo_offset
 from kv_transfer.transports.cuda_ipc.reader import HOST_POOL

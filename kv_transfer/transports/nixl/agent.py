@@ -45,7 +45,8 @@ from typing import Any
 from common.config.shared import UCX
 from common.errors import ConfigError, needs_extra
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import PageStore, address_of
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import address_of
 from kv_transfer.transports.nixl.peer_state import Kind, MemoryRegion, PeerState
 from kv_transfer.transports.silence import ConnectionInfo
 

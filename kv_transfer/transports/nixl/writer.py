@@ -22,7 +22,8 @@ from typing import Any
 from common.config.shared import UCX
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, AttachError, WriterTransport, stage
 from kv_transfer.transports.nixl.agent import CLOSE_TIMEOUT_S, Agent, ProbeMemory, is_of_agent
 from kv_transfer.transports.nixl.handshake import Handshake
 from kv_transfer.transports.nixl.peer_state import PeerState, Write, opened

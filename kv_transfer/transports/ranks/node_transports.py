@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Literal
 
 from common.cache.page_layout import PageLayout
-from kv_transfer.transports.base import PageStore, ReaderTransport, WriterTransport
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import ReaderTransport, WriterTransport
 from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.ranks.reader import RanksReader
 from kv_transfer.transports.ranks.remote import RemoteReader, RemoteWriter

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from common.errors import ConfigError, RankLostError
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.transports.base import Attached, Fenced, PageStore, ReaderTransport, Transport, WriterTransport
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, Fenced, ReaderTransport, Transport, WriterTransport
 from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks.channel import Answer, Frame, FrameStream, News, Refusal, call_of
 

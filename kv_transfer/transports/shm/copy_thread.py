@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from kv_transfer.page_slices import SlicePair, copy
-from kv_transfer.transports.base import PageStore, address_of, stage
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import address_of, stage
 
 log = logging.getLogger(__name__)
 

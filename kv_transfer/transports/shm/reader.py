@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import ConfigError
-from kv_transfer.transports.base import Fenced, PageStore, ReaderTransport
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Fenced, ReaderTransport
 from kv_transfer.transports.pending_connections import PendingConnection, PendingConnections
 from kv_transfer.transports.shm.protocol import DETACHED, HELLO, MAGIC, TOKEN_BYTES, peer_credentials
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, node_of
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, AttachError, WriterTransport, node_of
 from kv_transfer.transports.shm.copy_thread import CopyThread, MappedPool, PeerPool
 from kv_transfer.transports.shm.protocol import (
     DETACHED,

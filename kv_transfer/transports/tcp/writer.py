@@ -21,7 +21,8 @@ from common.errors import ConfigError
 from common.wire.address import is_address
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair, whole_pages
-from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, AttachError, WriterTransport, stage
 from kv_transfer.transports.silence import LATE_S, LOOK_PAUSE_S, LOST, has_silent
 from kv_transfer.transports.tcp.alarm import Alarm
 from kv_transfer.transports.tcp.protocol import (
