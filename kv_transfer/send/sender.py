@@ -262,7 +262,7 @@ class Sender:
         if tombstone is not None:
             self._answer_closed(peer, key, tombstone)
             return
-        session = self._table.granted(peer, key, self._now)
+        session = self._table.for_grant(peer, key, self._now)
         if isinstance(session, TransferEnd):
             self._totals["refused_grants"] += 1
             self._answer_and_remember(peer, key, session)

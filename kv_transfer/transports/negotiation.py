@@ -26,8 +26,8 @@ from kv_transfer.transports.broken_transports import BrokenTransports
 
 T = TypeVar("T", bound=Transport)
 
-#: How long a transport may take to attach a pair again while there are others to try: the decode node waits for the
-#: answer to such an offer for ``ANSWER_S`` (``kv_transfer.receive.connections``), less than some take to give up.
+#: Seconds that a transport may take to attach a pair again while there are others to try. Some take longer to give up
+#: than the decode node waits for the answer to such an offer (``kv_transfer.receive.connections.ANSWER_S``).
 PATIENCE_S = 5.0
 
 
