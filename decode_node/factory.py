@@ -8,7 +8,7 @@ from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import TransportEnds
-from kv_transfer.transports.negotiation import TransportSettings
+from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks.node_transports import NodeTransports
 
 
@@ -39,7 +39,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
         clip_tokens=context.constants.clip,
         max_skip_ahead=config.max_skip_ahead,
         long_prompts=context.long_prompts,
-        window=context.window,
+        kv_window=context.kv_window,
         is_retracted_by_priority=config.is_retracted_by_priority,
         resume_tokens=config.resume_prefill_threshold,
         reserved_tokens=config.num_reserved_decode_tokens,

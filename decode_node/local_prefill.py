@@ -26,7 +26,7 @@ class LocalPrefill:
 
     Args:
         queue: of the requests that wait for pages.
-        window: which pages a request needs.
+        kv_window: which pages a request needs.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LocalPrefill:
         ordering: RequestOrdering,
         queue: PreallocQueue,
         preemptor: Preemptor,
-        window: KVWindow,
+        kv_window: KVWindow,
     ) -> None:
         self._cache = cache
         self._allocator = allocator
@@ -48,7 +48,7 @@ class LocalPrefill:
         self._ordering = ordering
         self._queue = queue
         self._preemptor = preemptor
-        self._window = window
+        self._kv_window = kv_window
         self._long_prompts = LongPrompts(
             limits.long_prompts,
             ordering,
@@ -155,5 +155,5 @@ class LocalPrefill:
             reserve_output=bool(holders),
             running=holders,
             ratio=ratio,
-            window=self._window,
+            kv_window=self._kv_window,
         )

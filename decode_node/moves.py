@@ -15,7 +15,8 @@ from common.cache.page_allocator import PageAllocator
 from common.errors import BatonError, ErrorCode, invariant
 from common.request import Request, RequestKey
 from common.wire.messages import AttachFailed, Connect, Failed, Message, Move, PairState, PrefillDone, Resume
-from kv_transfer.send.sender import Reason, Sender
+from kv_transfer.send.sender import Sender
+from kv_transfer.send.tombstones import Reason
 
 log = logging.getLogger(__name__)
 

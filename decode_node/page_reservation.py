@@ -49,8 +49,8 @@ class AllocationFailure(Enum):
 class PageReservations:
     """The reservations of one decode node, by request."""
 
-    def __init__(self, cache: RadixCache, allocator: PageAllocator, window: KVWindow) -> None:
-        self.window = window
+    def __init__(self, cache: RadixCache, allocator: PageAllocator, kv_window: KVWindow) -> None:
+        self.kv_window = kv_window
         self._cache = cache
         self._allocator = allocator
         self.by_key: dict[RequestKey, Reservation] = {}
@@ -70,7 +70,7 @@ class PageReservations:
         Args:
             is_here: the others are computed here, and not received.
         """
-        if not self.window.is_cached(request.num_decodable):
+        if not self.kv_window.is_cached(request.num_decodable):
             return Match([], 0, TreeNode(None, b"", []))
         received_from = None if is_here else self._received_from(request)
         tokens = packed_tokens(request, request.num_decodable)
@@ -79,7 +79,7 @@ class PageReservations:
     def _received_from(self, request: Request) -> int | None:
         """See ``WindowPages.num_usable``."""
         windows = self._allocator.windows
-        return None if windows is None else windows.window.first_seen(request.num_decodable)
+        return None if windows is None else windows.kv_window.first_seen(request.num_decodable)
 
     def num_pages(self, request: Request) -> int:
         """Pages of all tokens that it takes to decode the request's next token."""
@@ -87,7 +87,7 @@ class PageReservations:
 
     def num_pending(self, request: Request) -> int:
         """How many of those pages are being received for another request."""
-        if not self.window.is_cached(request.num_decodable):
+        if not self.kv_window.is_cached(request.num_decodable):
             return 0
         tokens, received_from = packed_tokens(request, request.num_decodable), self._received_from(request)
         return self._cache.num_pending(tokens, request.salt, received_from=received_from)
@@ -140,7 +140,7 @@ class PageReservations:
         if match.pending is not None:
             return AllocationFailure.PREFIX_PENDING
         num_pages = self.num_pages(request)
-        first = max(len(match.pages), self.window.first_held(request.num_decodable))
+        first = max(len(match.pages), self.kv_window.first_held(request.num_decodable))
         num_needed = num_pages - first
         self._cache.lock(match.node)
         room_in_last = num_pages * self.page_size - request.num_decodable
@@ -157,7 +157,7 @@ class PageReservations:
         reservation = Reservation(first, len(match.pages), pages, num_pages)
         self.by_key[request.key] = reservation
         request.node = match.node
-        request.is_wrapped = not self.window.is_cached(request.num_decodable)
+        request.is_wrapped = not self.kv_window.is_cached(request.num_decodable)
         request.pages = (pages[:1] * first if request.is_wrapped else match.pages) + pages
         if self._allocator.windows is not None:
             self._allocator.windows.take_grant(request)

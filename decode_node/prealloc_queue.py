@@ -48,7 +48,7 @@ class DecodeLimits:
             computes it here in any case.
         reserved_tokens: room kept for each request's further output; None keeps as much as it is expected to need.
         long_prompts: how long prompts that are computed here share steps with others.
-        window: which pages a request needs; None: all.
+        kv_window: which pages a request needs; None: all.
     """
 
     max_running: int
@@ -66,7 +66,7 @@ class DecodeLimits:
     resume_tokens: int | None = None
     reserved_tokens: int | None = None
     long_prompts: LongPromptLimits = field(default_factory=LongPromptLimits)
-    window: KVWindow | None = None
+    kv_window: KVWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class PreallocQueue:
         """Whether the request is new and is computed here with the cache, so that it may use another one's prefix."""
         if self._table.states[request.key] is not State.WAITING or not self.is_computed_here(request):
             return False
-        return self._reservations.window.is_cached(request.num_tokens)
+        return self._reservations.kv_window.is_cached(request.num_tokens)
 
     def sharing(self) -> InBatchPrefixes:
         """The prefixes that are being computed here and that other requests may wait for."""
@@ -276,7 +276,7 @@ class PreallocQueue:
 
     def expected(self, requests: Sequence[Request]) -> int:
         """Output tokens that these requests together are expected to need still."""
-        return expected_tokens(requests, *self.expectation(), self._reservations.window)
+        return expected_tokens(requests, *self.expectation(), self._reservations.kv_window)
 
     def _spare_tokens(self, request: Request, ahead: Sequence[Request]) -> int:
         """Tokens that must stay available beyond the prompt's pages if ``request`` gets them.
@@ -298,21 +298,21 @@ class PreallocQueue:
 
         For a request that waits for a prefix in transfer: for it to be received once the prefix is there.
         """
-        page_size, window = self._reservations.page_size, self._reservations.window
-        num_tokens = window.num_pages(request.num_tokens) * page_size - self._num_outside(request)
+        page_size, kv_window = self._reservations.page_size, self._reservations.kv_window
+        num_tokens = kv_window.num_pages(request.num_tokens) * page_size - self._num_outside(request)
         if not self.is_computed_here(request):
             num_tokens -= self._reservations.num_pending(request) * page_size
         clip = max(self._limits.clip_tokens, self._limits.reserved_tokens or 0)
-        return num_tokens + math.ceil(expected_room(request, 1.0, clip, window)) + 1
+        return num_tokens + math.ceil(expected_room(request, 1.0, clip, kv_window)) + 1
 
     def _num_outside(self, request: Request) -> int:
         """Tokens for which the request needs no pages at its admission, in whole pages."""
-        window = self._reservations.window
-        if not window.is_bounded or window.is_cached(request.num_tokens):
+        kv_window = self._reservations.kv_window
+        if not kv_window.is_bounded or kv_window.is_cached(request.num_tokens):
             return 0
-        num_pages = window.first_held(request.num_decodable)
+        num_pages = kv_window.first_held(request.num_decodable)
         if self.is_computed_here(request):
-            num_pages = window.num_pages(request.num_tokens) - window.pages_to_compute(request.num_tokens)
+            num_pages = kv_window.num_pages(request.num_tokens) - kv_window.pages_to_compute(request.num_tokens)
         return num_pages * self._reservations.page_size
 
     def lacks_pages(self, request: Request, without: Sequence[Request] = ()) -> bool:

@@ -381,7 +381,7 @@ class DecodeRole:
             first=allocator.num_sent(first, num_tokens),
             num_cached=allocator.num_sent(reservation.num_cached, num_tokens),
             pages=allocator.to_transfer(reservation.pages, first, num_tokens),
-            num_tokens=allocator.transfer_length(num_tokens),
+            length=allocator.transfer_length(num_tokens),
         )
 
     def _ask_again(self, request: Request, source: str, now: float) -> None:

@@ -117,12 +117,12 @@ class DecodeScheduler:
         self._ordering = ordering
         self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
-        self._window = limits.window or KVWindow(cache.page_size)
-        self._capacity = self._window.max_tokens(allocator.num_pages)
+        self._kv_window = limits.kv_window or KVWindow(cache.page_size)
+        self._capacity = self._kv_window.max_tokens(allocator.num_pages)
         self._table = RequestTable(limits.max_running, WaitingQueue(ordering, cache))
         self.grammars = self._table.grammars
         self._deadlines = Deadlines(self._table.requests)
-        self._reservations = PageReservations(cache, allocator, self._window)
+        self._reservations = PageReservations(cache, allocator, self._kv_window)
         self._queue = PreallocQueue(
             self._reservations, self._table, ordering, limits=limits, ratio=ratio, is_connected=is_connected
         )
@@ -142,7 +142,7 @@ class DecodeScheduler:
             ordering=ordering,
             queue=self._queue,
             preemptor=self._preemptor,
-            window=self._window,
+            kv_window=self._kv_window,
         )
         self.decisions = self._queue.decisions
         self._totals = {"budget_rows": 0, "budget_rows_used": 0, "resumed_tokens_computed": 0}
@@ -467,7 +467,7 @@ class DecodeScheduler:
         full = [r for r in self._growing() if len(r.pages) * page_size <= r.num_scheduled]
         for request in self._ordering.by_effective_priority(full):
             while request.key in self._table.running and len(request.pages) * page_size <= request.num_scheduled:
-                if reuse_page(self._window, request):
+                if reuse_page(self._kv_window, request):
                     grown.append(request)
                 elif pages := self._allocate_page(num_awaited):
                     request.pages += pages
@@ -566,7 +566,7 @@ class DecodeScheduler:
         """
         if len(self._steps) != 1 or self._joining or self._stopping or self._effects or self._queue.short:
             return None
-        if self._window.is_bounded or self._allocator.windows is not None:
+        if self._kv_window.is_bounded or self._allocator.windows is not None:
             return None  # ``repeat`` knows nothing of pages that are used again
         (step,) = self._steps
         rows, table = step.rows, self._table

@@ -13,6 +13,9 @@ from typing import NamedTuple
 from common.cache.page_layout import PageLayout, kv_heads_of
 from kv_transfer.page_slices import PageSlice, SlicePair
 
+#: The most units of a page: a prefill node keeps a slice pair of each, for every decode node.
+MAX_UNITS = 4_096
+
 
 class HeadPart(NamedTuple):
     """The KV heads that one rank of the prefill node sends to one rank of the decode node."""
@@ -62,9 +65,9 @@ class Units:
     per_target: int = 1
     num_parts: int = 1
 
-    def count(self, num_tokens: int) -> int:
-        """Units of a prompt, including those of a partly filled last page."""
-        return -(-num_tokens // self.tokens) * self.num_parts
+    def count(self, length: int) -> int:
+        """Units of a transfer of this length in tokens, including those of a partly filled last page."""
+        return -(-length // self.tokens) * self.num_parts
 
     def num_target_pages(self, num_units: int) -> int:
         """Pages of the decode node that so many units fill, including a partly filled last one."""
@@ -80,6 +83,22 @@ def units_of(source_size: int, target_size: int, num_parts: int = 1) -> Units:
     tokens = min(source_size, target_size)
     assert max(source_size, target_size) % tokens == 0
     return Units(tokens, source_size // tokens * num_parts, target_size // tokens * num_parts, num_parts)
+
+
+def units_conflict(ours: PageLayout, theirs: PageLayout, *, num_sources: int, num_targets: int) -> str:
+    """Why the pages of two nodes would have too many units, as a sentence; empty if they do not.
+
+    Args:
+        ours, theirs: layouts of whole pages, between which there is no ``layout_conflict``.
+        num_sources, num_targets: ranks of the two nodes.
+    """
+    num_parts = len(head_parts(ours.num_kv_heads, num_sources, num_targets))
+    units = units_of(ours.page_size, theirs.page_size, num_parts)
+    most = max(units.per_source, units.per_target)
+    if most <= MAX_UNITS:
+        return ""
+    sizes = f"page_size {theirs.page_size} and num_ranks {num_targets} there, {ours.page_size} and {num_sources} here"
+    return f"a page would come in {most} parts ({sizes}), and {MAX_UNITS} is the most"
 
 
 def target_parts(
@@ -140,8 +159,8 @@ class PageMapping:
         if count == 1:
             self.slice_pairs = (None,)
 
-    def max_target_pages(self, num_tokens: int | None, max_source_pages: int) -> int:
-        """Pages of the decode node that a prompt can fill: of ``num_tokens`` or, if None, of the longest here."""
-        if num_tokens is not None:
-            return self.theirs.num_pages(num_tokens)
+    def max_target_pages(self, length: int | None, max_source_pages: int) -> int:
+        """Pages of the decode node that a transfer of this length in tokens can fill; None: the longest one."""
+        if length is not None:
+            return self.theirs.num_pages(length)
         return self.units.num_target_pages(max_source_pages * self.units.per_source)

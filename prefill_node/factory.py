@@ -3,7 +3,7 @@
 from common.node.worker_context import WorkerContext
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import TransportEnds
-from kv_transfer.transports.negotiation import TransportSettings
+from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks.node_transports import NodeTransports
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
@@ -34,7 +34,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:
         sharing=context.sharing,
         max_skip_ahead=config.max_skip_ahead,
         long_prompts=context.long_prompts,
-        window=context.window,
+        kv_window=context.kv_window,
     )
     sender = Sender(
         ends.writer,

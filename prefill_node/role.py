@@ -44,7 +44,8 @@ from common.wire.messages import (
     Resume,
     Spans,
 )
-from kv_transfer.send.sender import Reason, Sender
+from kv_transfer.send.sender import Sender
+from kv_transfer.send.tombstones import Reason
 from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted, SamplingFailed
 
 #: Monotonic totals of the role itself. ``prompt_tokens`` counts the prompts whose first token was sampled here, and

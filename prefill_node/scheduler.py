@@ -62,7 +62,7 @@ class PrefillLimits:
         sharing: when a prompt waits for a prefix that another request is computing.
         max_skip_ahead: smaller prompts that may overtake a prompt that lacks pages.
         long_prompts: how long prompts share steps with others.
-        window: which pages a request needs; None: all.
+        kv_window: which pages a request needs; None: all.
     """
 
     max_running: int
@@ -75,7 +75,7 @@ class PrefillLimits:
     sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
     max_skip_ahead: int = MAX_SKIP_AHEAD
     long_prompts: LongPromptLimits = field(default_factory=LongPromptLimits)
-    window: KVWindow | None = None
+    kv_window: KVWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class PrefillScheduler:
         self._slots = SlotPool(limits.max_running)
         self._steps: OutstandingSteps[list[Chunk]] = OutstandingSteps(allocator)
         self._effects: list[Effect] = []
-        self._window = limits.window or KVWindow(cache.page_size)
+        self._kv_window = limits.kv_window or KVWindow(cache.page_size)
         self._made_room_for: RequestKey = ("", 0)  # the request that pages were last taken for
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class PrefillScheduler:
         if context is not None and len(request.prompt) >= context:
             message = f"the prompt has {len(request.prompt)} tokens, the context is {context}, output included"
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param="prompt")
-        capacity = self._window.max_tokens(self._allocator.num_pages)
+        capacity = self._kv_window.max_tokens(self._allocator.num_pages)
         if len(request.prompt) > capacity:
             message = f"the prompt has {len(request.prompt)} tokens and the prefill node's pool holds {capacity}"
             raise RequestError(ErrorCode.POOL_TOO_SMALL, message + " (--max-total-tokens)", param="prompt")
@@ -323,7 +323,7 @@ class PrefillScheduler:
             *(self._cache, self._allocator, budgets),
             max_requests=self._limits.max_requests,
             reserve_output=False,
-            window=self._window,
+            kv_window=self._kv_window,
             decodes=False,
         )
 
@@ -496,10 +496,10 @@ class PrefillScheduler:
         A request that would be computed in a ring needs the pages of the ring, and has no prefix.
         """
         match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
-        length = request.num_tokens
-        if self._window.prefers_ring(length, match, self._allocator.num_pages):
-            return self._window.pages_to_compute(length), TreeNode(None, b"", [])
-        return self._window.num_pages(length) - len(match.pages), match.node
+        num_tokens = request.num_tokens
+        if self._kv_window.prefers_ring(num_tokens, match, self._allocator.num_pages):
+            return self._kv_window.pages_to_compute(num_tokens), TreeNode(None, b"", [])
+        return self._kv_window.num_pages(num_tokens) - len(match.pages), match.node
 
     def _retract(self, request: Request, now: float, reason: str, other: Request) -> None:
         """Take the pages back and queue the request first again. Its KV stays cached while there is room."""

@@ -52,9 +52,9 @@ class KVWindow:
         if tokens is None:
             return cls(page_size)
         tokens = max(tokens, 2)
-        window = cls(page_size, tokens, chunk_tokens or UNBOUNDED, tokens - 1)
-        uncached = replace(window, cached_tokens=0)
-        return uncached if uncached.max_held <= num_pages < window.max_held else window
+        kv_window = cls(page_size, tokens, chunk_tokens or UNBOUNDED, tokens - 1)
+        uncached = replace(kv_window, cached_tokens=0)
+        return uncached if uncached.max_held <= num_pages < kv_window.max_held else kv_window
 
     @property
     def is_bounded(self) -> bool:
@@ -147,12 +147,12 @@ def ring_table(ring: Sequence[int], num_pages: int) -> list[int]:
     return list(islice(cycle(ring), num_pages))
 
 
-def reuse_page(window: KVWindow, request: Request) -> bool:
+def reuse_page(kv_window: KVWindow, request: Request) -> bool:
     """Append the request's oldest own page to its table if no further token sees it. False: the request has none."""
-    if not window.is_bounded or not request.own:
+    if not kv_window.is_bounded or not request.own:
         return False
     end = len(request.pages) - len(request.own) + 1  # of the page, in pages
-    if end > window.first_seen(request.num_scheduled):
+    if end > kv_window.first_seen(request.num_scheduled):
         return False
     page = request.own.pop(0)
     request.own.append(page)

@@ -80,7 +80,7 @@ class WindowPages:
         chunk_tokens: most tokens of one request that a step computes.
 
     Attributes:
-        window: of the window layer that sees most.
+        kv_window: of the window layer that sees most.
         num_reserved: pages that requests can hold.
         num_idle, num_lingering: pages that no request holds: with a full page, and freed while a step may use them.
     """
@@ -95,7 +95,7 @@ class WindowPages:
         self.num_reserved = 0
         self.num_idle = 0
         self.num_lingering = 0
-        self.window = KVWindow(page_size, max(groups.window, 2), chunk_tokens)
+        self.kv_window = KVWindow(page_size, max(groups.window, 2), chunk_tokens)
         self._base = num_full_pages * groups.full_slabs
         self._page_of = [-1] * num_full_pages
         self._holds = [0] * num_full_pages
@@ -118,7 +118,7 @@ class WindowPages:
         Args:
             decodes: it goes on with its output.
         """
-        most = self._most_held(request.num_tokens, self.window.chunk_tokens)
+        most = self._most_held(request.num_tokens, self.kv_window.chunk_tokens)
         return max(most, self.needs_to_decode(request)) if decodes else most
 
     def needs_to_decode(self, request: Request) -> int:
@@ -129,7 +129,7 @@ class WindowPages:
         return self._most_held(request.num_tokens + request.num_left, 1 + MAX_UNCOMMITTED)
 
     def _most_held(self, num_tokens: int, num_new: int) -> int:
-        return min(self.window.num_pages(num_tokens), self.window.max_span(num_new), self.num_pages)
+        return min(self.kv_window.num_pages(num_tokens), self.kv_window.max_span(num_new), self.num_pages)
 
     @property
     def num_free(self) -> int:
@@ -159,7 +159,7 @@ class WindowPages:
                 num_present, end = 0, index
                 continue
             num_present += 1
-            if num_present == self.window.num_seen:
+            if num_present == self.kv_window.num_seen:
                 break
         return end
 
@@ -170,15 +170,15 @@ class WindowPages:
         assert not request.window_reserved and count <= self.num_unreserved
         request.window_reserved = count
         self.num_reserved += count
-        request.window_first = request.window_end = self.window.first_seen(num_cached)
+        request.window_first = request.window_end = self.kv_window.first_seen(num_cached)
 
     def advance(self, request: Request, start: int, end: int) -> None:
         """Hold the pages that a step needs which computes the tokens at positions ``start .. end - 1``, and no others.
 
         A page that is given up may be used again at once: steps run one after another.
         """
-        self._give_up(request, self.window.first_seen(start))
-        for page in request.pages[request.window_end : self.window.num_pages(end)]:
+        self._give_up(request, self.kv_window.first_seen(start))
+        for page in request.pages[request.window_end : self.kv_window.num_pages(end)]:
             if self._page_of[page] < 0:
                 assert request.window_end >= start // self.page_size, "a page that was computed has no window page"
                 self._page_of[page] = self._take()
@@ -194,7 +194,7 @@ class WindowPages:
         Args:
             decodes: the request goes on here; otherwise nothing more is computed of it.
         """
-        self._give_up(request, self.window.first_seen(num_tokens))
+        self._give_up(request, self.kv_window.first_seen(num_tokens))
         count = request.window_end - request.window_first
         if decodes:
             count = max(count, self.needs_to_decode(request))
@@ -291,7 +291,7 @@ class WindowPages:
         held = cached[request.window_first :]
         for page in held:
             self._hold(page)
-        num_new = self.window.num_pages(num_tokens) - max(request.window_first, len(cached))
+        num_new = self.kv_window.num_pages(num_tokens) - max(request.window_first, len(cached))
         while len(self._free) + self.num_lingering < num_new and self.num_idle:
             self._put(self._evict(), last_step)
         self._num_awaited = num_new if len(self._free) < num_new else 0
@@ -392,12 +392,12 @@ class WindowPages:
 
     def num_slabs(self, num_pages: int, num_tokens: int) -> int:
         """Slabs that a transfer of a prompt of ``num_tokens`` ships of its first ``num_pages`` pages."""
-        num_windowed = max(0, num_pages - self.window.first_seen(num_tokens))
+        num_windowed = max(0, num_pages - self.kv_window.first_seen(num_tokens))
         return self.groups.num_slabs(num_pages, num_windowed)
 
     def transfer_length(self, num_tokens: int) -> int:
         """The length of the transfer of a prompt: a page of tokens for each slab."""
-        return self.num_slabs(self.window.num_pages(num_tokens), num_tokens) * self.page_size
+        return self.num_slabs(self.kv_window.num_pages(num_tokens), num_tokens) * self.page_size
 
     def slabs(self, pages: Sequence[int], first: int, num_tokens: int) -> list[int]:
         """The slabs that a transfer ships of pages from index ``first`` of a prompt on, in the order of the prompt."""
@@ -405,7 +405,7 @@ class WindowPages:
         full, windowed, first_windowed = (
             self.groups.full_slabs,
             self.groups.window_slabs,
-            self.window.first_seen(num_tokens),
+            self.kv_window.first_seen(num_tokens),
         )
         for index, page in enumerate(pages, first):
             if index >= first_windowed:

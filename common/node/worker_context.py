@@ -64,7 +64,7 @@ class WorkerContext:
         return prefix_limits_from_environ(self.environ)
 
     @property
-    def window(self) -> KVWindow:
+    def kv_window(self) -> KVWindow:
         """Which pages a request of this model needs in this role."""
         capacity, page_size = self.capacity, self.config.page_size
         most_at_once = capacity.alignment.most_at_once(capacity.chunk_tokens, page_size)
@@ -75,7 +75,7 @@ class WorkerContext:
     @property
     def longest_tokens(self) -> int:
         """Prompt and output of the longest request that the pool can serve."""
-        longest = self.window.max_tokens(self.allocator.num_pages)
+        longest = self.kv_window.max_tokens(self.allocator.num_pages)
         context_length = self.capacity.context_length
         return longest if context_length is None or longest < UNBOUNDED else context_length
 
@@ -88,8 +88,8 @@ class WorkerContext:
     @property
     def most_held_tokens(self) -> int:
         """Tokens of the pool that one request holds at most, however long it gets; 0: all of its tokens."""
-        window = self.window
-        return window.max_held * window.page_size if window.is_bounded else 0
+        kv_window = self.kv_window
+        return kv_window.max_held * kv_window.page_size if kv_window.is_bounded else 0
 
     @property
     def long_prompts(self) -> LongPromptLimits:

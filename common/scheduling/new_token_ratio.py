@@ -92,16 +92,16 @@ def expected_left(request: Request, ratio: float, clip: int) -> float:
     return min(num_left, num_predicted) if num_predicted > 0 else num_left * ratio
 
 
-def expected_room(request: Request, ratio: float, clip: int, window: KVWindow) -> float:
+def expected_room(request: Request, ratio: float, clip: int, kv_window: KVWindow) -> float:
     """Tokens of room that a request is still expected to need for its output."""
     num_left = expected_left(request, ratio, clip)
-    return min(num_left, window.room_left(request)) if window.is_bounded else num_left
+    return min(num_left, kv_window.room_left(request)) if kv_window.is_bounded else num_left
 
 
-def expected_tokens(requests: Iterable[Request], ratio: float, clip: int, window: KVWindow = NO_WINDOW) -> int:
+def expected_tokens(requests: Iterable[Request], ratio: float, clip: int, kv_window: KVWindow = NO_WINDOW) -> int:
     """Tokens of room that all these requests together are still expected to need, rounded up."""
-    if window.is_bounded:
-        return math.ceil(sum(expected_room(request, ratio, clip, window) for request in requests))
+    if kv_window.is_bounded:
+        return math.ceil(sum(expected_room(request, ratio, clip, kv_window) for request in requests))
     return math.ceil(sum(expected_left(request, ratio, clip) for request in requests))
 
 

@@ -147,7 +147,7 @@ class PrefillAdder:
         running: requests that decode on this node, for the proof of ``ignore_eos_admission``. ``budgets`` already
             accounts for their expected needs.
         ratio: the share of its remaining output that a request without ``ignore_eos`` is expected to produce.
-        window: of the model; None: its layers see all tokens.
+        kv_window: of the model; None: its layers see all tokens.
         decodes: requests go on with their output on this node.
     """
 
@@ -162,7 +162,7 @@ class PrefillAdder:
         reserve_output: bool,
         running: Sequence[Request] = (),
         ratio: float = 1.0,
-        window: KVWindow | None = None,
+        kv_window: KVWindow | None = None,
         decodes: bool = True,
     ) -> None:
         self.chunks: list[Chunk] = []
@@ -181,7 +181,7 @@ class PrefillAdder:
         self._reserve_output = reserve_output
         self._running = running
         self._ratio = ratio
-        self._window = window or KVWindow(cache.page_size)
+        self._kv_window = kv_window or KVWindow(cache.page_size)
         self._decodes = decodes
 
     @property
@@ -224,14 +224,16 @@ class PrefillAdder:
             return AddResult.OTHER
         if self.total_left <= 0 and not self._proves(request):
             return AddResult.NO_TOKEN
-        window, length = self._window, request.num_tokens
-        if window.is_cached(length):
+        kv_window, num_tokens = self._kv_window, request.num_tokens
+        if kv_window.is_cached(num_tokens):
             match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
-            result = self._add(request, match, window.num_pages(length) - len(match.pages), most)
-            if result is not AddResult.NO_TOKEN or not window.prefers_ring(length, match, self._allocator.num_pages):
+            result = self._add(request, match, kv_window.num_pages(num_tokens) - len(match.pages), most)
+            if result is not AddResult.NO_TOKEN:
+                return result
+            if not kv_window.prefers_ring(num_tokens, match, self._allocator.num_pages):
                 return result
         nothing = Match([], 0, TreeNode(None, b"", []))
-        return self._add(request, nothing, window.pages_to_compute(length), most, is_ring=True)
+        return self._add(request, nothing, kv_window.pages_to_compute(num_tokens), most, is_ring=True)
 
     def _add(
         self, request: Request, match: Match, num_pages: int, most: int | None, *, is_ring: bool = False
@@ -352,7 +354,7 @@ class PrefillAdder:
         if not others:
             return True  # the only request gains nothing by waiting
         num_private = count + num_private_pages(match.node)
-        num_held, max_pages = self._window.num_pages(request.num_tokens), self._window.max_pages(request)
+        num_held, max_pages = self._kv_window.num_pages(request.num_tokens), self._kv_window.max_pages(request)
         # Chunking may make it end later than its token count says, so it counts as late.
         mine = Growth(
             *(request.num_tokens, num_held, self._expected(request), num_private), is_late=True, max_pages=max_pages
@@ -361,7 +363,8 @@ class PrefillAdder:
         return fits([*others, mine], num_available, self.page_size)
 
     def _growth(self, request: Request, *, is_late: bool) -> Growth:
-        return Growth.of(request, self._expected(request), is_late=is_late, max_pages=self._window.max_pages(request))
+        max_pages = self._kv_window.max_pages(request)
+        return Growth.of(request, self._expected(request), is_late=is_late, max_pages=max_pages)
 
     def _expected(self, request: Request) -> int:
         """Output tokens that a request will produce (``ignore_eos``) or is expected to produce."""
@@ -372,10 +375,10 @@ class PrefillAdder:
     def _reserve(self, request: Request) -> int:
         if not self._reserve_output:
             return 0
-        return math.ceil(expected_room(request, 1.0, self._clip, self._window))
+        return math.ceil(expected_room(request, 1.0, self._clip, self._kv_window))
 
     def _admit(self, request: Request, match: Match, own: list[int], *, is_ring: bool) -> None:
-        num_pages = self._window.num_pages(request.num_tokens)
+        num_pages = self._kv_window.num_pages(request.num_tokens)
         request.pages = ring_table(own, num_pages) if is_ring else match.pages + own
         request.own = request.pages[num_pages - len(own) :]
         request.is_wrapped = is_ring

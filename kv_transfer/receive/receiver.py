@@ -117,20 +117,20 @@ class Receiver:
         *,
         first: int,
         pages: Sequence[int],
-        num_tokens: int,
+        length: int,
         num_cached: int | None = None,
     ) -> None:
-        """Expect a transfer of ``num_tokens`` from this peer; its pages from index ``first`` on go to ``pages``.
+        """Expect a transfer from this peer; its pages from index ``first`` on go to ``pages``.
 
         ``pages`` are owned as ``GRANT``, one for each that the prompt lacks. They are granted as soon as the prefill
         node is connected.
 
         Args:
-            num_tokens: tokens of the prompt; more where it has slabs: see ``PageAllocator.transfer_length``.
+            length: of the transfer, in tokens: see ``PageAllocator.transfer_length``.
             num_cached: how many of the pages before ``first`` are cached here; None: all.
         """
         assert key not in self._table.sessions, f"{key} has begun already"
-        session = ReceiveSession(key, peer, first=first, pages=pages, num_tokens=num_tokens, page_size=self._page_size)
+        session = ReceiveSession(key, peer, first=first, pages=pages, length=length, page_size=self._page_size)
         self._table.sessions[key] = session
         if num_cached is not None:
             session.num_cached = num_cached
@@ -328,17 +328,17 @@ class Receiver:
         if isinstance(message, Closed):
             return self._on_closed(session, message)
         if isinstance(message, PrefillDone):
-            if message.length != session.num_tokens or not session.accepts(ReceiveEvent.PREFILL_DONE):
+            if message.length != session.length or not session.accepts(ReceiveEvent.PREFILL_DONE):
                 return False
             self._table.prefill_dones[session.key] = (message, now)
             session.apply(ReceiveEvent.PREFILL_DONE)
-        elif not self._on_delivered(session, message):
+        elif not self._on_pages_written(session, message):
             return False
         if session.state is ReceiveState.COMPLETE:
             self._complete(session)
         return True
 
-    def _on_delivered(self, session: ReceiveSession, message: PagesWritten) -> bool:
+    def _on_pages_written(self, session: ReceiveSession, message: PagesWritten) -> bool:
         is_now = message.epoch == session.epoch and session.accepts(ReceiveEvent.DELIVER)
         if not is_now or not session.is_expected(message.indices, message.part, message.num_resends):
             return False

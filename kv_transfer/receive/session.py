@@ -22,17 +22,18 @@ class ReceiveSession:
         first: index of the first page that is shipped; of the first that is left after ``take_arrived``.
         num_cached: pages before it that were cached.
         pages: destinations of index ``first`` and on, up to the end of the prompt.
-        num_tokens: length of the transfer, see ``PageAllocator.transfer_length``; num_pages: of the layout.
+        length: of the transfer, in tokens: see ``PageAllocator.transfer_length``.
+        num_pages: pages of that length.
         epoch: of the connection when the pages were granted; 0 before.
         num_stretches: stretches of tokens in which a whole page comes; known when the pages are granted.
         num_parts: parts in which each of them comes.
     """
 
     def __init__(
-        self, key: RequestKey, peer: str, *, first: int, pages: Sequence[int], num_tokens: int, page_size: int
+        self, key: RequestKey, peer: str, *, first: int, pages: Sequence[int], length: int, page_size: int
     ) -> None:
-        self.num_tokens = num_tokens
-        self.num_pages = -(-num_tokens // page_size)
+        self.length = length
+        self.num_pages = -(-length // page_size)
         assert first >= 0 and first + len(pages) == self.num_pages, "one page for each that the prompt lacks"
         self.key = key
         self.peer = peer
@@ -68,7 +69,7 @@ class ReceiveSession:
 
     def _num_parts(self, index: int) -> int:
         """Parts of the page with this index; the last page of a prompt may have fewer."""
-        num_tokens = min(self.num_tokens - index * self._page_size, self._page_size)
+        num_tokens = min(self.length - index * self._page_size, self._page_size)
         return -(-num_tokens * self.num_stretches // self._page_size) * self.num_parts
 
     def suspend(self) -> None:
@@ -150,7 +151,7 @@ class ReceiveSession:
         Each of their parts was written, reported and, where that is wanted, compared; it is not asked for again. So the
         writer is done with them, as with all pages of a complete transfer.
         """
-        num_full = self.num_tokens // self._page_size
+        num_full = self.length // self._page_size
         end = self.first
         while end < num_full and end in self._whole:
             self._whole.remove(end)

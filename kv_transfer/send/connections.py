@@ -11,7 +11,7 @@ from common.cache.page_layout import layout_conflict
 from common.errors import ErrorCode, invariant
 from common.wire.messages import AttachFailed, Connect, Connected, Coverage, Grant, Message, PairState, Refused
 from kv_transfer.checksums import wider
-from kv_transfer.page_mapping import PageMapping
+from kv_transfer.page_mapping import PageMapping, units_conflict
 from kv_transfer.send.session import SendSession
 from kv_transfer.states import SendState
 from kv_transfer.transports.base import Attached, AttachError, WriterTransport
@@ -27,6 +27,7 @@ class DecodeConnection:
     """The connection to one decode node, usable once attached.
 
     Attributes:
+        num_pages, num_ranks: of the decode node.
         checksums: which pages are sent with a checksum.
         transport, why: the transport that carries pages, and why that one; set once attached.
         beside: epoch under which a better transport is attached meanwhile; 0: none is.
@@ -36,6 +37,7 @@ class DecodeConnection:
     name: str
     epoch: int
     num_pages: int
+    num_ranks: int
     mapping: PageMapping
     checksums: Coverage
     is_attached: bool = False
@@ -44,11 +46,16 @@ class DecodeConnection:
     beside: int = 0
     granted: set[int] = field(default_factory=set)
 
+    def is_of(self, connect: Connect) -> bool:
+        """Whether an offer is of the pool that was offered when the connection was made."""
+        offered = (connect.layout.layout(), connect.num_pages, connect.num_ranks)
+        return offered == (self.mapping.theirs, self.num_pages, self.num_ranks)
+
     def problem(self, session: SendSession, grant: Grant, max_source_pages: int) -> tuple[str, ErrorCode]:
         """Why this grant cannot be meant, as a sentence that is empty if it can, and the client's error."""
         end = grant.first + len(grant.pages)
-        most = self.mapping.max_target_pages(session.num_tokens, max_source_pages)
-        if session.num_tokens is None and end > most:
+        most = self.mapping.max_target_pages(session.length, max_source_pages)
+        if session.length is None and end > most:
             bound = f"the prompt has at most {most}, what the prefill node's pool can serve (--max-total-tokens)"
             return f"pages {grant.first} to {end} are granted, {bound}", ErrorCode.POOL_TOO_SMALL
         return self._contradiction(session, grant, end, most), ErrorCode.TRANSFER_FAILED
@@ -111,13 +118,19 @@ class DecodeConnections:
             num_targets=connect.num_ranks,
         )
         checksums = wider(self._checksums, connect.checksums)
-        self.by_peer[peer] = DecodeConnection(connect.name, connect.epoch, connect.num_pages, mapping, checksums)
+        self.by_peer[peer] = DecodeConnection(
+            connect.name, connect.epoch, connect.num_pages, connect.num_ranks, mapping, checksums
+        )
         return None
 
     def attach_beside(self, peer: str, connect: Connect) -> bool:
-        """Attach by a better transport, if the peer offers one, while the connection goes on. False: it does not."""
+        """Attach by a better transport, if the peer offers one, while the connection goes on.
+
+        Returns:
+            False: the peer has no such connection, or offers another pool than that of the connection.
+        """
         connection = self.usable(peer, connect.beside)
-        if connection is None:
+        if connection is None or not connection.is_of(connect):
             return False
         if self._transport.attach_beside(peer, connect if connect.endpoint else None):
             connection.beside = connect.epoch
@@ -131,10 +144,12 @@ class DecodeConnections:
             return f"the decode node transfers by {connect.transport!r}, this prefill node by {self._transport.name!r}"
         if self._digest and connect.digest != self._digest:
             return f"{connect.name} serves a model with digest {connect.digest}, this prefill node {self._digest}"
-        problem = layout_conflict(theirs, ours)
+        num_ranks = self._transport.num_ranks
+        problem = layout_conflict(theirs, ours) or units_conflict(
+            ours, theirs, num_sources=num_ranks, num_targets=connect.num_ranks
+        )
         if problem:
             return f"{connect.name} and this prefill node cannot share pages: {problem}"
-        num_ranks = self._transport.num_ranks
         if connect.num_peer_ranks != num_ranks:
             return (
                 f"{connect.name} expects pages of {connect.num_peer_ranks} ranks, and this prefill node has {num_ranks}"
@@ -172,9 +187,9 @@ class DecodeConnections:
             else:
                 self._attached(connection, news)
                 units = connection.mapping.units
-                num_units = units.per_target // units.num_parts
+                num_stretches = units.per_target // units.num_parts
                 answers.append(
-                    (news.peer, Connected(connection.epoch, connection.transport, num_units, connection.why))
+                    (news.peer, Connected(connection.epoch, connection.transport, num_stretches, connection.why))
                 )
         return answers, broken, changed
 

@@ -43,8 +43,7 @@ from kv_transfer.events import Released
 from kv_transfer.send.connections import DecodeConnections
 from kv_transfer.send.session import STAGES, SendSession
 from kv_transfer.send.table import SendTable
-from kv_transfer.send.tombstones import Reason as Reason
-from kv_transfer.send.tombstones import TransferEnd
+from kv_transfer.send.tombstones import Reason, TransferEnd
 from kv_transfer.send.write_queue import WriteQueue, written_messages
 from kv_transfer.states import MAX_RESENDS, SendEvent, SendState
 from kv_transfer.transfer_stats import failure_counter, no_failures, stage_gauges
@@ -245,9 +244,9 @@ class Sender:
         elif isinstance(message, Resend):
             self._on_resend(peer, message)
         elif isinstance(message, TransferAck):
-            self._on_received(peer, (message.rid, message.attempt))
+            self._on_transfer_ack(peer, (message.rid, message.attempt))
         elif isinstance(message, AbortTransfer):
-            self._on_cancel(peer, (message.rid, message.attempt))
+            self._on_abort_transfer(peer, (message.rid, message.attempt))
         elif isinstance(message, Connect):
             self.connect(peer, message)
         else:
@@ -263,7 +262,7 @@ class Sender:
         if tombstone is not None:
             self._answer_closed(peer, key, tombstone)
             return
-        session = self._table.granted(peer, key, self._now)
+        session = self._table.for_grant(peer, key, self._now)
         if isinstance(session, TransferEnd):
             self._totals["refused_grants"] += 1
             self._answer_and_remember(peer, key, session)
@@ -305,7 +304,7 @@ class Sender:
             why = f"the same page came damaged to the decode node {MAX_RESENDS + 1} times"
             self._end(session, TransferEnd("failed", why))
 
-    def _on_received(self, peer: str, key: RequestKey) -> None:
+    def _on_transfer_ack(self, peer: str, key: RequestKey) -> None:
         session = self._table.sessions.get(key)
         is_ours = session is not None and session.peer == peer and session.accepts(SendEvent.ACKNOWLEDGED)
         if session is None or not is_ours or not session.is_granted or not session.is_all_written:
@@ -314,7 +313,7 @@ class Sender:
         session.apply(SendEvent.ACKNOWLEDGED)
         self._forget(session, TransferEnd("finished", ""), is_ok=True)
 
-    def _on_cancel(self, peer: str, key: RequestKey) -> None:
+    def _on_abort_transfer(self, peer: str, key: RequestKey) -> None:
         session = self._table.of_peer(peer, key)
         if session is not None:
             self._end(session, TransferEnd("cancelled", "the decode node does not want it any more"))
@@ -338,21 +337,21 @@ class Sender:
             if connection is not None:
                 connection.granted.difference_update(pages)
             self._queue.stop(session)
-        self._close_if_still(session)
+        self._close_if_idle(session)
 
-    def _close_if_still(self, session: SendSession) -> None:
+    def _close_if_idle(self, session: SendSession) -> None:
         """Close a transfer that has nothing under way. The role does not wait for writes to a dropped peer; the peer's
         answer does.
         """
         if session.state is not SendState.CLOSING:
             return
-        end, is_still = session.transfer_end, not session.num_in_flight
+        end, is_idle = session.transfer_end, not session.num_in_flight
         assert end is not None
-        is_awaited = not is_still and self._connections.usable(session.peer, session.epoch or 0) is not None
+        is_awaited = not is_idle and self._connections.usable(session.peer, session.epoch or 0) is not None
         if not is_awaited and session not in self._table.lingering:
             self._forget(session, end, is_ok=end.reason == "finished")
             self._table.lingering.append(session)
-        if is_still:
+        if is_idle:
             session.fence()
             self._queue.stop(session)
             self._table.lingering.remove(session)
@@ -404,7 +403,7 @@ class Sender:
     def _settle_writes(self) -> None:
         for session, units, sums in self._queue.finished():
             if session.state is SendState.CLOSING:
-                self._close_if_still(session)
+                self._close_if_idle(session)
             elif not session.is_suspended:  # otherwise their fate is that of their connection
                 self._messages += [(session.peer, message) for message in written_messages(session, units, sums)]
 

@@ -56,7 +56,7 @@ class SendSession:
         units: of the connection, since the first grant.
         sources: our pages, as far as they are computed.
         targets: the decode node's page for each page index of the prompt that it has granted.
-        num_tokens: of the prompt; None until it is computed.
+        length: of the transfer, in tokens: see ``PageAllocator.transfer_length``; None until the prompt is computed.
         is_suspended: the connection broke; nothing is granted until there is another.
         num_in_flight: writes (of one unit each) begun and not over.
         num_due: units that could be started now.
@@ -72,14 +72,14 @@ class SendSession:
         self.units = Units(1)
         self.sources: list[int] = []
         self.targets: dict[int, int] = {}
-        self.num_tokens: int | None = None
+        self.length: int | None = None
         self.is_suspended = self.has_delivered = False
         self.transfer_end: TransferEnd | None = None
         self._is_short = False  # pages granted before the connection broke may not have been written
         self._in_flight: set[int] = set()
         self._num_resends: dict[int, int] = {}
         self._due: deque[Sequence[int]] = deque()  # runs of units
-        self._early: list[range] = []  # granted, not computed yet
+        self._uncomputed: list[range] = []  # granted, not computed yet
 
     @property
     def is_granted(self) -> bool:
@@ -95,7 +95,7 @@ class SendSession:
 
     @property
     def is_all_written(self) -> bool:
-        return not self._is_short and not self._due and not self._early and not self._in_flight
+        return not self._is_short and not self._due and not self._uncomputed and not self._in_flight
 
     @property
     def stage(self) -> str:
@@ -133,7 +133,7 @@ class SendSession:
         assert not self.targets or self.targets.keys().isdisjoint(indices)
         self.targets.update(zip(indices, pages, strict=True))
         if pages:
-            self._early.append(range(first * units.per_target, indices.stop * units.per_target))
+            self._uncomputed.append(range(first * units.per_target, indices.stop * units.per_target))
         self._release()
 
     def compute(self, pages: Sequence[int]) -> None:
@@ -141,10 +141,10 @@ class SendSession:
         self.apply(SendEvent.COMPUTE)
         self._grow(pages)
 
-    def finish(self, pages: Sequence[int], num_tokens: int) -> None:
+    def finish(self, pages: Sequence[int], length: int) -> None:
         """Source pages of the whole prompt, including a partial last one."""
         self.apply(SendEvent.FINISH)
-        self.num_tokens = num_tokens
+        self.length = length
         self._grow(pages)
 
     def _grow(self, pages: Sequence[int]) -> None:
@@ -155,22 +155,22 @@ class SendSession:
 
     def _release(self) -> None:
         """Make units due that are both granted and computed, and drop those behind the end of the prompt."""
-        if not self._early:
+        if not self._uncomputed:
             return
         num_computed = self._num_computed()
         ends_at = num_computed  # of what is due or dropped
-        if self.num_tokens is not None:
+        if self.length is not None:
             ends_at = self.units.num_target_pages(num_computed) * self.units.per_target
-        early, self._early = self._early, []
-        for run in early:
+        uncomputed, self._uncomputed = self._uncomputed, []
+        for run in uncomputed:
             if run.start < num_computed:
                 self._due.append(range(run.start, min(run.stop, num_computed)))
             if run.stop > ends_at:
-                self._early.append(range(max(run.start, ends_at), run.stop))
+                self._uncomputed.append(range(max(run.start, ends_at), run.stop))
 
     def _num_computed(self) -> int:
-        if self.num_tokens is not None:
-            return self.units.count(self.num_tokens)
+        if self.length is not None:
+            return self.units.count(self.length)
         return len(self.sources) * self.units.per_source
 
     def suspend(self, *, is_fenced: bool = True) -> None:
@@ -185,7 +185,7 @@ class SendSession:
         if not self.is_suspended:
             self._is_short = self.state is not SendState.PREFILLED or not self.is_all_written
         self.is_suspended = True
-        for table in (self.targets, self._early, self._num_resends):
+        for table in (self.targets, self._uncomputed, self._num_resends):
             table.clear()
         if is_fenced:
             self._in_flight.clear()
@@ -196,11 +196,11 @@ class SendSession:
         assert not self.is_granted, "a decode node waits for these pages"
         self.apply(SendEvent.RETRACT)
         self.sources.clear()
-        self.num_tokens = None
+        self.length = None
 
     def has_ungrantable(self) -> bool:
         """Whether an index is granted that the prompt, now computed, does not have."""
-        return bool(self._early)
+        return bool(self._uncomputed)
 
     def start(self, limit: int) -> Sequence[int]:
         """Take at most ``limit`` due units, whose writes begin now."""
@@ -231,7 +231,7 @@ class SendSession:
 
     def is_written(self, units: Sequence[int]) -> bool:
         """Whether each of these units was written, so that the peer may find it damaged."""
-        pending = {*chain(*self._due, *self._early), *self._in_flight}
+        pending = {*chain(*self._due, *self._uncomputed), *self._in_flight}
         num_computed = self._num_computed()
         return len(set(units)) == len(units) and all(
             unit // self.units.per_target in self.targets and unit < num_computed and unit not in pending
@@ -264,7 +264,7 @@ class SendSession:
         self.apply(SendEvent.END)
         self.transfer_end = transfer_end
         self._due.clear()
-        self._early.clear()
+        self._uncomputed.clear()
         awaited = {unit // self.units.per_target for unit in self._in_flight}
         return [self.targets.pop(index) for index in list(self.targets) if index not in awaited]
 
@@ -280,26 +280,27 @@ class SendSession:
         self.apply(SendEvent.FENCE)
 
     def check(self) -> None:
-        due, early = set(chain(*self._due)), set(chain(*self._early))
+        due, uncomputed = set(chain(*self._due)), set(chain(*self._uncomputed))
         num_computed = len(self.sources) * self.units.per_source
         invariant(len(due) == self.num_due, "a unit is due twice")
-        invariant(len(early) == sum(map(len, self._early)), "a unit waits twice to be computed")
+        invariant(len(uncomputed) == sum(map(len, self._uncomputed)), "a unit waits twice to be computed")
         invariant(
             all(unit // self.units.per_target in self.targets for unit in due), "a unit is due and was not granted"
         )
         invariant(all(unit < num_computed for unit in due), "a unit is due before it is computed")
-        invariant(not due & early and not due & self._in_flight, "a unit is in two queues")
+        invariant(not due & uncomputed and not due & self._in_flight, "a unit is in two queues")
         invariant(
-            self.num_tokens is not None or all(unit >= num_computed for unit in early),
+            self.length is not None or all(unit >= num_computed for unit in uncomputed),
             "a unit waits to be computed and is computed",
         )
         num_granted = len(self.targets) * self.units.per_target
         num_in_flight = 0 if self.is_suspended else self.num_in_flight
-        invariant(len(due) + len(early) + num_in_flight <= num_granted, "more is on its way than granted")
+        invariant(len(due) + len(uncomputed) + num_in_flight <= num_granted, "more is on its way than granted")
         invariant(
             self.state not in (SendState.CLOSING, SendState.CLOSED) or not due, "an ended transfer would still write"
         )
         invariant(
-            self.state is not SendState.PREFILLED or not self._early, "a page is granted that the prompt does not have"
+            self.state is not SendState.PREFILLED or not self._uncomputed,
+            "a page is granted that the prompt does not have",
         )
         invariant(not self.is_suspended or not self.targets, "pages are granted of a connection that broke")

@@ -1,8 +1,8 @@
 """The transfers of a prefill node that are not over and, for a while, how the others ended. Pure.
 
-A transfer begins with the role's ``open`` or with a decode node's grant, whichever comes first. A grant for a request
-that is not known here yet is kept under a lease; so is, after its connection broke, a transfer whose pages are to be
-granted again.
+A transfer begins with the role's ``open`` or with a decode node's grant, whichever comes first. Two things are kept
+under a lease: a grant for a request that is not known here yet, and a transfer whose connection broke, until its pages
+are granted again.
 
 A transfer may be over for the role before the last of its writes is; see ``Sender``. Until then it lingers.
 """
@@ -58,7 +58,7 @@ class SendTable:
         self.sessions[key] = session
         return session
 
-    def granted(self, peer: str, key: RequestKey, now: float) -> SendSession | TransferEnd:
+    def for_grant(self, peer: str, key: RequestKey, now: float) -> SendSession | TransferEnd:
         """The transfer that a grant is for: opened, or kept until the role opens it. A ``TransferEnd``: the grant is
         refused.
         """

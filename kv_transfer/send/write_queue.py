@@ -108,9 +108,11 @@ class WriteQueue:
         if len(slice_pairs) == 1:
             self._write(session, units, slice_pairs[0])
         else:
-            for number, slices in enumerate(slice_pairs):
-                if some := [unit for unit in units if unit % len(slice_pairs) == number]:
-                    self._write(session, some, slices)
+            by_pair: dict[int, list[int]] = {}
+            for unit in units:
+                by_pair.setdefault(unit % len(slice_pairs), []).append(unit)
+            for number, some in sorted(by_pair.items()):
+                self._write(session, some, slice_pairs[number])
         if not session.num_due:
             del self._due[session.key]
         return len(units)

@@ -19,7 +19,7 @@ from common.errors import BatonError
 from common.wire.messages import Connect
 from kv_transfer.checksums import Checksums
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.page_store import PageStore as PageStore
+from kv_transfer.page_store import PageStore
 
 
 class AttachError(BatonError):

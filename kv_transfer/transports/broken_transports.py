@@ -15,8 +15,11 @@ MAX_REMEMBERED = 4_096
 
 @dataclass(slots=True)
 class Rest:
-    """Attributes:
-    until: when the transport may be tried before others again.
+    """The rest of a transport.
+
+    Attributes:
+        seconds: its length.
+        until: before this instant, other transports are tried first.
     """
 
     seconds: float

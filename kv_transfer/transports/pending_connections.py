@@ -61,7 +61,7 @@ class PendingConnections(Generic[V]):
         self._place = place
         self._make = make
         self._screen = screen
-        self._by_descriptor: dict[int, V] = {}  # by descriptor
+        self._by_descriptor: dict[int, V] = {}
         self._paused_until: float | None = None
         self._has_logged = False
         epoll.register(listener, select.EPOLLIN)

@@ -17,17 +17,17 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-#: Before something has been under way for so long, nothing is looked for.
+#: Seconds for which something must be under way before connections are looked at.
 LATE_S = 0.5
-#: How long a connection must have been silent while another one with its host is not, and without another one.
+#: Seconds for which a connection must be silent while another one with its host is not, and without another one.
 SILENT_S, ALONE_S = 0.8, 3.0
-#: While something is late, it is looked for so often.
+#: Seconds between two looks while something is late.
 LOOK_PAUSE_S = 0.1
-#: Why a pair breaks whose packets vanish.
+#: The reason for the break of a pair whose packets vanish.
 LOST = "packets over it are lost without an error"
 #: Retransmissions in a row: with 1 % of the packets lost, two of them and the first packet are lost once in a million.
 NUM_RETRANSMISSIONS = 2
-#: By how much later than over a silent connection its host must have answered over another one.
+#: Seconds by which the last answer over another connection must be later than that over the silent one.
 LATER_S = 0.3
 _TCP_INFO = struct.Struct("=8B13I")  # the beginning of ``struct tcp_info`` in linux/tcp.h
 _RETRANSMITS, _UNACKED, _LAST_DATA, _LAST_ACK = 2, 12, 19, 20

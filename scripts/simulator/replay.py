@@ -18,7 +18,8 @@ from common.node.recording.format import RecordingError, read_frames
 from common.node.recording.recorder import DEFAULT_RESULTS, config_from
 from common.node.worker_context import WorkerContext, make_cache
 from decode_node.factory import build as build_decode
-from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, AttachError, Fenced
 from prefill_node.factory import build as build_prefill
 from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.service.engine import EmptyPageStore

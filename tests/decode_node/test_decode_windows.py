@@ -19,7 +19,7 @@ RING = 6
 
 
 def node_of(num_pages: int, **limits: Any) -> DecodeNode:
-    return DecodeNode(num_pages=num_pages, window=KVWindow.of_decode(PAGE, 11, 11, num_pages), **limits)
+    return DecodeNode(num_pages=num_pages, kv_window=KVWindow.of_decode(PAGE, 11, 11, num_pages), **limits)
 
 
 def num_held(node: DecodeNode) -> int:
@@ -102,8 +102,8 @@ def test_local_prompts_are_computed_in_a_ring_beside_running_requests() -> None:
 
 
 def test_a_local_prompt_in_a_ring_waits_for_no_prefix() -> None:
-    window = KVWindow.of_decode(PAGE, 41, 11, 60)
-    node = DecodeNode(num_pages=60, window=window, sharing=InBatchPrefixLimits(max_cached=32, min_shared=4))
+    kv_window = KVWindow.of_decode(PAGE, 41, 11, 60)
+    node = DecodeNode(num_pages=60, kv_window=kv_window, sharing=InBatchPrefixLimits(max_cached=32, min_shared=4))
     first = node.submit("first", 36, is_local=True, first=0)
     for _ in range(4):
         node.step()
@@ -117,8 +117,8 @@ def test_a_local_prompt_in_a_ring_waits_for_no_prefix() -> None:
 
 
 def test_the_proof_for_ignored_eos_knows_that_rings_stop_growing() -> None:
-    def admitted(window: KVWindow | None) -> list[str]:
-        node = DecodeNode(num_pages=40, window=window)
+    def admitted(kv_window: KVWindow | None) -> list[str]:
+        node = DecodeNode(num_pages=40, kv_window=kv_window)
         for number in range(3):
             request = node.submit(f"r{number}", 9, new=150, is_local=True)
             request.sampling = request.sampling._replace(ignore_eos=True)

@@ -25,7 +25,7 @@ from kv_transfer.page_slices import copy
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.states import MAX_RESENDS
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from scripts.simulator.service.inprocess_transport import Fault, Wire
 
 KEY = ("r", 0)
@@ -332,7 +332,7 @@ def test_pages_damaged_on_any_transport_are_resent(transport: str, sizes: tuple[
 
     ends.damage = damage
     try:
-        ends.receiver.begin(KEY, PREFILL, first=0, pages=pages, num_tokens=num_tokens)
+        ends.receiver.begin(KEY, PREFILL, first=0, pages=pages, length=num_tokens)
         ends.sender.open(KEY, DECODE)
         num_source = source.layout.num_pages(num_tokens)
         ends.sender.computed(KEY, list(range(num_source - 1)))

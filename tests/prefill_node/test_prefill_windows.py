@@ -12,7 +12,7 @@ RING = 6
 
 
 def test_a_prompt_of_any_length_is_computed_in_a_pool_as_large_as_a_ring() -> None:
-    node = PrefillNode(num_pages=RING, window=WINDOW)
+    node = PrefillNode(num_pages=RING, kv_window=WINDOW)
     request = node.submit("long", 1_000)
     node.step(is_sent=False)
     assert len(request.own) == RING
@@ -25,7 +25,7 @@ def test_a_prompt_of_any_length_is_computed_in_a_pool_as_large_as_a_ring() -> No
 
 
 def test_a_prompt_is_kept_whole_and_cached_while_there_is_room() -> None:
-    node = PrefillNode(num_pages=40, window=WINDOW)
+    node = PrefillNode(num_pages=40, kv_window=WINDOW)
     node.submit("a", 100, first=0)
     node.run()
     assert node.cache.num_pages == 25
@@ -35,7 +35,7 @@ def test_a_prompt_is_kept_whole_and_cached_while_there_is_room() -> None:
 
 
 def test_budgets_count_only_what_a_ring_holds() -> None:
-    node = PrefillNode(num_pages=25 + 2 * RING, window=WINDOW)
+    node = PrefillNode(num_pages=25 + 2 * RING, kv_window=WINDOW)
     whole, *ringed, late = (node.submit(rid, 100) for rid in ("whole", "second", "third", "late"))
     while not set(node.done) >= {"whole", "second", "third"}:
         node.step(is_sent=False)
@@ -48,7 +48,7 @@ def test_budgets_count_only_what_a_ring_holds() -> None:
 
 def test_prompts_wait_for_the_prefix_of_a_whole_prompt_but_not_of_one_in_a_ring() -> None:
     for num_pages, is_deferred in ((60, True), (2 * RING, False)):
-        node = PrefillNode(num_pages=num_pages, window=WINDOW)
+        node = PrefillNode(num_pages=num_pages, kv_window=WINDOW)
         first = node.submit("first", 100, first=0)
         node.step()
         second = node.submit("second", 100, first=0)
@@ -60,7 +60,7 @@ def test_prompts_wait_for_the_prefix_of_a_whole_prompt_but_not_of_one_in_a_ring(
 
 
 def test_an_urgent_prompt_takes_as_many_pages_as_its_ring_needs() -> None:
-    node = PrefillNode(num_pages=2 * RING, window=WINDOW)
+    node = PrefillNode(num_pages=2 * RING, kv_window=WINDOW)
     weak = [node.submit(f"weak{number}", 400) for number in range(2)]
     while not all(request.pages for request in weak):
         node.step()
@@ -72,7 +72,7 @@ def test_an_urgent_prompt_takes_as_many_pages_as_its_ring_needs() -> None:
 
 
 def test_a_pool_smaller_than_a_ring_refuses_what_it_cannot_hold() -> None:
-    node = PrefillNode(num_pages=RING - 1, window=WINDOW)
+    node = PrefillNode(num_pages=RING - 1, kv_window=WINDOW)
     node.submit("fits", PAGE * (RING - 1))
     with pytest.raises(RequestError, match="the prefill node's pool holds 20") as refused:
         node.submit("long", PAGE * (RING - 1) + 1)

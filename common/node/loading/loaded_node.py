@@ -183,9 +183,11 @@ class LoadedNode:
                 worker.layout.bytes_per_token * worker.layout.window_slabs,
                 windows.groups.window,
             )
-        if (window := worker.window).is_bounded:
+        if (kv_window := worker.kv_window).is_bounded:
             log.info(
-                "a request needs at most %d pages: every layer attends within %d tokens", window.max_held, window.tokens
+                "a request needs at most %d pages: every layer attends within %d tokens",
+                kv_window.max_held,
+                kv_window.tokens,
             )
         server = None if self._http is None else self._http_server(self._http, worker, role=role, loop=loop)
         try:

@@ -10,7 +10,7 @@ NONCE_BYTES = 32
 NUM_ECHO_AREAS = 256
 #: The probe memory: what the reader tells, and the areas.
 PROBE_BYTES = NONCE_BYTES * (1 + NUM_ECHO_AREAS)
-_GIFT = struct.Struct(f"<{UUID_BYTES}s{HANDLE_BYTES}sQ{HANDLE_BYTES}s{NONCE_BYTES}sI")
+_SHARED_POOL = struct.Struct(f"<{UUID_BYTES}s{HANDLE_BYTES}sQ{HANDLE_BYTES}s{NONCE_BYTES}sI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,15 @@ class SharedPool:
     area: int
 
     def encode(self) -> bytes:
-        return _GIFT.pack(*astuple(self))
+        return _SHARED_POOL.pack(*astuple(self))
 
     @classmethod
-    def decode(cls, gift: bytes) -> "SharedPool":
+    def decode(cls, pool_info: bytes) -> "SharedPool":
         """Raises ValueError: it has another length."""
         try:
-            return cls(*_GIFT.unpack(gift))
+            return cls(*_SHARED_POOL.unpack(pool_info))
         except struct.error as error:
-            raise ValueError(f"{len(gift)} bytes instead of {_GIFT.size}") from error
+            raise ValueError(f"{len(pool_info)} bytes instead of {_SHARED_POOL.size}") from error
 
 
 def echo_offset(area: int) -> int:

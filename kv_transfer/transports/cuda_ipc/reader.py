@@ -5,7 +5,8 @@ import secrets
 from dataclasses import replace
 
 from common.errors import ConfigError
-from kv_transfer.transports.base import InPlace, PageStore
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import InPlace
 from kv_transfer.transports.cuda_ipc.driver import CudaDriver, DriverError
 from kv_transfer.transports.cuda_ipc.protocol import NONCE_BYTES, NUM_ECHO_AREAS, PROBE_BYTES, SharedPool
 from kv_transfer.transports.shm.reader import ShmReader
@@ -52,7 +53,7 @@ class CudaIpcReader(ShmReader):
         driver.put(self._probe_at, nonce)
         return SharedPool(driver.uuid, pool, at - base, driver.export(self._probe_at), nonce, area=0)
 
-    def _gift(self) -> bytes:
+    def _pool_info(self) -> bytes:
         self._shared = replace(self._shared, area=(self._shared.area + 1) % NUM_ECHO_AREAS)
         return self._shared.encode()
 

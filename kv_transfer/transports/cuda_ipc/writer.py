@@ -8,7 +8,8 @@ from common.cache.page_layout import PageLayout
 from common.errors import ConfigError
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import AttachError, PageStore
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import AttachError
 from kv_transfer.transports.cuda_ipc.driver import Allocation, CudaDriver, DriverError, UnknownEndError
 from kv_transfer.transports.cuda_ipc.protocol import NONCE_BYTES, PROBE_BYTES, SharedPool, echo_offset
 from kv_transfer.transports.cuda_ipc.reader import HOST_POOL
@@ -93,10 +94,10 @@ class CudaIpcWriter(LocalWriter):
         self._copier = CudaDriver(ordinal)  # for the thread that copies
         super().__init__(store)
 
-    def _open(self, connect: Connect, gift: bytes, descriptors: Sequence[int]) -> DevicePool:
+    def _open(self, connect: Connect, pool_info: bytes, descriptors: Sequence[int]) -> DevicePool:
         who = connect.name
         try:
-            shared = SharedPool.decode(gift)
+            shared = SharedPool.decode(pool_info)
         except ValueError as error:
             raise AttachError(f"what {who} sent over its socket is no pool of cuda-ipc: {error}") from error
         if descriptors:

@@ -154,7 +154,7 @@ def request_watch(peer_state: PeerState) -> bool:
     """
     endpoint = ENDPOINT.fullmatch(peer_state.endpoint.watch_address)
     if endpoint is None:
-        _assert_on_another_host(peer_state, "its offer has no watch address")
+        _require_another_host(peer_state, "its offer has no watch address")
         return True
     try:
         watch_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -167,7 +167,7 @@ def request_watch(peer_state: PeerState) -> bool:
         return False
     except OSError as error:
         watch_socket.close()
-        _assert_on_another_host(peer_state, str(error))
+        _require_another_host(peer_state, str(error))
         log.info("%s is not on this host (%s): our death does not fence its pages", peer_state.connect.name, error)
         return True
     try:
@@ -180,6 +180,6 @@ def request_watch(peer_state: PeerState) -> bool:
     return True
 
 
-def _assert_on_another_host(peer_state: PeerState, why: str) -> None:
+def _require_another_host(peer_state: PeerState, why: str) -> None:
     if peer_state.endpoint.host == host_id():
         raise ConnectionError(f"it is on this host, but in another network namespace ({why}): share one, or use tcp")

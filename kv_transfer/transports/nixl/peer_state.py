@@ -87,9 +87,12 @@ def opened(offer: str, key: bytes) -> Endpoint:
     """The offer that ``sealed`` made.
 
     Raises:
-        ValueError: it was changed, or sealed with another key.
+        ValueError: it is no such offer, was changed, or was sealed with another key.
     """
-    endpoint = msgspec.json.decode(offer, type=Endpoint)
+    try:
+        endpoint = msgspec.json.decode(offer, type=Endpoint)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
     if not hmac.compare_digest(endpoint.seal.encode(), _seal(endpoint, key).encode()):
         raise ValueError("it was changed, or sealed with another --cluster-key")
     return endpoint

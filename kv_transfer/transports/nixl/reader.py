@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from common.config.shared import UCX
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import Fenced, InPlace, PageStore, ReaderTransport
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Fenced, InPlace, ReaderTransport
 from kv_transfer.transports.nixl.agent import CLOSE_TIMEOUT_S, NUM_PROBE_AREAS, Agent, ProbeMemory
 from kv_transfer.transports.nixl.peer_state import Endpoint, host_id, sealed
 from kv_transfer.transports.shm.reader import ShmReader

@@ -22,7 +22,8 @@ from typing import Any
 from common.config.shared import UCX
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, AttachError, WriterTransport, stage
 from kv_transfer.transports.nixl.agent import CLOSE_TIMEOUT_S, Agent, ProbeMemory, is_of_agent
 from kv_transfer.transports.nixl.handshake import Handshake
 from kv_transfer.transports.nixl.peer_state import PeerState, Write, opened
@@ -31,6 +32,9 @@ from kv_transfer.transports.silence import LATE_S, LOOK_PAUSE_S, ConnectionInfo,
 
 log = logging.getLogger(__name__)
 
+#: Pages of the largest pool to which this writes. NIXL keeps a descriptor of 32 bytes for each, and making them takes
+#: several times as much: a node that says it has more would make this process run out of memory.
+MAX_PAGES = 1 << 22
 ATTACH_TIMEOUT_S = 10.0
 OVERDUE_S = 5.0  # past its timeout, an attachment has failed even if the thread does not say so
 STALLED_S = 10.0  # a turn of the thread that has taken so long waits for a call to NIXL that does not return
@@ -108,6 +112,11 @@ class NixlWriter(WriterTransport):
                 raise ValueError(f"it has --nixl-backend {endpoint.backend}, and this prefill node {self._backend}")
         except ValueError as error:
             raise AttachError(f"the endpoint offered by {connect.name} is not one of nixl: {error}") from error
+        if connect.num_pages > MAX_PAGES:
+            raise AttachError(
+                f"num_pages of {connect.name} is {connect.num_pages}, and nixl takes at most {MAX_PAGES}: "
+                "give it a larger --page-size, or use --transport tcp"
+            )
         peer_state = PeerState(peer, connect, endpoint, ATTACH_TIMEOUT_S)
         self._peers[peer] = peer_state
         self._jobs.put(("attach", peer_state, metadata))

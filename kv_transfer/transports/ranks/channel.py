@@ -16,7 +16,7 @@ import msgspec
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.transports.base import Attached, Fenced
-from kv_transfer.transports.negotiation import TransportSettings
+from kv_transfer.transports.factory import TransportSettings
 
 _LENGTH = struct.Struct("<I")
 _RECEIVE_BYTES = 1 << 16

@@ -9,8 +9,9 @@ from typing import Any
 from common.errors import ConfigError
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, ReaderTransport, Transport, WriterTransport
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, AttachError, ReaderTransport, Transport, WriterTransport
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.ranks.channel import Answer, Call, FrameStream, News, Refusal, arguments_of
 
 log = logging.getLogger(__name__)

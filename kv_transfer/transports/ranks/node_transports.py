@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import Literal
 
 from common.cache.page_layout import PageLayout
-from kv_transfer.transports.base import PageStore, ReaderTransport, WriterTransport
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import ReaderTransport, WriterTransport
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.ranks.reader import RanksReader
 from kv_transfer.transports.ranks.remote import RemoteReader, RemoteWriter
 from kv_transfer.transports.ranks.writer import RanksWriter
@@ -27,6 +28,7 @@ class NodeTransports:
         first: the end that the role always needs, which is opened at once.
         layout: of whole pages; None: this is the only rank.
         others: the other ranks.
+
     Raises:
         ConfigError: as ``open_reader``.
     """

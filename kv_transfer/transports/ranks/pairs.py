@@ -6,7 +6,8 @@ from typing import Any, Generic, TypeVar
 
 from common.cache.page_layout import PageLayout, kv_heads_of
 from kv_transfer.page_mapping import head_parts
-from kv_transfer.transports.base import PageStore, Transport
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Transport
 
 #: (rank of the prefill node, rank of the decode node)
 Pair = tuple[int, int]

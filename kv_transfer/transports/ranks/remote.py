@@ -14,8 +14,9 @@ from typing import Any, Literal
 from common.errors import ConfigError, RankLostError
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.transports.base import Attached, Fenced, PageStore, ReaderTransport, Transport, WriterTransport
-from kv_transfer.transports.negotiation import TransportSettings
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, Fenced, ReaderTransport, Transport, WriterTransport
+from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks.channel import Answer, Frame, FrameStream, News, Refusal, call_of
 
 #: A rank that does not answer a call for so long is lost.
@@ -120,6 +121,7 @@ class _RemoteEnd(Transport):
         connection: to a process that serves ``serve_rank``.
         own: the pool of rank 0, which has the same size and layout as that of the other rank.
         rank: whose transports these are.
+
     Raises:
         ConfigError: the transport that was asked for is not available there.
         RankLostError: the rank does not answer.

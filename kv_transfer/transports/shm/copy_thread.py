@@ -17,10 +17,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from kv_transfer.page_slices import SlicePair, copy
-from kv_transfer.transports.base import PageStore, address_of, stage
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import address_of, stage
 
 log = logging.getLogger(__name__)
 
+#: Pages that are prepared later; if more are granted, those that were granted first are left out.
+MAX_EXPECTED = 65_536
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels refuse it, and pages are provided when they are written
 _libc = ctypes.CDLL(None)  # mmap.madvise would keep the interpreter's lock
 
@@ -120,7 +123,7 @@ class CopyThread:
         self._num_pages = num_pages  # of our own pool
         self._wake = wake
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._expected: deque[tuple[PeerPool, int]] = deque()  # pages to prepare; of the thread
+        self._expected: deque[tuple[PeerPool, int]] = deque(maxlen=MAX_EXPECTED)  # pages to prepare; of the thread
         self._done: deque[int] = deque()
         self._thread = threading.Thread(target=self._run, name=f"{name}-copy", daemon=True)
         self._thread.start()

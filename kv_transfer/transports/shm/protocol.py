@@ -12,7 +12,7 @@ import struct
 TOKEN_BYTES = 32
 HELLO = struct.Struct("<8sQQ32s")  # magic, epoch, bytes of the pool, incarnation of the reader
 MAGIC = b"batonshm"
-MAX_GIFT_BYTES = 1_024  # behind HELLO
+MAX_POOL_INFO_BYTES = 1_024  # behind HELLO
 DETACHED = b"detached"
 ENDPOINT = re.compile(r"(baton-[0-9a-f]{32}):([0-9a-f]{64})")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import ConfigError
-from kv_transfer.transports.base import Fenced, PageStore, ReaderTransport
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Fenced, ReaderTransport
 from kv_transfer.transports.pending_connections import PendingConnection, PendingConnections
 from kv_transfer.transports.shm.protocol import DETACHED, HELLO, MAGIC, TOKEN_BYTES, peer_credentials
 
@@ -164,14 +165,14 @@ class ShmReader(ReaderTransport):
         self._writers[connection.fileno()] = self._writers[pidfd] = writer
         for descriptor in (connection.fileno(), pidfd):
             self._epoll.register(descriptor, select.EPOLLIN)
-        hello = HELLO.pack(MAGIC, epoch, self._num_bytes, self._incarnation) + self._gift()
+        hello = HELLO.pack(MAGIC, epoch, self._num_bytes, self._incarnation) + self._pool_info()
         try:
             socket.send_fds(connection, [hello], [self.store.fd] if self._is_shared else [])
         except OSError:
             self._fence(writer, "the prefill node left before it had the pool")
 
-    def _gift(self) -> bytes:
-        """What a writer is given beside the descriptor, or instead of it: at most ``MAX_GIFT_BYTES``."""
+    def _pool_info(self) -> bytes:
+        """What a writer is given beside the descriptor, or instead of it: at most ``MAX_POOL_INFO_BYTES``."""
         return b""
 
     def _hear(self, descriptor: int, writer: _Writer) -> None:

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, node_of
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, AttachError, WriterTransport, node_of
 from kv_transfer.transports.shm.copy_thread import CopyThread, MappedPool, PeerPool
 from kv_transfer.transports.shm.protocol import (
     DETACHED,
     ENDPOINT,
     HELLO,
     MAGIC,
-    MAX_GIFT_BYTES,
+    MAX_POOL_INFO_BYTES,
     peer_credentials,
 )
 
@@ -67,8 +68,8 @@ class LocalWriter(WriterTransport):
         self._copy_thread = CopyThread(self.name, store.num_pages, self._wake)
 
     @abstractmethod
-    def _open(self, connect: Connect, gift: bytes, descriptors: Sequence[int]) -> PeerPool:
-        """The pool that the reader has handed over with its first frame: ``gift`` follows ``HELLO`` in it.
+    def _open(self, connect: Connect, pool_info: bytes, descriptors: Sequence[int]) -> PeerPool:
+        """The pool that the reader has handed over with its first frame: ``pool_info`` follows ``HELLO`` in it.
 
         Raises:
             AttachError: it cannot be written to.
@@ -141,7 +142,7 @@ class LocalWriter(WriterTransport):
         """
         connect, who = attaching.connect, attaching.connect.name
         room = socket.CMSG_SPACE(array.array("i").itemsize)
-        size = HELLO.size + MAX_GIFT_BYTES + 1
+        size = HELLO.size + MAX_POOL_INFO_BYTES + 1
         try:
             frame, ancillary, flags, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -225,9 +226,9 @@ class ShmWriter(LocalWriter):
     name = "shm"
     place = "shared memory"
 
-    def _open(self, connect: Connect, gift: bytes, descriptors: Sequence[int]) -> MappedPool:
+    def _open(self, connect: Connect, pool_info: bytes, descriptors: Sequence[int]) -> MappedPool:
         who, layout = connect.name, connect.layout.layout()
-        if len(descriptors) != 1 or gift:
+        if len(descriptors) != 1 or pool_info:
             raise AttachError(f"{who} did not hand over its pool as one file")
         num_bytes = layout.pool_bytes(connect.num_pages)
         size = os.fstat(descriptors[0]).st_size

@@ -36,17 +36,17 @@ class Alarm:
         return result
 
     def fileno(self) -> int:
-        """Readable from the time of ``ring_after`` until it is called again."""
+        """Readable from the time of ``arm`` until it is called again."""
         return self._file
 
-    def ring_after(self, seconds: float) -> None:
-        """Ring once, in more than 0 seconds; an earlier time does not count any more."""
+    def arm(self, seconds: float) -> None:
+        """Go off once, in more than 0 seconds; an earlier time does not count any more."""
         whole = int(seconds)
         instants = _Instants(0, 0, whole, max(int((seconds - whole) * 1e9), 1))
         self._checked(self._libc.timerfd_settime(self._file, 0, ctypes.byref(instants), None))
 
-    def silence(self) -> None:
-        """Do not ring, and count as not readable."""
+    def disarm(self) -> None:
+        """Do not go off, and count as not readable."""
         self._checked(self._libc.timerfd_settime(self._file, 0, ctypes.byref(_Instants()), None))
 
     def close(self) -> None:

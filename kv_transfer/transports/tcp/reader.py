@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import Fenced, PageStore, ReaderTransport
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Fenced, ReaderTransport
 from kv_transfer.transports.pending_connections import PendingConnection, PendingConnections
 from kv_transfer.transports.tcp.protocol import (
     HELLO,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import PageStore
+from kv_transfer.page_store import PageStore
 from kv_transfer.transports.silence import LATE_S, LOOK_PAUSE_S, LOST, has_silent, is_waiting
 from kv_transfer.transports.tcp.protocol import (
     DONE,

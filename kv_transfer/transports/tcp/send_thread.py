@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import PageStore
+from kv_transfer.page_store import PageStore
 from kv_transfer.transports.tcp.protocol import PAGE, PAGE_MAGIC, AuthenticatedConnection
 
 log = logging.getLogger(__name__)

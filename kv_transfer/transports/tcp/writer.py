@@ -21,7 +21,8 @@ from common.errors import ConfigError
 from common.wire.address import is_address
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair, whole_pages
-from kv_transfer.transports.base import Attached, AttachError, PageStore, WriterTransport, stage
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, AttachError, WriterTransport, stage
 from kv_transfer.transports.silence import LATE_S, LOOK_PAUSE_S, LOST, has_silent
 from kv_transfer.transports.tcp.alarm import Alarm
 from kv_transfer.transports.tcp.protocol import (
@@ -136,11 +137,11 @@ class TcpWriter(WriterTransport):
                 f"--transport {self.name}: cannot make a timer ({reason}); allow more open files (ulimit -n)"
             ) from error
         self._epoll.register(self._alarm, select.EPOLLIN)
-        self._rings_at = math.inf
+        self._alarm_at = math.inf
         self._look_at = math.inf  # when to look for connections whose packets vanish; infinite while nothing is sent
         self._late: dict[str, None] = {}
         self._peers: dict[str, PeerState] = {}
-        self._by_descriptor: dict[int, tuple[PeerState, TcpConnection]] = {}  # by descriptor
+        self._by_descriptor: dict[int, tuple[PeerState, TcpConnection]] = {}
         self._leaving: dict[str, PeerState] = {}  # detached peers for which our pages are still being read
         self._ending: list[SendThread] = []  # threads that were stopped and end soon
         self._remaining: dict[int, int] = {}  # ticket -> pages not acknowledged
@@ -173,7 +174,7 @@ class TcpWriter(WriterTransport):
                 f"{peer_state.who} cannot be reached by {self.name}: {error.strerror or error}"
             ) from error
         now = time.monotonic()
-        self._set_alarm(min(self._rings_at, now + REDIAL_S), now)
+        self._set_alarm(min(self._alarm_at, now + REDIAL_S), now)
 
     def _dial(self, peer_state: PeerState, index: int) -> None:
         sock = self._connect(peer_state.address)
@@ -216,17 +217,17 @@ class TcpWriter(WriterTransport):
 
     def poll(self) -> list[Attached]:
         self._process_events()
-        now, rings_at = time.monotonic(), math.inf
+        now, alarm_at = time.monotonic(), math.inf
         for peer_state in self._peers.values():
             if peer_state.is_attached or peer_state.is_broken:
                 continue
             if peer_state.until <= now:
                 self._break(peer_state, f"it did not answer within {ATTACH_TIMEOUT_S:.0f} s")
             else:
-                rings_at = min(rings_at, self._dial_again(peer_state, now))
+                alarm_at = min(alarm_at, self._dial_again(peer_state, now))
         if self._look_at <= now:
             self._look_at = now + self._look_for_silence(now)
-        self._set_alarm(min(rings_at, self._look_at), now)
+        self._set_alarm(min(alarm_at, self._look_at), now)
         news, self._news = self._news, []
         for attached in news:
             if attached.problem and not self._peers[attached.peer].is_attached:
@@ -254,9 +255,9 @@ class TcpWriter(WriterTransport):
 
     def _set_alarm(self, at: float, now: float) -> None:
         """Wake the loop at this instant; infinite: not."""
-        if at != self._rings_at:
-            self._rings_at = at
-            self._alarm.ring_after(at - now) if at < math.inf else self._alarm.silence()
+        if at != self._alarm_at:
+            self._alarm_at = at
+            self._alarm.arm(at - now) if at < math.inf else self._alarm.disarm()
 
     def _signal_results(self) -> None:
         """Wake the loop for results that one of ``poll`` and ``done`` has found and the other one returns."""
@@ -387,7 +388,7 @@ class TcpWriter(WriterTransport):
             self._finish(ticket)
         elif self._look_at == math.inf:
             self._look_at = now + LATE_S
-            self._set_alarm(min(self._rings_at, self._look_at), now)
+            self._set_alarm(min(self._alarm_at, self._look_at), now)
         return ticket
 
     def _stage(self, page: int) -> None:

@@ -30,7 +30,8 @@ from torch.distributed import HashStore as HashStore  # type: ignore[attr-define
 
 from common.errors import ConfigError
 from kv_transfer.page_slices import SlicePair
-from kv_transfer.transports.base import PageStore, RunCopier
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import RunCopier
 
 STALL_S = 10.0  # a page that takes longer than this breaks the group
 FORM_S = 10.0  # for a group to form

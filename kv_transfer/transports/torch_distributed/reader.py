@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kv_transfer.page_slices import PageSlice
-from kv_transfer.transports.base import InPlace, PageStore
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import InPlace
 from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES, AuthenticatedConnection, PayloadMac
 from kv_transfer.transports.tcp.reader import TcpReader
 from kv_transfer.transports.tcp.receive_thread import ReceiveThread, WritePermissions

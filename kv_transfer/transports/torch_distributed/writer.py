@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from common.wire.messages import Connect
-from kv_transfer.transports.base import AttachError, PageStore
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import AttachError
 from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
 from kv_transfer.transports.tcp.send_thread import Job, SendThread
 from kv_transfer.transports.tcp.writer import PeerState, Stage, TcpConnection, TcpWriter

@@ -32,7 +32,7 @@ from common.wire.mailbox import Mailbox
 from common.wire.messages import Connect, FromDecode, FromPrefill, Grant, LayoutMessage, PagesWritten
 from common.wire.process_id import new_incarnation
 from kv_transfer.checksums import Checksums
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl.writer import HOLD_S
 from kv_transfer.transports.tcp.protocol import tune
 from scripts.benchmarks.harness import gloo_baseline

@@ -15,7 +15,8 @@ from typing import Literal
 
 from common.wire.messages import Connect
 from kv_transfer.page_slices import SlicePair, copy
-from kv_transfer.transports.base import Attached, AttachError, Fenced, PageStore, ReaderTransport, WriterTransport
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached, AttachError, Fenced, ReaderTransport, WriterTransport
 
 FaultKind = Literal["drop", "duplicate", "reorder", "delay", "corrupt", "partition", "restart"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kv_transfer.transports.base import PageStore
+from kv_transfer.page_store import PageStore
 from scripts.simulator.costs import Costs
 from scripts.simulator.event_queue import EventQueue
 from scripts.simulator.service.inprocess_transport import InProcessReader, InProcessWriter, Wire

@@ -277,7 +277,7 @@ def test_the_longest_usable_prefix_is_found(window: int, page_size: int, present
         windows._page_of[page] = page if is_present else -1
 
     def is_usable(num_pages: int) -> bool:
-        return all(present[windows.window.first_seen(num_pages * page_size) : num_pages])
+        return all(present[windows.kv_window.first_seen(num_pages * page_size) : num_pages])
 
     longest = max(count for count in range(len(present) + 1) if is_usable(count))
     assert windows.num_usable(range(len(present))) == longest

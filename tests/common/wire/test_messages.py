@@ -13,10 +13,10 @@ from common.wire import messages
 from common.wire.mailbox import Mailbox
 from common.wire.messages import PROTOCOL_VERSION, Deregister, FromGateway, FromNode, Header, Refused
 from common.wire.process_id import new_incarnation
-from kv_transfer.transports.nixl import peer_state as nixl_route
-from kv_transfer.transports.shm import protocol as shm_hello
-from kv_transfer.transports.tcp import protocol as tcp_wire
-from kv_transfer.transports.torch_distributed import rendezvous as group_form
+from kv_transfer.transports.nixl import peer_state as nixl_peer_state
+from kv_transfer.transports.shm import protocol as shm_protocol
+from kv_transfer.transports.tcp import protocol as tcp_protocol
+from kv_transfer.transports.torch_distributed import rendezvous
 
 #: The protocol version, and the digest of its messages.
 PINNED = (16, "b3771914ab70c0f3")
@@ -28,7 +28,7 @@ ON_THE_CONTROL_PLANE = (
     messages.ToListeningNode,
     messages.FromPrefill,
 )
-ON_DATA_CONNECTIONS = (tcp_wire, shm_hello, group_form)
+ON_DATA_CONNECTIONS = (tcp_protocol, shm_protocol, rendezvous)
 
 
 def shape_of(told: Any) -> Any:
@@ -55,7 +55,7 @@ def frames_of(module: types.ModuleType) -> list[str]:
 
 
 def digest() -> str:
-    shapes = [shape_of(inspect.type_info(some)) for some in (*ON_THE_CONTROL_PLANE, nixl_route.Endpoint)]
+    shapes = [shape_of(inspect.type_info(some)) for some in (*ON_THE_CONTROL_PLANE, nixl_peer_state.Endpoint)]
     shapes += [frames_of(module) for module in ON_DATA_CONNECTIONS]
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
 

@@ -30,7 +30,7 @@ from kv_transfer.transports.cuda_ipc import CudaIpcReader, CudaIpcWriter, driver
 from kv_transfer.transports.cuda_ipc.driver import HANDLE_BYTES, UUID_BYTES
 from kv_transfer.transports.cuda_ipc.protocol import NONCE_BYTES, PROBE_BYTES, SharedPool, echo_offset
 from kv_transfer.transports.cuda_ipc.writer import joined
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.shm.protocol import HELLO
 
 ATTACHED = ""
@@ -128,7 +128,7 @@ def test_memory_that_cannot_be_opened_is_refused_and_the_next_offer_is_accepted(
     assert outcome(writer, offer(reader, 2)) == ATTACHED
 
 
-def gift_of(reader: End, connect: Connect) -> tuple[bytes, bytes]:
+def pool_info_of(reader: End, connect: Connect) -> tuple[bytes, bytes]:
     """Attach by hand, and return what the reader hands over: ``HELLO``, and what follows."""
     name, token = connect.endpoint.split(":")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -161,8 +161,8 @@ def test_a_damaged_hand_over_is_refused_with_an_explanation_and_nothing_stays_op
     start: Callable[..., End], writer: CudaIpcWriter
 ) -> None:
     reader = start("reader", "cuda-ipc")
-    hello, gift = gift_of(reader, offer(reader))
-    true = SharedPool.decode(gift)
+    hello, pool_info = pool_info_of(reader, offer(reader))
+    true = SharedPool.decode(pool_info)
     connect = offer(reader, 1)
     name = "baton-" + "a" * 32
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -188,7 +188,7 @@ def num_opened() -> int:
 
 def test_a_file_beside_the_pool_is_refused(start: Callable[..., End], writer: CudaIpcWriter) -> None:
     reader = start("reader", "cuda-ipc")
-    hello, gift = gift_of(reader, offer(reader))
+    hello, pool_info = pool_info_of(reader, offer(reader))
     name = "baton-" + "b" * 32
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
@@ -196,18 +196,18 @@ def test_a_file_beside_the_pool_is_refused(start: Callable[..., End], writer: Cu
         writer.attach(DECODE, msgspec.structs.replace(offer(reader, 1), endpoint=f"{name}:{'0' * 64}"))
         pending, _ = listener.accept()
         with pending:
-            socket.send_fds(pending, [hello + gift], [0])
+            socket.send_fds(pending, [hello + pool_info], [0])
             assert "handed over a file with its pool" in until(writer.poll)[0].problem
 
 
 @given(st.binary(max_size=400))
-def test_only_a_gift_of_the_right_length_is_decoded(gift: bytes) -> None:
+def test_only_pool_info_of_the_right_length_is_decoded(pool_info: bytes) -> None:
     length = UUID_BYTES + 2 * HANDLE_BYTES + 8 + NONCE_BYTES + 4
-    if len(gift) == length:
-        assert SharedPool.decode(gift).encode() == gift
+    if len(pool_info) == length:
+        assert SharedPool.decode(pool_info).encode() == pool_info
     else:
-        with pytest.raises(ValueError, match=f"{len(gift)} bytes instead of {length}"):
-            SharedPool.decode(gift)
+        with pytest.raises(ValueError, match=f"{len(pool_info)} bytes instead of {length}"):
+            SharedPool.decode(pool_info)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -220,8 +220,8 @@ def test_writers_of_one_epoch_try_out_their_attachments_in_areas_of_their_own(st
     """As the ranks of one prefill node do."""
     reader = start("reader", "cuda-ipc")
     ranks = [f"{PREFILL}/{rank}" for rank in range(3)]
-    gifts = [gift_of(reader, offer(reader, peer=peer))[1] for peer in ranks]
-    assert len({SharedPool.decode(gift).area for gift in gifts}) == 3
+    pool_infos = [pool_info_of(reader, offer(reader, peer=peer))[1] for peer in ranks]
+    assert len({SharedPool.decode(pool_info).area for pool_info in pool_infos}) == 3
 
 
 # ---- the device fails ---------------------------------------------------------------------------------------------

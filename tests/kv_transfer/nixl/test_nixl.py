@@ -17,7 +17,7 @@ from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.base import AttachError
-from kv_transfer.transports.nixl import handshake as nixl_attach
+from kv_transfer.transports.nixl import handshake as nixl_handshake
 from kv_transfer.transports.nixl import reader as nixl_reader
 from kv_transfer.transports.nixl import writer as nixl_writer
 from kv_transfer.transports.nixl.handshake import request_watch
@@ -80,13 +80,13 @@ def test_a_rejected_watch_connection_is_not_mistaken_for_another_host(
     peer_state: PeerState, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader may close the connection before the writer reads the reader's credentials."""
-    plain = nixl_attach.peer_pidfd
+    plain = nixl_handshake.peer_pidfd
 
     def late(watch_socket: socket.socket) -> int:
         listener.accept()[0].close()
         return plain(watch_socket)
 
-    monkeypatch.setattr(nixl_attach, "peer_pidfd", late)
+    monkeypatch.setattr(nixl_handshake, "peer_pidfd", late)
     with pytest.raises(ConnectionError, match="another token or user"):
         request_watch(peer_state)
     assert (peer_state.watch_socket, peer_state.pidfd) == (None, -1)

@@ -4,10 +4,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import msgspec
 import pytest
 from support.kv.kv_fakes import LAYOUT, MemfdStore
 
 from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.transports.base import AttachError
 from kv_transfer.transports.nixl import reader as nixl_reader
 from kv_transfer.transports.nixl import writer as nixl_writer
 from kv_transfer.transports.nixl.reader import NixlReader
@@ -77,6 +79,24 @@ def test_several_writers_attach_to_one_reader_at_once(stack: ExitStack) -> None:
         assert wait_for_answers(writers, [reader], len(writers)) == [""] * len(writers)
         for writer in writers:
             assert writer.detach("d" * 32)
+
+
+def test_a_pool_that_says_it_has_too_many_pages_is_refused_before_descriptors_are_made(stack: ExitStack) -> None:
+    reader, writer = open_reader(stack), open_writer(stack)
+    connect = msgspec.structs.replace(connect_to(reader, "p" * 32, 1), num_pages=nixl_writer.MAX_PAGES + 1)
+    with pytest.raises(AttachError, match="num_pages of decode is 4194305, and nixl takes at most 4194304"):
+        writer.attach("d" * 32, connect)
+    assert writer.detach("d" * 32)
+    writer.attach("d" * 32, connect_to(reader, "p" * 32, 2))
+    assert wait_for_answers([writer], [reader], 1) == [""]
+
+
+@pytest.mark.parametrize("endpoint", ["", "10.0.0.1:1", "{}", '{"agent": 1}'])
+def test_an_endpoint_that_is_not_one_of_nixl_is_refused(stack: ExitStack, endpoint: str) -> None:
+    reader, writer = open_reader(stack), open_writer(stack)
+    connect = msgspec.structs.replace(connect_to(reader, "p" * 32, 1), endpoint=endpoint)
+    with pytest.raises(AttachError, match="the endpoint offered by decode is not one of nixl"):
+        writer.attach("d" * 32, connect)
 
 
 def test_an_attachment_fails_even_if_a_call_to_nixl_does_not_return(

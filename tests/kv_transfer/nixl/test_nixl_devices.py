@@ -9,7 +9,7 @@ from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
 from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.base import AttachError
-from kv_transfer.transports.negotiation import TransportSettings, open_reader
+from kv_transfer.transports.factory import TransportSettings, open_reader
 from kv_transfer.transports.nixl import devices
 from kv_transfer.transports.nixl.devices import VARIABLE, devices_of, restrict_to
 from kv_transfer.transports.nixl.reader import NixlReader

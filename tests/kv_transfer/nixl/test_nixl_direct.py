@@ -19,8 +19,9 @@ from common.engine.kv_pool import KVPool
 from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.page_slices import PageSlice, SlicePair
-from kv_transfer.transports.base import Attached, PageStore
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.page_store import PageStore
+from kv_transfer.transports.base import Attached
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl import agent as nixl
 from kv_transfer.transports.nixl.reader import NixlReader
 from kv_transfer.transports.nixl.writer import NixlWriter

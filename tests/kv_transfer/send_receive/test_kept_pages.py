@@ -82,7 +82,7 @@ def test_pages_of_a_connection_that_broke_are_kept_when_their_transfer_ends(pair
 
 
 def test_a_page_is_kept_only_with_all_of_its_parts() -> None:
-    session = ReceiveSession(KEY, PREFILL, first=1, pages=[7, 8, 9], num_tokens=14, page_size=4)
+    session = ReceiveSession(KEY, PREFILL, first=1, pages=[7, 8, 9], length=14, page_size=4)
     session.grant(1, num_stretches=2)
     for part in (0, 1):
         session.deliver([1], part)
@@ -95,7 +95,7 @@ def test_a_page_is_kept_only_with_all_of_its_parts() -> None:
 
 
 def test_a_damaged_page_that_was_asked_for_again_is_not_kept() -> None:
-    session = ReceiveSession(KEY, PREFILL, first=0, pages=[7, 8], num_tokens=8, page_size=4)
+    session = ReceiveSession(KEY, PREFILL, first=0, pages=[7, 8], length=8, page_size=4)
     session.grant(1)
     assert session.corrupt([0], 0)
     session.deliver([1], 0)

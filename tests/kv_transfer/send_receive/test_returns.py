@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import pytest
 from support.kv.kv_fakes import DECODE, PREFILL, TransferPair, WatchedWriter
 
 from common.request import RequestKey
-from common.wire.messages import Connect, Connected, OfferBeside
+from common.wire.messages import Connect, Connected, LayoutMessage, OfferBeside
 from kv_transfer.events import Completed
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
@@ -137,6 +139,33 @@ def test_a_connection_that_breaks_before_the_decode_node_hears_of_the_change_is_
     pair.give_back(KEY)
     pair.until(lambda: KEY in pair.released)
     pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_pages": 8}, {"num_ranks": 2}, {"layout": LayoutMessage(1, 1, 2, 8, "float32")}], ids=str
+)
+def test_an_offer_of_another_pool_beside_a_connection_is_counted_and_ignored(change: dict[str, Any]) -> None:
+    """Grants are checked against the pool of the connection, so that a smaller one could be written beyond its end."""
+    pair = broken_pair()
+    pair.open(KEY, 4)
+    pair.begin(KEY, 4)
+    pair.compute(KEY, 2)
+    pair.until(lambda: len(pair.writers["other"].written) == 2)
+    pair.step()
+    pair.now += MIN_REST_S
+    pair.pump()
+    pair.hear_prefill()
+    (offer,) = pair.to_prefill
+    assert isinstance(offer, Connect)
+    pair.to_prefill[0] = msgspec.structs.replace(offer, **change)
+    num_stale = pair.sender.counters()["stale_messages"]
+    pair.hear_decode()
+    pair.pump()
+    assert pair.sender.counters()["stale_messages"] == num_stale + 1
+    assert (pair.carrier, list(pair.to_decode)) == ("other", [])
+    pair.finish(KEY)
+    pair.until(lambda: KEY in pair.events)
+    assert isinstance(pair.events[KEY], Completed)
 
 
 @pytest.mark.parametrize("seed", range(60))

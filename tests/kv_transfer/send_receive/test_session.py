@@ -57,7 +57,7 @@ def test_the_sending_end_follows_the_table(state: SendState, event: SendEvent, a
 
 @pytest.mark.parametrize(("state", "event", "after"), _cells(RECEIVE, ReceiveState, ReceiveEvent))
 def test_the_receiving_end_follows_the_table(state: ReceiveState, event: ReceiveEvent, after: str) -> None:
-    session = receive_session(first=0, pages=[0], num_tokens=1)
+    session = receive_session(first=0, pages=[0], length=1)
     session.state = state
     assert session.accepts(event) == (after != ".")
     if after == ".":
@@ -69,8 +69,8 @@ def test_the_receiving_end_follows_the_table(state: ReceiveState, event: Receive
         assert session.state == after
 
 
-def receive_session(*, first: int, pages: list[int], num_tokens: int, page_size: int = 1) -> ReceiveSession:
-    return ReceiveSession(KEY, "peer", first=first, pages=pages, num_tokens=num_tokens, page_size=page_size)
+def receive_session(*, first: int, pages: list[int], length: int, page_size: int = 1) -> ReceiveSession:
+    return ReceiveSession(KEY, "peer", first=first, pages=pages, length=length, page_size=page_size)
 
 
 def test_the_tables_cover_every_state_and_event() -> None:
@@ -165,7 +165,7 @@ def test_the_number_of_computed_pages_cannot_shrink() -> None:
 
 
 def test_a_page_has_arrived_when_all_its_parts_have() -> None:
-    session = receive_session(first=2, pages=[8, 9], num_tokens=8, page_size=2)
+    session = receive_session(first=2, pages=[8, 9], length=8, page_size=2)
     session.grant(3, 2)
     assert session.deliver([2, 3], part=0) == []
     assert session.deliver([3], part=1) == [9]
@@ -181,7 +181,7 @@ def test_a_page_has_arrived_when_all_its_parts_have() -> None:
     ids=["held already", "beyond", "twice", "twice in one", "no such part", "partly beyond", "none"],
 )
 def test_an_impossible_delivery_is_not_expected(indices: list[int], part: int) -> None:
-    session = receive_session(first=2, pages=[8, 9], num_tokens=4)
+    session = receive_session(first=2, pages=[8, 9], length=4)
     session.grant(1)
     session.deliver([2], part=0)
     assert not session.is_expected(indices, part)
@@ -189,7 +189,7 @@ def test_an_impossible_delivery_is_not_expected(indices: list[int], part: int) -
 
 
 def test_a_prompt_without_missing_pages_is_complete_when_it_is_granted() -> None:
-    session = receive_session(first=2, pages=[], num_tokens=2)
+    session = receive_session(first=2, pages=[], length=2)
     session.grant(1)
     assert session.state is ReceiveState.LANDED
 
@@ -197,7 +197,7 @@ def test_a_prompt_without_missing_pages_is_complete_when_it_is_granted() -> None
 @pytest.mark.parametrize("pages", [[], [1, 2]], ids=["fewer", "more"])
 def test_a_session_has_one_page_for_each_missing_page_of_the_prompt(pages: list[int]) -> None:
     with pytest.raises(AssertionError):
-        receive_session(first=2, pages=pages, num_tokens=3)
+        receive_session(first=2, pages=pages, length=3)
 
 
 def test_only_a_written_page_is_resent_and_only_a_limited_number_of_times() -> None:
@@ -218,7 +218,7 @@ def test_only_a_written_page_is_resent_and_only_a_limited_number_of_times() -> N
 
 
 def test_a_damaged_part_is_expected_again_a_limited_number_of_times() -> None:
-    session = receive_session(first=0, pages=[8, 9], num_tokens=4, page_size=2)
+    session = receive_session(first=0, pages=[8, 9], length=4, page_size=2)
     session.grant(1, 2)
     for _ in range(MAX_RESENDS):
         assert session.corrupt([0, 1], 1)
@@ -255,7 +255,7 @@ def test_a_prompt_written_completely_before_the_break_needs_nothing_more() -> No
 
 
 def test_after_a_break_only_pages_that_have_not_fully_arrived_are_missing() -> None:
-    session = receive_session(first=1, pages=[11, 12, 13, 14, 15, 16], num_tokens=14, page_size=2)
+    session = receive_session(first=1, pages=[11, 12, 13, 14, 15, 16], length=14, page_size=2)
     session.grant(1, 2)
     for part in (0, 1):
         session.deliver([2, 5], part)

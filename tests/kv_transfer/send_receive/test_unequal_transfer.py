@@ -138,7 +138,7 @@ def test_a_number_of_parts_that_does_not_divide_a_page_is_refused() -> None:
     nodes = Nodes(2, 6)
     key = nodes.open(9)
     pages = nodes.allocator.alloc(2, Owner.GRANT)
-    nodes.receiver.begin(key, PREFILL, first=0, pages=pages or (), num_tokens=9)
+    nodes.receiver.begin(key, PREFILL, first=0, pages=pages or (), length=9)
     nodes.receiver.on_message(PREFILL, Connected(1, "inprocess", 4))
     why = "a page of 6 tokens cannot come in 4 parts"
     assert nodes.receiver.take()[1] == [TransferFailed(key, ErrorCode.TRANSFER_FAILED, why)]
@@ -157,7 +157,7 @@ def test_units_beyond_the_end_of_the_prompt_are_never_due() -> None:
 
 
 def test_parts_of_a_page_beyond_the_end_of_the_prompt_are_not_expected() -> None:
-    session = ReceiveSession(("r", 0), "peer", first=0, pages=[4, 5], num_tokens=9, page_size=6)
+    session = ReceiveSession(("r", 0), "peer", first=0, pages=[4, 5], length=9, page_size=6)
     session.grant(1, 3)
     assert session.is_expected([0, 1], 1)
     assert session.is_expected([0], 2)

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,10 +32,12 @@ from common.cache.page_allocator import Owner, PageAllocator
 from common.errors import ErrorCode
 from common.wire.messages import Connected, Grant, Message, PrefillDone
 from kv_transfer.events import Completed, TransferFailed
+from kv_transfer.page_slices import SlicePair
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import Attached, AttachError, Fenced
-from kv_transfer.transports.shm import ShmReader, ShmWriter
+from kv_transfer.transports.shm import ShmReader, ShmWriter, copy_thread
+from kv_transfer.transports.shm.copy_thread import CopyThread, PeerPool
 from scripts.chaos_harness.process_resources import ProcessResources
 
 __all__ = ["child", "reader", "store", "writer"]
@@ -57,7 +59,7 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
     sender.on_message(DECODE, receiver.connect(PREFILL), 0.0)
     pages = allocator.alloc(3, Owner.GRANT)
     assert pages is not None
-    receiver.begin(KEY, PREFILL, first=1, pages=pages, num_tokens=15)
+    receiver.begin(KEY, PREFILL, first=1, pages=pages, length=15)
     sender.open(KEY, DECODE)
     for index in range(4):
         assert isinstance(writer.store, MemfdStore)
@@ -177,7 +179,7 @@ def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
     for rid in "ab":
         pages = allocator.alloc(2, Owner.GRANT)
         assert pages is not None
-        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_tokens=7)
+        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, length=7)
     receiver.cancel(("a", 0))
     os.kill(child.process.pid, signal.SIGSTOP)
     receiver.peer_lost(PREFILL)  # the control connection appears to be lost too
@@ -252,6 +254,39 @@ def test_a_page_beyond_the_pool_is_never_written(reader: ShmReader, writer: ShmW
 
 
 # ---- the copy thread ---------------------------------------------------------------------------------------------
+
+
+class PreparedPool(PeerPool):
+    """A pool that notes which of its pages are prepared. ``is_ready`` is set with the last of them."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__(last + 1)
+        self.prepared: list[int] = []
+        self.is_ready = threading.Event()
+
+    def prepare(self, page: int) -> None:
+        self.prepared.append(page)
+        if page == self.num_pages - 1:
+            self.is_ready.set()
+
+    def put(self, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> int:
+        raise AssertionError("nothing is copied")
+
+    def release(self) -> bool:
+        return True
+
+
+def test_a_peer_that_grants_many_pages_does_not_make_the_queue_of_pages_to_prepare_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copy_thread, "MAX_EXPECTED", 3)
+    wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    thread, pool = CopyThread("shm", NUM_PAGES, wake), PreparedPool(9)
+    thread.prepare(pool, range(10))
+    assert pool.is_ready.wait(60)
+    thread.close()
+    os.close(wake)
+    assert pool.prepared == [7, 8, 9]
 
 
 class SlowStore(MemfdStore):

@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports import pending_connections as visitors
 from kv_transfer.transports.shm import ShmReader, ShmWriter
-from kv_transfer.transports.shm import protocol as shm_hello
+from kv_transfer.transports.shm import protocol as shm_protocol
 
 __all__ = ["child", "reader", "store", "writer"]
 
@@ -181,7 +181,7 @@ def test_a_writer_refuses_an_invalid_hello(writer: ShmWriter) -> None:
     listener.bind(f"\0{name}")
     listener.listen(8)
     connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "shm", f"{name}:{'0' * 64}")
-    hello = shm_hello.HELLO.pack(shm_hello.MAGIC, 1, LAYOUT.pool_bytes(NUM_PAGES), DECODE.encode())
+    hello = shm_protocol.HELLO.pack(shm_protocol.MAGIC, 1, LAYOUT.pool_bytes(NUM_PAGES), DECODE.encode())
     num_before = open_descriptors()
     directory = os.open("/", os.O_RDONLY)
     for frame, files, sentence in [

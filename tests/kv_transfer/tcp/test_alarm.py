@@ -15,7 +15,7 @@ from kv_transfer.transports.tcp import alarm as alarm_module
 from kv_transfer.transports.tcp.alarm import Alarm
 
 
-def is_ringing(alarm: Alarm, within_s: float) -> bool:
+def has_gone_off(alarm: Alarm, within_s: float) -> bool:
     return bool(select.select([alarm], [], [], within_s)[0])
 
 
@@ -29,17 +29,17 @@ def refuse_timers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alarm_module.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(timerfd_create=refuse))
 
 
-def test_an_alarm_rings_once_until_it_is_silenced() -> None:
+def test_an_alarm_goes_off_once_until_it_is_disarmed() -> None:
     alarm = Alarm()
-    assert not is_ringing(alarm, 0.0)
-    alarm.ring_after(0.001)
-    assert is_ringing(alarm, 60.0) and is_ringing(alarm, 0.0)
-    alarm.silence()
-    assert not is_ringing(alarm, 0.0)
-    alarm.ring_after(1e-12)
-    assert is_ringing(alarm, 60.0)
-    alarm.ring_after(3600.5)
-    assert not is_ringing(alarm, 0.0)
+    assert not has_gone_off(alarm, 0.0)
+    alarm.arm(0.001)
+    assert has_gone_off(alarm, 60.0) and has_gone_off(alarm, 0.0)
+    alarm.disarm()
+    assert not has_gone_off(alarm, 0.0)
+    alarm.arm(1e-12)
+    assert has_gone_off(alarm, 60.0)
+    alarm.arm(3600.5)
+    assert not has_gone_off(alarm, 0.0)
     alarm.close()
 
 

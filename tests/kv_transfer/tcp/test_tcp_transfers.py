@@ -55,7 +55,7 @@ def test_a_whole_transfer_over_tcp(reader: TcpReader, writer: TcpWriter, store: 
     node.connect()
     pages = node.allocator.alloc(3, Owner.GRANT)
     assert pages is not None and isinstance(writer.store, MemfdStore)
-    node.receiver.begin(key, PREFILL, first=1, pages=pages, num_tokens=15)
+    node.receiver.begin(key, PREFILL, first=1, pages=pages, length=15)
     node.sender.open(key, DECODE)
     for index in range(4):
         writer.store.fill(index, content(key, index))
@@ -73,7 +73,7 @@ def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer
     node.connect()
     pages = node.allocator.alloc(2, Owner.GRANT)
     assert pages is not None
-    node.receiver.begin(key, PREFILL, first=0, pages=pages, num_tokens=7)
+    node.receiver.begin(key, PREFILL, first=0, pages=pages, length=7)
     node.turn()
     node.receiver.peer_lost(PREFILL)
     assert node.allocator.count(Owner.QUARANTINE) == 2
@@ -98,7 +98,7 @@ def test_a_cut_connection_is_restored_and_its_transfers_continue(
     for index in range(3):
         writer.store.fill(index, content(key, index))
     node.sender.open(key, DECODE)
-    node.receiver.begin(key, PREFILL, first=0, pages=pages, num_tokens=11)
+    node.receiver.begin(key, PREFILL, first=0, pages=pages, length=11)
     node.sender.computed(key, [0])
     until(lambda: node.turn() or node.receiver.counters()["pages_received"] == 1)
     cut(writer)
@@ -121,7 +121,7 @@ def test_a_connection_that_is_cut_repeatedly_ends_its_transfers_with_pair_and_tr
     pages = node.allocator.alloc(2, Owner.GRANT)
     assert pages is not None
     node.sender.open(key, DECODE)
-    node.receiver.begin(key, PREFILL, first=0, pages=pages, num_tokens=7)
+    node.receiver.begin(key, PREFILL, first=0, pages=pages, length=7)
 
     def turn() -> bool:
         node.turn()

@@ -26,9 +26,8 @@ from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.transports.base import Attached
 from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
-from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
+from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter, rendezvous
 from kv_transfer.transports.torch_distributed import backend as group_backend
-from kv_transfer.transports.torch_distributed import rendezvous as group_form
 from kv_transfer.transports.torch_distributed.backend import Pages, is_sound
 from kv_transfer.transports.torch_distributed.rendezvous import (
     ENTRY_MAGIC,
@@ -106,7 +105,7 @@ def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
     reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer is ready first, and sends a page as soon as the reader is ready."""
-    run, send = group_form._Maker.run, group_form._EntryExchange._send
+    run, send = rendezvous._Maker.run, rendezvous._EntryExchange._send
 
     def run_late(maker: Any) -> None:
         run(maker)
@@ -117,8 +116,8 @@ def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
         is_reader = exchange._connection.getsockname()[1] == reader._port
         time.sleep(0.2 if is_reader and magic == MADE_MAGIC else 0)
 
-    monkeypatch.setattr(group_form._Maker, "run", run_late)
-    monkeypatch.setattr(group_form._EntryExchange, "_send", send_slowly)
+    monkeypatch.setattr(rendezvous._Maker, "run", run_late)
+    monkeypatch.setattr(rendezvous._EntryExchange, "_send", send_slowly)
     attach(writer, reader)
     ticket = writer.write(DECODE, [(0, 0)])
     assert until(writer.done) == [ticket]
@@ -133,7 +132,7 @@ def test_an_offer_of_another_transport_is_refused(reader: GroupReader) -> None:
 
 
 def test_a_reader_gives_up_on_a_group_without_a_writer(reader: GroupReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_form, "FORM_S", 0.3)
+    monkeypatch.setattr(rendezvous, "FORM_S", 0.3)
     monkeypatch.setattr(group_backend, "FORM_S", 0.3)
     assert len(RawGlooPeer(reader).handshake(offer(reader))) == 32
     [fenced] = until(lambda: reader.poll(0.0))
@@ -144,7 +143,7 @@ def test_a_reader_gives_up_on_a_group_without_a_writer(reader: GroupReader, monk
 def test_a_writer_reports_a_reader_that_stops_answering_while_the_group_forms(
     writer: GroupWriter, store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_form, "FORM_S", 0.3)
+    monkeypatch.setattr(rendezvous, "FORM_S", 0.3)
     monkeypatch.setattr(group_backend, "FORM_S", 0.3)
     silent = GroupReader(store, "gloo", key=KEY)
     silent._make_receive_thread = lambda authenticated, owner: Deaf(authenticated)  # type: ignore[assignment,return-value]
@@ -351,7 +350,7 @@ def test_an_address_of_another_machine_is_refused_with_the_flag_named(store: Mem
 def test_torch_is_not_imported_for_other_transports() -> None:
     program = (
         "import sys; sys.path.insert(0, 'tests'); from support.kv.kv_fakes import MemfdStore;"
-        "from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer;"
+        "from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer;"
         "open_reader(MemfdStore(1), TransportSettings('auto')), open_writer(MemfdStore(1), TransportSettings('tcp'));"
         "sys.exit('torch' in sys.modules)"
     )

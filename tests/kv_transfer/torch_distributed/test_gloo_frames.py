@@ -24,7 +24,7 @@ from support.service.fork_server import ForkServer
 
 from common.wire.messages import Connect
 from kv_transfer.transports.tcp.protocol import HELLO, MAC_BYTES, WELCOME, AuthenticatedConnection, Terms
-from kv_transfer.transports.torch_distributed import rendezvous as group_form
+from kv_transfer.transports.torch_distributed import rendezvous
 from kv_transfer.transports.torch_distributed.backend import Group, Pages
 from kv_transfer.transports.torch_distributed.reader import magic_of
 from kv_transfer.transports.torch_distributed.rendezvous import HEADER, MADE_MAGIC, READER, WRITER, form
@@ -142,7 +142,7 @@ def as_reader(writer: End, connect: Connect) -> AuthenticatedConnection:
 def test_damaged_frames_form_no_group_and_the_next_group_forms(
     ends: tuple[End, End], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_form, "FORM_S", 3.0)
+    monkeypatch.setattr(rendezvous, "FORM_S", 3.0)
     writer, reader = ends
     formed: list[bool] = []
 

@@ -8,13 +8,8 @@ from support.kv.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, MemfdStore
 from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.base import Attached, Fenced
-from kv_transfer.transports.negotiation import (
-    NegotiatingReader,
-    NegotiatingWriter,
-    TransportSettings,
-    open_reader,
-    open_writer,
-)
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
+from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 from scripts.simulator.service.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
 
 

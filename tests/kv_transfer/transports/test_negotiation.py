@@ -461,7 +461,7 @@ def test_a_receiver_permits_writes_with_each_grant_and_forbids_them_before_a_rel
         reader.calls.clear()
         pages = allocator.alloc(2, Owner.GRANT)
         assert pages is not None
-        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, num_tokens=7)
+        receiver.begin((rid, 0), PREFILL, first=0, pages=pages, length=7)
         assert reader.calls == [("allow", *pages)]
         if end is None:
             receiver.cancel((rid, 0))

@@ -225,9 +225,9 @@ class LocalCluster:
     def _order(self, cache: RadixCache) -> RequestOrdering:
         return RequestOrdering(make_policy(self._policy, cache, options=self._options), self._rules)
 
-    def _sender(self, transport: Any, window: KVWindow) -> Sender:
+    def _sender(self, transport: Any, kv_window: KVWindow) -> Sender:
         store = transport.store
-        longest = min(window.max_tokens(store.num_pages), 1_000_000)
+        longest = min(kv_window.max_tokens(store.num_pages), 1_000_000)
         return Sender(
             transport,
             digest="model",
@@ -242,11 +242,13 @@ class LocalCluster:
         allocator = self._allocator("prefill", num_pages)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         most_at_once = ChunkAlignment().most_at_once(self._chunk, page_size)
-        window = KVWindow.of_prefill(page_size, self._window, most_at_once)
-        limits = prefill.PrefillLimits(self._max_running, self._max_queued, chunk_tokens=self._chunk, window=window)
+        kv_window = KVWindow.of_prefill(page_size, self._window, most_at_once)
+        limits = prefill.PrefillLimits(
+            self._max_running, self._max_queued, chunk_tokens=self._chunk, kv_window=kv_window
+        )
         transport = InProcessWriter(self.wire, executor.pool)
         chosen = transport if self.wire.can_recall else NegotiatingWriter([transport])
-        sender = self._sender(chosen, window)
+        sender = self._sender(chosen, kv_window)
         scheduler = prefill.PrefillScheduler(
             cache,
             allocator,
@@ -276,7 +278,7 @@ class LocalCluster:
         executor, eos = self._load("decode", num_pages)
         allocator = self._allocator("decode", num_pages)
         most_at_once = ChunkAlignment().most_at_once(self._chunk, page_size)
-        window = KVWindow.of_decode(page_size, self._window, most_at_once, num_pages)
+        kv_window = KVWindow.of_decode(page_size, self._window, most_at_once, num_pages)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         transport = InProcessReader(self.wire, executor.pool)
         writer = InProcessWriter(self.wire, executor.pool)
@@ -292,7 +294,7 @@ class LocalCluster:
                     chunk_tokens=self._chunk,
                     resume_tokens=self._resume_tokens,
                     is_retracted_by_priority=self._rules is not None,
-                    window=window,
+                    kv_window=kv_window,
                 )
             ),
             ordering=self._order(cache),
@@ -301,7 +303,7 @@ class LocalCluster:
             is_connected=receiver.is_connected,
         )
         chosen_writer = writer if self.wire.can_recall else NegotiatingWriter([writer])
-        sender = self._sender(chosen_writer, window)
+        sender = self._sender(chosen_writer, kv_window)
         role = DecodeRole(
             scheduler,
             receiver,

@@ -78,7 +78,7 @@ class WatchedAllocator(PageAllocator):
         self._watched = windows
         self._steps_of_full = StepsInFlight(page_size)
         if windows is not None:
-            windows.steps = StepsInFlight(page_size, windows.window.first_seen)
+            windows.steps = StepsInFlight(page_size, windows.kv_window.first_seen)
 
     def planned(self, plan: StepPlan) -> None:
         self._steps_of_full.planned(plan, plan.pages)
@@ -86,7 +86,7 @@ class WatchedAllocator(PageAllocator):
             return
         windows.steps.planned(plan, plan.windows)
         for row in plan.rows:
-            first = windows.window.first_seen(row.start)
+            first = windows.kv_window.first_seen(row.start)
             expected = [windows._page_of[page] for page in self._steps_of_full.pages(row)[first:]]
             assert windows.steps.pages(row) == expected, f"a row of step {plan.step} has window pages of other tokens"
 

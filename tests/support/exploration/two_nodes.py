@@ -152,7 +152,7 @@ class TwoNodes:
             self._send_from_decode(peer, node.receiver.connect(peer))
         node.begun[key] = None
         pages = self._reserve(count)
-        node.receiver.begin(key, peer, first=self.scope.first, pages=pages, num_tokens=self.sizes[key])
+        node.receiver.begin(key, peer, first=self.scope.first, pages=pages, length=self.sizes[key])
 
     def _reserve(self, count: int) -> list[int]:
         pages = self.decode.allocator.alloc(count, Owner.GRANT)

@@ -166,8 +166,8 @@ class TransferPair:
         pages = self.source_pages[key]
         for index, page in enumerate(pages):
             self.source.fill(page, content(key, index))
-        num_tokens = len(pages) * LAYOUT.page_size - 1
-        self.sender.finish(key, PrefillDone(*key, num_tokens, token), pages)
+        length = len(pages) * LAYOUT.page_size - 1
+        self.sender.finish(key, PrefillDone(*key, length, token), pages)
         self.settle()
 
     def pump(self, max_pages: int = 64) -> bool:
@@ -184,8 +184,8 @@ class TransferPair:
         for page in pages:
             self.target.fill(page, JUNK)
         self.grants[key], self.firsts[key] = list(pages), first
-        num_tokens = num_pages * LAYOUT.page_size - 1
-        self.receiver.begin(key, PREFILL, first=first, pages=pages, num_tokens=num_tokens)
+        length = num_pages * LAYOUT.page_size - 1
+        self.receiver.begin(key, PREFILL, first=first, pages=pages, length=length)
         self.settle()
         return pages
 
@@ -197,7 +197,7 @@ class TransferPair:
         self.receiver.poll(self.now)
         self.settle()
 
-    # ---- connections and messages---------------------------------------------------------------------------------
+    # ---- connections and messages --------------------------------------------------------------------------------
 
     def connect(self, *name: str) -> None:
         """Connect both ends, from the offer to the reply."""

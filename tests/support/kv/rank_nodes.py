@@ -20,7 +20,7 @@ from common.wire.messages import Coverage, Message, PrefillDone
 from kv_transfer.events import Completed, PairLost, Released, TransferFailed
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
-from kv_transfer.transports.negotiation import TransportSettings
+from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks.endpoint import serve_rank
 from kv_transfer.transports.ranks.node_transports import NodeTransports
 from kv_transfer.transports.ranks.pairs import rank_layout
@@ -120,7 +120,7 @@ class RankNodes:
         assert targets is not None
         self.sources[key] = pages
         self.sender.open(key, DECODE)
-        self.receiver.begin(key, PREFILL, first=0, pages=targets, num_tokens=num_tokens)
+        self.receiver.begin(key, PREFILL, first=0, pages=targets, length=num_tokens)
         return key
 
     def finish(self, key: RequestKey) -> None:

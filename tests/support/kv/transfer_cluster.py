@@ -22,7 +22,7 @@ class Cluster:
         self.transport = transport
         self.ranks = ranks or {}
         self.ends: dict[str, End] = {}
-        self.start_request: dict[tuple[str, str], deque[str]] = {}  # (from, to) -> messages
+        self.undelivered: dict[tuple[str, str], deque[str]] = {}  # (from, to) -> messages
         self.connected: dict[tuple[str, str], None] = {}  # (prefill, decode)
         self._fork_server = fork_server
 
@@ -44,15 +44,15 @@ class Cluster:
             for peer, message in self.ask(name, "messages"):
                 to = next((other for other in names if incarnation(other) == peer), "")
                 if to:
-                    self.start_request.setdefault((name, to), deque()).append(message)
-        for (sender, to), messages in self.start_request.items():
+                    self.undelivered.setdefault((name, to), deque()).append(message)
+        for (sender, to), messages in self.undelivered.items():
             if sender not in names or to not in names:
                 continue
             while messages and json.loads(messages[0])["type"] != hold:
                 self.ask(to, "hear", peer=incarnation(sender), message=messages.popleft())
 
     def is_held(self, sender: str, to: str) -> bool:
-        return bool(self.start_request.get((sender, to)))
+        return bool(self.undelivered.get((sender, to)))
 
     def begin(self, rid: str, prefill: str, decode: str, num_pages: int) -> None:
         self.ask(prefill, "open", rid=rid, peer=incarnation(decode), num_pages=num_pages)
@@ -108,7 +108,7 @@ class Cluster:
     def part(self, survivor: str, other: str) -> None:
         """The control connection is gone, and ``survivor`` notices."""
         for ends in ((survivor, other), (other, survivor)):
-            self.start_request.pop(ends, None)
+            self.undelivered.pop(ends, None)
             self.connected.pop(ends, None)
         self.ask(survivor, "peer_lost", peer=incarnation(other))
 

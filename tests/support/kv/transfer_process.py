@@ -24,7 +24,7 @@ from kv_transfer.events import Completed, PairLost
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import Attached
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 
 
 def num_tokens(num_pages: int) -> int:
@@ -204,7 +204,7 @@ class ReceiverEnd(TransferEnd):
         assert pages is not None
         for page in pages:
             self.is_clean[page] = False
-        self.receiver.begin((rid, 0), peer, first=0, pages=pages, num_tokens=num_tokens(num_pages))
+        self.receiver.begin((rid, 0), peer, first=0, pages=pages, length=num_tokens(num_pages))
         self._settle()
 
     def do_hear(self, peer: str, message: str) -> None:

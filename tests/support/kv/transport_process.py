@@ -26,7 +26,7 @@ from kv_transfer.page_mapping import PageMapping
 from kv_transfer.receive import table as receive_table
 from kv_transfer.transports import pending_connections
 from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport
-from kv_transfer.transports.negotiation import TransportSettings, open_reader, open_writer
+from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl import reader as nixl_reader
 from kv_transfer.transports.nixl import writer as nixl_writer
 from kv_transfer.transports.tcp import writer as tcp_writer

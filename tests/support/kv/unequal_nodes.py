@@ -89,7 +89,7 @@ class Nodes:
         pages = self.allocator.alloc(count, Owner.GRANT)
         assert pages is not None
         self.grants[key] = (first, list(pages))
-        self.receiver.begin(key, PREFILL, first=first, pages=pages, num_tokens=self.sizes[key])
+        self.receiver.begin(key, PREFILL, first=first, pages=pages, length=self.sizes[key])
         self.settle()
 
     def pump(self) -> None:
