@@ -10,9 +10,11 @@ from common.sampling_params import Thinking
 from gateway.http.protocol.decoding import refuse
 from gateway.http.protocol.openai import ChatCompletionRequest, ToolChoiceField, ToolField
 from gateway.requests.input.structured_output import check_depth
-from gateway.text.output_formats import ModelFormats, ReasoningFormat, ToolFormat
+from gateway.text.output_formats import ModelFormats
 from gateway.text.output_parser import FirstCallParser, OutputFormat, OutputParser, TextParser, Tool
+from gateway.text.reasoning_parsers import ReasoningFormat
 from gateway.text.tokenizer import Tokenizer
+from gateway.text.tool_parsers.base import ToolFormat
 from gateway.text.tool_parsers.grammar import with_layout
 
 _START = re.compile(r"^start:", re.MULTILINE)
