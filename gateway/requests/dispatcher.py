@@ -30,7 +30,7 @@ from gateway.requests.attempts.further_attempts import FurtherAttempts, confirm_
 from gateway.requests.attempts.moves import Moves
 from gateway.requests.attempts.recovery import AttemptEnd
 from gateway.requests.attempts.trials import begin_trial, end_trial, has_passed_trial
-from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, request_of, what_is_sent
+from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, message_key, request_of
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.requests.pair_choice import choose_pair
 from gateway.workers.pool import WorkerPool
@@ -294,7 +294,7 @@ class Dispatcher:
 
         An unexpected error ends only the requests of its message.
         """
-        groups = [placed] if len(placed) == 1 else [list(samples) for _, samples in groupby(placed, key=what_is_sent)]
+        groups = [placed] if len(placed) == 1 else [list(samples) for _, samples in groupby(placed, key=message_key)]
         for group in groups:
             flight, *others = group
             try:
@@ -304,7 +304,7 @@ class Dispatcher:
                 for failed in group:
                     self.fail_internal(failed.stream.request.rid)
         for flight in placed:
-            if flight.is_paused and not flight.stream.is_ended:  # an earlier attempt was
+            if flight.is_paused and not flight.stream.is_ended:  # since an earlier attempt
                 self._tell_paused(flight)
 
     # ---- changes ----------------------------------------------------------------------------------------------------
