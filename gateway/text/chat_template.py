@@ -147,7 +147,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt's text. Raises RequestError if the template refuses these messages, or leaves their calls out.
+        """The prompt's text. Raises RequestError if the template refuses these messages.
 
         Args:
             variables: what the template sees beside the messages, such as ``tools`` and ``enable_thinking``.
@@ -156,7 +156,7 @@ class ChatTemplate:
         lacks_calls = not self.form.has_calls and any(message.get("tool_calls") for message in messages)
         what = "tool calls of earlier turns" if lacks_calls else "them"
         try:
-            text = self._template.render(
+            return self._template.render(
                 {**values, "messages": messages, "add_generation_prompt": add_generation_prompt}
             )
         except SecurityError as error:
@@ -166,10 +166,6 @@ class ChatTemplate:
             if _UNDEFINED.fullmatch(str(error)):
                 message += "; chat_template_kwargs can define it"
             raise refuse(message, "messages") from error
-        if lacks_calls and "tool_calls" not in text:  # a template may also show whole messages, whatever they have
-            message = f"the model's chat template does not show {what}; leave them out, or give another --chat-template"
-            raise refuse(message, "messages", ErrorCode.NOT_SUPPORTED)
-        return text
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

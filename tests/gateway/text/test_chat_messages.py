@@ -218,14 +218,6 @@ def test_a_template_that_refuses_calls_is_named_as_the_reason_with_what_it_said(
     assert error_of(TWO_ROLES, USER, USER) == message.format("them")
 
 
-def test_calls_that_a_template_would_leave_out_are_refused():
-    assert error_of(PLAIN, USER, *CALL_AND_RESULT) == (
-        "messages: the model's chat template does not show tool calls of earlier turns; leave them out, or give "
-        "another --chat-template"
-    )
-    assert rendered(PLAIN, USER, {"role": "assistant", "content": "a", "tool_calls": []}, add_generation_prompt=False)
-
-
 def test_a_variable_that_a_template_lacks_can_be_given():
     """As firefunction's, which shows functions that it takes from outside."""
     template = ChatTemplate("{{ functions + messages[0].content }}", {})
