@@ -1,6 +1,6 @@
 """Builds a gateway process from its parts, starts it and stops it.
 
-A request passes through ``http.http_connection``, ``http.generate``, ``requests.input_processor``,
+A request passes through ``http.http_connection``, ``http.generate``, ``requests.input.input_processor``,
 ``requests.dispatcher`` and ``workers.control_plane``. Its tokens come back through ``workers.control_plane``,
 ``requests.dispatcher``, ``requests.output_processor`` and ``http.streaming``.
 """
@@ -68,11 +68,12 @@ from gateway.workers.invitations import Invitations, make_room
 from gateway.workers.pool import WorkerPools
 from gateway.workers.served_models import ServedModel
 
-#: Requests in flight may go on for so long after SIGINT. After SIGTERM, ``--drain-timeout`` says for how long.
+#: How long requests in flight may go on after SIGINT. After SIGTERM, ``--drain-timeout`` says it.
 GRACE_S = 2.0
-#: A gateway of a group accepts clients when a request could be served, or after so long.
+#: A gateway of a group does not accept clients before a request could be served. It waits for that at most this long,
+#: and looks this often.
 ACCEPT_WITHIN_S, READY_POLL_S = 10.0, 0.02
-#: Idle connections of clients live as long.
+#: How long a client may take to send headers, and how long an idle connection lives.
 HEADER_TIMEOUT_S = 75.0
 
 

@@ -58,7 +58,7 @@ class RoleAdvice:
     """What is advised for one role.
 
     Attributes:
-        num_nodes: that serve now.
+        num_nodes: nodes that serve now.
         advised: the number to have.
         needed, work, reason: as in ``Need``; fewer nodes than advised may be needed now.
     """
@@ -261,7 +261,7 @@ def _scaled(load: ClientLoad, share: float) -> ClientLoad:
 
 
 def _with_others(load: ClientLoad, nodes: Sequence[Worker]) -> ClientLoad:
-    """A gateway's load with that of the other gateways, as the node says that knows of most."""
+    """A gateway's load with that of the other gateways, as reported by the node that knows of most."""
     others = [node.heartbeat.other_load for node in nodes if node.heartbeat is not None]
     most = max(others, key=lambda other: other.requests, default=ClientLoad())
     pairs = zip(msgspec.structs.astuple(load), msgspec.structs.astuple(most), strict=True)

@@ -12,7 +12,7 @@ from common.capacity import ATTAINMENT
 from common.wire.messages import ClientLoad
 from gateway.requests.output_processor import OutputStream
 
-#: Sizes are those of the requests that ended in the window, at most so many; if these are few, of earlier ones too.
+#: Most and fewest requests whose sizes count: those that ended in the window, and earlier ones if these are too few.
 MAX_SIZES, MIN_SIZES = 4_096, 32
 #: The last part of the window, whose rate counts if it is higher.
 RECENT_SHARE = 0.25

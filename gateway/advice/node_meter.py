@@ -12,12 +12,12 @@ from common.wire.messages import Heartbeat, Role
 from gateway.workers.auto_roles import ARRIVING
 from gateway.workers.registry import Worker
 
-#: After so many intervals, one counts half for what steps take: enough for steps of different sizes to be among them.
+#: Intervals after which one counts half for what steps take: enough for steps of different sizes to be among them.
 HALF_LIFE = 300
 DECAY = 0.5 ** (1 / HALF_LIFE)
 #: Step sizes that differ less than this, as a share of their mean, say nothing about what a larger step takes.
 MIN_SPREAD = 0.05
-#: Nothing is assumed about steps that are more than so many times as large as the largest that are usual.
+#: Nothing is assumed about steps that are more than this many times as large as the largest usual ones.
 MAX_EXTRAPOLATION = 2.0
 #: No node does more in an interval. A fit would never forget a number that is not finite.
 MAX_GAIN = 1e9
@@ -80,7 +80,7 @@ class Interval(NamedTuple):
         num_computed, num_sampled: prompt tokens that it computed, and output tokens.
         size: of its steps together.
         room: prompt tokens that fitted into them; not known of decode nodes.
-        num_outputs: that it was decoding at the end.
+        num_outputs: outputs that it was decoding at the end.
         num_held: tokens of its pool that were in use at the end.
     """
 

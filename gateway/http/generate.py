@@ -243,7 +243,7 @@ class GenerateApp:
         except RequestError as error:
             is_elsewhere = error.code is ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND
             if is_elsewhere and siblings is not None and request is not None:
-                if await siblings.pass_to_who_knows(error.code, request):
+                if await siblings.pass_to_holder(error.code, request):
                     return
             services.metrics.rejected(model_name, error)
             raise

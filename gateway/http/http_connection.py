@@ -36,7 +36,7 @@ MAX_HEADER_BYTES = 64 << 10
 #: Requests that one client may send ahead of their answers before reading stops, and the most that one read may bring;
 #: the connection ends after those.
 PIPELINED, MAX_PIPELINED = 16, 100
-#: The rest of a body that was answered early is read and dropped for so long, so that the client sees the answer.
+#: How long the rest of a body that was answered early is read and dropped, so that the client sees the answer.
 LINGER_S = 5.0
 #: Bytes of an answer that the kernel takes before it can send them. Without this bound they are megabytes, or tens of
 #: thousands of tokens, until a client that does not read is noticed.

@@ -20,10 +20,10 @@ from common.errors import ConfigError
 from gateway.http.http_connection import HttpConnection
 from gateway.http.request_cycle import STALL_S, ConnectionOptions
 
-#: Connections may wait for so long at a stop until their clients have read the last answers.
+#: How long connections may wait at a stop until their clients have read the last answers.
 STOP_S = 1.0
 BACKLOG = 1024
-#: A TLS handshake must be complete after so long.
+#: How long a TLS handshake may take.
 HANDSHAKE_S = 10.0
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A client that reads nothing for so long is disconnected, unless the request allows more; see ``RESPONSE_TIMEOUT``.
+#: A client that reads nothing for this long is disconnected; that of a stream, this long after its request's deadline.
 STALL_S = 60.0
 #: Key of ``scope["state"]``: seconds from a request's start after which a client that does not read is disconnected.
 RESPONSE_TIMEOUT = "response_timeout_s"

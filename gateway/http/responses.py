@@ -31,15 +31,14 @@ from gateway.workers.served_models import ServedModel
 
 _decode_items = msgspec.json.Decoder(list[InputItem]).decode
 
-
 #: Why a prompt may fit once turns of it are dropped.
 TOO_LONG = (ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.POOL_TOO_SMALL)
 
 Process = Callable[[ChatCompletionRequest], Awaitable[list[GenerateRequest]]]
 
 
-async def _of_what_fits(chat: ChatCompletionRequest, process: Process) -> list[GenerateRequest]:
-    """The requests of a chat without its oldest turns, as few as it takes (``truncation: "auto"``).
+async def _process_truncated(chat: ChatCompletionRequest, process: Process) -> list[GenerateRequest]:
+    """The requests of a chat without as many of its oldest turns as do not fit (``truncation: "auto"``).
 
     Raises RequestError: not even the last turn fits, or something else is wrong.
     """
@@ -84,7 +83,7 @@ class ResponsesApi:
         chat = to_chat(body, await self._history(body, tenant))
         process = partial(self._inputs.chat, model=model, tenant=tenant, request_id=response_id)
         try:
-            requests = await (_of_what_fits(chat, process) if body.truncation == "auto" else process(chat))
+            requests = await (_process_truncated(chat, process) if body.truncation == "auto" else process(chat))
         except RequestError as error:
             raise with_own_names(error, FIELD_NAMES) from error
         return [in_pieces(request, own_name(request.grammar_param, FIELD_NAMES)) for request in requests]

@@ -9,15 +9,13 @@ from starlette.types import Scope, Send
 
 from common.errors import RequestError
 from gateway.http.formatters.common import ResponseFormatter, as_error, encode_json
-from gateway.http.request_cycle import RESPONSE_TIMEOUT, RequestCycle, cycle_of
+from gateway.http.request_cycle import RESPONSE_TIMEOUT, STALL_S, RequestCycle, cycle_of
 from gateway.requests.output_processor import OutputStream
 
 log = logging.getLogger(__name__)
 
 #: Answers with more log-probabilities than this are formatted on a thread; each takes some microseconds.
 MANY_LOGPROBS = 2_048
-#: A client that stops reading is disconnected this long after its request's deadline.
-STALL_S = 60.0
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

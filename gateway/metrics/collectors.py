@@ -18,10 +18,10 @@ from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-#: Ended outputs are counted so many at once, and whenever the metrics are read: each alone would take three times as
-#: long, a tenth of the processor time of a short answer.
+#: Ended outputs are counted together, this many at once, and whenever the metrics are read: each alone would take three
+#: times as long, a tenth of the processor time of a short answer.
 COUNTED_AT_ONCE = 128
-#: They are counted sooner if they have so many prompt tokens together, since they stay in memory until then.
+#: They are counted sooner if their prompts together have this many tokens, since they stay in memory until then.
 COUNTED_TOKENS = 200_000
 #: Of more nodes the gateway shows no series of their own: writing them would take a second. The nodes show them too.
 MAX_NODES = 128

@@ -131,8 +131,8 @@ class InFlightRequest(msgspec.Struct, eq=False):
         return [node for node in pair.nodes if node != self.failed_at]
 
 
-def what_is_sent(flight: InFlightRequest) -> tuple[Any, ...]:
-    """Equal for samples of one prompt that are sent alike."""
+def message_key(flight: InFlightRequest) -> tuple[Any, ...]:
+    """Equal for the samples of one prompt that one message can carry."""
     request = flight.stream.request
     continued = flight.attempt if flight.stream.ids else 0
     return id(flight.siblings), request.prompt_number, flight.nodes, request.priority, request.priority_class, continued

@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.errors import ErrorCode, RequestError
 from gateway.http.http_connection import REQUEST_ID
 from gateway.http.json_response import JsonResponse
-from gateway.http.request_cycle import RESPONSE_TIMEOUT
-from gateway.http.streaming import STALL_S
+from gateway.http.request_cycle import RESPONSE_TIMEOUT, STALL_S
 from gateway.siblings.connection import SiblingAnswer, SiblingLost, ask
 from gateway.siblings.group import GatewayGroup
 
@@ -26,9 +25,9 @@ log = logging.getLogger(__name__)
 
 #: Header of a passed-on request, and key of its ``scope["state"]``: a ``Passed``.
 HEADER, PASSED = b"x-baton-passed", "passed"
-#: A sibling that takes longer to say what it knows is left out. A request may end so much after its deadline there.
+#: A sibling that takes longer to say what it knows is left out. Beyond its deadline, a request gets this time there.
 ANSWER_TIMEOUT_S = 5.0
-#: A sibling that has not even read a request by then hangs.
+#: A sibling that has not even read a request after this time hangs.
 RECEIPT_S = 3.0
 #: Headers about one connection, and those that every gateway writes itself.
 OWN_REQUEST_HEADERS = frozenset(
@@ -93,7 +92,7 @@ class Siblings:
             await self._relay(answer, request)
         return answer is not None
 
-    async def pass_to_who_knows(self, code: ErrorCode, request: ClientRequest) -> bool:
+    async def pass_to_holder(self, code: ErrorCode, request: ClientRequest) -> bool:
         """Asks one sibling after the other for an answer other than an error with this code; False without one."""
         if request.scope["state"].get(PASSED) == Passed.QUESTION:
             return False
@@ -180,7 +179,7 @@ class PassedOnApp:
 
 
 def _encoded(request: ClientRequest, passed: Passed) -> bytes:
-    """The request as it came, but for what concerns the client's connection alone."""
+    """The request as it came, without the headers of the client's connection."""
     scope, data = request.scope, request.data
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     headers = [(name, value) for name, value in scope["headers"] if name not in OWN_REQUEST_HEADERS]

@@ -39,6 +39,7 @@ ChatBody = ChatCompletionRequest | TokenizeRequest
 _SHORT_IDS = re.compile(r"\|\s*length\s*!=\s*9\b")
 _NULL_CONTENT = re.compile(r"\bmessage(?:\.content|\[['\"]content['\"]\])\s+is\s+none\b(?!\s+or\b)")
 _THINKING = re.compile(r"\bmessage(?:\.thinking\b|\[['\"]thinking['\"]\])")
+_UNDEFINED = re.compile(r"'\w+' is undefined")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +47,25 @@ class MessageForm:
     """What a template expects of messages beyond the usual, as its source shows.
 
     Attributes:
+        has_calls: it shows the calls of earlier turns.
         has_short_ids: ids of calls have nine letters and digits; the template refuses others (Mistral's).
         has_null_content: the content of a turn of calls alone is null, by which the template knows it (DeepSeek's).
         has_thinking: reasoning is named ``thinking`` (gpt-oss's).
     """
 
+    has_calls: bool
     has_short_ids: bool
     has_null_content: bool
     has_thinking: bool
 
     @classmethod
     def of(cls, source: str) -> "MessageForm":
-        return cls(bool(_SHORT_IDS.search(source)), bool(_NULL_CONTENT.search(source)), bool(_THINKING.search(source)))
+        return cls(
+            has_calls="tool_calls" in source,
+            has_short_ids=bool(_SHORT_IDS.search(source)),
+            has_null_content=bool(_NULL_CONTENT.search(source)),
+            has_thinking=bool(_THINKING.search(source)),
+        )
 
 
 class _Generation(Extension):
@@ -145,6 +153,8 @@ class ChatTemplate:
             variables: what the template sees beside the messages, such as ``tools`` and ``enable_thinking``.
         """
         values = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
+        lacks_calls = not self.form.has_calls and any(message.get("tool_calls") for message in messages)
+        what = "tool calls of earlier turns" if lacks_calls else "them"
         try:
             return self._template.render(
                 {**values, "messages": messages, "add_generation_prompt": add_generation_prompt}
@@ -152,8 +162,10 @@ class ChatTemplate:
         except SecurityError as error:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"chat template: {error}", param="messages") from error
         except Exception as error:  # untrusted code may raise anything
-            message = f"messages: the model's chat template cannot render them: {error}"
-            raise RequestError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
+            message = f"the model's chat template cannot render {what}: {error}"
+            if _UNDEFINED.fullmatch(str(error)):
+                message += "; chat_template_kwargs can define it"
+            raise refuse(message, "messages") from error
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

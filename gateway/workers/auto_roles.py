@@ -23,7 +23,7 @@ HOUR_S = 3_600.0
 WINDOW_S = 15.0
 #: The share of its nodes' capacity from which on a role is short, and that it has at most after it has given a node.
 SHORT_SHARE, SPARE_SHARE = 0.9, 0.7
-#: Prefill nodes are short only if prompts wait for so long: a busy node without a queue delays no request.
+#: Prefill nodes are short only if prompts wait at least this long: a busy node without a queue delays no request.
 BACKLOG_S = 1.0
 #: Gauges of a decode node that count requests whose prompts have not arrived.
 ARRIVING = ("transfers_by_waiting_for_connection_by_", "transfers_by_receiving_by_")
@@ -42,7 +42,7 @@ class NodeLoad:
         computed_tokens: prompt tokens that it has computed since its start.
         waiting_tokens: prompt tokens that it still has to compute.
         held_share: of a decode node, the share of its slots or pages that requests hold whose prompts have arrived.
-        num_requests: that it has, in whatever state.
+        num_requests: requests of the node, in any state.
     """
 
     incarnation: str

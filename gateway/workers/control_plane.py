@@ -196,7 +196,7 @@ class ControlPlane:
             OtherLoad: self._on_other_load,
             Pairs: self._on_pairs,
             Register: self._on_register,
-            Deregister: self._on_leave,
+            Deregister: self._on_deregister,
             Flushed: self._rpc.on_answer,
             Decisions: self._rpc.on_answer,
             ProfileAnswer: self._rpc.on_answer,
@@ -391,7 +391,7 @@ class ControlPlane:
             peers = tuple([node.peer for node in sources.get(revision, ())])
             self._channel.send(PrefillNodes(peers), *incarnations)
 
-    def _on_leave(self, sender: str, message: Deregister) -> None:
+    def _on_deregister(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)
         if pool is not None:
             node = pool.registry.workers[sender]

@@ -24,9 +24,10 @@ log = logging.getLogger(__name__)
 #: ZMQ's sockets of each listed node: one for messages, and two for the events of its connection.
 SOCKETS_PER_NODE = 3
 TICK_S = 0.5
-#: Keys are tried faster, one after the other, for so many nodes at a time: to dial takes some tenths of a millisecond.
+#: How often the next key of a node is tried, and for how many nodes at a time: to dial takes some tenths of a
+#: millisecond.
 SEARCH_S, MAX_SEARCHES = 0.05, 8
-#: After so long without a connection, a node is logged.
+#: How long a node may have no connection before the log names it.
 UNREACHED_S = 10.0
 #: Ticks between two invitations. A node forgets a gateway that has said nothing for ten seconds.
 TICKS_PER_INVITATION = 4
@@ -43,8 +44,9 @@ NO_HANDSHAKE = (
 
 
 def make_room(context: "zmq.Context[Any]", num_nodes: int) -> None:
-    """Let a context have the sockets of so many listed nodes, and those of one that is dialled again. Its default
-    suffices for about 340 nodes. Called before it has a socket.
+    """Raise a context's limit of sockets by those of ``num_nodes`` listed nodes, and of one that is dialled again.
+
+    The default suffices for about 340 nodes. Called before the context has a socket.
     """
     num_sockets = context.get(zmq.MAX_SOCKETS) + SOCKETS_PER_NODE * (num_nodes + 1)
     context.set(zmq.MAX_SOCKETS, min(num_sockets, context.get(zmq.SOCKET_LIMIT)))
@@ -56,7 +58,7 @@ class Invitations:
         keys: of the gateway; None: connections are neither encrypted nor authenticated.
         address: ``host:port`` at which nodes reach this gateway.
 
-    Raises ConfigError: this process cannot have the sockets of so many nodes.
+    Raises ConfigError: this process cannot have the sockets of all listed nodes.
     """
 
     def __init__(

@@ -73,19 +73,32 @@ class ItemBuilder:
         events: list[Event] = []
         for piece, logprobs in pieces:
             if isinstance(piece, ToolCallBegin):
-                events += self._close("completed")
+                events += self.finish("completed")
                 events += self._begin("function_call", piece.name)
                 continue
             kind = _kind(piece)
             if self._open is None or self._open.kind != kind:
-                events += self._close("completed")
+                events += self.finish("completed")
                 events += self._begin(kind)
             events.append(self._delta(piece.text, logprobs))
         return events
 
     def finish(self, status: str) -> list[Event]:
         """Ends the last item, with the status ``completed`` or ``incomplete``."""
-        return self._close(status)
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        text, shown = "".join(item.texts), item.shown(status)
+        self.items.append(shown)
+        done = {**_place(item), "arguments" if item.kind == "function_call" else "text": text}
+        if item.kind == "message":
+            done["logprobs"] = item.logprobs
+        elif item.kind == "function_call":
+            done["name"] = item.name
+        events = [_event(f"{_TEXT_EVENTS[item.kind]}.done", done)]
+        if item.kind != "function_call":
+            events.append(_event("response.content_part.done", {**_place(item), "part": item.part(text)}))
+        return [*events, _event("response.output_item.done", {"output_index": item.index, "item": shown})]
 
     def _begin(self, kind: ItemKind, name: str = "") -> list[Event]:
         item = self._open = _Item(kind, len(self.items), self._key, name)
@@ -104,22 +117,6 @@ class ItemBuilder:
             item.logprobs += logprobs
             delta["logprobs"] = logprobs
         return _event(f"{_TEXT_EVENTS[item.kind]}.delta", delta)
-
-    def _close(self, status: str) -> list[Event]:
-        item, self._open = self._open, None
-        if item is None:
-            return []
-        text, shown = "".join(item.texts), item.shown(status)
-        self.items.append(shown)
-        done = {**_place(item), "arguments" if item.kind == "function_call" else "text": text}
-        if item.kind == "message":
-            done["logprobs"] = item.logprobs
-        elif item.kind == "function_call":
-            done["name"] = item.name
-        events = [_event(f"{_TEXT_EVENTS[item.kind]}.done", done)]
-        if item.kind != "function_call":
-            events.append(_event("response.content_part.done", {**_place(item), "part": item.part(text)}))
-        return [*events, _event("response.output_item.done", {"output_index": item.index, "item": shown})]
 
 
 _TEXT_EVENTS: dict[ItemKind, str] = {

@@ -7,8 +7,9 @@ only half as many requests are in flight, since their clients have not come, or 
 A request that is paused, since its client does not read, takes no place of others. As many may be paused beside the
 bound as the bound allows: what the gateway keeps for requests is never more than twice as much.
 
-Requests end at the rate at which so many are served at once, each for as long as the latest ones were (Little's law).
-That holds from the first end on, while the number of ends in a period says little until many periods are over.
+The rate at which requests end is the number that are served at once, divided by the time that the latest ones took
+(Little's law). That holds from the first end on, while the number of ends in a period says little until many periods
+are over.
 """
 
 import heapq
@@ -41,7 +42,7 @@ class Pace(NamedTuple):
     num_tokens: float
 
     def least_s(self, num_tokens: int) -> float:
-        """A time in which a request for so many tokens is served, but no more than the mean."""
+        """A time in which a request for ``num_tokens`` is served, but no more than the mean."""
         return self.served_s * min(1.0, num_tokens / self.num_tokens)
 
 

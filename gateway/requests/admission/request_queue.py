@@ -134,8 +134,8 @@ class RequestQueue:
         """Requests that have waited too long for nodes to come back, those that were put back left out."""
         if is_routable:
             self._unroutable_since = None
-            vain = [key for key in self._stranded if now - self._stranded_at[key] > self._recovery_timeout_s]
-            return [self._waiting[key] for key in vain if key in self._waiting]
+            overdue = [key for key in self._stranded if now - self._stranded_at[key] > self._recovery_timeout_s]
+            return [self._waiting[key] for key in overdue if key in self._waiting]
         if self._unroutable_since is None:
             self._unroutable_since = now
         return list(self._waiting.values()) if now - self._unroutable_since > self._recovery_timeout_s else []

@@ -47,7 +47,7 @@ class MoveOrder:
 
 
 class Moves:
-    """The moves of one gateway that are under way.
+    """The moves of one gateway that are in progress.
 
     Args:
         attempts: numbers of further attempts.

@@ -10,9 +10,11 @@ from common.sampling_params import Thinking
 from gateway.http.protocol.decoding import refuse
 from gateway.http.protocol.openai import ChatCompletionRequest, ToolChoiceField, ToolField
 from gateway.requests.input.structured_output import check_depth
-from gateway.text.output_formats import ModelFormats, ReasoningFormat, ToolFormat
+from gateway.text.output_formats import ModelFormats
 from gateway.text.output_parser import FirstCallParser, OutputFormat, OutputParser, TextParser, Tool
+from gateway.text.reasoning_parsers import ReasoningFormat
 from gateway.text.tokenizer import Tokenizer
+from gateway.text.tool_parsers.base import ToolFormat
 from gateway.text.tool_parsers.grammar import with_layout
 
 _START = re.compile(r"^start:", re.MULTILINE)
@@ -55,7 +57,7 @@ def chat_output(
     if tools and formats.tools is None:
         message = "the gateway does not know how this model writes tool calls; start it with --tool-call-parser"
         raise refuse(message, "tools", ErrorCode.NOT_SUPPORTED)
-    budget = _thinking_budget(body, formats)
+    budget_param, budget = _thinking_budget(body, formats)
     reasoning = formats.reasoning
     if not tools and reasoning is None:
         return structure
@@ -70,14 +72,15 @@ def chat_output(
     grammar = structure.grammar
     if formats.tools is not None:
         grammar = _grammar(body, formats.tools, tools, markers, structure)
+    param = (structure.param or "tools") if grammar else ""
     thinking = None
     if reasoning is not None and (grammar or budget is not None) and not _covers_reasoning(formats):
-        thinking = _thinking(reasoning, tokenizer, is_open, budget)
-    param = (structure.param or "tools") if grammar else ""
+        thinking = _thinking(reasoning, tokenizer, is_open, budget, param if budget is None else budget_param)
     return ChatOutput(OutputFormat(new_parser, {id: text for text, id in markers.items()}), grammar, param, thinking)
 
 
-def _thinking_budget(body: ChatCompletionRequest, formats: ModelFormats) -> int | None:
+def _thinking_budget(body: ChatCompletionRequest, formats: ModelFormats) -> tuple[str, int | None]:
+    """The field that bounds the reasoning, and the tokens that it allows; None without a bound."""
     name = "thinking_budget" if body.thinking_budget is not None else "thinking_token_budget"
     budget: int | None = getattr(body, name)
     if budget is not None and formats.reasoning is None:
@@ -86,7 +89,7 @@ def _thinking_budget(body: ChatCompletionRequest, formats: ModelFormats) -> int 
     if budget is not None and _covers_reasoning(formats):
         message = "this model may reason in several messages, so that no sequence of tokens ends its reasoning for good"
         raise refuse(f"{message}; use reasoning_effort", name, ErrorCode.NOT_SUPPORTED)
-    return budget
+    return name, budget
 
 
 def _is_open(reasoning: ReasoningFormat, body: ChatCompletionRequest, prompt: str) -> bool:
@@ -157,18 +160,34 @@ def _covers_reasoning(formats: ModelFormats) -> bool:
     return formats.tools is not None and formats.tools.covers_reasoning
 
 
-def _thinking(reasoning: ReasoningFormat, tokenizer: Tokenizer, is_open: bool, budget: int | None) -> Thinking | None:
-    """None if the answer cannot begin with reasoning: several tokens cannot be told from an answer by the first."""
-    end = tuple(tokenizer.encode(reasoning.end, add_special_tokens=False))
-    if is_open:
-        return Thinking(None, end, budget)
-    start = tokenizer.encode(reasoning.start, add_special_tokens=False)
-    if len(start) == 1:
-        return Thinking(start[0], end, budget)
-    if budget is not None:
-        message = f"not supported for this model, whose vocabulary has no token for {reasoning.start}"
-        raise refuse(message, "thinking_budget", ErrorCode.NOT_SUPPORTED)
+def _thinking(
+    reasoning: ReasoningFormat, tokenizer: Tokenizer, is_open: bool, budget: int | None, param: str
+) -> Thinking | None:
+    """None if the answer cannot begin with reasoning: several tokens cannot be told from an answer by the first, and
+    reasoning that no tokens end would never lead to an answer.
+
+    Args:
+        param: the field that depends on the reasoning.
+
+    Raises:
+        RequestError: the prompt has begun reasoning that no tokens end, or a budget is set for an answer without
+            reasoning.
+    """
+    start, end = (_marker_ids(tokenizer, marker) for marker in (reasoning.start, reasoning.end))
+    if end and (is_open or len(start) == 1):
+        return Thinking(None if is_open else start[0], end, budget)
+    if is_open or budget is not None:
+        problem = f"token for {reasoning.start}" if end else f"tokens for {reasoning.end}"
+        message = f"not supported for this model, whose vocabulary has no {problem}"
+        raise refuse(message, param, ErrorCode.NOT_SUPPORTED)
     return None
+
+
+def _marker_ids(tokenizer: Tokenizer, marker: str) -> tuple[int, ...]:
+    """The tokens of a marker; empty if no tokens have its text."""
+    ids = tokenizer.encode(marker, add_special_tokens=False)
+    is_whole = tokenizer.decode(ids, skip_special=False).strip() == marker  # else characters are missing, or unknown
+    return tuple(ids) if is_whole else ()
 
 
 # ---- tools -----------------------------------------------------------------------------------------------------------

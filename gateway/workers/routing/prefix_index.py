@@ -152,7 +152,7 @@ class PrefixIndex:
         self._num_bytes += len(run.pieces)
 
     def _split(self, run: _Run, num_bytes: int) -> _Run:
-        """Makes two runs of one. Returns the first, which has so many bytes of it."""
+        """Makes two runs of one. Returns the first, which has its first ``num_bytes``."""
         assert run.parent is not None
         first = _Run(run.parent, run.pieces[:num_bytes])
         first.holders = run.holders

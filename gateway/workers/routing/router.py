@@ -271,7 +271,7 @@ class Router:
         return wait_s
 
     def _local_node(self, prefill: int, decode: int, decodes: Rows, needs: _Needs) -> int | None:
-        """The row of the decode node that had better compute the prompt than this pair; None if none had."""
+        """The row of a decode node that computes the prompt at less cost than this pair; None if there is none."""
         if self._local_threshold is not None:
             return decode if needs.num_lacking(decode) < self._local_threshold else None
         arrays = self._arrays
@@ -346,7 +346,7 @@ class Router:
         return pair
 
     def _num_hold(self, row: int, num_tokens: int) -> int:
-        """Tokens of its pool that a decode node holds for a request of so many tokens."""
+        """Tokens of its pool that a decode node holds for a request of ``num_tokens``."""
         return min(num_tokens, int(self._arrays.most_held[row]))
 
     def _keep_busy(self, row: int, now: float, num_compute: int) -> None:

@@ -162,10 +162,10 @@ def test_calls_reach_templates_that_join_their_arguments_to_text(condition, argu
 def test_the_content_of_calls_is_text_where_the_template_takes_null_and_empty_content_alike():
     template = ChatTemplate(
         "{% for message in messages %}{% if message['content'] is none or message['content'] == '' %}none"
-        "{% endif %}{{ message['content'] | length }}{% endfor %}",
+        "{% endif %}{{ message['content'] | length }}{{ '!' if message['tool_calls'] }}{% endfor %}",
         {},
     )
-    assert rendered(template, USER, {"role": "assistant", "tool_calls": [{"function": ADD}]}) == "2none0"
+    assert rendered(template, USER, {"role": "assistant", "tool_calls": [{"function": ADD}]}) == "2none0!"
 
 
 @pytest.mark.parametrize(
@@ -187,6 +187,43 @@ def test_reasoning_reaches_templates_that_name_it_thinking(fields, expected):
         {},
     )
     assert rendered(template, USER, {"role": "assistant", **fields}) == expected
+
+
+# ---- what a template cannot render -----------------------------------------------------------------------------------
+
+
+def error_of(template, *messages):
+    with pytest.raises(RequestError) as caught:
+        rendered(template, *messages)
+    assert caught.value.status == 400
+    assert caught.value.param == "messages"
+    return caught.value.message
+
+
+CALL_AND_RESULT = [
+    {"role": "assistant", "tool_calls": [{"id": "c1", "function": ADD}]},
+    {"role": "tool", "tool_call_id": "c1", "content": "2"},
+]
+#: As Gemma 2's, which knows no tools.
+TWO_ROLES = ChatTemplate(
+    "{% for message in messages %}{% if message.role != ('user', 'assistant')[loop.index0 % 2] %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ message.content }}{% endfor %}",
+    {},
+)
+
+
+def test_a_template_that_refuses_calls_is_named_as_the_reason_with_what_it_said():
+    message = "messages: the model's chat template cannot render {}: roles must alternate"
+    assert error_of(TWO_ROLES, USER, *CALL_AND_RESULT) == message.format("tool calls of earlier turns")
+    assert error_of(TWO_ROLES, USER, USER) == message.format("them")
+
+
+def test_a_variable_that_a_template_lacks_can_be_given():
+    """As firefunction's, which shows functions that it takes from outside."""
+    template = ChatTemplate("{{ functions + messages[0].content }}", {})
+    message = "messages: the model's chat template cannot render them: 'functions' is undefined"
+    assert error_of(template, USER) == f"{message}; chat_template_kwargs can define it"
+    assert rendered(template, USER, chat_template_kwargs={"functions": "f: "}) == "f: Hi"
 
 
 # ---- other fields ----------------------------------------------------------------------------------------------------
