@@ -229,9 +229,9 @@ class DecodeRole:
 
     # ---- the end of the process -------------------------------------------------------------------------------------
 
-    def stop(self, message: str, now: float) -> None:
+    def stop(self, message: str, now: float, code: ErrorCode = ErrorCode.SHUTTING_DOWN) -> None:
         for request in list(self._scheduler.requests.values()):
-            self._fail(request, ErrorCode.SHUTTING_DOWN, message, now)
+            self._fail(request, code, message, now)
         self._take_moved()
         messages, _ = self._receiver.take()
         self.outbox.peers.extend(messages)

@@ -650,7 +650,8 @@ class Closed(RequestMessage, frozen=True, tag="closed"):
 
     reason: Literal["finished", "cancelled", "aborted", "failed", "unknown"]
     message: Text = ""
-    code: ErrorCode = ErrorCode.TRANSFER_FAILED  # of a failure, which both nodes report, but for SHUTTING_DOWN
+    #: Of a failure. Both nodes report it alike, but for ``SHUTTING_DOWN`` and ``INTERNAL``, which are of one node alone.
+    code: ErrorCode = ErrorCode.TRANSFER_FAILED
 
 
 FromNode = (
