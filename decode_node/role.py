@@ -421,7 +421,10 @@ class DecodeRole:
         else:
             self._report_stages(self._scheduler.requests[key], now)
             self._forget(key, event.arrived)
-            self._answer_failure(key, event.code, event.message)
+            if event.code is ErrorCode.QUEUE_FULL:  # the prefill node is full, and has told the gateway so
+                self._count_failure(event.code)
+            else:
+                self._answer_failure(key, event.code, event.message)
 
     def _received(self, key: RequestKey, event: Completed, now: float) -> None:
         request = self._scheduler.requests[key]

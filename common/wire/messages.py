@@ -650,7 +650,8 @@ class Closed(RequestMessage, frozen=True, tag="closed"):
 
     reason: Literal["finished", "cancelled", "aborted", "failed", "unknown"]
     message: Text = ""
-    #: Of a failure. Both nodes report it alike, but for ``SHUTTING_DOWN`` and ``INTERNAL``, which are of one node alone.
+    #: Of a failure. Both nodes report it alike, but for those that are of the prefill node alone: ``SHUTTING_DOWN``,
+    #: ``INTERNAL`` and ``QUEUE_FULL``.
     code: ErrorCode = ErrorCode.TRANSFER_FAILED
 
 
