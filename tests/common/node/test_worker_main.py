@@ -53,6 +53,8 @@ from common.wire.messages import (
     Adapters,
     AdapterUnused,
     Connect,
+    Deregister,
+    FromNode,
     Generate,
     Message,
     Peer,
@@ -453,6 +455,26 @@ def test_a_letter_that_came_before_the_connection_broke_is_dropped(monkeypatch: 
         monkeypatch.setattr(link.mailbox, "receive", lambda: [Envelope("g" * 32, generate)])
         node._receive(0.0)
         assert link.incarnation == ""
+    assert role.heard == []
+
+
+def test_a_letter_that_came_before_the_connection_was_made_again_in_one_turn_is_dropped(
+    context: "zmq.Context[zmq.Socket[bytes]]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = Told()
+    generate = Generate("r", 0, (1,), SamplingParams(), prefill=None, decode=None, timeout_s=9.0)
+    gateway = Mailbox(context, "g" * 32, FromNode, bind="tcp://127.0.0.1:*")
+    with node_of(role, gateway.address.removeprefix("tcp://")) as node:
+        (link,) = node._links
+        link.send(Deregister())
+        assert gateway.sockets[0].poll(60_000)
+        gateway.receive()
+        assert gateway.send(generate, target="n" * 32)
+        assert link.mailbox.sockets[0].poll(60_000)
+        monkeypatch.setattr(link.mailbox, "connection_events", lambda: ConnectionEvents(True, True))
+        monkeypatch.setattr(link, "register", lambda: None)
+        node._receive(0.0)
+    gateway.close()
     assert role.heard == []
 
 
