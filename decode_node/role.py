@@ -229,9 +229,9 @@ class DecodeRole:
 
     # ---- the end of the process -------------------------------------------------------------------------------------
 
-    def stop(self, message: str, now: float) -> None:
+    def stop(self, message: str, now: float, code: ErrorCode = ErrorCode.SHUTTING_DOWN) -> None:
         for request in list(self._scheduler.requests.values()):
-            self._fail(request, ErrorCode.SHUTTING_DOWN, message, now)
+            self._fail(request, code, message, now)
         self._take_moved()
         messages, _ = self._receiver.take()
         self.outbox.peers.extend(messages)
@@ -421,7 +421,10 @@ class DecodeRole:
         else:
             self._report_stages(self._scheduler.requests[key], now)
             self._forget(key, event.arrived)
-            self._answer_failure(key, event.code, event.message)
+            if event.code is ErrorCode.QUEUE_FULL:  # the prefill node is full, and has told the gateway so
+                self._count_failure(event.code)
+            else:
+                self._answer_failure(key, event.code, event.message)
 
     def _received(self, key: RequestKey, event: Completed, now: float) -> None:
         request = self._scheduler.requests[key]

@@ -167,9 +167,9 @@ class PrefillRole:
         self._settle()
         return more
 
-    def stop(self, message: str, now: float) -> None:
+    def stop(self, message: str, now: float, code: ErrorCode = ErrorCode.SHUTTING_DOWN) -> None:
         for request in list(self._scheduler.requests.values()):
-            self._fail(request, ErrorCode.SHUTTING_DOWN, message, now)
+            self._fail(request, code, message, now)
         self._settle()
 
     # ---- what follows -----------------------------------------------------------------------------------------------

@@ -312,9 +312,9 @@ class EventLoop:
         if self._wake >= 0:  # else it is closed: Ctrl-C comes from the terminal and from the supervisor
             os.eventfd_write(self._wake, 1)
 
-    def close(self, reason: str) -> None:
-        """Answer every open request, deregister, and close every socket."""
-        self._role.stop(reason, self._clock.now())
+    def close(self, reason: str, code: ErrorCode = ErrorCode.SHUTTING_DOWN) -> None:
+        """Answer every open request with this code, deregister, and close every socket."""
+        self._role.stop(reason, self._clock.now(), code)
         self._flush()
         self._links.send_to_all(Deregister(is_empty=self._is_empty))
         for mailbox in self._mailboxes():

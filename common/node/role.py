@@ -249,8 +249,8 @@ class Role(Protocol):
         """Check deadlines and do some of the transfers' work. True if more of that work is waiting."""
         ...
 
-    def stop(self, message: str, now: float) -> None:
-        """End every request with ``SHUTTING_DOWN`` and this message."""
+    def stop(self, message: str, now: float, code: ErrorCode = ErrorCode.SHUTTING_DOWN) -> None:
+        """End every request with this message and code: ``SHUTTING_DOWN``, or ``INTERNAL`` if the node failed."""
         ...
 
     def files(self) -> Sequence[Any]:

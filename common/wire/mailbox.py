@@ -305,6 +305,14 @@ class Mailbox:
         """Whether the last call of ``receive`` may have left something."""
         return self._has_unread
 
+    def discard_unread(self) -> None:
+        """Drop what a connecting mailbox has read ahead. ZMQ keeps that when a connection breaks and is made again."""
+        for _ in range(MAX_UNREAD):
+            try:
+                self._socket.recv_multipart(_NOBLOCK)
+            except zmq.Again:
+                break
+
     def _recv_unknown(self, first: zmq.Frame) -> list[bytes]:
         """The other frames of a message whose sender is not known; none if it has sent too much."""
         frames = self._socket.recv_multipart(_NOBLOCK, copy=False)

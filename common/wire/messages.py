@@ -650,7 +650,9 @@ class Closed(RequestMessage, frozen=True, tag="closed"):
 
     reason: Literal["finished", "cancelled", "aborted", "failed", "unknown"]
     message: Text = ""
-    code: ErrorCode = ErrorCode.TRANSFER_FAILED  # of a failure, which both nodes report, but for SHUTTING_DOWN
+    #: Of a failure. Both nodes report it alike, but for those that are of the prefill node alone: ``SHUTTING_DOWN``,
+    #: ``INTERNAL`` and ``QUEUE_FULL``.
+    code: ErrorCode = ErrorCode.TRANSFER_FAILED
 
 
 FromNode = (

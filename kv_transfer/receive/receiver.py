@@ -67,6 +67,11 @@ STAGES = {
     ReceiveState.QUARANTINED: "quarantined",
 }
 CODES = {"aborted": ErrorCode.ABORTED, "cancelled": ErrorCode.ABORTED}
+#: What a prefill node says of itself when it ends, and what the decode node, which goes on, reports instead.
+ENDS_OF_PREFILL_NODE = {
+    ErrorCode.SHUTTING_DOWN: ErrorCode.TRANSFER_FAILED,
+    ErrorCode.INTERNAL: ErrorCode.NODE_LOST,
+}
 
 
 class Receiver:
@@ -388,9 +393,7 @@ class Receiver:
         else:
             why = message.message or f"the prefill node has closed the transfer: {message.reason}"
             code = CODES.get(message.reason, message.code)
-            if code is ErrorCode.SHUTTING_DOWN:  # that is the prefill node, and not the node that reports this
-                code = ErrorCode.TRANSFER_FAILED
-            self._table.fail(session, ReceiveEvent.CLOSE, code, why)
+            self._table.fail(session, ReceiveEvent.CLOSE, ENDS_OF_PREFILL_NODE.get(code, code), why)
         return True
 
     # ---- what follows -------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def _tell(role: Any, frame: frames.AnyFrame) -> None:
     elif isinstance(frame, frames.Ticked):
         role.tick(frame.now)
     elif isinstance(frame, frames.Stopped):
-        role.stop(frame.message, frame.now)
+        role.stop(frame.message, frame.now, frame.code)
     else:
         raise RecordingError("a recording begins once")
 

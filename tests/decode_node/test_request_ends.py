@@ -6,7 +6,7 @@ import pytest
 from support.cluster.local_cluster import LocalCluster, prompt_of, sampling
 
 from common.errors import ErrorCode
-from common.wire.messages import Abort, Closed
+from common.wire.messages import Abort, Closed, Failed
 from decode_node.role import DecodeRole
 
 PROMPT = prompt_of(37)
@@ -79,6 +79,17 @@ def test_a_request_that_the_prefill_node_ends_before_it_has_pages_is_counted(
     assert list(role(cluster).requests()) == [("first", 0)]
     assert counts(cluster) == expected
     cluster.close()
+
+
+def test_a_decode_node_does_not_report_that_the_prefill_node_is_full(cluster: LocalCluster) -> None:
+    """The gateway would avoid the node that reports it, and try the full one again."""
+    cluster.submit("r", PROMPT, sampling(20))
+    assert role(cluster)._scheduler.is_receiving(("r", 0))
+    closed = Closed("r", 0, "failed", "5 requests wait on the prefill node already", ErrorCode.QUEUE_FULL)
+    role(cluster).on_peer(cluster.prefill[0].name, closed, cluster.clock.now())
+    assert not role(cluster).requests()
+    assert not [message for message in role(cluster).outbox.gateway if isinstance(message, Failed)]
+    assert counts(cluster) == {"interrupted": 1}
 
 
 def test_a_request_that_its_client_aborts_is_an_abort_whichever_node_hears_of_it_first(cluster: LocalCluster) -> None:

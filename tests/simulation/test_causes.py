@@ -1,4 +1,4 @@
-"""Both nodes of a pair report a failed request to the gateway with the same error code, unless one of them stops."""
+"""Both nodes of a pair report a failed request to the gateway with the same error code, unless one of them ends."""
 
 from collections.abc import Callable
 
@@ -46,8 +46,8 @@ def stop_decode(cluster: LocalCluster) -> None:
     cluster.decode[0].role.stop("the node is stopping", cluster.clock.now())
 
 
-def stop_prefill(cluster: LocalCluster) -> None:
-    cluster.prefill[0].role.stop("the node is stopping", cluster.clock.now())
+def fail_decode(cluster: LocalCluster) -> None:
+    cluster.decode[0].role.stop("the node failed", cluster.clock.now(), ErrorCode.INTERNAL)
 
 
 def be_late(cluster: LocalCluster) -> None:
@@ -58,6 +58,7 @@ CAUSES: dict[Callable[[LocalCluster], None], ErrorCode] = {
     lose_decode: ErrorCode.NODE_LOST,
     lose_prefill: ErrorCode.NODE_LOST,
     stop_decode: ErrorCode.SHUTTING_DOWN,
+    fail_decode: ErrorCode.INTERNAL,
     be_late: ErrorCode.DEADLINE_EXCEEDED,
 }
 
@@ -80,15 +81,21 @@ def test_both_nodes_report_the_same_error_code(cause: Callable[[LocalCluster], N
 
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
-def test_a_decode_node_never_says_that_it_stops_because_its_prefill_node_does(num_steps: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "reported"),
+    [(ErrorCode.SHUTTING_DOWN, ErrorCode.TRANSFER_FAILED), (ErrorCode.INTERNAL, ErrorCode.NODE_LOST)],
+)
+def test_a_decode_node_never_says_that_it_ends_because_its_prefill_node_does(
+    code: ErrorCode, reported: ErrorCode, num_steps: int
+) -> None:
     cluster = SlowGateway()
     cluster.submit("a", prompt_of(64), sampling(1000))
     for _ in range(num_steps):
         cluster.step()
-    stop_prefill(cluster)
+    cluster.prefill[0].role.stop("the node ends", cluster.clock.now(), code)
     cluster.settle(20)
-    decode = cluster.decode[0].name
-    assert {failure.code for failure in cluster.failures_of(decode)} <= {ErrorCode.TRANSFER_FAILED}
+    assert {failure.code for failure in cluster.failures_of(cluster.prefill[0].name)} <= {code}
+    assert {failure.code for failure in cluster.failures_of(cluster.decode[0].name)} <= {reported}
     assert cluster.failures or num_steps == 7, "neither node reported the end of the request"
 
 

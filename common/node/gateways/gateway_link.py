@@ -89,7 +89,11 @@ class GatewayLink:
         self.send(structs.replace(register, share=None if self._is_alone else 0))
 
     def follow(self, now: float) -> str:
-        """Follows the connection. Returns the incarnation of a gateway that was lost with it; empty if none was."""
+        """Follows the connection. Returns the incarnation of a gateway that was lost with it; empty if none was.
+
+        It may break and come up again between two calls, several times. So what came before a call that registers the
+        node is dropped: it may be of a process that has ended.
+        """
         events = self.mailbox.connection_events()
         lost = ""
         if events.failure is not None:
@@ -104,6 +108,7 @@ class GatewayLink:
             self._reminder = Reminder(now)
             self._connected_at = None
         if events.connected:
+            self.mailbox.discard_unread()  # what answers this registration comes later
             self._connected_at = now
             self.is_dialling = False
             self.register()

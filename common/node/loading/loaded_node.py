@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from common.config.node import NodeConfig
 from common.config.shared import Role as RoleName
 from common.discovery.gateway_directory import GatewayDirectory
-from common.errors import BatonError, ConfigError
+from common.errors import BatonError, ConfigError, ErrorCode
 from common.model_folder import tokenizer_digest
 from common.node.adapters import NodeAdapters
 from common.node.endpoint import ControlEndpoint, open_endpoint
@@ -262,7 +262,7 @@ def _nixl_settings(config: NodeConfig) -> dict[str, str]:
 
 def _until_stopped(loop: EventLoop) -> int:
     """Run the loop. When this returns the exit status, all requests are answered and all sockets are closed."""
-    status, reason = 0, "the node is stopping"
+    status, code, reason = 0, ErrorCode.SHUTTING_DOWN, "the node is stopping"
     try:
         loop.run()
         if loop.refused is not None:
@@ -270,10 +270,10 @@ def _until_stopped(loop: EventLoop) -> int:
             status = 2
     except BatonError as error:
         log.error("%s", error)
-        status, reason = 1, "the node failed"
+        status, code, reason = 1, ErrorCode.INTERNAL, "the node failed"
     except Exception:
         log.exception("the node failed and stops")
-        status, reason = 1, "the node failed"
+        status, code, reason = 1, ErrorCode.INTERNAL, "the node failed"
     finally:
-        loop.close(reason)
+        loop.close(reason, code)
     return status

@@ -13,12 +13,12 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from common.errors import BatonError
+from common.errors import BatonError, ErrorCode
 from common.node.loading.memory_plan import Capacity
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import FromDecode, FromGateway, FromPrefill, LayoutMessage
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -92,6 +92,7 @@ class Ticked(Frame, frozen=True, tag="tick"):
 class Stopped(Frame, frozen=True, tag="stop"):
     now: float
     message: str
+    code: ErrorCode
 
 
 class TransportResult(Frame, frozen=True, tag="news"):

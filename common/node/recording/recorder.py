@@ -21,7 +21,7 @@ import msgspec
 from common.config.node import NodeConfig
 from common.config.options import options_of
 from common.config.shared import SCHEDULING_VARIABLES
-from common.errors import BatonError
+from common.errors import BatonError, ErrorCode
 from common.node.recording import format as frames
 from common.node.role import Role
 from common.step_plan import StepPlan, StepResult
@@ -208,9 +208,9 @@ class RecordedRole:
         self._note(frames.Ticked(now))
         return self._role.tick(now)
 
-    def stop(self, message: str, now: float) -> None:
-        self._note(frames.Stopped(now, message))
-        self._role.stop(message, now)
+    def stop(self, message: str, now: float, code: ErrorCode = ErrorCode.SHUTTING_DOWN) -> None:
+        self._note(frames.Stopped(now, message, code))
+        self._role.stop(message, now, code)
 
 
 def read_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

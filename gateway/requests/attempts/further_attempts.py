@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from common.errors import ErrorCode, RequestError
 from common.wire.messages import Failed
-from gateway.requests.attempts.recovery import AttemptEnd, Recovery
+from gateway.requests.attempts.recovery import GONE, AttemptEnd, Recovery
 from gateway.requests.in_flight import InFlightRequest
 from gateway.workers.pool import WorkerPool
 from gateway.workers.routing.pair_health import PairKey
@@ -104,7 +104,7 @@ def end_by_failure(flight: InFlightRequest, sender: str, message: Failed, now: f
         cause = pair.decode if is_decode_lost else pair.prefill
         registry.transfer_failed(PairKey(pair.prefill, pair.decode), now)
         flight.is_probe = False
-    elif message.code is ErrorCode.SHUTTING_DOWN:
+    elif message.code in GONE:
         registry.begin_drain(sender)  # its own message may come after this one
     return AttemptEnd(
         message.code,

@@ -5,8 +5,8 @@ before it ended:
 
 - After a loss that the gateway has seen itself, the next attempt follows at once. After a failure on nodes that live
   on, it follows after a back-off that doubles with every failure in a row, and avoids the nodes that may be the cause.
-- A request whose attempts were ended ``NUM_LOSSES`` times in a row by the loss of a node or an internal error may be
-  what kills the nodes. It is *suspect*: its next attempts get no other requests on their nodes. If one is lost that had
+- A request whose attempts were ended ``NUM_LOSSES`` times in a row by the loss or the failure of a node may be what
+  kills the nodes. It is *suspect*: its next attempts get no other requests on their nodes. If one is lost that had
   its nodes for itself from the beginning, the request ends; a loss that others shared says too little.
 - The loss of a node whose heartbeats were overdue before it got the request says nothing about the request. Nor does a
   loss that only another node reports, until the gateway itself has lost that node.
@@ -27,8 +27,8 @@ NUM_LOSSES = 2
 NUM_PROGRESS = 8
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 
-#: Those after which the cause is known to be gone: the node takes no more requests.
-GONE = frozenset({ErrorCode.SHUTTING_DOWN})
+#: Those with which a node says that it ends: it takes no more requests. With ``INTERNAL`` it has failed.
+GONE = frozenset({ErrorCode.SHUTTING_DOWN, ErrorCode.INTERNAL})
 
 
 class AttemptEnd(NamedTuple):

@@ -19,7 +19,7 @@ from support.service.service import Service, running
 from common.cache.page_allocator import PageAllocator
 from common.config.node import NodeConfig
 from common.config.shared import SCHEDULING_VARIABLES
-from common.errors import ConfigError
+from common.errors import ConfigError, ErrorCode
 from common.node.loading.memory_plan import Capacity
 from common.node.recording import format as frames
 from common.node.recording.recorder import (
@@ -88,6 +88,7 @@ def test_frames_are_read_as_they_were_written(tmp_path: Path) -> None:
     plan = StepPlan(3, (), (PageDelta(1, 0, (5,)),), (Row(1, 16, None, True), Row(2, 0, (7, 8), False)))
     told = [HEADER, frames.Planned(1.25, plan), frames.Planned(1.5, None), frames.GatewayMessage(2.0, Abort("r", 0))]
     told += [frames.GrammarCompiled(2.5, "start: /a/"), frames.GrammarFailed(2.5, "start: /(/", "unclosed group")]
+    told += [frames.Stopped(3.0, "the node failed", ErrorCode.INTERNAL)]
     assert list(frames.read_frames(written(tmp_path / "f", *told))) == told
 
 

@@ -24,7 +24,7 @@ from common.cache.page_layout import PageLayout
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
 from common.discovery.gateway_directory import FixedGateways
-from common.errors import ConfigError
+from common.errors import ConfigError, ErrorCode
 from common.finish_reason import finish_reason
 from common.node import worker_main as process
 from common.node.adapters import NodeAdapters
@@ -33,7 +33,7 @@ from common.node.engine_thread import EngineThread
 from common.node.event_loop import EventLoop
 from common.node.gateways.gateway_link import GatewayLink
 from common.node.gateways.outbox import Outbox
-from common.node.loading import model_loading
+from common.node.loading import loaded_node, model_loading
 from common.node.loading.device_plan import DeviceReserve
 from common.node.loading.memory_plan import (
     CPU_CHUNK_TOKENS,
@@ -53,6 +53,8 @@ from common.wire.messages import (
     Adapters,
     AdapterUnused,
     Connect,
+    Deregister,
+    FromNode,
     Generate,
     Message,
     Peer,
@@ -245,8 +247,8 @@ class Watched:
     def requests(self) -> dict[RequestKey, Request]:
         return {}
 
-    def stop(self, reason: str, now: float) -> None:
-        pass
+    def stop(self, reason: str, now: float, code: ErrorCode) -> None:
+        self.ended_with = code
 
 
 @contextlib.contextmanager
@@ -275,6 +277,19 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
         os.eventfd_write(node._wake, 1)  # the only wake-up
         node.run()
     assert role.seen == (0, True)
+
+
+@pytest.mark.parametrize(("step", "expected"), [(1, (0, ErrorCode.SHUTTING_DOWN)), (13, (1, ErrorCode.INTERNAL))])
+def test_requests_are_told_whether_their_node_stops_or_has_failed(
+    step: int, expected: tuple[int, ErrorCode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = Watched()
+    role.plans = [plan(step)]
+    with node_of(role) as node:
+        os.eventfd_write(node._wake, 1)
+        status = loaded_node._until_stopped(node)
+        monkeypatch.setattr(node, "close", lambda reason: None)  # it is closed
+    assert (status, role.ended_with) == expected
 
 
 class Eager(Watched):
@@ -440,6 +455,26 @@ def test_a_letter_that_came_before_the_connection_broke_is_dropped(monkeypatch: 
         monkeypatch.setattr(link.mailbox, "receive", lambda: [Envelope("g" * 32, generate)])
         node._receive(0.0)
         assert link.incarnation == ""
+    assert role.heard == []
+
+
+def test_a_letter_that_came_before_the_connection_was_made_again_in_one_turn_is_dropped(
+    context: "zmq.Context[zmq.Socket[bytes]]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = Told()
+    generate = Generate("r", 0, (1,), SamplingParams(), prefill=None, decode=None, timeout_s=9.0)
+    gateway = Mailbox(context, "g" * 32, FromNode, bind="tcp://127.0.0.1:*")
+    with node_of(role, gateway.address.removeprefix("tcp://")) as node:
+        (link,) = node._links
+        link.send(Deregister())
+        assert gateway.sockets[0].poll(60_000)
+        gateway.receive()
+        assert gateway.send(generate, target="n" * 32)
+        assert link.mailbox.sockets[0].poll(60_000)
+        monkeypatch.setattr(link.mailbox, "connection_events", lambda: ConnectionEvents(True, True))
+        monkeypatch.setattr(link, "register", lambda: None)
+        node._receive(0.0)
+    gateway.close()
     assert role.heard == []
 
 

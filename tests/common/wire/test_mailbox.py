@@ -79,6 +79,19 @@ def test_shared_frames_hold_all_messages_in_order_and_are_small(lengths):
     assert found == [bytes([i]) * length for i, length in enumerate(lengths)]
 
 
+def test_unread_messages_can_be_discarded_and_later_ones_arrive(context, bound):
+    node = dial(context, bound)
+    node.send(Deregister())
+    wait_for(bound.receive)
+    bound.send(Abort("old", 0), target=node.incarnation)
+    assert node.sockets[0].poll(60_000)
+    node.discard_unread()
+    bound.send(Abort("new", 0), target=node.incarnation)
+    (envelope,) = wait_for(node.receive)
+    assert envelope.message == Abort("new", 0)
+    node.close()
+
+
 def test_one_bad_message_drops_the_frame_that_it_shares(context, bound):
     node = dial(context, bound)
     node.send(Deregister(), Abort("r", 0))

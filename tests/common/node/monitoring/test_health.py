@@ -78,7 +78,7 @@ class Role:
     def check(self):
         pass
 
-    def stop(self, reason, now):
+    def stop(self, reason, now, code):
         pass
 
 

@@ -1,5 +1,6 @@
 """Requests whose nodes are lost or fail: the stream gets every token once, whatever happens when."""
 
+import pytest
 from support.gateway.played_cluster import PlayedCluster, Text, output_of, token_of
 
 from common.errors import ErrorCode
@@ -233,11 +234,12 @@ def test_a_full_node_is_avoided_and_asked_again_after_a_pause() -> None:
     assert stream.ids == output_of(stream)
 
 
-def test_a_node_that_shuts_down_gets_the_request_no_more() -> None:
+@pytest.mark.parametrize("code", [ErrorCode.SHUTTING_DOWN, ErrorCode.INTERNAL])
+def test_a_node_that_shuts_down_or_has_failed_gets_the_request_no_more(code: ErrorCode) -> None:
     cluster = PlayedCluster()
     cluster.come("a")
     leaving = cluster.node_of("decode", "a")
-    cluster.fail(leaving, "a", ErrorCode.SHUTTING_DOWN)
+    cluster.fail(leaving, "a", code)
     assert cluster.node_of("decode", "a") != leaving
     cluster.come("b")
     assert cluster.generate(leaving, "b") is None
@@ -311,6 +313,27 @@ def test_a_suspect_request_has_its_nodes_for_itself_and_ends_if_they_are_lost_ag
     for i in range(12):
         cluster.prefill(f"b{i}")
         cluster.decode(f"b{i}", 20)
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("is_told_by_its_peer", [False, True])
+def test_a_request_whose_steps_fail_three_nodes_in_a_row_ends(role: str, is_told_by_its_peer: bool) -> None:
+    """Both nodes of a pair report it, and either message may come first."""
+    cluster = PlayedCluster(prefills=5, decodes=5)
+    stream = cluster.come("killer")
+    for num_left in (2, 1, 0):
+        failed = cluster.node_of(role, "killer")
+        if is_told_by_its_peer:
+            peer = cluster.node_of("decode" if role == "prefill" else "prefill", "killer")
+            cluster.fail(peer, "killer", ErrorCode.NODE_LOST)
+        else:
+            cluster.fail(failed, "killer", ErrorCode.INTERNAL)
+        cluster.lose(failed)
+        cluster.wait(1.0)
+        assert (stream.error is None) == bool(num_left)
+    assert stream.error.code is ErrorCode.NODE_LOST
+    assert stream.error.message.endswith("the last with the nodes for itself, so the request is not tried again")
     cluster.check_idle()
 
 

@@ -8,6 +8,7 @@ from common.errors import ErrorCode
 from common.sampling_params import TokenLogprobs
 from common.wire.messages import Tokens
 
+FAILURES_OF_LIVING_NODES = (ErrorCode.TRANSFER_FAILED, ErrorCode.QUEUE_FULL, ErrorCode.ABORTED)
 EVENTS = st.one_of(
     st.tuples(st.just("come"), st.integers(1, 12)),
     st.tuples(
@@ -17,7 +18,7 @@ EVENTS = st.one_of(
         st.integers(0, 99),
     ),
     st.tuples(
-        st.sampled_from([ErrorCode.TRANSFER_FAILED, ErrorCode.QUEUE_FULL, ErrorCode.SHUTTING_DOWN, ErrorCode.ABORTED]),
+        st.sampled_from([*FAILURES_OF_LIVING_NODES, ErrorCode.SHUTTING_DOWN, ErrorCode.INTERNAL]),
         st.integers(0, 99),
     ),
 )
