@@ -73,7 +73,7 @@ class Service:
     def complete(self, prompt: str) -> tuple[int, str]:
         """HTTP status and text of a greedy completion of 40 tokens."""
         body = {"model": "baton-small", "prompt": prompt, "temperature": 0, "max_tokens": 40}
-        with closing(HTTPConnection(self.url.removeprefix("http://"), timeout=60)) as connection:
+        with closing(HTTPConnection(self.url.removeprefix("http://"), timeout=180)) as connection:
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
             content = json.load(answer)

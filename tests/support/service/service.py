@@ -29,8 +29,10 @@ from support.service.processes import ROOT, environment, flags, free_port, spawn
 from common.node.loading.model_loading import SHAPE_CACHE
 
 SMALL_MODEL = ROOT / "scripts" / "models" / "small_model"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 GPU_START_TIMEOUT_S = 240.0  # kernels may have to be compiled, and graphs are captured
+#: On a machine that runs other tests a process may have no core for seconds. What ends is noticed at once all the same.
+NODE_TIMEOUT_S = 30.0
 WORKER = "scripts.serving.worker"
 
 
@@ -69,8 +71,10 @@ class Service:
         self._ports = {name: (free_port(), free_port()) for name in self.gateways}
         self.port, self.control_port = self._ports["gateway"]
         self.url = self.url_of("gateway")
-        self._gateway_options = {"heartbeat_interval": HEARTBEAT_S, **(gateway_options or {})}
-        self._node_options = {"dtype": "float32", "threads": 1, "max_total_tokens": 8192, **(node_options or {})}
+        shared = {"node_timeout": NODE_TIMEOUT_S}
+        small = {"dtype": "float32", "threads": 1, "max_total_tokens": 8192}
+        self._gateway_options = {**shared, "heartbeat_interval": HEARTBEAT_S, **(gateway_options or {})}
+        self._node_options = {**shared, **small, **(node_options or {})}
         self._only = only or {}
         self._variables = variables or {}
         self._is_forked = is_forked
@@ -183,7 +187,7 @@ class Service:
     @contextlib.asynccontextmanager
     async def client(self, gateway: str = "gateway") -> AsyncIterator[Client]:
         connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=150)
+        timeout = aiohttp.ClientTimeout(total=300)
         async with aiohttp.ClientSession(self.url_of(gateway), connector=connector, timeout=timeout) as session:
             client = Client(self, session)
             try:
