@@ -91,8 +91,12 @@ def serving(*flags: str) -> Iterator[Service]:
     command = [sys.executable, "-m", "scripts.serving.serve", "--port", "0", "--max-total-tokens", "4096", *flags]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output) as process:
+        service = Service(process)
         try:
-            yield Service(process)
+            yield service
+        except BaseException:
+            print("\n".join(service.lines))
+            raise
         finally:
             if process.poll() is None:
                 process.kill()
