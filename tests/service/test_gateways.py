@@ -14,7 +14,7 @@ from support.service.client import Client, prompt_of, until
 from support.service.service import Service, running
 
 KEY = {"Idempotency-Key": "the-key"}
-#: The time until a retry comes is that of a slow machine; but for the test of orphans, none may end before it.
+#: Longer than it takes on a busy machine until a retry comes.
 ORPHAN_TIMEOUT_S = 300
 PROMPT = prompt_of(40, seed=1)
 NUM_TOKENS = 300
