@@ -28,7 +28,7 @@ MAX_STARTS = 3
 #: A command of the manager waits for processes that import torch, one after the other, maybe on a busy machine.
 COMMAND_TIMEOUT_S = 600.0
 GCS_PORT, CLIENT_PORT = 6379, 10_001  # in the head's own network namespace
-#: Small raylets. A dead host is noticed within about half a minute: a raylet on a busy machine may be silent for seconds.
+#: Small raylets. A dead host is noticed within half a minute: a raylet on a busy machine may be silent for seconds.
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
