@@ -88,7 +88,7 @@ def test_three_hosts_serve_with_keys_and_a_stranger_gets_nothing(hosts: Hosts, t
         f"--gateway={gateway}:8001",
         "--transport=tcp",
     ]
-    shared = [f"--model={SMALL_MODEL}", "--served-model-name=m"]
+    shared = [f"--model={SMALL_MODEL}", "--served-model-name=m", "--node-timeout=60"]
     options = {
         "host-a": ("gateway", [f"--host={gateway}", f"--control-host={gateway}"]),
         "host-b": (WORKER, ["prefill", *small, f"--advertise-host={prefill}", "--data-port=8002"]),
