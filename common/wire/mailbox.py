@@ -56,7 +56,7 @@ MAX_HEADERS = 4_096  # kept encoded
 MAX_DIGITS = 18  # of the number of a connection
 MAX_ROUTES = 4_096  # of peers that the process does not know
 NUM_PROBES = 6
-PROBE_EVERY_S = 0.02
+PROBE_EVERY_S = 0.02  # at first; each pause is twice as long as the one before it
 SILENCE_S = 30.0  # unless a mailbox is given another time
 REDIAL_S = 3.0  # without a connection after one was lost; ZMQ dials again by itself after most losses, but not all
 HANDSHAKE_MS = 10_000  # for all of a handshake; ZMQ closes connections that take longer
@@ -453,12 +453,14 @@ class Mailbox:
         """Return the ``watched`` peers whose connections are closed, for bound mailboxes.
 
         Peers are probed only after a connection has closed. ZMQ reports that a moment before it stops routing to the
-        peer, so they are probed several times: call this again soon while ``is_probing``.
+        peer, which is longer on a busy machine, so they are probed several times: call this again soon while
+        ``is_probing``.
         """
         if self.connection_events().disconnected:
             self._num_probes_left, self._probed_at = NUM_PROBES, 0.0
         now = time.monotonic()
-        if not self._num_probes_left or now < self._probed_at + PROBE_EVERY_S:
+        pause_s = PROBE_EVERY_S * 2 ** (NUM_PROBES - self._num_probes_left - 1)
+        if not self._num_probes_left or now < self._probed_at + pause_s:
             return []
         self._num_probes_left, self._probed_at = self._num_probes_left - 1, now
         self._socket.get(zmq.EVENTS)  # makes ZMQ process the commands of its I/O thread; sending alone may not

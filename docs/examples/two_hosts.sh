@@ -33,8 +33,12 @@ until get "http://$host_a:$port/ready" 2> /dev/null > /dev/null; do
     sleep 0.5
 done
 python3 docs/examples/streaming_client.py "What news from Verona?" --url "http://$host_a:$port" --max-tokens 20
-sleep 3 # nodes report their pairs with a heartbeat, every second
-get "http://$host_a:$port/v1/workers" | python3 -c '
+until get "http://$host_a:$port/v1/workers" | python3 -c '
 import json, sys
-for worker in json.load(sys.stdin)["workers"]:
-    print(worker["role"], worker["name"], "pairs:", [pair["transport"] for pair in worker["pairs"]])'
+workers = json.load(sys.stdin)["workers"]
+if not all(worker["pairs"] for worker in workers):
+    sys.exit(1)
+for worker in workers:
+    print(worker["role"], worker["name"], "pairs:", [pair["transport"] for pair in worker["pairs"]])'; do
+    sleep 1 # nodes report their pairs with a heartbeat, every second
+done

@@ -22,8 +22,9 @@ from gateway.requests.output_processor import OutputStream
 from gateway.workers.control_plane import ControlPlane
 from gateway.workers.served_models import ServedModel
 
-#: Nodes that do not say in time which requests they know are taken to know none.
-FIND_TIMEOUT_S = 0.5
+#: Nodes that do not say in time which requests they know are taken to know none. A node that has lost its core for
+#: some time still answers; only while a node hangs do requests with a key wait so long.
+FIND_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

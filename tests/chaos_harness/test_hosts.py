@@ -15,7 +15,7 @@ from scripts.chaos_harness import relay
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.hosts import Hosts, Link, NoNamespaces
 
-#: Sends datagrams to an address, or counts those that come within a second of the last.
+#: Sends datagrams to an address, or counts those that come within five seconds of the last.
 SEND = """
 import socket, sys
 to = (sys.argv[1], 5_000)
@@ -33,7 +33,7 @@ sizes = []
 try:
     while True:
         sizes.append(len(listener.recv(65_536)))
-        listener.settimeout(1)
+        listener.settimeout(5)
 except TimeoutError:
     print(len(sizes), max(sizes, default=0))
 """

@@ -19,7 +19,7 @@ ATTACHED = "pages go to decode node decode-0 by tcp\n"
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "SWITCH_S", 0.05)
+    monkeypatch.setattr(network, "SWITCH_S", 1.0)
 
 
 def inject(

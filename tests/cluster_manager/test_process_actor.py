@@ -1,6 +1,7 @@
 """The actor that runs a process, without Ray: a real gateway, which is killed, refused and stopped."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -35,8 +36,12 @@ async def until(actor: ProcessActor, condition: Callable[[Report], object]) -> R
 
 
 def of_actor(actor: ProcessActor, pids: list[int]) -> list[int]:
-    port = actor._ports.control
-    return [pid for pid in pids if f"--control-port={port}" in Path(f"/proc/{pid}/cmdline").read_text()]
+    flag, found = f"--control-port={actor._ports.control}", []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has just ended
+            if flag in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(pid)
+    return found
 
 
 async def test_a_process_that_is_killed_comes_back_at_its_address_and_ends_when_it_is_stopped() -> None:
@@ -63,7 +68,7 @@ async def test_a_process_that_answers_no_more_is_killed_and_started_again(monkey
     monkeypatch.setattr(process_actor, "PROBE_TIMEOUT_S", 0.5)
     [pid] = of_actor(actor, descendants(os.getpid()))
     os.kill(pid, signal.SIGSTOP)
-    await until(actor, lambda found: found.num_restarts == 1)
+    await until(actor, lambda found: found.num_restarts >= 1)
     monkeypatch.setattr(process_actor, "UNHEALTHY_S", 60.0)
     monkeypatch.setattr(process_actor, "PROBE_TIMEOUT_S", 5.0)
     await until(actor, lambda found: found.is_healthy)

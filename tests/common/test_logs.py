@@ -172,12 +172,12 @@ def test_a_line_that_comes_just_before_the_close_is_written():
             chunk = super()._take()
             if not chunk and not found_empty.is_set():
                 found_empty.set()
-                is_last_queued.wait(10)
+                is_last_queued.wait(60)
             return chunk
 
     writer = Paused(out, lambda count: b"")
     writer.write(b"first\n")
-    assert found_empty.wait(10)
+    assert found_empty.wait(60)
     writer.write(b"last\n")
     writer._is_closing.set()
     is_last_queued.set()

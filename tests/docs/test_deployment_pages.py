@@ -26,7 +26,7 @@ from support.service.processes import environment, free_port
 ROOT = Path(__file__).resolve().parents[2]
 SERVERS = ("./scripts/gateway", "./scripts/prefill", "./scripts/decode")
 SMALL_NODE = " --threads 1 --max-total-tokens 4096"
-START_S = 120.0
+START_S = 240.0
 
 
 def commands_of(name: str) -> list[str]:
@@ -76,7 +76,7 @@ class Shell:
             self.variables |= dict(word.split("=", 1) for word in shlex.split(command, comments=True)[1:])
             return ""
         found = subprocess.run(
-            ["bash", "-c", command], cwd=ROOT, env=self.variables, capture_output=True, text=True, timeout=120
+            ["bash", "-c", command], cwd=ROOT, env=self.variables, capture_output=True, text=True, timeout=240
         )
         assert found.returncode == 0, f"{command}\n{found.stdout}{found.stderr}"
         return found.stdout
@@ -97,7 +97,7 @@ def ending(processes: "dict[str, subprocess.Popen[bytes]]") -> Iterator[None]:
     finally:
         for process in processes.values():
             process.send_signal(signal.SIGINT)
-        statuses = {name: process.wait(60) for name, process in processes.items()}
+        statuses = {name: process.wait(120) for name, process in processes.items()}
     assert set(statuses.values()) == {0}, statuses
 
 
@@ -129,7 +129,7 @@ def until_there(port: int, names: set[str], log: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_the_commands_for_hosts_of_your_own_serve_list_and_upgrade(tmp_path: Path) -> None:
     http_port, control, listed, second, second_control = (free_port() for _ in range(5))
     replaced = {
@@ -176,7 +176,7 @@ def test_the_commands_for_hosts_of_your_own_serve_list_and_upgrade(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_INSTALLED, reason="needs etcd (Debian: etcd-server)")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_the_commands_for_etcd_start_a_gateway_that_nodes_find(tmp_path: Path) -> None:
     etcd = EtcdServer(tmp_path / "etcd")
     http_port, control = free_port(), free_port()

@@ -134,7 +134,7 @@ def test_a_failed_start_names_the_flag(folder, tmp_path):
         ("tokenizer.json", ["--model", str(tmp_path)]),
         ("--control-host", ["--control-host", "0.0.0.0"]),
     ):
-        done = subprocess.run(command(folder, *flags), cwd=ROOT, capture_output=True, timeout=60)
+        done = subprocess.run(command(folder, *flags), cwd=ROOT, capture_output=True, timeout=180)
         assert done.returncode == 2
         assert words in done.stderr.decode()
         assert b"Traceback" not in done.stderr
@@ -146,7 +146,7 @@ async def test_a_port_in_use_is_one_sentence(folder):
         port = url.rpartition(":")[2]
         for name in ("port", "control-port"):
             done = await asyncio.to_thread(
-                subprocess.run, command(folder, f"--{name}", port), cwd=ROOT, capture_output=True, timeout=60
+                subprocess.run, command(folder, f"--{name}", port), cwd=ROOT, capture_output=True, timeout=180
             )
             assert done.returncode == 2
             host = name.replace("port", "host")

@@ -127,10 +127,10 @@ def test_a_trace_of_another_endpoint_is_refused(tmp_path: Path, line: str, endpo
 
 
 def test_a_response_that_ends_between_two_checks_but_after_the_timeout_counts_as_failed(tmp_path: Path) -> None:
-    """Client processes check once a second; two tokens take 0.05 s, thirty 1.45 s."""
-    mix = "short:output=2;long:output=30"
-    with mock_server(tmp_path, "--itl", "0.05") as server:
-        report = load(server, num_requests=12, rate="40", mix=mix, timeout="1s")
+    """Client processes check once a second; two tokens take 0.1 s, fifty-five 5.4 s."""
+    mix = "short:output=2;long:output=55"
+    with mock_server(tmp_path, "--itl", "0.1") as server:
+        report = load(server, num_requests=12, rate="40", mix=mix, timeout="5s")
     failed = [record.class_name for record in report.records if record.error == "timeout"]
     assert set(failed) == {"long"} and len(failed) == sum(one.class_name == "long" for one in report.records)
     assert report.errors["kinds"] == {"timeout": len(failed)}

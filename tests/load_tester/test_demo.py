@@ -30,7 +30,7 @@ def kill(process: "subprocess.Popen[str]") -> None:
 
 def until_answered(url: str) -> None:
     """Wait until a request of the run has succeeded."""
-    for _ in range(600):
+    for _ in range(3000):
         with urllib.request.urlopen(url + "/metrics") as page:
             if b'baton_http_answers_total{path="/generate",status="200"}' in page.read():
                 return

@@ -58,7 +58,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="Chromiu
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=180_000)
         yield chromium
         chromium.close()
 

@@ -11,7 +11,8 @@ import pytest
 from support.service.client import Client, Exchange, prompt_of, until
 from support.service.service import Service, running
 
-NUM_TOKENS = 200
+#: So many that some are left when a node gets its signal, although this process may have no core for some time.
+NUM_TOKENS = 600
 #: Every transport that works on any machine; the prefill node of every pair writes, and so does a draining decode node.
 TRANSPORTS = ("shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "nixl", "gloo")))
 
@@ -31,7 +32,7 @@ async def drain(client: Client, name: str, timeout_s: float = 30.0) -> dict[str,
 async def until_ended(service: Service, name: str) -> int:
     """Waits until a process has ended by itself; returns its exit status."""
     process = service.processes.pop(name)
-    await until(lambda: process.poll() is not None, 90, f"{name} did not end")
+    await until(lambda: process.poll() is not None, 180, f"{name} did not end")
     status = process.poll()
     assert status is not None
     return int(status)
@@ -49,21 +50,23 @@ async def test_running_requests_move_with_their_pages_and_keep_their_tokens(tmp_
         async with service.client() as client:
             prompts = [prompt_of(300, seed) for seed in range(4)]
             wanted = await expected_ids(client, prompts, NUM_TOKENS)
-            await client.post("/flush_cache", {})
+            await client.settled()
+            assert (await client.post("/flush_cache", {}))[0] == 200
+            before = await client.counters()
             streams = [client.begin(prompt, NUM_TOKENS) for prompt in prompts]
             await asyncio.gather(*(stream.has(5) for stream in streams))
             name = await busiest(client)
             other = "decode-1" if name == "decode-0" else "decode-0"
-            before = await client.counters()
             service.processes[name].send_signal(signal.SIGTERM)
             assert await until_ended(service, name) == 0
             await asyncio.gather(*(stream.end() for stream in streams))
             assert [stream.ids for stream in streams] == wanted
             after = await client.counters()
             assert after[other]["continued_requests"] > before[other]["continued_requests"]
-            assert after[other]["pages_received"] > before[other]["pages_received"]
+            sent = after["prefill-0"]["pages_sent"] - before["prefill-0"]["pages_sent"]
+            assert after[other]["pages_received"] - before[other]["pages_received"] > sent / 2
             computed = after["prefill-0"]["prompt_tokens_computed"] - before["prefill-0"]["prompt_tokens_computed"]
-            assert computed == 0, "a prompt was computed again instead of travelling"
+            assert computed == sum(map(len, prompts)), "a prompt was computed again instead of travelling"
             await client.settled()
 
 
@@ -89,7 +92,7 @@ async def test_a_rolling_restart_of_every_node_under_load_loses_no_request(tmp_p
                 assert await until_ended(service, name) == 0
                 service.start(name)
                 await asyncio.to_thread(service.wait_until_ready)
-                await until(lambda: len(ended) >= num_before + 3, 90, "no request ended")  # noqa: B023
+                await until(lambda: len(ended) >= num_before + 3, 180, "no request ended")  # noqa: B023
             is_over = True
             await asyncio.gather(*clients)
             assert all(stream.ids == wanted[number] for number, stream in ended), [
@@ -101,9 +104,9 @@ async def test_a_rolling_restart_of_every_node_under_load_loses_no_request(tmp_p
 async def test_a_node_that_drains_says_so_and_gets_no_new_requests(tmp_path: Path) -> None:
     with running(tmp_path, decode=1) as service:
         async with service.client() as client:
-            stream = client.begin(prompt_of(30, 1), 400)
+            stream = client.begin(prompt_of(30, 1), 2_000)
             await stream.has(3)
-            answer = await drain(client, "decode-0", 60)
+            answer = await drain(client, "decode-0", 300)
             assert (answer["worker"], answer["is_draining"], answer["num_requests"]) == ("decode-0", True, 1)
             while not (worker := (await client.workers())["decode-0"])["is_draining"]:  # until the node has said so
                 await asyncio.sleep(0.01)
@@ -111,7 +114,7 @@ async def test_a_node_that_drains_says_so_and_gets_no_new_requests(tmp_path: Pat
             async with client.session.get("/ready") as ready:
                 assert ready.status == 503
             await stream.end()
-            assert len(stream.ids) == 400 and not stream.error, "the last decode node finishes what it has"
+            assert len(stream.ids) == 2_000 and not stream.error, "the last decode node finishes what it has"
             assert await until_ended(service, "decode-0") == 0
             assert (await client.post("/v1/workers/nothing/drain", {}))[0] == 404
             assert (await client.post("/v1/workers/prefill-0/drain", {"timeout_s": -1}))[0] == 400

@@ -65,8 +65,9 @@ async def check_ends(exchanges: list[Exchange]) -> None:
 
 
 async def start_again(service: Service, client: Client, name: str) -> None:
-    starts = (await client.workers()).get(name, {}).get("starts")
-    assert starts is None, "the dead node is still registered"
+    async with asyncio.timeout(120):  # the gateway may be late to see that the node is gone
+        while name in await client.workers():
+            await asyncio.sleep(0.02)
     service.start(name)
     await asyncio.to_thread(service.wait_until_ready)
     assert (await client.workers())[name]["starts"] > 1
@@ -114,8 +115,10 @@ async def test_a_killed_gateway_ends_all_requests_and_nodes_register_with_its_re
         everything = [exchange for group in exchanges for exchange in group]
         await asyncio.gather(*(exchange.end() for exchange in everything))
         for exchange in everything:
-            if exchange.ended_at > died_at:
-                assert exchange.is_broken
+            assert exchange.error is None
+            if not exchange.is_broken:  # its end was sent before the gateway died, and maybe read later
+                assert len(exchange.ids) == exchange.body["meta_info"]["completion_tokens"]
+        assert any(exchange.is_broken and exchange.ended_at > died_at for exchange in everything)
     pids = {name: pairs.pid(name) for name in pairs.nodes}
     pairs.start("gateway")
     await asyncio.to_thread(pairs.wait_until_ready)
@@ -148,7 +151,7 @@ async def test_new_requests_and_those_in_flight_wait_for_a_replacement(pair: Ser
 async def test_the_requests_of_a_node_that_is_stopped_go_on_with_its_replacement(pair: Service) -> None:
     async with pair.client() as client:
         for name in ("prefill-0", "decode-0"):
-            streaming = client.begin(prompt_of(30, 2), 800)
+            streaming = client.begin(prompt_of(30, 2), 2_000)  # goes on, although this process may have no core
             await streaming.has(5)
             computing = client.begin(prompt_of(3000, 3), 20)
             await asyncio.sleep(0.1)
@@ -168,17 +171,18 @@ async def test_pages_stay_quarantined_until_a_frozen_prefill_node_resumes_or_die
             return count
 
         before = await client.settled()
-        exchange = client.begin(prompt_of(3500, 11), 5)
+        # Several, so that pages are left to send when this process sees that the first were sent.
+        exchanges = [client.begin(prompt_of(3500, 1100 + i), 5) for i in range(4)]
         sent = before["prefill-0"]["pages_sent"]
         while (await client.counters())["prefill-0"]["pages_sent"] <= sent:  # the transfer has begun
-            assert not exchange.ended_at
+            assert not exchanges[-1].ended_at
         pair.pause("prefill-0")
         try:
-            await exchange.leave()
+            await asyncio.gather(*(exchange.leave() for exchange in exchanges))
             while not (num_open := await num_quarantined()):  # those that arrived are cached
                 await asyncio.sleep(0.02)
             await asyncio.sleep(1.0)
-            assert await num_quarantined() == num_open, "pages were released before the prefill node resumed"
+            assert await num_quarantined() >= num_open, "pages were released before the prefill node resumed"
         finally:
             if ending == "wakes":
                 pair.resume("prefill-0")
@@ -212,7 +216,7 @@ async def test_a_node_without_heartbeats_is_lost_until_the_next_heartbeat_and_co
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 async def test_kills_at_different_moments_leak_nothing(pairs: Service) -> None:
     async with pairs.client() as client:
         for number in range(8):  # each node twice

@@ -21,6 +21,7 @@ from common.errors import ConfigError
 from common.wire.address import host_and_port
 
 PROMPT = list(range(100, 164))
+READY_TIMEOUT_S = 180.0
 
 
 def has_ipv6() -> bool:
@@ -53,7 +54,7 @@ class Processes:
 
     def wait_for_line(self, name: str, pattern: str) -> str:
         """Waits until the log matches ``pattern`` and returns its first group."""
-        ends = time.monotonic() + 60
+        ends = time.monotonic() + READY_TIMEOUT_S
         while not (found := re.search(pattern, self.read_log(name), re.MULTILINE)):
             assert self._running[name].poll() is None, self.read_log(name)
             assert time.monotonic() < ends, self.read_log(name)
@@ -91,7 +92,7 @@ def ask(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, A
 
 def workers_of(url: str, count: int) -> list[dict[str, Any]]:
     """Waits until ``count`` nodes have registered and returns their registrations."""
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + READY_TIMEOUT_S
     while True:
         workers = ask(url, "/v1/workers")[1]["workers"]
         if len(workers) == count:

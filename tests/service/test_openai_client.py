@@ -204,8 +204,14 @@ def test_a_request_is_retried_until_there_are_nodes(tmp_path: Path) -> None:
         with client_of(service) as client, pytest.raises(openai.InternalServerError) as refused:
             client.responses.create(model="m", input="Hi")
         assert refused.value.status_code == 503
+        before = num_refusals(service, "no_route")
+
+        def start_nodes() -> None:
+            wait_for_refusal(service, before, "no_route")
+            service.start(*service.nodes)
+
         with client_of(service, max_retries=50) as client:
-            starting = threading.Thread(target=service.start, args=service.nodes)
+            starting = threading.Thread(target=start_nodes)
             starting.start()
             raw = client.responses.with_raw_response.create(model="m", input="Hi", max_output_tokens=4)
             starting.join()
@@ -220,14 +226,14 @@ def test_a_request_is_retried_when_the_service_is_full(tmp_path: Path) -> None:
     with running(tmp_path / "logs", node_options=options, gateway_options={"max_queued_requests": 0}) as service:
         with client_of(service) as client:
             extra = {"ignore_eos": True}
-            long = client.responses.create(model="m", input="Hi", max_output_tokens=2000, stream=True, extra_body=extra)
+            long = client.responses.create(model="m", input="Hi", max_output_tokens=3000, stream=True, extra_body=extra)
             next(iter(long))
             with pytest.raises(openai.RateLimitError) as refused:
                 client.responses.create(model="m", input="Hi", max_output_tokens=4)
             assert refused.value.code == "queue_full"
             assert int(refused.value.response.headers["retry-after"]) > 0
-            before = num_refusals(service)
-            closing = threading.Thread(target=lambda: (wait_for_refusal(service, before), long.close()))
+            before = num_refusals(service, "queue_full")
+            closing = threading.Thread(target=lambda: (wait_for_refusal(service, before, "queue_full"), long.close()))
             closing.start()
             with client_of(service, max_retries=50) as patient:
                 raw = patient.responses.with_raw_response.create(model="m", input="Hi", max_output_tokens=4)
@@ -236,20 +242,20 @@ def test_a_request_is_retried_when_the_service_is_full(tmp_path: Path) -> None:
             assert raw.parse().output_text
 
 
-def num_refusals(service: Service) -> float:
-    """The gateway's count of refusals of a full queue."""
+def num_refusals(service: Service, reason: str) -> float:
+    """The gateway's count of refusals for this reason."""
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
     try:
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
     finally:
         connection.close()
-    found = [line for line in lines if line.startswith("baton_rejections_total{") and 'reason="queue_full"' in line]
+    found = [line for line in lines if line.startswith("baton_rejections_total{") and f'reason="{reason}"' in line]
     return sum(float(line.split()[-1]) for line in found)
 
 
-def wait_for_refusal(service: Service, before: float) -> None:
-    ends = time.monotonic() + 60
-    while num_refusals(service) <= before:
+def wait_for_refusal(service: Service, before: float, reason: str) -> None:
+    ends = time.monotonic() + 120
+    while num_refusals(service, reason) <= before:
         assert time.monotonic() < ends
         time.sleep(0.02)

@@ -18,6 +18,7 @@ from common.wire.messages import Pairs, PairState
 __all__ = ["folder"]
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+TIMEOUT_MS = 180_000
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 pytestmark = [
@@ -30,7 +31,7 @@ pytestmark = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as driver:
-        started = await driver.chromium.launch(executable_path=CHROMIUM)
+        started = await driver.chromium.launch(executable_path=CHROMIUM, timeout=TIMEOUT_MS)
         yield started
         await started.close()
 
@@ -39,6 +40,7 @@ async def browser() -> AsyncIterator[Browser]:
 async def opened(browser: Browser, url, *, allowed=(), **options) -> AsyncIterator[Page]:
     """The page; afterwards nothing but the allowed complaints may stand in the console."""
     context = await browser.new_context(**options)
+    context.set_default_timeout(TIMEOUT_MS)
     page = await context.new_page()
     complaints: list[str] = []
     page.on(
@@ -281,7 +283,7 @@ async def test_a_lost_connection_is_shown_and_ends(browser, folder):
             await page.get_by_text("No connection to the gateway").wait_for()
             await page.context.set_offline(False)
             await page.locator("#lost").wait_for(state="hidden")
-            assert await page.locator("#state-text").inner_text() == "Ready"
+            await page.wait_for_function("() => document.querySelector('#state-text').textContent === 'Ready'")
 
 
 async def test_the_page_asks_for_a_key_and_keeps_it_in_the_tab(browser, folder):

@@ -63,7 +63,7 @@ def test_a_policy_that_cannot_be_imported_is_refused(command: str) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert result.returncode == 2, result.stderr
     assert "--schedule-policy own_nothing:Policy cannot be imported: No module named 'own_nothing'" in result.stderr

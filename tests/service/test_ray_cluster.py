@@ -32,7 +32,7 @@ HOSTS = ("host-a", "host-b", "host-c", "host-d", "host-e")
 PORT = 8000
 SECRETS = {"BATON_API_KEY": "k", "BATON_CLUSTER_KEY": "c" * 32}
 CLUSTER = """
-lost-after-s = 8
+lost-after-s = 20
 surge-wait-s = 5
 
 [options]
@@ -45,7 +45,7 @@ options = {{ host = "0.0.0.0", port = 8000, drain-timeout = 5, advice-window = 5
 
 [prefill]
 count = 1
-options = {{ dtype = "float32", max-total-tokens = 2048, transport = "tcp", node-timeout = 3, drain-timeout = 10 }}
+options = {{ dtype = "float32", max-total-tokens = 2048, transport = "tcp", node-timeout = 10, drain-timeout = 10 }}
 
 [decode]
 count = {decode}
@@ -56,7 +56,7 @@ dtype = "float32"
 max-running-requests = 8
 max-total-tokens = 2048
 transport = "tcp"
-node-timeout = 3
+node-timeout = 10
 drain-timeout = 10
 
 [autoscale]

@@ -267,7 +267,7 @@ async def throw_frames(port: int, strays: list[Message], server: bytes = b"") ->
     """Sends garbage and stray messages over ZMQ with the key of a node; ``server`` as in ``raw_peer``."""
     context = zmq.asyncio.Context()
     socket_, me = raw_peer(context, f"127.0.0.1:{port}", server=server)
-    socket_.set(zmq.LINGER, 2000)
+    socket_.set(zmq.LINGER, 60_000)
     for frames in garbage(me):
         await socket_.send_multipart(frames)
     for stray in strays:

@@ -73,7 +73,7 @@ class Service:
     def complete(self, prompt: str) -> tuple[int, str]:
         """HTTP status and text of a greedy completion of 40 tokens."""
         body = {"model": "baton-small", "prompt": prompt, "temperature": 0, "max_tokens": 40}
-        with closing(HTTPConnection(self.url.removeprefix("http://"), timeout=60)) as connection:
+        with closing(HTTPConnection(self.url.removeprefix("http://"), timeout=180)) as connection:
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
             content = json.load(answer)
@@ -91,8 +91,12 @@ def serving(*flags: str) -> Iterator[Service]:
     command = [sys.executable, "-m", "scripts.serving.serve", "--port", "0", "--max-total-tokens", "4096", *flags]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output) as process:
+        service = Service(process)
         try:
-            yield Service(process)
+            yield service
+        except BaseException:
+            print("\n".join(service.lines))
+            raise
         finally:
             if process.poll() is None:
                 process.kill()

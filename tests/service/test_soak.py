@@ -92,7 +92,7 @@ async def test_tokens_stay_exact_under_disconnects_and_small_pools(
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
             clients = RandomClients(client, cases, seed=1)
-            await asyncio.wait_for(clients.work(num_clients=24, num_requests=10), 150)
+            await asyncio.wait_for(clients.work(num_clients=24, num_requests=10), 400)
             totals = await client.settled()
     assert clients.num_failed == 0
     assert clients.num_complete > 120
@@ -123,7 +123,7 @@ async def test_requests_finish_exactly_at_the_minimum_of_each_resource(
     with running(tmp_path / "logs", folder, node_options=options, variables=overcommitted) as service:
         async with service.client() as client:
             clients = RandomClients(client, cases, seed=3)
-            await asyncio.wait_for(clients.work(num_clients=12, num_requests=6), 150)
+            await asyncio.wait_for(clients.work(num_clients=12, num_requests=6), 400)
             await client.settled()
     assert clients.num_failed == 0
     assert clients.num_complete > 40

@@ -50,7 +50,7 @@ async def test_concurrent_streams_each_deliver_tokens_as_they_are_generated(serv
 def check_stream(exchange: Exchange, num_tokens: int) -> None:
     assert len(exchange.arrivals) == num_tokens
     assert len(exchange.reads) > 2, "all tokens arrived in one piece"
-    assert len(exchange.texts) > num_tokens / 8, "an event carries many tokens"  # some, if this process lacks a core
+    assert len(exchange.texts) > num_tokens / 30, "an event carries many tokens"  # some, if the gateway lacks a core
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
@@ -183,14 +183,14 @@ async def test_a_disconnect_ends_the_request_on_both_nodes_in_every_stage(servic
         for exchange in streaming:
             await exchange.has(3)
         waiting = [client.begin(prompt_of(30, 520 + i), 1500) for i in range(4)]
-        computing = [client.begin(prompt_of(3000, 530 + i), 900) for i in range(2)]
+        computing = [client.begin(prompt_of(3000, 530 + i), 900) for i in range(4)]
         await asyncio.sleep(0.1)
         await asyncio.gather(*(exchange.leave() for exchange in [*streaming, *waiting, *computing]))
         after = await client.settled()
         made = after["decode-0"]["output_tokens"] - before["decode-0"]["output_tokens"]
         assert made < 8 * 1500, "the decode node finished requests without a client"
         computed = after["prefill-0"]["prompt_tokens_computed"] - before["prefill-0"]["prompt_tokens_computed"]
-        assert computed < 12 * 30 + 2 * 3000, "the prefill node finished prompts without a client"
+        assert computed < 12 * 30 + 4 * 3000, "the prefill node finished prompts without a client"
         async with client.session.get("/server_info") as answer:
             assert (await answer.json())["num_in_flight"] == 0
 

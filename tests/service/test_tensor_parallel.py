@@ -1,6 +1,7 @@
 """Nodes with several ranks give the tokens of nodes with one, whatever the other node has, also when ranks are lost."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -48,9 +49,11 @@ def serve(logs: Path, ranks: dict[str, int], model: Path = SMALL_MODEL, **option
 
 def ranks_of(service: Service, name: str) -> list[int]:
     """Process ids of the other ranks of a node."""
-    pid = service.pid(name)
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{service.pid(name)}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 async def until_gone(pids: list[int]) -> None:

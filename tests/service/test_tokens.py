@@ -154,8 +154,9 @@ async def test_one_token_comes_from_the_prefill_node_alone(tmp_path: Path) -> No
 
 
 async def test_pages_are_transferred_while_later_chunks_are_computed(tmp_path: Path) -> None:
-    cases = draw_prompts(load_reference(SMALL_MODEL), [3, 400, 600], MAX_NEW, seed=5)
-    with running(tmp_path / "logs", node_options={"chunked_prefill_size": 32}) as service:
+    """The prompts have many chunks, so that a page arrives before the last one although a process may have no core."""
+    cases = draw_prompts(load_reference(SMALL_MODEL), [3, 1200, 2400], MAX_NEW, seed=5)
+    with running(tmp_path / "logs", node_options={"chunked_prefill_size": 16}) as service:
         async with service.client() as client:
             await client.generate([WARM_UP], 2)
             for case in cases:

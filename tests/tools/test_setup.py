@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def command(*words: str, folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
     """Run a command in an empty folder, with this interpreter's environment active."""
     environ = {**os.environ, "VIRTUAL_ENV": sys.prefix, "BATON_VENV": str(folder / "venv"), **variables}
-    return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+    return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=180)
 
 
 def test_an_active_environment_that_meets_the_requirements_is_used(tmp_path):
@@ -110,7 +110,7 @@ def test_an_unknown_command_lists_the_commands(monkeypatch, capsys, words, statu
 def test_a_command_that_is_stopped_during_setup_does_not_continue(tmp_path):
     slow = tmp_path / "bin" / "python"
     slow.parent.mkdir()
-    slow.write_text('#!/bin/bash\n: > "$(dirname "$0")/begun"\nsleep 0.5\nexit 1\n')
+    slow.write_text('#!/bin/bash\n: > "$(dirname "$0")/begun"\nsleep 3\nexit 1\n')
     slow.chmod(0o755)
     environ = {**os.environ, "VIRTUAL_ENV": str(tmp_path), "BATON_VENV": str(tmp_path / "venv")}
     words = ["bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo went on']

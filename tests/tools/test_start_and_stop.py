@@ -38,7 +38,7 @@ def test_a_model_that_is_not_there_is_one_sentence(command, model, tmp_path, mon
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = str(tmp_path) if model == "empty" else model
     with start(command, "--model", model, "--log-level", "warning") as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=180)
     assert process.returncode == 2
     assert out == "" and len(err.splitlines()) == 1, err
     assert f"--model {model}: " in err
@@ -48,10 +48,11 @@ def test_a_model_that_is_not_there_is_one_sentence(command, model, tmp_path, mon
 def test_serve_ends_with_status_2_if_a_node_refuses_its_options():
     flags = ["--device", "cpu", "--attention-backend", "flash-attn", "--max-total-tokens", "1024"]
     with start("serve", "--port", "0", *flags) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=180)
     assert process.returncode == 2, err
     assert out == "" and "--attention-backend flash-attn: runs on CUDA; give auto or cpu" in err
-    assert err.splitlines()[-1].endswith("ended with status 2; see its output above"), err
+    said = "ended with status 2; see its output above"  # the other node may refuse them too, a moment later
+    assert any(line.endswith(said) for line in err.splitlines()), err
 
 
 def await_first_import(process):
@@ -82,7 +83,7 @@ def test_ctrl_c_at_any_moment_of_the_start_leaves_no_traceback_and_no_process(co
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)  # no child holds the pipes any more
+        _, err = process.communicate(timeout=180)  # no child holds the pipes any more
     assert "Traceback" not in err and "KeyboardInterrupt" not in err
     assert process.returncode in (0, 130, -signal.SIGINT)
 
@@ -127,10 +128,10 @@ def test_the_command_shown_when_the_service_is_ready_works_as_it_is_pasted(tmp_p
         while not lines or "see it:" not in lines[-1]:
             lines.append(process.stderr.readline())
         (command,) = [found.group(1) for line in lines if (found := re.search(r"try it: (curl .*)", line))]
-        done = subprocess.run(f"{command} --silent", shell=True, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(f"{command} --silent", shell=True, capture_output=True, text=True, timeout=180)
         assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
         assert f"see it: {url}/ in a browser" in lines[-1]
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=180)
         assert out == ""
         assert process.returncode == 0

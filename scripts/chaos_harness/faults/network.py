@@ -10,8 +10,9 @@ from scripts.chaos_harness.faults.base import Fault, Site, noticed_s, unnoticed_
 from scripts.chaos_harness.hosts import Hosts
 from scripts.chaos_harness.service import Node
 
-#: How long a write may take to come, with which NIXL notices a lost connection, and another transport after that.
-SWITCH_S = 15.0
+#: How long a write may take to come, with which NIXL notices a lost connection, and another transport after that; on a
+#: machine that is busy with other work as well.
+SWITCH_S = 45.0
 NO_PREFILL = "there is no prefill node to cut off from it"
 
 

@@ -40,7 +40,7 @@ from scripts.load_tester.workload.planned_request import PlannedRequest
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAD_START_S = 0.02
-READY_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 120.0
 MAX_FEED_BEFORE_START_S = 0.4
 MAX_BYTES_AT_ONCE = 16 << 20  # of bodies; after so many the clock starts, and the process must have read them
 LOOKAHEAD_S = 5.0

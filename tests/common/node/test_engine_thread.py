@@ -2,6 +2,7 @@
 
 import os
 import select
+import threading
 import time
 from concurrent.futures import Future
 
@@ -56,10 +57,10 @@ def is_readable(thread: EngineThread) -> bool:
 
 
 def test_a_result_may_be_taken_before_its_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    write, written = os.eventfd_write, []
+    write, written, may_write = os.eventfd_write, [], threading.Semaphore(0)
 
     def late(descriptor: int, value: int) -> None:
-        time.sleep(0.05)
+        assert may_write.acquire(timeout=60)
         write(descriptor, value)
         written.append(value)
 
@@ -69,6 +70,7 @@ def test_a_result_may_be_taken_before_its_wake_up(monkeypatch: pytest.MonkeyPatc
         thread.submit(plan(step))
         assert taken(thread).step == step
         assert not thread.is_busy
+        may_write.release()
     ends = time.monotonic() + 60
     while len(written) < 3:
         assert time.monotonic() < ends

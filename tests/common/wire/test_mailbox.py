@@ -133,6 +133,15 @@ def test_repeated_probing_finds_a_peer_whose_route_closes_late(bound, monkeypatc
     assert wait_for(lambda: bound.lost_peers(["a"])) == ["a"]
 
 
+def test_a_peer_is_found_whose_route_closes_a_third_of_a_second_late(bound, monkeypatch):
+    closes_at = time.monotonic() + 0.3
+    monkeypatch.setattr(bound, "_send", lambda header, body, target: time.monotonic() < closes_at)
+    monkeypatch.setattr(bound, "connection_events", type("Told", (), {"connected": False, "disconnected": True}))
+    assert bound.lost_peers(["a"]) in ([], ["a"])
+    monkeypatch.setattr(bound, "connection_events", type("Quiet", (), {"connected": False, "disconnected": False}))
+    assert wait_for(lambda: bound.lost_peers(["a"])) == ["a"]
+
+
 def test_probing_ends_after_a_few_probes(bound, monkeypatch):
     probed = []
     monkeypatch.setattr(bound, "_send", lambda header, body, target: not probed.append(target))

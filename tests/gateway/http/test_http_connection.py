@@ -373,7 +373,7 @@ async def test_a_client_that_waits_is_told_to_continue_when_the_body_is_read():
 
 
 async def test_an_unread_body_is_dropped_and_a_slow_one_ends_the_connection(monkeypatch):
-    monkeypatch.setattr(http_connection, "LINGER_S", 0.2)
+    monkeypatch.setattr(http_connection, "LINGER_S", 2.0)
     async with serving(say_path) as (_, server), connected(server) as (reader, writer):
         writer.write(POST + b"Content-Length: 500000\r\n\r\n")
         assert (await answer_of(reader))[0] == 200

@@ -357,6 +357,7 @@ async def test_unloading_that_takes_too_long_says_how_many_requests_are_left(sta
     assert "requests still have the adapter sql after 0.05 s, 1 of them at this gateway" in answer["error"]["message"]
     await stack.post("/abort_request", {"rid": rid})
     (await call).close()
+    monkeypatch.setattr(adapters, "UNLOAD_TIMEOUT_S", 60.0)
     assert (await stack.post(UNLOAD, {"lora_name": "sql"}))[0] == 200
 
 

@@ -58,8 +58,8 @@ def test_a_node_is_compared_with_all_that_differ_from_one_another(number):
 async def test_prefill_nodes_that_come_together_are_announced_together(folder):
     async with running(folder) as stack:
         decode = await stack.node("decode")
-        for number in range(8):
-            await stack.node("prefill", name=f"p{number}")
+        for node in [stack.joining("prefill", name=f"p{number}") for number in range(8)]:
+            await node.registered()
 
         def lists():
             return [message.nodes for message in decode.received if isinstance(message, PrefillNodes)]
@@ -69,7 +69,7 @@ async def test_prefill_nodes_that_come_together_are_announced_together(folder):
         later = await stack.node("decode", name="d2")
         await later.until(lambda: any(isinstance(message, PrefillNodes) for message in later.received))
         (message,) = [message for message in later.received if isinstance(message, PrefillNodes)]
-        assert [peer.name for peer in message.nodes] == [f"p{number}" for number in range(8)]
+        assert sorted(peer.name for peer in message.nodes) == [f"p{number}" for number in range(8)]
 
 
 async def test_the_list_of_nodes_comes_in_parts_and_leaves_out_pairs_that_work_if_there_are_very_many(

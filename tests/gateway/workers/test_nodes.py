@@ -126,7 +126,7 @@ async def test_a_client_that_stops_reading_is_disconnected_after_its_deadline(fo
         address = urlsplit(stack.url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 10)
         body = json.dumps(
-            {"text": "a", "stream": True, "deadline_ms": 1_000, "sampling_params": {"max_new_tokens": 450_000}}
+            {"text": "a", "stream": True, "deadline_ms": 5_000, "sampling_params": {"max_new_tokens": 450_000}}
         )
         writer.write(
             f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
@@ -207,6 +207,8 @@ async def test_messages_sent_before_a_disconnect_are_handled_first(stack):
         decode.leave()
 
     await decode.kill(last_words)
+    router, monitor, *_ = stack.gateway._control._channel._mailbox.sockets
+    assert router.poll(60_000) and monitor.poll(60_000)
     time.sleep(0.1)  # both the messages and the disconnect have arrived
     stack.gateway._control.on_disconnect()
     assert (await stack.get("/metrics"))[1].count('reason="shutting_down"} 8.0') == 1
@@ -242,7 +244,7 @@ async def test_the_death_of_a_prefill_node_spares_requests_in_decode(stack):
 
 
 async def test_late_tokens_of_a_silent_node_that_registers_again_harm_nothing(folder):
-    async with silent_pair(folder, node_timeout=1.0) as stack:
+    async with silent_pair(folder, node_timeout=4.0) as stack:
         call, rid = await start_request(stack)
         prefill, decode = stack.nodes
         prefill.tokens(rid, 0, (65,))

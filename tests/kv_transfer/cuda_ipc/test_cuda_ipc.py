@@ -340,5 +340,5 @@ def test_every_descriptor_and_the_probe_memory_are_given_back() -> None:
     for _ in range(3):
         CudaIpcReader(store, DECODE).close()
         CudaIpcWriter(store).close()
-    assert len(os.listdir("/proc/self/fd")) == num_before
+    assert len(os.listdir("/proc/self/fd")) <= num_before
     store.close()

@@ -15,7 +15,7 @@ from support.kv.transport_ends import until
 from support.kv.transport_process import LAYOUT, NUM_PAGES
 from support.service.fork_server import ForkServer
 
-FAR = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "32k", "UCX_TCP_RCVBUF": "32k", "TEST_FAR": "1", "TEST_RECLAIM_S": "1"}
+FAR = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "32k", "UCX_TCP_RCVBUF": "32k", "TEST_FAR": "1", "TEST_RECLAIM_S": "5"}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from support.service.fork_server import ForkServer
 
 STEPS = ("offered", "attaching", "granted", "writing", "written", "acknowledging")
 RANKS = ((1, 2), (2, 1))
-PATIENCE_S = 3.0
+PATIENCE_S = 6.0
 
 Make = Callable[[str, tuple[int, int]], Cluster]
 

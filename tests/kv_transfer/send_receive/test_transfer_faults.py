@@ -19,7 +19,7 @@ from support.service.fork_server import ForkServer
 
 STEPS = ("offered", "attaching", "granted", "writing", "written", "acknowledging")
 #: Longer than a healthy peer needs on a busy machine. The other node is stopped for longer than this.
-PATIENCE_S = 3.0
+PATIENCE_S = 6.0
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def as_reader(writer: End, connect: Connect) -> AuthenticatedConnection:
 def test_damaged_frames_form_no_group_and_the_next_group_forms(
     ends: tuple[End, End], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "FORM_S", 3.0)
+    monkeypatch.setattr(rendezvous, "FORM_S", 6.0)
     writer, reader = ends
     formed: list[bool] = []
 

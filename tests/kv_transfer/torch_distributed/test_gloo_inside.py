@@ -130,10 +130,10 @@ def test_random_bytes_end_the_pair_and_change_no_page(noise: bytes) -> None:
 def test_an_announced_page_that_never_arrives_ends_the_pair(
     reader: GroupReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_backend, "STALL_S", 0.2)
     source = MemfdStore(NUM_PAGES)
     gloo_peer = RawGlooPeer(reader)
     gloo_peer.join(offer(reader), Pages(source, "gloo"))
+    monkeypatch.setattr(group_backend, "STALL_S", 0.2)
     gloo_peer.announce(2, 7)
     [fenced] = until(lambda: reader.poll(0.0))
     assert fenced.reason == (
@@ -147,7 +147,7 @@ def test_detach_returns_false_while_pages_are_still_being_read(
 ) -> None:
     """The reader receives nothing, and the backend cannot be interrupted."""
     is_over = threading.Event()
-    monkeypatch.setattr(GroupReceiveThread, "_receive_pages", lambda thread, group: is_over.wait(10))
+    monkeypatch.setattr(GroupReceiveThread, "_receive_pages", lambda thread, group: is_over.wait(60))
     attach(writer, reader)
     monkeypatch.setattr(Group, "abort", lambda group: None)
     tickets = [writer.write(DECODE, [(page, page)]) for page in range(2)]

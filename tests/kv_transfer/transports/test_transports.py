@@ -61,6 +61,10 @@ def test_a_pair_reconnects_repeatedly_and_nothing_is_left_behind(start: Callable
         time.sleep(0.1)
         return descriptors() == counts[-1]
 
+    def is_as_before() -> bool:
+        """Fewer may be open than then, if a thread was late to close its own."""
+        return is_steady() and all(now <= then for now, then in zip(counts[-1], at_first, strict=True))
+
     for epoch in range(1, 9):
         join(writer, reader, transport, epoch)
         ship(writer, reader, [(epoch, 0, epoch)], epoch)
@@ -70,7 +74,7 @@ def test_a_pair_reconnects_repeatedly_and_nothing_is_left_behind(start: Callable
             until(is_steady)
             at_first = counts[-1]
     assert reader.ask("digest", pages=[1, 2, 3, 4]) == digests(1, 2, 3, 4)
-    until(lambda: is_steady() and counts[-1] == at_first)  # descriptors do not accumulate
+    until(is_as_before)  # descriptors do not accumulate
     for end in (writer, reader):
         assert end.ask("close") == "closed"
         assert end.process.wait(60) == 0
@@ -194,7 +198,7 @@ def test_a_withdrawn_offer_is_void(start: Callable[..., End], transport: str) ->
 
 @pytest.mark.parametrize("transport", ["tcp", "nixl", "gloo"])
 def test_attaching_to_a_reader_that_never_answers_fails(start: Callable[..., End], transport: str) -> None:
-    writer, reader = start("writer", transport, TEST_ATTACH_TIMEOUT_S="0.5"), start("reader", transport)
+    writer, reader = start("writer", transport, TEST_ATTACH_TIMEOUT_S="3"), start("reader", transport)
     connect = reader.ask("offer", peer=PREFILL, epoch=1)
     reader.signal(signal.SIGSTOP)
     assert writer.ask("attach", peer=DECODE, connect=connect) == ""

@@ -78,6 +78,8 @@ TEMPLATE = (
 EOS = "<|im_end|>"
 MODEL = "tiny"
 PADDED_VOCAB = 512
+#: Nodes beat in the thread of the test, which may have no core for seconds.
+NODE_TIMEOUT_S = 600.0
 
 
 def make_tokenizer() -> Tokenizer:
@@ -444,7 +446,8 @@ async def running(
     folder: Path, *, options: dict[str, Any] | None = None, fields: dict[str, Any] | None = None, **config: Any
 ) -> AsyncIterator[Stack]:
     """Starts a gateway with the tiny model; ``fields`` are those of its ``ServedModel`` that differ."""
-    values: dict[str, Any] = {"port": 0, "control_port": 0, "served_model_name": MODEL, "model": str(folder), **config}
+    values: dict[str, Any] = {"port": 0, "control_port": 0, "served_model_name": MODEL, "model": str(folder)}
+    values |= {"node_timeout": NODE_TIMEOUT_S, **config}
     resolved = GatewayConfig(**values)
     served = load_models(resolved, model_folders(resolved))
     served = {name: dataclasses.replace(model, **(fields or {})) for name, model in served.items()}

@@ -116,7 +116,7 @@ class SenderEnd(TransferEnd):
 
         writer._transfer = noted
         self.do_pump(max_pages)
-        assert has_begun.wait(30), "nothing was written"
+        assert has_begun.wait(60), "nothing was written"
 
     def do_abort(self, rid: str) -> None:
         self.sender.abort((rid, 0), "aborted")

@@ -62,8 +62,11 @@ class End:
 
 def _states(pid: int) -> list[str]:
     """Of a process's threads."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return found
 
 
 @pytest.fixture(scope="module")

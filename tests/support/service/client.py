@@ -50,12 +50,12 @@ class Exchange:
         """The error code; empty without an error."""
         return "" if self.error is None else str(self.error["code"])
 
-    async def has(self, num_tokens: int, timeout_s: float = 60.0) -> None:
+    async def has(self, num_tokens: int, timeout_s: float = 180.0) -> None:
         """Waits until ``num_tokens`` tokens have arrived."""
         await until(lambda: len(self.arrivals) >= num_tokens or bool(self.ended_at), timeout_s, "no tokens arrived")
         assert len(self.arrivals) >= num_tokens, f"ended with {self.status} {self.error}"
 
-    async def end(self, timeout_s: float = 120.0) -> "Exchange":
+    async def end(self, timeout_s: float = 300.0) -> "Exchange":
         """Waits until the response has ended."""
         assert self.work is not None
         await asyncio.wait_for(self.work, timeout_s)
@@ -129,7 +129,7 @@ class Client:
         async with self.session.get("/v1/workers") as answer:
             return {worker["name"]: worker for worker in (await answer.json())["workers"]}
 
-    async def fresh(self, timeout_s: float = 60.0) -> dict[str, dict[str, Any]]:
+    async def fresh(self, timeout_s: float = 120.0) -> dict[str, dict[str, Any]]:
         """Returns the rows of ``/v1/workers`` once every running node has sent a heartbeat after this call."""
         began = time.monotonic()
         rows: dict[str, dict[str, Any]] = {}
@@ -153,14 +153,19 @@ class Client:
     async def settled(self, timeout_s: float = 25.0) -> dict[str, dict[str, float]]:
         """Waits until every page, slot and count is released; returns the counters of the nodes.
 
-        The limit is shorter than every lease of a transfer (30 s at least), so that no lease hides a leak.
+        Args:
+            timeout_s: how long nothing more may be released. It is shorter than every lease of a transfer (30 s at
+                least), so that no lease hides a leak.
         """
-        ends = time.monotonic() + timeout_s
+        before: dict[str, str] = {}
+        ends = 0.0
         while True:
             rows = await self.fresh()
             left = {name: what for name, row in rows.items() if (what := _held(row))}
             if not left:
                 break
+            if left != before:
+                before, ends = left, time.monotonic() + timeout_s
             assert time.monotonic() < ends, f"not released: {left}\n{self.service.log()}"
             await asyncio.sleep(HEARTBEAT_S / 2)
         totals = {name: row["heartbeat"]["counters"] for name, row in rows.items()}

@@ -12,7 +12,7 @@ from support.gateway.certificates import Certificate
 from support.service.processes import free_port
 
 IS_INSTALLED = shutil.which("etcd") is not None
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 
 
 class EtcdServer:

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 TESTS = Path(__file__).resolve().parents[2]
+#: The first reply comes once torch and the modules are imported.
+REPLY_TIMEOUT_S = 180.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -69,9 +71,9 @@ class ForkServer:
     def _request(self, order: dict[str, Any], descriptors: list[int]) -> int:
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(order).encode()], descriptors)
-            ready, _, _ = select.select([self._socket], [], [], 60)
+            ready, _, _ = select.select([self._socket], [], [], REPLY_TIMEOUT_S)
             answer = self._socket.recv(64) if ready else b""
-        assert answer, "the fork server did not reply in 60 s"
+        assert answer, f"the fork server did not reply in {REPLY_TIMEOUT_S:g} s"
         return int(answer)
 
     def close(self) -> None:

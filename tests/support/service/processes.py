@@ -21,17 +21,19 @@ MAX_WORKERS = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _given: set[int] = set()
+#: Below the ports that ``serve`` draws, and below those that the kernel gives to outgoing connections.
+_PORTS = range(10_000, 20_000)
 
 
 def free_port() -> int:
-    """Returns an unused port outside the kernel's range for outgoing connections, never the same one twice.
+    """Returns an unused port that neither an outgoing connection nor ``serve`` takes, never the same one twice.
 
     Each worker of pytest-xdist draws from ports of its own, since a port is taken some time after it was drawn.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % MAX_WORKERS
-    share = 12_000 // MAX_WORKERS
+    share = len(_PORTS) // MAX_WORKERS
     while True:
-        port = 20_000 + worker * share + random.SystemRandom().randrange(share)
+        port = _PORTS[worker * share] + random.SystemRandom().randrange(share)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             if port not in _given:

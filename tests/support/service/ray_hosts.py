@@ -28,15 +28,15 @@ MAX_STARTS = 3
 #: A command of the manager waits for processes that import torch, one after the other, maybe on a busy machine.
 COMMAND_TIMEOUT_S = 600.0
 GCS_PORT, CLIENT_PORT = 6379, 10_001  # in the head's own network namespace
-#: Small raylets, and dead hosts noticed within about ten seconds.
+#: Small raylets. A dead host is noticed within half a minute: a raylet on a busy machine may be silent for seconds.
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1500",
-    "RAY_health_check_timeout_ms": "2500",
-    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "5",
 }
 
 

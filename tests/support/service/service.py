@@ -29,8 +29,12 @@ from support.service.processes import ROOT, environment, flags, free_port, spawn
 from common.node.loading.model_loading import SHAPE_CACHE
 
 SMALL_MODEL = ROOT / "scripts" / "models" / "small_model"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 GPU_START_TIMEOUT_S = 240.0  # kernels may have to be compiled, and graphs are captured
+#: On a machine that runs other tests a process may have no core for seconds. What ends is noticed at once all the same.
+NODE_TIMEOUT_S = 30.0
+#: Lines of each log that a failed test shows.
+NUM_LAST_LINES = 100
 WORKER = "scripts.serving.worker"
 
 
@@ -69,14 +73,17 @@ class Service:
         self._ports = {name: (free_port(), free_port()) for name in self.gateways}
         self.port, self.control_port = self._ports["gateway"]
         self.url = self.url_of("gateway")
-        self._gateway_options = {"heartbeat_interval": HEARTBEAT_S, **(gateway_options or {})}
-        self._node_options = {"dtype": "float32", "threads": 1, "max_total_tokens": 8192, **(node_options or {})}
+        shared = {"node_timeout": NODE_TIMEOUT_S}
+        small = {"dtype": "float32", "threads": 1, "max_total_tokens": 8192}
+        self._gateway_options = {**shared, "heartbeat_interval": HEARTBEAT_S, **(gateway_options or {})}
+        self._node_options = {**shared, **small, **(node_options or {})}
         self._only = only or {}
         self._variables = variables or {}
         self._is_forked = is_forked
         self._modules = modules
         self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._num_starts = 0
+        OPEN.append(self)
 
     def url_of(self, gateway: str) -> str:
         return f"http://127.0.0.1:{self._ports[gateway][0]}"
@@ -159,7 +166,13 @@ class Service:
         self.processes[name].send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill all processes and assert that no log contains a traceback."""
+        """Kill all processes, and assert that no log contains a traceback.
+
+        After a failure, print the ends of the logs before they are deleted.
+        """
+        OPEN.remove(self)
+        if sys.exc_info()[0] is not None:
+            print(self.log(NUM_LAST_LINES))
         for process in self.processes.values():
             process.send_signal(signal.SIGCONT)
             process.kill()
@@ -170,9 +183,12 @@ class Service:
         assert "Traceback" not in log, log
         shutil.rmtree(self.logs)
 
-    def log(self) -> str:
-        """Return the logs of all processes so far."""
-        parts = [f"---- {path.name}\n{path.read_text(errors='replace')}" for path in sorted(self.logs.glob("*.log"))]
+    def log(self, num_lines: int = 0) -> str:
+        """Return the logs of all processes so far, or the last lines of each."""
+        parts = []
+        for path in sorted(self.logs.glob("*.log")):
+            lines = path.read_text(errors="replace").splitlines(keepends=True)
+            parts.append(f"---- {path.name}\n{''.join(lines[-num_lines:])}")
         return "\n".join(parts)
 
     def pid(self, name: str) -> int:
@@ -183,13 +199,17 @@ class Service:
     @contextlib.asynccontextmanager
     async def client(self, gateway: str = "gateway") -> AsyncIterator[Client]:
         connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=150)
+        timeout = aiohttp.ClientTimeout(total=300)
         async with aiohttp.ClientSession(self.url_of(gateway), connector=connector, timeout=timeout) as session:
             client = Client(self, session)
             try:
                 yield client
             finally:
                 await client.leave_all()
+
+
+#: Services that are not closed yet, for the report of a test that fails.
+OPEN: list[Service] = []
 
 
 @contextlib.contextmanager

@@ -147,7 +147,7 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
 
 
 def test_idle_connections_are_bounded_and_make_room_in_time(server, monkeypatch):
-    monkeypatch.setattr(http_server, "EXCHANGE_S", 3.0)  # longer than it takes to open all connections
+    monkeypatch.setattr(http_server, "EXCHANGE_S", 8.0)  # longer than it takes to open all connections
     idle = [socket.create_connection(server, timeout=60) for _ in range(http_server.MAX_CONNECTIONS)]
     ends = time.monotonic() + 60
     while exchange(server, REQUEST):  # until all of them are accepted, a further one may still be served
@@ -187,8 +187,8 @@ def test_the_stop_closes_the_port_the_connections_and_every_descriptor():
             assert client.recv(1) == b""
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, timeout=60)
-    assert threading.active_count() == num_threads
-    assert descriptors() == before
+    assert threading.active_count() <= num_threads  # fewer, if one of an earlier test has ended meanwhile
+    assert descriptors() <= before
 
 
 def test_a_port_in_use_is_named():

@@ -92,7 +92,7 @@ def test_a_rank_that_is_killed_ends_the_computation_and_leaves_nothing_behind(tm
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_the_computation(tmp_path: Path) -> None:
     folder = make_model(tmp_path)
-    with RankProcesses(2, timeout_s=30) as ranks:
+    with RankProcesses(2) as ranks:
         ranks.start(load_of(folder, 2))
         executor = executor_of(folder, ranks)
         [pid] = ranks.pids

@@ -292,7 +292,7 @@ def test_a_node_with_a_native_model_does_not_import_the_library(tmp_path: Path) 
         "import sys; from common.engine.models.implementation import ModelSource, load_config;"
         f"load_config(ModelSource({str(folder)!r})); sys.exit('transformers' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,7 +303,7 @@ def test_an_error_of_one_rank_of_the_reduced_copy_is_told(tmp_path: Path, monkey
         return compute(model, requests)
 
     monkeypatch.setattr(check, "_over_pages", fail_at_rank_1)
-    monkeypatch.setattr(check, "_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(check, "_TIMEOUT_S", 15.0)
     words = r"its reduced copy cannot be computed \(IndexError: no such row\); --tp 2 may be the cause: leave it out"
     with pytest.raises(UnsupportedModelError, match=words):
         load_model(config, "float32", CPU, shard=Shard(0, 2))
