@@ -24,15 +24,31 @@ from common.clock import Clock
 from common.decision_log import DecisionLog
 from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.request import Request
-from common.wire.messages import Abort, Failed, Message, Move, Moved, Reprioritize, SetPaused, Spans, Tokens
+from common.wire.messages import (
+    Abort,
+    Failed,
+    Message,
+    Move,
+    Moved,
+    Reprioritize,
+    SetPaused,
+    Spans,
+    Tokens,
+)  # fmt: skip
 from gateway.requests.admission.deadlines import reason_of_lateness, refusal_by_deadline
-from gateway.requests.attempts.further_attempts import FurtherAttempts, confirm_loss, end_by_failure, end_by_loss
+from gateway.requests.attempts.further_attempts import (
+    FurtherAttempts,
+    choose_next_pair,
+    confirm_loss,
+    end_by_failure,
+    end_by_loss,
+)
 from gateway.requests.attempts.moves import Moves
 from gateway.requests.attempts.recovery import AttemptEnd
 from gateway.requests.attempts.trials import begin_trial, end_trial, has_passed_trial
 from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, message_key, request_of
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
-from gateway.requests.pair_choice import choose_pair
 from gateway.workers.pool import WorkerPool
 from gateway.workers.routing.router import WorkerPair
 
@@ -271,7 +287,10 @@ class Dispatcher:
     def _place(self, flight: InFlightRequest, now: float) -> bool:
         """Chooses the pair of a request, which is sent next; False if no page pool is large enough."""
         stream, pool, request = flight.stream, flight.pool, flight.stream.request
-        pair = choose_pair(flight, now)
+        if flight.recovery is None and not stream.ids:
+            pair = self._choose(pool, request, flight.siblings.get(request.prompt_number), now)
+        else:
+            pair = choose_next_pair(pool, stream, flight.recovery, now)
         if pair is None:
             return False
         if flight.recovery is not None:
@@ -306,6 +325,24 @@ class Dispatcher:
         for flight in placed:
             if flight.is_paused and not flight.stream.is_ended:  # since an earlier attempt
                 self._tell_paused(flight)
+
+    @staticmethod
+    def _choose(
+        pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None, now: float
+    ) -> WorkerPair | None:
+        """The pair of another sample of the same prompt if there is one, or the best pair."""
+        prefills, decodes = pool.registry.prefills, pool.registry.decodes
+        if request.adapter:
+            prefills, decodes = pool.registry.able(request.adapter)
+        num_new, num_expected = request.sampling.max_new_tokens, request.expected_output
+        if siblings is not None:
+            pair = pool.router.choose_again(siblings, prefills, decodes, num_new=num_new, num_expected=num_expected)
+            if pair is not None:
+                return pair
+        return pool.router.choose(
+            prefills, decodes, request.prompt,
+            num_new=num_new, num_expected=num_expected, salt=request.salt, now=now,
+        )  # fmt: skip
 
     # ---- changes ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Further attempts at requests whose last attempt ended without their fault.
 
 ``gateway.requests.attempts.recovery`` decides when one request is tried again; this module keeps the table of the
-requests that wait for it, and reads from a failure which nodes the next attempt avoids.
+requests that wait for it, reads from a failure which nodes the next attempt avoids, and chooses its nodes.
 """
 
 from collections import Counter
@@ -11,8 +11,14 @@ from common.errors import ErrorCode, RequestError
 from common.wire.messages import Failed
 from gateway.requests.attempts.recovery import GONE, AttemptEnd, Recovery
 from gateway.requests.in_flight import InFlightRequest
+from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
+from gateway.workers.routing.candidates import Among
 from gateway.workers.routing.pair_health import PairKey
+from gateway.workers.routing.router import WorkerPair
+
+#: How the last attempt ended at an output that another gateway has begun.
+TAKEN_OVER = AttemptEnd(ErrorCode.TAKEN_OVER, "another gateway has begun the output")
 
 
 class FurtherAttempts:
@@ -147,3 +153,36 @@ def end_by_loss(
         is_seen=True,
         is_loss=flight.began_at <= alive_until,
     )
+
+
+def choose_next_pair(
+    pool: WorkerPool, stream: OutputStream, recovery: Recovery | None, now: float
+) -> WorkerPair | None:
+    """The pair for a further attempt: with the decode node that has pages of it, or avoiding what ended the last one,
+    or any, or a decode node alone if no prefill node can hold the output too.
+
+    The prompt and all output tokens but the last are computed like a prompt, and the last one leads to the next, so
+    that there is one more to come than the client still gets.
+
+    Args:
+        recovery: None if another gateway has made the attempts so far.
+    """
+    request, output = stream.request, stream.ids
+    recovery = recovery or Recovery(TAKEN_OVER, 0.0, len(output))
+    prefills, decodes = pool.registry.able(request.adapter)
+    last = recovery.last
+    among = Among(recovery.revision, prefers_idle=recovery.is_suspect)
+    calm = among._replace(avoid=last.avoid)
+    choices = [(calm, False)] if last.avoid else []
+    if last.decode is not None:
+        choices.insert(0, (calm._replace(decode=last.decode), False))
+    tokens = (*request.prompt, *output[:-1])
+    num_new = request.sampling.max_new_tokens - len(output) + bool(output)
+    for nodes, is_local in (*choices, (among, False), (among, True)):
+        pair = pool.router.choose(
+            prefills, decodes, tokens, num_new=num_new, among=nodes, is_local=is_local,
+            num_expected=max(request.expected_output - len(output), 0), salt=request.salt, now=now,
+        )  # fmt: skip
+        if pair is not None:
+            return pair
+    return None
