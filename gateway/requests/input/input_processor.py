@@ -6,6 +6,7 @@ A failed check of a value raises a ``RequestError`` that names the field.
 import asyncio
 import dataclasses
 import functools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -17,7 +18,7 @@ from common.config.lora import cache_root
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
 from gateway.http.protocol.decoding import refuse
-from gateway.http.protocol.fields import SamplingFields
+from gateway.http.protocol.fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFields
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams, TokenizeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, OpenAIRequest, ToolChoiceField
 from gateway.requests.input.chat_output import PLAIN_TEXT, ChatOutput, chat_output, narrow_tools
@@ -26,25 +27,24 @@ from gateway.requests.input.prompts import (
     LONGEST_TOKEN,
     Prompt,
     Truncation,
+    beyond_context,
     broadcast,
-    check_length,
     check_num_outputs,
-    check_vocabulary,
     is_list_of_prompts,
     request_ids,
     split_prompts,
     too_long,
     truncation_of,
 )
-from gateway.requests.input.sampling import max_output_tokens, sampling_params, stop_strings, tokens_left
 from gateway.requests.input.structured_output import GrammarChecker, StructuredOutput, structured_output_of
 from gateway.text.chat_template import num_parts, render_chat, tools_size
 from gateway.text.tokenizer import LONG_CHARACTERS, AsyncTokenizer
-from gateway.workers.registry import ServingLimits
+from gateway.workers.registry import SamplingDefaults, ServingLimits
 from gateway.workers.served_models import ServedModel
 
 COMPLETION_MAX_TOKENS = 16
 NATIVE_MAX_TOKENS = 128
+GREEDY_BELOW = 1e-5
 #: Fields that ask for structured output, of all endpoints.
 STRUCTURE_FIELDS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -322,10 +322,10 @@ class InputProcessor:
                     tokenizer, prompt, add_special_tokens=add_special_tokens, param=param
                 )
             else:
-                check_vocabulary(prompt, limits, param)
+                _check_vocabulary(prompt, limits, param)
             if truncation is not None:
                 prompt = truncation.of_ids(prompt, limits)
-            check_length(prompt, limits, param)
+            _check_length(prompt, limits, param)
             ids.append(prompt)
         return ids
 
@@ -362,9 +362,9 @@ class InputProcessor:
         logprobs: int | None,
     ) -> GenerateRequest:  # fmt: skip
         limits = context.limits
-        default = tokens_left(len(prompt), limits) if default_max is None else default_max
-        maximum = max_output_tokens(body.max_tokens, len(prompt), limits, default, "max_tokens")
-        sampling = sampling_params(
+        default = _tokens_left(len(prompt), limits) if default_max is None else default_max
+        maximum = _max_output_tokens(body.max_tokens, len(prompt), limits, default, "max_tokens")
+        sampling = _sampling_params(
             body, limits, max_new_tokens=maximum, min_tokens=body.min_tokens or 0, logprobs=logprobs
         )
         return self._request(context, rid, prompt, sampling, body)
@@ -379,12 +379,12 @@ class InputProcessor:
         prefix: str,
     ) -> GenerateRequest:
         given = params.max_new_tokens if params.max_new_tokens is not None else params.max_tokens
-        maximum = max_output_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
+        maximum = _max_output_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
         minimum = params.min_new_tokens if params.min_new_tokens is not None else params.min_tokens
         if params.seed is None:
             params.seed = params.sampling_seed
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
-        sampling = sampling_params(
+        sampling = _sampling_params(
             params, context.limits, max_new_tokens=maximum, min_tokens=minimum or 0, logprobs=logprobs, prefix=prefix
         )
         request = self._request(context, rid, prompt, sampling, params, prefix)
@@ -405,7 +405,7 @@ class InputProcessor:
             sampling=sampling,
             model=context.model.name,
             keep_stop=bool(options.include_stop_str_in_output or options.no_stop_trim),
-            stops=stop_strings(options.stop, f"{prefix}stop") if options.stop else (),
+            stops=_stop_strings(options.stop, f"{prefix}stop") if options.stop else (),
             output_format=context.output.output_format,
             grammar_param=context.output.param,
             skip_special=options.skip_special_tokens is not False,
@@ -438,6 +438,121 @@ def _asks_for_structure(body: msgspec.Struct) -> bool:
 def _structure_fields(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], tuple[object, ...]]:
     """Reads the fields of a body that ask for structured output."""
     return attrgetter(*[name for name in STRUCTURE_FIELDS if name in kind.__struct_fields__])
+
+
+#: Reads the fields of ``SamplingDefaults`` of a body.
+_sampling_fields: Callable[[SamplingFields], tuple[float | None, ...]] = attrgetter(*SamplingDefaults._fields)
+
+
+# ---- checks: each completes a part of a request, or raises a RequestError that names the field ----------------------
+
+
+def _check_length(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
+    """Refuses a prompt that no node can take."""
+    count = len(prompt)
+    if not count:
+        raise refuse("must not be empty", param)
+    if count >= limits.context_length:
+        raise too_long(str(count), limits.context_length, param)
+    room = min(limits.prompt_tokens, limits.total_tokens - 1)
+    if count > room:
+        which = "prefill node" if limits.prompt_tokens == room else "decode node, with one token of output,"
+        message = f"the prompt has {count} tokens, but the page pool of the largest {which} holds {room}"
+        raise refuse(f"{message}; shorten it, or raise --max-total-tokens of the node", param, ErrorCode.POOL_TOO_SMALL)
+
+
+def _check_vocabulary(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
+    """Refuses ids that the model does not have. It has all ids of the tokenizer (``gateway.workers.registry``)."""
+    if not prompt:
+        raise refuse("must not be empty", param)
+    smallest, largest = min(prompt), max(prompt)
+    if smallest < 0 or largest >= limits.vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise refuse(f"token id {wrong} is not in the vocabulary, which has {limits.vocab_size} ids", param)
+
+
+def _max_output_tokens(given: int | None, num_prompt: int, limits: ServingLimits, default: int, param: str) -> int:
+    """The most output tokens. A default is cut to what fits; a client's value that does not fit is refused."""
+    if given is None:
+        return min(default, _tokens_left(num_prompt, limits))
+    if num_prompt + given > limits.context_length:
+        message = f"{num_prompt} tokens of the prompt and {given} of the output are {num_prompt + given}"
+        raise beyond_context(message, limits.context_length, param)
+    if num_prompt + given > limits.total_tokens:
+        message = (
+            f"{given} output tokens after a prompt of {num_prompt} exceed the page pool of {limits.total_tokens} tokens"
+        )
+        message += "; ask for fewer, or raise --max-total-tokens of the decode nodes"
+        raise refuse(message, param, ErrorCode.POOL_TOO_SMALL)
+    return given
+
+
+def _tokens_left(num_prompt: int, limits: ServingLimits) -> int:
+    """Output tokens that fit behind a prompt on every decode node, or else on the largest one."""
+    common = limits.common_tokens if num_prompt < limits.common_tokens else limits.total_tokens
+    return min(limits.context_length, common) - num_prompt
+
+
+def _sampling_params(
+    body: SamplingFields,
+    limits: ServingLimits,
+    *,
+    max_new_tokens: int,
+    min_tokens: int,
+    logprobs: int | None,
+    prefix: str = "",
+) -> SamplingParams:
+    """The client's fields over the model's defaults.
+
+    Args:
+        prefix: of the fields' names in errors.
+    """
+    if min_tokens > max_new_tokens:
+        raise refuse(f"{min_tokens} is more than the {max_new_tokens} tokens allowed", f"{prefix}min_tokens")
+    if body.stop_token_ids or body.logit_bias or body.allowed_token_ids:
+        _check_token_ids(body, limits, prefix)
+    given: tuple[float | None, ...] = _sampling_fields(body)
+    if given.count(None) == len(given):
+        values = limits.defaults
+    else:
+        values = SamplingDefaults(
+            *[default if own is None else own for own, default in zip(given, limits.defaults, strict=True)]
+        )
+    temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty = values
+    return SamplingParams(
+        max_new_tokens=max(max_new_tokens, 1),  # 0 still makes one token on the nodes; it is not shown
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=int(top_k) if 0 < top_k < limits.vocab_size else 0,
+        top_p=top_p,
+        min_p=min_p,
+        seed=random.getrandbits(64) if body.seed is None else body.seed & (2**64 - 1),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=tuple(body.logit_bias.items()) if body.logit_bias else (),
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids)) if body.allowed_token_ids else (),
+    )
+
+
+def _check_token_ids(body: SamplingFields, limits: ServingLimits, prefix: str) -> None:
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        given = getattr(body, name)
+        if given and max(given) >= limits.vocab_size:
+            raise refuse(f"a token id is not in the vocabulary, which has {limits.vocab_size} ids", prefix + name)
+
+
+def _stop_strings(given: str | list[str] | None, param: str) -> tuple[str, ...]:
+    """Refuses too many and too long stop strings. Empty ones ask for nothing."""
+    stops = [given] if isinstance(given, str) else given or []
+    if len(stops) > MAX_STOPS:
+        raise refuse(f"has {len(stops)} stop strings, at most {MAX_STOPS} are allowed", param)
+    if any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        raise refuse(f"a stop string can have at most {MAX_STOP_LENGTH} characters", param)
+    return tuple(stop for stop in stops if stop)
 
 
 def _bound(sampling: SamplingParams, context: _Context) -> SamplingParams:

@@ -67,30 +67,6 @@ def check_num_outputs(num_prompts: int, num_samples: int, most: int, param: str)
         raise refuse(f"{count} outputs in one request, at most {most} can be in flight; split the request", param)
 
 
-def check_length(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
-    """Refuses a prompt that no node can take."""
-    count = len(prompt)
-    if not count:
-        raise refuse("must not be empty", param)
-    if count >= limits.context_length:
-        raise too_long(str(count), limits.context_length, param)
-    room = min(limits.prompt_tokens, limits.total_tokens - 1)
-    if count > room:
-        which = "prefill node" if limits.prompt_tokens == room else "decode node, with one token of output,"
-        message = f"the prompt has {count} tokens, but the page pool of the largest {which} holds {room}"
-        raise refuse(f"{message}; shorten it, or raise --max-total-tokens of the node", param, ErrorCode.POOL_TOO_SMALL)
-
-
-def check_vocabulary(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
-    """Refuses ids that the model does not have. It has all ids of the tokenizer (``gateway.workers.registry``)."""
-    if not prompt:
-        raise refuse("must not be empty", param)
-    smallest, largest = min(prompt), max(prompt)
-    if smallest < 0 or largest >= limits.vocab_size:
-        wrong = smallest if smallest < 0 else largest
-        raise refuse(f"token id {wrong} is not in the vocabulary, which has {limits.vocab_size} ids", param)
-
-
 def too_long(count: str, context_length: int, param: str) -> RequestError:
     return beyond_context(f"the prompt has {count} tokens, and at least one is for the output", context_length, param)
 
