@@ -153,8 +153,6 @@ class ChatTemplate:
             variables: what the template sees beside the messages, such as ``tools`` and ``enable_thinking``.
         """
         values = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
-        lacks_calls = not self.form.has_calls and any(message.get("tool_calls") for message in messages)
-        what = "tool calls of earlier turns" if lacks_calls else "them"
         try:
             return self._template.render(
                 {**values, "messages": messages, "add_generation_prompt": add_generation_prompt}
@@ -162,10 +160,13 @@ class ChatTemplate:
         except SecurityError as error:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"chat template: {error}", param="messages") from error
         except Exception as error:  # untrusted code may raise anything
-            message = f"the model's chat template cannot render {what}: {error}"
+            what, remedy = "them", ""
             if _UNDEFINED.fullmatch(str(error)):
-                message += "; chat_template_kwargs can define it"
-            raise refuse(message, "messages") from error
+                remedy = "; chat_template_kwargs can define it"
+            elif not self.form.has_calls and any(message.get("tool_calls") for message in messages):
+                what = "tool calls of earlier turns"
+            text = f"the model's chat template cannot render {what}: {error}{remedy}"
+            raise refuse(text, "messages") from error
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

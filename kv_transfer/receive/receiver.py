@@ -67,8 +67,8 @@ STAGES = {
     ReceiveState.QUARANTINED: "quarantined",
 }
 CODES = {"aborted": ErrorCode.ABORTED, "cancelled": ErrorCode.ABORTED}
-#: What a prefill node says of itself when it ends, and what the decode node, which goes on, reports instead.
-ENDS_OF_PREFILL_NODE = {
+#: What a node that sends pages says of itself when it ends, and what this node, which goes on, reports instead.
+ENDS_OF_SENDER = {
     ErrorCode.SHUTTING_DOWN: ErrorCode.TRANSFER_FAILED,
     ErrorCode.INTERNAL: ErrorCode.NODE_LOST,
 }
@@ -393,7 +393,7 @@ class Receiver:
         else:
             why = message.message or f"the prefill node has closed the transfer: {message.reason}"
             code = CODES.get(message.reason, message.code)
-            self._table.fail(session, ReceiveEvent.CLOSE, ENDS_OF_PREFILL_NODE.get(code, code), why)
+            self._table.fail(session, ReceiveEvent.CLOSE, ENDS_OF_SENDER.get(code, code), why)
         return True
 
     # ---- what follows -------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 #: Pages of the largest pool to which this writes. NIXL keeps a descriptor of 32 bytes for each, and making them takes
 #: several times as much: a node that says it has more would make this process run out of memory.
-MAX_PAGES = 1 << 22
+MAX_PAGES = 1 << 24
 ATTACH_TIMEOUT_S = 10.0
 OVERDUE_S = 5.0  # past its timeout, an attachment has failed even if the thread does not say so
 STALLED_S = 10.0  # a turn of the thread that has taken so long waits for a call to NIXL that does not return

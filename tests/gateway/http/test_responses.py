@@ -159,7 +159,7 @@ async def test_a_response_continues_an_earlier_one(stack):
     assert text_of(third) == "Three."
     turns = last_prompt(stack).split("<|im_start|>")[1:]
     assert [turn.split("<|im_end|>")[0] for turn in turns] == [
-        "user\n1?", "assistant\nOne.", "user\n2?", "assistant\n[add|{}]", "tool\nok", "assistant\n",
+        "user\n1?", "assistant\nOne.", "user\n2?", "assistant\n", "tool\nok", "assistant\n",
     ]  # fmt: skip
 
 

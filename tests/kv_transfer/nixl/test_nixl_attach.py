@@ -84,7 +84,7 @@ def test_several_writers_attach_to_one_reader_at_once(stack: ExitStack) -> None:
 def test_a_pool_that_says_it_has_too_many_pages_is_refused_before_descriptors_are_made(stack: ExitStack) -> None:
     reader, writer = open_reader(stack), open_writer(stack)
     connect = msgspec.structs.replace(connect_to(reader, "p" * 32, 1), num_pages=nixl_writer.MAX_PAGES + 1)
-    with pytest.raises(AttachError, match="num_pages of decode is 4194305, and nixl takes at most 4194304"):
+    with pytest.raises(AttachError, match="num_pages of decode is 16777217, and nixl takes at most 16777216"):
         writer.attach("d" * 32, connect)
     assert writer.detach("d" * 32)
     writer.attach("d" * 32, connect_to(reader, "p" * 32, 2))

@@ -70,10 +70,8 @@ CORPUS = [
     "Größe, naïve café, 你好世界, こんにちは, 🙂🚀 and the end of the line.",
 ]
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}"
-    "{{ '[' + call['function']['name'] + '|' + call['function']['arguments'] + ']' }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 EOS = "<|im_end|>"
 MODEL = "tiny"
