@@ -4,8 +4,8 @@ A further attempt continues after the output so far. When it is made, and on whi
 before it ended:
 
 - After a loss that the gateway has seen itself, the next attempt follows at once. After a failure on nodes that live
-  on, it follows after a back-off that doubles with every failure in a row, and avoids the nodes that may be the cause. After the
-  first failure of a node that says that it ends (``GONE``), it follows at once, too.
+  on, it follows after a back-off that doubles with every failure in a row, and avoids the nodes that may be the cause.
+- After the first failure of a node that says that it ends (``GONE``), the next attempt follows at once, too.
 - A request whose attempts were ended ``NUM_LOSSES`` times in a row by the loss or the failure of a node may be what
   kills the nodes. It is *suspect*: its next attempts get no other requests on their nodes. If one is lost that had
   its nodes for itself from the beginning, the request ends; a loss that others shared says too little.
