@@ -19,7 +19,7 @@ TOLERANCE = 1e-9
 #: No more nodes are ever named: a load that seems to need more is an error of measurement.
 MAX_NODES = 2_000
 
-#: Seconds of a step that computes so many outputs, or so many prompt tokens.
+#: From a number of outputs, or of prompt tokens, to the seconds of a step that computes them.
 StepSeconds = Callable[[int], float]
 
 
@@ -43,7 +43,7 @@ def nodes_for(work: float, utilization: float) -> int:
 
 
 def whole_nodes(work: float) -> int:
-    """The fewest nodes, at least one, for so much work."""
+    """The fewest nodes, at least one, that have the time for ``work`` seconds of work per second."""
     return max(1, math.ceil(work - TOLERANCE)) if work < MAX_NODES else MAX_NODES
 
 
@@ -66,7 +66,7 @@ def share_waiting(num_nodes: int, work: PromptWork, seconds: float) -> float:
     return waits * math.exp(-(num_nodes - work.nodes) * seconds / mean_s)
 
 
-def prefill_nodes(work: PromptWork, slack_s: float, *, utilization: float, attainment: float = ATTAINMENT) -> int:
+def prefill_nodes(work: PromptWork, slack_s: float, *, utilization: float) -> int:
     """The fewest nodes whose utilization, and whose share of prompts that wait too long, are low enough.
 
     Args:
@@ -74,7 +74,7 @@ def prefill_nodes(work: PromptWork, slack_s: float, *, utilization: float, attai
             positive, since no number of nodes makes a prompt faster that is late without waiting.
     """
     count = nodes_for(work.nodes, utilization)
-    while 0 < slack_s < math.inf and count < MAX_NODES and share_waiting(count, work, slack_s) > 1 - attainment:
+    while 0 < slack_s < math.inf and count < MAX_NODES and share_waiting(count, work, slack_s) > 1 - ATTAINMENT:
         count += 1
     return count
 
@@ -99,5 +99,5 @@ def planned_batch(largest: int, utilization: float) -> int:
 
 
 def decode_work(tokens_per_s: float, step_s: StepSeconds, batch: int) -> float:
-    """Nodes that so many output tokens per second keep busy with batches of this size."""
+    """Nodes that ``tokens_per_s`` output tokens per second keep busy in batches of ``batch`` outputs."""
     return tokens_per_s * step_s(batch) / batch

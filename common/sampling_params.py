@@ -18,7 +18,7 @@ class Thinking:
     Attributes:
         start_id: the token with which the output may begin its reasoning; None: the prompt has begun it already.
         end_ids: tokens that end the reasoning, in sequence; at least one.
-        budget: after so many tokens of reasoning, ``end_ids`` are forced; None: no limit.
+        budget: tokens of reasoning after which ``end_ids`` are forced; None: no limit.
     """
 
     start_id: int | None

@@ -60,7 +60,7 @@ class StepPlan:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Those of them that are tokens of prompts."""
+        """Tokens of prefill chunks, whose ids are in the plan; decode rows do not count."""
         return sum([len(row.tokens) for row in self.rows if row.tokens is not None])
 
 

@@ -71,8 +71,8 @@ class LocalPrefill:
         begun: list[Request] = []
         sharing = self._queue.sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
-        lent: dict[RequestKey, int] = {}
-        begun_left = dict(table.extending)  # those that may get more of this step
+        inherited: dict[RequestKey, int] = {}
+        begun_left = dict(table.extending)  # begun requests that may still get tokens of this step
         queue = self._queue.step_candidates(now, self._long_prompts.in_order(table.extending.values()))
         for request, most, is_reserved in self._long_prompts.turns(queue, adder, is_here=self._queue.is_computed_here):
             if table.states[request.key] is State.EXTENDING:
@@ -86,11 +86,11 @@ class LocalPrefill:
             elif skip_ahead.is_closed or not self._preemptor.can_have_slot(request, now):
                 if not begun_left:
                     break
-                self._waits_for_prefix(request, sharing, lent, now)
+                self._waits_for_prefix(request, sharing, inherited, now)
             elif not self._queue.is_computed_here(request):
                 if request.key in self._queue.short and (table.has_holders or self._allocator.num_lingering):
                     skip_ahead.refuse(request)  # else it lacks pages because of a local prompt, which goes first
-            elif self._waits_for_prefix(request, sharing, lent, now):
+            elif self._waits_for_prefix(request, sharing, inherited, now):
                 pass
             elif self._queue.is_slot_for_received(request, received):
                 skip_ahead.close()
@@ -107,18 +107,18 @@ class LocalPrefill:
                 if most is not None:
                     begun_left[request.key] = request
         for request in table.extending.values():
-            request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
+            request.inherited_priority = inherited.get(request.key, LOWEST_PRIORITY)
         return adder.chunks, begun
 
     def _waits_for_prefix(
-        self, request: Request, sharing: InBatchPrefixes, lent: dict[RequestKey, int], now: float
+        self, request: Request, sharing: InBatchPrefixes, inherited: dict[RequestKey, int], now: float
     ) -> bool:
         """Whether a prefix of the request is being computed here; the request that does inherits its priority."""
         if not self._queue.may_share_prefix(request):
             return False
         holder = sharing.holder_of(request, self._cache)
         if holder is not None:
-            self._ordering.inherit_priority(request, holder, lent)
+            self._ordering.inherit_priority(request, holder, inherited)
             self._queue.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
         return holder is not None
 

@@ -20,11 +20,11 @@ from kv_transfer.send.tombstones import Reason
 
 log = logging.getLogger(__name__)
 
-#: The other node must have asked for the pages by then.
+#: Seconds within which the other node must ask for the pages.
 MOVE_TIMEOUT_S = 30.0
 #: Why a request is refused; see ``OutgoingMoves.in_circle``.
 IN_CIRCLE = "no room: this node and the one that the request comes from wait for requests that move to the other"
-#: Transfer plane's counters of two ends are added; so are these.
+#: Monotonic totals beside those of the sender.
 COUNTERS = ("requests_moved", "failed_moves")
 
 
@@ -33,7 +33,7 @@ class Offer(NamedTuple):
 
     Attributes:
         target: incarnation of that node.
-        until: it must have asked for them by then.
+        until: instant by which it must have asked for them.
     """
 
     target: str
@@ -57,7 +57,7 @@ class OutgoingMoves:
         self._orders: dict[RequestKey, Move] = {}  # of requests that a step still computes
         self._requests: dict[RequestKey, RequestKey] = {}  # transfer -> request
         self._transfers: dict[RequestKey, RequestKey] = {}  # request -> transfer
-        self._offers: dict[RequestKey, Offer] = {}  # by transfer, until it is over or was asked for in time
+        self._offers: dict[RequestKey, Offer] = {}  # by transfer, until it ends or its time to be asked for is over
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     @property
@@ -65,7 +65,7 @@ class OutgoingMoves:
         """Whether a request has ever moved, or another node has asked for pages."""
         return self._sender is not None or bool(self._orders)
 
-    # ---- what the gateway and the role say --------------------------------------------------------------------------
+    # ---- calls of the role ------------------------------------------------------------------------------------------
 
     def order(self, message: Move) -> bool:
         """Remember where a request moves to. False: it is moving already."""
@@ -106,23 +106,24 @@ class OutgoingMoves:
         return key in self._transfers
 
     def in_circle(self, waiting_for: Callable[[str], Iterable[Request]]) -> list[Request]:
-        """Requests that wait here for room, while the node that they come from waits for room for requests of this one.
+        """Requests to refuse, because this node and the node that they come from wait for each other's pages.
 
-        Neither gets the pages that the other one holds. Returns those whose ids sort before all ids of requests that
-        wait to move the other way, so that of both nodes the one that waits for the least id refuses it. Circles of
-        three nodes, and those in which the least id has not arrived yet, end after ``MOVE_TIMEOUT_S``.
+        They wait here for room, while the other node has no room for requests that move there from here. A request is
+        refused if its id sorts before the ids of all requests that wait to move the other way, so that only one of the
+        two nodes refuses. Circles of three nodes, and circles whose least id has not arrived yet, end after
+        ``MOVE_TIMEOUT_S``.
 
         Args:
-            waiting_for: requests without pages that come from this node.
+            waiting_for: returns the requests without pages that come from a node, by its incarnation.
         """
-        least: dict[str, str] = {}  # by target, of what it has not asked for
+        least: dict[str, str] = {}  # by target: the least id of the requests that it has not asked for
         for (rid, attempt), offer in self._offers.items():
             if self._sender is not None and not self._sender.is_granted((rid, attempt)):
                 least[offer.target] = min(rid, least.get(offer.target, rid))
         return [request for target, rid in least.items() for request in waiting_for(target) if request.rid < rid]
 
     def end(self, key: RequestKey, reason: Reason, why: str, code: ErrorCode) -> None:
-        """Send no more pages of this request. ``take`` returns it once none is under way."""
+        """Send no more pages of this request. ``take`` returns it once no page is in flight."""
         if self._sender is not None and key in self._transfers:
             self._sender.abort(self._transfers[key], reason, why, code)
 
@@ -130,7 +131,7 @@ class OutgoingMoves:
         """The request has ended before it moved."""
         self._orders.pop(key, None)
 
-    # ---- what other nodes say ---------------------------------------------------------------------------------------
+    # ---- messages of other nodes ------------------------------------------------------------------------------------
 
     def on_peer(self, peer: str, message: Message, now: float) -> Message | None:
         """Handle a message of a decode node that requests move to; returns an answer, if there is one at once."""
@@ -164,7 +165,7 @@ class OutgoingMoves:
         return self._sender.pump(now)
 
     def take(self) -> tuple[list[tuple[str, Message]], list[RequestKey], list[Failed]]:
-        """Messages to send to peers, requests whose pages may be released, and what the gateway must hear; each is
+        """Messages to send to peers, requests whose pages may be released, and failures for the gateway; each is
         returned once."""
         if self._sender is None:
             return [], [], []

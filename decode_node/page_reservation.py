@@ -68,7 +68,7 @@ class PageReservations:
         """The cached part of the tokens that it takes to decode the request's next token.
 
         Args:
-            is_here: the others are computed here, and not received.
+            is_here: the remaining tokens are computed here, not received.
         """
         if not self.kv_window.is_cached(request.num_decodable):
             return Match([], 0, TreeNode(None, b"", []))
@@ -86,7 +86,7 @@ class PageReservations:
         return -(-request.num_decodable // self.page_size)
 
     def num_pending(self, request: Request) -> int:
-        """How many of those pages are being received for another request."""
+        """Pages that the request could use and that are being received for another request."""
         if not self.kv_window.is_cached(request.num_decodable):
             return 0
         tokens, received_from = packed_tokens(request, request.num_decodable), self._received_from(request)
@@ -123,7 +123,7 @@ class PageReservations:
 
     @property
     def window_room(self) -> tuple[int, int]:
-        """Window pages that a peer may write to now, and those that can be reserved."""
+        """Window pages that a peer may write to now, and window pages that can be reserved."""
         windows = self._allocator.windows
         return (0, 0) if windows is None else (windows.num_free, windows.num_unreserved)
 
@@ -208,9 +208,9 @@ class PageReservations:
         request.num_computed = request.num_scheduled = request.num_decodable
 
     def withdraw(self, request: Request, arrived: Sequence[int] = ()) -> None:
-        """The transfer will not complete. Its first pages, which have arrived, join the cache, or are free without it.
+        """The transfer will not complete. Its leading pages, ``arrived``, join the cache, or are freed without one.
 
-        The other pages are the receiver's, which frees them once no write can reach them.
+        The receiver frees the other pages once no write can reach them.
         """
         reservation = self.by_key.pop(request.key)
         if self._allocator.windows is not None:

@@ -2,8 +2,8 @@
 
 One queue holds every request that lacks pages, wherever its prompt is computed: retracted requests first, then the
 waiting ones in the policy's order; with priorities, the more urgent before all. A request never takes pages that a
-request ahead of it needs, except up to ``max_skip_ahead`` requests. A request that waits for a prefix in transfer is
-overtaken by as many; after that, only by requests that leave it room.
+request ahead of it needs, except up to ``max_skip_ahead`` requests. The same number may overtake a request that waits
+for a prefix in transfer; after that, only requests that leave it room may.
 """
 
 import math
@@ -124,7 +124,7 @@ class PreallocQueue:
     def step_candidates(self, now: float, begun: Sequence[Request]) -> list[Request]:
         """Requests that the next step may compute a chunk of, in order, and requests that are short of pages.
 
-        All others wait for a prefill node and want nothing of a step.
+        All other requests wait for a prefill node and take no part in a step.
         """
         table, short = self._table, self.short
         if not (begun or table.retracted or table.num_waiting_local or short):
@@ -147,15 +147,15 @@ class PreallocQueue:
         return request.num_decodable - self._reservations.match(request, is_here=True).num_tokens <= limit
 
     def is_slot_for_others(self, received: Request) -> bool:
-        """Whether as many requests that are computed here come before one that has its pages as slots are free."""
+        """Whether requests that are computed here claim every free slot before ``received``, which has its pages."""
         return self._are_slots_claimed(self._is_before(local, received) for local in self._to_compute_here())
 
     def is_slot_for_received(self, local: Request, received: Iterable[Request]) -> bool:
-        """Whether as many of these requests, which have their pages, come before one that is computed here."""
+        """Whether requests of ``received``, which have their pages, claim every free slot before ``local``."""
         return self._are_slots_claimed(not self._is_before(local, other) for other in received)
 
     def _are_slots_claimed(self, claims: Iterable[bool]) -> bool:
-        count = max(self._table.num_free_slots, 1)  # without a free slot, that of a less urgent request is at stake
+        count = max(self._table.num_free_slots, 1)  # without a free slot, a less urgent request may lose its own
         return sum(islice(filter(None, claims), count)) == count
 
     def _to_compute_here(self) -> Iterator[Request]:
@@ -212,12 +212,12 @@ class PreallocQueue:
         return granted
 
     def is_full_for(self, request: Request) -> bool:
-        """Whether as many requests, no less urgent than this, are received or wait for a slot as there are slots."""
+        """Whether requests no less urgent than this one, which have pages or are receiving them, claim every slot."""
         ahead = self._table.not_held([*self._table.receiving.values(), *self._table.ready.values()])
         if len(ahead) < self._limits.max_running or not self._ordering.rules.is_enabled:
             return len(ahead) >= self._limits.max_running
-        standing = self._ordering.effective_priority(request)
-        return sum(self._ordering.effective_priority(other) >= standing for other in ahead) >= self._limits.max_running
+        priority = self._ordering.effective_priority(request)
+        return sum(self._ordering.effective_priority(other) >= priority for other in ahead) >= self._limits.max_running
 
     def _grant_in_order(self, now: float) -> list[PageGrant]:
         granted: list[PageGrant] = []

@@ -140,8 +140,8 @@ class Preemptor:
     def victim(self) -> Request | None:
         """The request to retract when the batch outgrows the pool; None if only one could run.
 
-        It is one that is held, if there are such. Otherwise it is the least urgent, or the one with the least work to
-        lose: fewest output tokens, then longest prompt, then newest.
+        A held request comes first. Otherwise it is the least urgent, or the one with the least work to lose: fewest
+        output tokens, then longest prompt, then newest.
         """
         table, ordering = self._table, self._ordering
         held = table.held_with_pages()

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from common.wire.messages import PairState, Peer
 
-#: A prefill node that has not answered ``Connect`` by then counts as lost.
+#: Seconds without an answer to ``Connect`` after which a prefill node counts as lost.
 ANSWER_S = 10.0
-#: Pause before a lost node is dialled again; it doubles up to the limit.
+#: Seconds before a lost node is dialled again; the pause doubles up to the limit.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
-#: How long a node that is no longer named stays connected.
+#: Seconds for which a node that is no longer named stays connected.
 UNNAMED_S = 60.0
 
 
@@ -130,7 +130,7 @@ class PrefillPeers:
         return [key for key, one in self._peers.items() if one.answer_by is not None and one.answer_by <= now]
 
     def unnamed(self, now: float) -> list[str]:
-        """The nodes with a connection that the gateway has not named for long."""
+        """The connected nodes that the gateway has not named for ``UNNAMED_S``."""
         if self._named is None:
             return []
         since = now - UNNAMED_S
@@ -139,7 +139,7 @@ class PrefillPeers:
 
     @property
     def due_at(self) -> float:
-        """Before this instant, none is overdue, to be dialled, or unnamed for long."""
+        """Before this instant, no node is overdue, to be dialled, or in ``unnamed``."""
         if self._due_at is None:
             self._due_at = self._find_due_at()
         return self._due_at

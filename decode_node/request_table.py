@@ -21,15 +21,15 @@ class RequestTable:
     Attributes:
         requests: all of them, in order of arrival.
         sources: the prefill node (by incarnation) that computes a request's prompt; missing for local requests.
-        local: requests whose prompts are computed here, in whatever state.
-        held: requests whose clients are slow to read, in whatever state; they get no slot, and no pages once retracted.
-        grammars: those of all requests.
+        local: requests whose prompts are computed here, in any state.
+        held: requests whose clients are slow to read, in any state; they get no slot, and no pages once retracted.
+        grammars: grammars of all requests.
         compiling, waiting, receiving, ready, paused, retracted, extending, running, moving: by state, in the order in
             which they entered.
         num_moves: how often a request has come, gone, or changed its state.
         num_waiting_local: requests that are both in ``waiting`` and in ``local``.
-        passed: of a request that was granted pages and has had no slot since, the requests that were before it in the
-            queue then and are computed here.
+        passed: for each request that was granted pages and has had no slot since, the requests computed here that were
+            ahead of it in the queue at its grant.
     """
 
     def __init__(self, num_slots: int, waiting: WaitingQueue) -> None:
@@ -105,7 +105,7 @@ class RequestTable:
         self.num_waiting_local += after is State.WAITING and request.key in self.local
 
     def remove(self, key: RequestKey) -> Request | None:
-        """Forget a request, in whatever state it is. None if it is unknown."""
+        """Forget a request, in any state. None if it is unknown."""
         request = self.requests.pop(key, None)
         if request is None:
             return None

@@ -54,9 +54,9 @@ from kv_transfer.receive.receiver import Receiver
 from kv_transfer.transfer_stats import sums
 
 #: Monotonic totals of the role itself. ``granted_tokens`` counts the tokens of prompts that a prefill node computed,
-#: ``pages_cached`` the pages of them that were in this node's cache and therefore not granted.
-#: ``continued_requests`` counts those of the ``requests`` that continue the output of an earlier attempt,
-#: ``interrupted_requests`` those whose attempt has ended here though they have not: the gateway continues them.
+#: ``pages_cached`` their pages that were in this node's cache and therefore not granted. ``continued_requests`` counts
+#: the ``requests`` that continue the output of an earlier attempt, ``interrupted_requests`` the requests that the
+#: gateway continues after their attempt has ended here.
 COUNTERS = (
     "requests",
     "continued_requests",
@@ -70,7 +70,7 @@ COUNTERS = (
 )
 
 ADDRESS_TAKEN = "the prefill node has ended: another process answers at its address"
-#: When pages are sent again, both nodes know the transfer by an attempt that is higher by this, each time.
+#: Added to the attempt of a transfer each time that a prompt is computed and sent again, so that keys stay unique.
 RESUMED = 1 << 32
 
 
@@ -197,10 +197,10 @@ class DecodeRole:
         self._settle(now)
         return more
 
-    # ---- steps that are alike ---------------------------------------------------------------------------------------
+    # ---- repeated steps ---------------------------------------------------------------------------------------------
 
     def repeatable(self, tokens_of: Callable[[Request], Sequence[int]]) -> Repeatable | None:
-        """As ``DecodeScheduler.repeatable``, for steps of which each sends a token of every row and nothing else."""
+        """Like ``DecodeScheduler.repeatable``, where each step sends one token of every row and nothing else."""
         if not self._output.sends_each_token or self._moves.is_open:
             return None
         found = self._scheduler.repeatable(tokens_of)
@@ -220,7 +220,7 @@ class DecodeRole:
 
         Args:
             rows: its requests, as ``repeatable`` has returned them.
-            tokens: of each row, one for each instant.
+            tokens: for each row, one token per instant.
         """
         self._totals["steps"] += len(instants)
         self._totals["output_tokens"] += len(instants) * len(rows)
@@ -236,7 +236,7 @@ class DecodeRole:
         messages, _ = self._receiver.take()
         self.outbox.peers.extend(messages)
 
-    # ---- what follows -----------------------------------------------------------------------------------------------
+    # ---- effects ----------------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
         """Perform what the receiver and the scheduler have queued, until neither has anything left."""
@@ -385,7 +385,7 @@ class DecodeRole:
         )
 
     def _ask_again(self, request: Request, source: str, now: float) -> None:
-        """Have the prefill node compute a retracted request again, as a transfer of its own."""
+        """Have the prefill node compute a retracted request again, under a new transfer key."""
         _, before = self._transfer_of(request.key)
         transfer = (request.rid, before + RESUMED)
         self._transfers[request.key] = transfer
@@ -444,7 +444,7 @@ class DecodeRole:
     # ---- ends -------------------------------------------------------------------------------------------------------
 
     def _abort(self, message: Abort, now: float) -> None:
-        """End an attempt that the gateway needs no more."""
+        """End an attempt that the gateway no longer needs."""
         key = self._moves.request_of((message.rid, message.attempt))
         request = self._scheduler.requests.get(key)
         if self._moves.is_sending(key):
@@ -468,7 +468,7 @@ class DecodeRole:
         """Forget a request; the first pages of its transfer, which have ``arrived``, stay cached.
 
         Args:
-            arrived: as the receiver tells.
+            arrived: pages or slabs, as the receiver counts them.
         """
         self._output.forget(key)
         self._moves.forget(key)

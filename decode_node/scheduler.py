@@ -96,7 +96,7 @@ class DecodeScheduler:
         is_connected: whether a prefill node (by incarnation) can be asked to compute a request again.
 
     Attributes:
-        grammars: those of the requests; its effects are for the role to take and perform.
+        grammars: grammars of the requests; the role takes and performs its effects.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class DecodeScheduler:
         self._totals = {"budget_rows": 0, "budget_rows_used": 0, "resumed_tokens_computed": 0}
         self._totals["prompt_tokens_computed"] = 0
         self._steps: OutstandingSteps[Step] = OutstandingSteps(allocator)
-        self._joining: dict[RequestKey, Request] = {}  # in a slot of which no plan has told the executor yet
+        self._joining: dict[RequestKey, Request] = {}  # in slots that no plan has told the executor of yet
         self._stopping: dict[RequestKey, Request] = {}  # to be taken out of the batch; no further step computes them
         self._were_chunks_alone = False
         self._effects: list[Effect] = []
@@ -205,7 +205,7 @@ class DecodeScheduler:
         """The prefill node does not compute this retracted request again; it is computed here instead.
 
         Args:
-            arrived: the first of the granted pages, which have arrived.
+            arrived: the leading granted pages that have arrived.
         """
         request = self._table.receiving[key]
         self._reservations.withdraw(request, arrived)
@@ -231,7 +231,7 @@ class DecodeScheduler:
         return request
 
     def stop_decoding(self, key: RequestKey) -> None:
-        """Take a request out of the batch after the steps that it is in; queues ``Stopped`` then.
+        """Take a request out of the batch, and queue ``Stopped`` once every step that it is in is committed.
 
         Effects must be taken before ``grant`` is called: it could give pages to a request that has none.
         """
@@ -313,7 +313,7 @@ class DecodeScheduler:
 
     @property
     def may_gain_pages(self) -> bool:
-        """Whether requests hold pages here that they give back by themselves; those that move need another node."""
+        """Whether requests hold pages that they will give back without moving to another node."""
         return bool(self._table.not_held(self._table.holders()))
 
     def totals(self) -> dict[str, float]:
@@ -438,17 +438,17 @@ class DecodeScheduler:
     # ---- decode rows ------------------------------------------------------------------------------------------------
 
     def _growing(self) -> list[Request]:
-        """Running requests that may sample one token more, beyond those of outstanding steps."""
+        """Running requests that may sample one more token after the outstanding steps."""
         running = list(self._table.running.values())
         if self._stopping:
             running = [request for request in running if request.key not in self._stopping]
         if not self._steps:
-            return running  # the others have ended
+            return running  # a request at its limit has ended
         most = self._capacity
         return [r for r in running if r.num_left > r.num_sampling and r.num_scheduled < most]
 
     def _rows(self) -> list[Request]:
-        """Those of them that have room for it, most urgent first."""
+        """The decode rows of the next step: growing requests whose pages have room for a token, most urgent first."""
         page_size = self._cache.page_size
         growing = self._ordering.by_effective_priority(self._growing())
         return [r for r in growing if len(r.pages) * page_size > r.num_scheduled]
@@ -456,13 +456,13 @@ class DecodeScheduler:
     def _grow(self, now: float) -> list[Request]:
         """Give one page to every running request whose last page is full. Retracts requests where pages run short.
 
-        A page of its own that no further token sees is used again, before any other.
+        A request first uses again a page of its own that no further token sees.
 
         A request gets no page now if one lingers for it until an outstanding step is committed, or if all other pages
         are being received or extended.
         """
         grown = []
-        num_awaited = 0  # lingering pages that are meant for requests
+        num_awaited = 0  # lingering pages that earlier requests wait for
         page_size = self._cache.page_size
         full = [r for r in self._growing() if len(r.pages) * page_size <= r.num_scheduled]
         for request in self._ordering.by_effective_priority(full):
@@ -555,7 +555,7 @@ class DecodeScheduler:
         """Why the output ends with its last token; empty if it goes on."""
         return finish_reason(request.sampling, self._eos, token=token, num_output=len(request.output))
 
-    # ---- steps that are alike ---------------------------------------------------------------------------------------
+    # ---- repeated steps ---------------------------------------------------------------------------------------------
 
     def repeatable(self, tokens_of: Callable[[Request], Sequence[int]]) -> Repeatable | None:
         """How often the step planned last can be committed and planned again, if the node hears nothing meanwhile,
@@ -584,7 +584,7 @@ class DecodeScheduler:
         """Commit and plan the outstanding step as often as there are tokens, at most as ``repeatable`` says.
 
         Args:
-            tokens: of each row, as many as there are repetitions.
+            tokens: for each row, one token per repetition.
         """
         (step,) = self._steps
         rows, count = step.rows, len(tokens[0])
@@ -622,7 +622,7 @@ class DecodeScheduler:
         return Repeated(plan, [number for number, _ in grown])
 
     def _allocate_pages(self, count: int) -> list[int]:
-        """The pages that ``count`` calls of ``_allocate_page`` return, but those of one leaf at once."""
+        """Allocate the same pages as ``count`` calls of ``_allocate_page``, but evict those of one leaf at once."""
         num_free = min(count, self._allocator.num_free)
         pages = self._allocator.alloc(num_free, Owner.REQUEST) or []
         while len(pages) < count and (num_evicted := self._cache.evict_from_leaf(count - len(pages))):

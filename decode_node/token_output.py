@@ -111,7 +111,7 @@ class TokenOutput:
         self._outbox.gateway.append(Tokens(rid, attempt, index, tokens, logprobs=token_logprobs, finish=finish))
 
     def _report_stages(self, request: Request, now: float, *, is_last: bool) -> None:
-        """Send the spans of the stages before this node's first message, or with the last token those of decoding."""
+        """Send the spans of earlier stages with this node's first message, and of decoding with the last token."""
         log = request.stages
         spans: list[StageSpan] = []
         if not log.decoding_from:

@@ -48,11 +48,11 @@ from kv_transfer.send.sender import Sender
 from kv_transfer.send.tombstones import Reason
 from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted, SamplingFailed
 
-#: Monotonic totals of the role itself. ``prompt_tokens`` counts the prompts whose first token was sampled here, and
-#: ``prompt_tokens_cached`` what of them was in the cache. ``overlapped_transfers`` counts those ``chunked_requests`` of
-#: which the first page was delivered before the last chunk began. ``resumes`` counts those of which only tokens were
-#: computed that had been computed before; ``requests`` does not. ``interrupted_requests`` counts those whose attempt
-#: has ended here though they have not: the gateway continues them.
+#: Monotonic totals of the role itself. ``prompt_tokens`` counts the tokens of prompts whose first token was sampled
+#: here, and ``prompt_tokens_cached`` how many of these were in the cache. ``overlapped_transfers`` counts the
+#: ``chunked_requests`` whose first page was delivered before the last chunk began. ``resumes`` counts requests whose
+#: tokens are only computed again; they are not in ``requests``. ``interrupted_requests`` counts requests that the
+#: gateway continues after their attempt has ended here.
 COUNTERS = (
     "requests",
     "failed_requests",
@@ -94,7 +94,7 @@ class PrefillRole:
         self._allocator = allocator
         self._vocab_size = vocab_size
         self._adapters = adapters
-        self._resumed: dict[RequestKey, None] = {}  # a decode node has asked, and not the gateway, which hears nothing
+        self._resumed: dict[RequestKey, None] = {}  # a decode node has asked for them; the gateway hears nothing
         self._alone: dict[RequestKey, None] = {}  # without a decode node: they end with their first token
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._planned_chunks = PlannedChunks()
@@ -172,7 +172,7 @@ class PrefillRole:
             self._fail(request, code, message, now)
         self._settle()
 
-    # ---- what follows -----------------------------------------------------------------------------------------------
+    # ---- effects ----------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Send what the sender has queued, and give back the pages that it no longer needs."""

@@ -130,7 +130,7 @@ class PrefillScheduler:
         is_granted: whether a decode node holds pages for a request.
 
     Attributes:
-        grammars: those of the requests; its effects are for the role to take and perform.
+        grammars: grammars of the requests; the role takes and performs its effects.
     """
 
     def __init__(
@@ -341,14 +341,14 @@ class PrefillScheduler:
     ) -> list[Request]:
         """Add chunks as far as the budgets reach. Returns the requests that were admitted.
 
-        Any number of prompts that lack pages may be overtaken by a prompt with granted pages: what they lack may be
-        what it gives back at its end.
+        A prompt with granted pages may overtake any number of prompts that lack pages: the pages that it gives back at
+        its end may be the ones that they lack.
         """
         sharing = self._sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
-        lent: dict[RequestKey, int] = {}
+        inherited: dict[RequestKey, int] = {}
         admitted: list[Request] = []
-        begun_left = dict(self._extending)  # those that may get more of this step
+        begun_left = dict(self._extending)  # begun prompts that may still get tokens of this step
         may_pass = {request.key for request in granted}
         for request, most, is_reserved in self._long_prompts.turns(self._queue(urgent, now), adder, urgent=urgent):
             if self._states[request.key] is State.EXTENDING:
@@ -364,9 +364,9 @@ class PrefillScheduler:
                 if not begun_left and not may_pass:
                     break
                 if self.has_priorities and (holder := sharing.holder_of(request, self._cache)):
-                    self._ordering.inherit_priority(request, holder, lent)
+                    self._ordering.inherit_priority(request, holder, inherited)
             elif holder := sharing.holder_of(request, self._cache):
-                self._ordering.inherit_priority(request, holder, lent)
+                self._ordering.inherit_priority(request, holder, inherited)
                 self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
             elif (result := adder.add_one_req(request, most=most)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
@@ -383,7 +383,7 @@ class PrefillScheduler:
                 if most is not None:
                     begun_left[request.key] = request
         for request in self._extending.values():
-            request.inherited_priority = lent.get(request.key, LOWEST_PRIORITY)
+            request.inherited_priority = inherited.get(request.key, LOWEST_PRIORITY)
         return admitted
 
     def _admit(self, request: Request, now: float, passing: str) -> None:
@@ -404,7 +404,7 @@ class PrefillScheduler:
         return InBatchPrefixes(self._cache.page_size, self._limits.sharing, self._extending.values())
 
     def chunks(self, plan: StepPlan) -> list[Chunk]:
-        """The chunks behind the rows of the plan that was made last."""
+        """The chunks of the plan that was made last."""
         return self._steps.newest(plan.step)
 
     # ---- preemption -------------------------------------------------------------------------------------------------
@@ -415,8 +415,8 @@ class PrefillScheduler:
         A decode node keeps the pages that it has granted until the transfer is over. So a prompt with granted pages
         must not wait for prompts that wait for decode nodes: two nodes of each kind could wait in a circle. Such a
         prompt is returned if it fits only by taking pages from others, now or in an earlier plan; it is admitted first,
-        and no other prompt before it. So pages are taken for it again and again, until it fits: in an earlier plan, all
-        that could be taken may not have been enough.
+        and no other prompt before it. Each plan tries again until it fits, since all candidates of an earlier plan
+        together may not have had enough pages.
         """
         urgent = max(granted, key=self._ordering.effective_priority, default=None)
         kept = self._waiting.get(self._made_room_for)

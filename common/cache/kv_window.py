@@ -61,23 +61,23 @@ class KVWindow:
         return self.tokens < UNBOUNDED
 
     def is_cached(self, num_tokens: int) -> bool:
-        """Whether a prompt of so many tokens is matched in the cache and enters it."""
+        """Whether a prompt of ``num_tokens`` tokens is matched in the cache and enters it."""
         return num_tokens <= self.cached_tokens
 
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def first_seen(self, num_tokens: int) -> int:
-        """Index of the first page of which the token after so many tokens sees some."""
+        """Index of the first page with a token that the token after ``num_tokens`` tokens sees."""
         return max(0, (num_tokens - self.tokens + 1) // self.page_size)
 
     @property
     def num_seen(self) -> int:
-        """Pages of which the first token of the next page sees some."""
+        """Pages before its own with tokens that the first token of a page sees."""
         return -(-(self.tokens - 1) // self.page_size)
 
     def first_held(self, num_tokens: int) -> int:
-        """Index of the first page that a request of so many tokens holds where it goes on from these tokens.
+        """Index of the first page that a request holds when it goes on after ``num_tokens`` tokens.
 
         The request keeps at least one full page, if it has one. The entries of its table for pages outside the window
         then name pages in which every place is written.
@@ -87,7 +87,7 @@ class KVWindow:
         return max(0, min(self.first_seen(num_tokens), num_tokens // self.page_size - 1))
 
     def max_span(self, num_new: int) -> int:
-        """The most pages with the tokens before a chunk that its first token sees, and the chunk itself."""
+        """The most pages that hold a chunk of ``num_new`` tokens and the earlier tokens that its first token sees."""
         if not self.is_bounded or num_new == UNBOUNDED:
             return UNBOUNDED
         return (self.tokens - 1 + num_new + self.page_size - 2) // self.page_size + 1
@@ -99,8 +99,8 @@ class KVWindow:
     def prefers_ring(self, num_tokens: int, match: Match, num_pages: int) -> bool:
         """Whether a prompt that finds no room with the cache is computed in a ring instead, if there is room for that.
 
-        A ring shares no pages with other requests. It is preferred if it takes fewer pages than those that are not
-        cached, or if the pool of ``num_pages`` can never hold the prompt.
+        A ring shares no pages with other requests. It is preferred if it takes fewer pages than the prompt lacks
+        in the cache, or if the pool of ``num_pages`` can never hold the prompt.
         """
         num_all = self.num_pages(num_tokens)
         return self.pages_to_compute(num_tokens) < num_all - len(match.pages) or num_all > num_pages
@@ -114,7 +114,7 @@ class KVWindow:
         return max(self.max_span(self.chunk_tokens), num_cached + self.max_span(1))
 
     def max_tokens(self, num_pages: int) -> int:
-        """Tokens of the longest request that a pool of so many pages can serve."""
+        """Tokens of the longest request that a pool of ``num_pages`` pages can serve."""
         return UNBOUNDED if self.max_held <= num_pages else num_pages * self.page_size
 
     def max_pages(self, request: Request) -> int:
@@ -138,12 +138,12 @@ class KVWindow:
         return num_tokens // self.page_size if self.is_cached(num_tokens) else self.first_held(num_tokens)
 
 
-#: Of a model with a layer that sees all tokens, where page sizes do not matter.
+#: For a model with a layer that sees all tokens, where page sizes do not matter.
 NO_WINDOW = KVWindow(1)
 
 
 def ring_table(ring: Sequence[int], num_pages: int) -> list[int]:
-    """The page table of ``num_pages`` entries of which each page takes every ``len(ring)``-th."""
+    """The page table of ``num_pages`` entries that repeats the pages of ``ring`` in order."""
     return list(islice(cycle(ring), num_pages))
 
 

@@ -145,25 +145,25 @@ class PageAllocator:
             self.windows.end_step(step)
 
     def gauges(self) -> dict[str, float]:
-        """Of window pages, where the node has them."""
+        """Gauges of the window pages; empty without any."""
         return {} if self.windows is None else self.windows.gauges()
 
     # ---- transfers --------------------------------------------------------------------------------------------------
 
     def transfer_length(self, num_tokens: int) -> int:
-        """The length of the transfer of a prompt: its tokens, but a page of them for each slab of two pools."""
+        """The length of a prompt's transfer in tokens; where the node has window pages, a page of tokens per slab."""
         return num_tokens if self.windows is None else self.windows.transfer_length(num_tokens)
 
     def num_sent(self, num_pages: int, num_tokens: int) -> int:
-        """Pages, or slabs of two pools, that a transfer of a prompt moves of its first ``num_pages`` pages."""
+        """Pages, or slabs where the node has window pages, that a transfer moves for a prompt's first ``num_pages``."""
         return num_pages if self.windows is None else self.windows.num_slabs(num_pages, num_tokens)
 
     def to_transfer(self, pages: Sequence[int], first: int, num_tokens: int) -> Sequence[int]:
-        """Pages, or slabs of two pools, that a transfer of a prompt moves of its pages from index ``first`` on."""
+        """Pages, or slabs, that a transfer moves for ``pages``, those of a prompt from index ``first`` on."""
         return pages if self.windows is None else self.windows.slabs(pages, first, num_tokens)
 
     def from_transfer(self, pages: Sequence[int]) -> Sequence[int]:
-        """The pages that are complete with these pages, or slabs of two pools, of a transfer."""
+        """The pages that are complete with these pages, or slabs, of a transfer."""
         return pages if self.windows is None else self.windows.pages_of(pages)
 
     def _owned(self, pages: Sequence[int], owner: Owner) -> Indices:

@@ -96,7 +96,7 @@ class PageLayout:
         return page * self.page_bytes + inside
 
     def of_heads(self, num_kv_heads: int) -> "PageLayout":
-        """Return the layout of pages that have so many of the KV heads, as the pages of one rank do."""
+        """Return the layout of pages with ``num_kv_heads`` of the KV heads, as one rank has them."""
         return replace(self, num_kv_heads=num_kv_heads)
 
     def num_pages(self, num_tokens: int) -> int:
@@ -105,7 +105,7 @@ class PageLayout:
 
 
 def kv_heads_of(rank: int, num_ranks: int, num_kv_heads: int) -> range:
-    """Return the KV heads of one rank; where ranks are more than heads, several ranks have the same one."""
+    """Return the KV heads of one rank; with more ranks than heads, several ranks have the same head."""
     first = rank * num_kv_heads // num_ranks
     return range(first, first + max(1, num_kv_heads // num_ranks))
 

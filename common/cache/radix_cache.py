@@ -48,7 +48,7 @@ class RadixCache:
         self.is_enabled = is_enabled
         self.num_evictable_pages = 0
         self.num_pages = 0  # in ready nodes
-        self.allocator = self._allocator = allocator
+        self.allocator = allocator
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[str, TreeNode] = {}
         self._leaves = EvictionQueue(eviction)
@@ -67,7 +67,7 @@ class RadixCache:
             received_from: see ``WindowPages.num_usable``.
         """
         key = pack(tokens)
-        found, windows = self.match_all(key, salt), self._allocator.windows
+        found, windows = self.match_all(key, salt), self.allocator.windows
         if windows is None:
             return found
         pending = found.pending
@@ -97,7 +97,7 @@ class RadixCache:
             offset += len(node.key)
             pages += node.pages
             num_ready += len(node.pages) if node.pending is None else 0
-        windows = self._allocator.windows
+        windows = self.allocator.windows
         num_usable = len(pages) if windows is None else windows.num_usable(pages, received_from)
         return max(0, num_usable - num_ready)
 
@@ -216,7 +216,7 @@ class RadixCache:
         if pending is not None or first == len(pages):
             return Inserted(node, len(pages), 0)
         adopted = list(pages[first:])
-        self._allocator.move(adopted, Owner.REQUEST, Owner.RADIX)
+        self.allocator.move(adopted, Owner.REQUEST, Owner.RADIX)
         leaf = self._attach(node, key[offset:], adopted, priority)
         self._count_ready(leaf)
         self._watches.node_added(leaf)
@@ -248,7 +248,7 @@ class RadixCache:
         """Complete a transfer: its pages move to ``Owner.RADIX``. Returns the deepest node, without a lock."""
         nodes = pending.nodes
         assert nodes, "this transfer was already completed or dropped"
-        self._allocator.move(list(chain.from_iterable([node.pages for node in nodes])), Owner.GRANT, Owner.RADIX)
+        self.allocator.move(list(chain.from_iterable([node.pages for node in nodes])), Owner.GRANT, Owner.RADIX)
         self._time += 1
         for node in pending.node.path():
             node.last_used = self._time
@@ -358,9 +358,10 @@ class RadixCache:
     def _free(self, pages: Sequence[int]) -> None:
         self.num_pages -= len(pages)
         self.num_evictable_pages -= len(pages)
-        self._allocator.free(pages, Owner.RADIX)
+        self.allocator.free(pages, Owner.RADIX)
 
     def clear(self) -> int:
+        """Evict every page without a lock and return their number."""
         return self.evict(self.num_evictable_pages)
 
     def _trim(self, leaf: TreeNode, num_pages: int) -> list[int]:
@@ -415,8 +416,8 @@ class RadixCache:
             num_evictable == self.num_evictable_pages,
             f"{num_evictable} pages are evictable, not {self.num_evictable_pages}",
         )
-        invariant(num_pages == self._allocator.count(Owner.RADIX), "allocator and tree count different pages")
-        invariant(num_pending <= self._allocator.count(Owner.GRANT), "a pending page is not granted")
+        invariant(num_pages == self.allocator.count(Owner.RADIX), "allocator and tree count different pages")
+        invariant(num_pending <= self.allocator.count(Owner.GRANT), "a pending page is not granted")
         in_heap = list(self._leaves)
         invariant(all(node.in_heap for node in in_heap), "a node in the eviction heap is not marked")
         invariant(len(in_heap) == len({node.serial for node in in_heap}), "a node is in the eviction heap twice")

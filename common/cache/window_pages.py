@@ -68,7 +68,7 @@ class LayerGroups:
         )
 
 
-#: Steps that are planned and not committed when another one is planned; one more than there are.
+#: Uncommitted steps to allow for when another one is planned: one more than overlap scheduling has.
 MAX_UNCOMMITTED = 2
 
 
@@ -113,7 +113,7 @@ class WindowPages:
     # ---- room -------------------------------------------------------------------------------------------------------
 
     def needs(self, request: Request, *, decodes: bool) -> int:
-        """The most window pages that a request holds which is computed here in chunks.
+        """The most window pages that a request holds if it is computed here in chunks.
 
         Args:
             decodes: it goes on with its output.
@@ -122,7 +122,7 @@ class WindowPages:
         return max(most, self.needs_to_decode(request)) if decodes else most
 
     def needs_to_decode(self, request: Request) -> int:
-        """The most window pages that a request holds whose prompt comes from another node.
+        """The most window pages that a request holds if its prompt comes from another node.
 
         Tokens of steps that are not committed may be computed again.
         """
@@ -173,7 +173,7 @@ class WindowPages:
         request.window_first = request.window_end = self.kv_window.first_seen(num_cached)
 
     def advance(self, request: Request, start: int, end: int) -> None:
-        """Hold the pages that a step needs which computes the tokens at positions ``start .. end - 1``, and no others.
+        """Hold exactly the pages that a step needs to compute the tokens at positions ``start .. end - 1``.
 
         A page that is given up may be used again at once: steps run one after another.
         """
@@ -243,7 +243,7 @@ class WindowPages:
         return self._page_of[page] >= 0 and not self._holds[page] and self._idle_since[page] == since
 
     def _take(self) -> int:
-        """A window page for a step; one that lingers will do, since the step runs after those that may use it."""
+        """A window page for a step, possibly a lingering one: the step runs after the steps that may use it."""
         if self._num_awaited and self.num_idle and len(self._free) <= self._num_awaited:
             return self._evict()
         if self._free:
@@ -276,7 +276,7 @@ class WindowPages:
     def reserve_grant(
         self, request: Request, cached: Sequence[int], num_tokens: int, *, last_step: int, num_spare: int = 0
     ) -> bool:
-        """Reserve what a request needs whose first pages are ``cached`` and whose others a peer will write.
+        """Reserve window pages for a request whose first pages are ``cached``; a peer will write its other pages.
 
         False: there is no room, or not before the steps in flight have ended; nothing has changed then.
 
@@ -416,7 +416,7 @@ class WindowPages:
         return slabs
 
     def pages_of(self, slabs: Iterable[int]) -> list[int]:
-        """The full pages whose last slabs these are: those that are complete with them, in the order of ``slabs``."""
+        """The full pages that are complete with ``slabs``, since their last slabs are among them, in the same order."""
         full = self.groups.full_slabs
         return [slab // full for slab in slabs if slab < self._base and slab % full == full - 1]
 

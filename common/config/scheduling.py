@@ -22,10 +22,10 @@ class PriorityRules:
 
     Attributes:
         preemption_threshold: a waiting request preempts a running one only if its priority is higher by more than this.
-        preemption_cooldown_s: a request that was preempted and runs again cannot be preempted for so long.
+        preemption_cooldown_s: seconds for which a preempted request that runs again cannot be preempted.
         max_preemptions: a request is preempted no more often on one node; None for no limit.
-        aging_per_s: added to a priority for each second of waiting. A request that comes before another by then cannot
-            be preempted by it any more, whatever their priorities.
+        aging_per_s: added to a priority for each second of waiting. Once a request comes before another one, that one
+            cannot preempt it any more, whatever their priorities.
         class_weights: weights by name of the class, in the order of the flag; empty without classes.
     """
 

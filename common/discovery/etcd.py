@@ -10,7 +10,7 @@ from common.errors import ConfigError, needs_extra
 if TYPE_CHECKING:
     from etcd3gw import Etcd3Client, Lease
 
-#: A member that has not answered by then is left for the next one.
+#: Seconds after which a member that has not answered is left for the next one.
 TIMEOUT_S = 2.0
 
 T = TypeVar("T")

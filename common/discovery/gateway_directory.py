@@ -17,7 +17,7 @@ from common.wire.messages import Invite
 
 log = logging.getLogger(__name__)
 
-#: How often etcd is asked, or a file is read.
+#: Seconds between two looks into etcd or the file.
 POLL_S = 2.0
 #: Further gateways are ignored.
 MAX_GATEWAYS = 64

@@ -143,7 +143,7 @@ class DecodeGraphs:
             progress(len(self._graphs))
 
     def fits(self, num_rows: int) -> bool:
-        """Whether there is a graph for so many rows."""
+        """Whether there is a graph for a batch of this many rows."""
         return num_rows <= self.batch_sizes[-1]
 
     def set_pages(self, deltas: Iterable[PageDelta]) -> None:

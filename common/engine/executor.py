@@ -5,8 +5,8 @@ so that a plan holds only changes. It decides nothing; asserts check that a plan
 
 On a GPU a step is only queued: the last sampled tokens stay on the device, where the next step reads them, and
 ``PendingStep`` waits for the result. A request with penalties, bad words or a grammar has state on the host that its
-next token depends on. The step behind one with such rows, whatever its own rows are, waits for the tokens of that one,
-but only between its model, which is queued by then, and sampling.
+next token depends on. A step that follows one with such rows waits for the tokens of that one, but only after its own
+model is queued and before it samples.
 """
 
 import itertools

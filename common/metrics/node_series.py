@@ -31,7 +31,7 @@ GAUGES = {
     "unreserved_window_pages": "Window pages that further requests can reserve.",
     "orphans": "Requests with a key whose gateway is lost.",
 }
-#: Totals of heartbeats, likewise.
+#: The totals of heartbeats, and what each is, its unit first.
 TOTALS = {
     "busy_seconds": "Seconds in steps of the engine.",
     "steps": "Steps of the engine.",
@@ -87,7 +87,7 @@ TOTALS = {
     "failed_checks": "Checks of the owners of pages that failed.",
     "own_policy_failures": "Errors of a policy of the user's own.",
 }
-#: What begins the name of a total that ends with a reason, likewise.
+#: The prefix of totals whose names end with a reason, and what they are.
 REJECTED, REJECTED_TEXT = "rejected_", "Data connections rejected for the reason in the name."
 #: Totals and gauges whose names end in ``_by_VALUE``: the name of the family, its labels, and what it is.
 FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {

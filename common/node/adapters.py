@@ -70,7 +70,7 @@ class Withdrawal:
     """An adapter that is dropped once it is not used any more.
 
     Attributes:
-        asked: the changes that are over then.
+        asked: the changes that are answered then.
         without: incarnations of the gateways that have no requests for it.
     """
 
@@ -103,7 +103,7 @@ class NodeAdapters:
 
     @property
     def listed(self) -> tuple[Adapter, ...]:
-        """All adapters, also those that are withdrawn."""
+        """All adapters, withdrawn ones included."""
         return (*self._serving.values(), *(one.adapter for one in self._withdrawn.values()))
 
     @property

@@ -11,7 +11,7 @@ from enum import Enum
 
 from common.config.shared import Role
 
-#: How long a node that changes its role waits for the proof that no peer writes into its pages any more.
+#: Seconds for which a node that changes its role waits for the proof that no peer writes into its pages any more.
 FENCE_WAIT_S = 10.0
 
 

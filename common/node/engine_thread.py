@@ -57,7 +57,7 @@ class Executor(Protocol):
 
 
 class LaunchedStep(NamedTuple):
-    """A step of which the result is not there yet, and the instant of ``time.monotonic`` before its launch."""
+    """A step without a result yet, and the instant of ``time.monotonic`` before its launch."""
 
     plan: StepPlan
     launched_at: float
@@ -74,8 +74,7 @@ class EngineThread:
     Attributes:
         steps: the steps so far; read by other threads.
         num_outstanding: steps that were submitted and whose results were not taken.
-        begun_at: instant of ``time.monotonic`` from which on the engine has worked on the oldest of them; None without
-            one.
+        begun_at: instant of ``time.monotonic`` at which the engine began the oldest of them; None without one.
     """
 
     def __init__(self, executor: Executor, profiler: Profiler | None = None, *, max_outstanding: int = 1) -> None:
@@ -220,7 +219,7 @@ class EngineThread:
         """Hand over the result of a step. Its time counts from the end of the step before it."""
         try:
             result: StepResult | BaseException = step.pending.result()
-        except BaseException as error:  # likewise
+        except BaseException as error:  # raised again in the loop, too
             result = error
         began_at, self._ended_at = max(step.launched_at, self._ended_at), time.monotonic()
         plan, seconds = step.plan, self._ended_at - began_at

@@ -65,9 +65,9 @@ log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 1.0
 MAX_PAIRS = 1_024  # reported to the gateway
-#: How often a node that leaves its role looks whether it may.
+#: Seconds between two looks whether a node that leaves its role may go.
 DEPARTURE_CHECK_S = 0.1
-#: How often each of several gateways is told of the load of the others, if it has changed.
+#: Seconds between two reports to each of several gateways of the load of the others, if it has changed.
 LOAD_REPORT_S = 0.05
 
 
@@ -94,7 +94,7 @@ class EventLoop:
         gateways: names the gateways to register with.
         orphan_timeout_s: how long requests with a key outlive their gateway.
         room: requests that run at once, which several gateways share.
-        adapters: those that gateways have this node load and unload.
+        adapters: the LoRA adapters of this node.
 
     Attributes:
         next_role: the role in which this node is to go on, once ``run`` has returned; None if it stops.
@@ -147,7 +147,7 @@ class EventLoop:
         self._files: list[int] = []
 
     @property
-    def gateway_address(self) -> str:
+    def gateway_addresses(self) -> str:
         """Addresses of the gateways that this node dials, separated by commas. Other threads may ask."""
         return self._links.addresses
 
@@ -420,7 +420,7 @@ class EventLoop:
     # ---- requests and the gateways that they belong to --------------------------------------------------------------
 
     def _lose(self, gateway: str, now: float) -> None:
-        """A gateway is lost: end its requests, but for those that another gateway may continue."""
+        """End the requests of a lost gateway, except those that another gateway may continue."""
         self._end_requests(self._owners.lose(gateway, now), now)
         self._links.lost(gateway)
 
@@ -445,7 +445,7 @@ class EventLoop:
         return tuple(outputs)
 
     def _send_to_owners(self, messages: Sequence[Message]) -> None:
-        """Send each message to the gateway of its request; those about the node go to all."""
+        """Send each message to the gateway of its request, and messages about the node to all gateways."""
         only = self._links.only
         if only is not None and not self._owners.has_keys:
             only.send(*messages)

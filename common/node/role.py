@@ -33,7 +33,7 @@ from common.wire.messages import (
     Tokens,
 )
 
-#: The gateway ends a request at its deadline. A node that has heard nothing by then ends it so much later.
+#: Seconds after a deadline at which a node ends the request if the gateway, which does so at the deadline, has not.
 DEADLINE_GRACE_S = 5.0
 
 
@@ -101,7 +101,7 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> TokenKey:
     """Refuse an empty prompt and token ids outside of the vocabulary with a ``RequestError``.
 
     Returns:
-        The tokens in packed form, which is by far the most of the work.
+        The tokens in packed form; packing is most of the work.
     """
     if not tokens:
         raise RequestError(ErrorCode.INVALID_REQUEST, "a request needs a prompt")
@@ -131,8 +131,8 @@ def request_to_decode(message: Generate, now: float) -> Request:
 def request_to_prefill(message: Generate | Resume, now: float) -> Request:
     """The request of a prefill node, which arrived at ``now``.
 
-    Where tokens are computed again that were computed before, to continue an output elsewhere, they are all prompt. The
-    output's last token is not among them: the decode node computes it.
+    If tokens are computed again to continue an output elsewhere, prompt and output together are the prompt, except for
+    the output's last token: the decode node computes it.
     """
     if isinstance(message, Resume):
         return _request(message, message.prompt, DISCARDED_SAMPLING, now)
@@ -226,7 +226,7 @@ class Role(Protocol):
         ...
 
     def peer_lost(self, peer: str, now: float) -> None:
-        """The process at the other end is out of reach, whichever way pages went."""
+        """A node to which pages went, or from which they came, is out of reach."""
         ...
 
     def grammar_compiled(self, grammar: str, now: float) -> None:
@@ -300,7 +300,7 @@ def heartbeat_of(
 
     Args:
         times: of its engine's steps.
-        counters, gauges: of the node, beside those of its role.
+        counters, gauges: of the node, in addition to those of its role.
         sent_at: by the node's clock; 0: unknown.
     """
     load = role.load()

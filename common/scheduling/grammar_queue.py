@@ -90,7 +90,7 @@ class GrammarQueue:
         return effects
 
     def check(self, requests: list[Request]) -> None:
-        """Prove that the grammars are those of ``requests``, all on the node; raises ``InvariantError``."""
+        """Prove that exactly the grammars of ``requests``, all on the node, are kept; raises ``InvariantError``."""
         counted = Counter(request.sampling.grammar for request in requests if request.sampling.grammar)
         invariant(counted == self._num_requests, "requests are miscounted by grammar")
         invariant(counted.keys() == self._is_compiled.keys(), "a grammar is kept without a request, or was dropped")

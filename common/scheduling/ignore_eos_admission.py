@@ -28,7 +28,7 @@ class Growth:
         num_left: tokens that it still produces.
         num_private: pages that are returned when it ends.
         is_late: it may end later than its token count says.
-        max_pages: it takes no page beyond so many; see ``KVWindow.max_pages``.
+        max_pages: the most pages that it takes; see ``KVWindow.max_pages``.
     """
 
     num_tokens: int

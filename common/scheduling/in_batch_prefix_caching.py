@@ -43,6 +43,8 @@ def prefix_limits_from_environ(environ: Mapping[str, str]) -> InBatchPrefixLimit
 
 
 class InBatchPrefixes:
+    """The prefixes of prompts that are being computed, which other requests may wait for."""
+
     def __init__(self, page_size: int, limits: InBatchPrefixLimits, computing: Iterable[Request] = ()) -> None:
         self._page_size = page_size
         self._limits = limits

@@ -63,7 +63,7 @@ class LongPrompts:
     """Decides in which order the prompts of a node get their chunks, and how large these may be.
 
     Args:
-        chunk_tokens: chunk budget of a step; nothing is shared without one, or if it is less than two pieces.
+        chunk_tokens: chunk budget of a step; nothing is shared without one, or with less than two alignment units.
         max_requests: prompts of a step; a step of one prompt shares nothing.
     """
 
@@ -154,8 +154,8 @@ class _SharedStep:
         self._first = next((r for r in long.values() if not r.pages or _is_unfinished(r)), queue[0])
 
     def turns(self, share: int, urgent: Request | None, *, is_shortest_turn: bool) -> Iterator[Turn]:
-        """First all prompts in order, as far as the rest of the budget reaches, then the begun long ones, and then
-        whatever can use what is left."""
+        """First all prompts in order, within the budget that is not reserved; then the begun long ones; then every
+        prompt that can use what is left."""
         tried: dict[RequestKey, None] = {}
         is_new_turn = is_shortest_turn or not self.begun
         for turn in self._in_order(share, urgent, is_new_turn=is_new_turn):
@@ -206,8 +206,11 @@ class _SharedStep:
                 yield Turn(request, left)
 
     def _may_begin(self, request: Request, urgent: Request | None) -> bool:
-        """Whether a waiting request may begin: a long one only if few enough long ones are in progress, those that are
-        less urgent left out; and none that a long one computes the next tokens of."""
+        """Whether a waiting request may begin.
+
+        No request may while a long one computes its next tokens. A long one may begin only beside fewer than
+        ``max_begun`` long ones in progress; less urgent ones do not count.
+        """
         if request is urgent:
             return True
         page_size = self._adder.page_size

@@ -143,8 +143,8 @@ class RequestOrdering:
 
         Both are of one class, the priority of the waiting request is higher by more than the threshold, and its
         effective priority is higher. A request that has waited until it comes first therefore also keeps its place, and
-        two requests never preempt each other in turn. One that was preempted keeps its place for a while once it has it
-        again, and for good after so many times.
+        two requests never preempt each other in turn. A request that was preempted keeps its place for
+        ``preemption_cooldown_s`` once it has it again, and for good after ``max_preemptions`` times.
         """
         rules = self.rules
         if rules.max_preemptions is not None and running.num_preempted >= rules.max_preemptions:

@@ -60,7 +60,7 @@ class Chunk:
     Attributes:
         targets: prompt tokens whose log-probabilities are wanted.
         first_target: token of the chunk that the first target follows.
-        admission: stay in a slot that the chunk was planned for; see ``common/scheduling/slots.py``.
+        admission: number of the stay in a slot that the chunk was planned for; see ``common/scheduling/slots.py``.
     """
 
     request: Request
@@ -88,7 +88,7 @@ class Chunk:
         return self.admission == self.request.admission > 0
 
     def to_row(self) -> Row:
-        """The row that the executor computes, for the stay in a slot that the request has now."""
+        """The row that the executor computes, for the request's present stay in a slot."""
         self.admission = self.request.admission
         tokens = self.request.tokens(self.start, self.start + self.num_tokens)
         return Row(
@@ -238,10 +238,10 @@ class PrefillAdder:
     def _add(
         self, request: Request, match: Match, num_pages: int, most: int | None, *, is_ring: bool = False
     ) -> AddResult:
-        """Admit a request with its cached prefix and so many pages beside it; see ``add_one_req``.
+        """Admit a request with its cached prefix and ``num_pages`` further pages; see ``add_one_req``.
 
         Args:
-            is_ring: the pages are a ring, which nothing is cached of.
+            is_ring: the pages are a ring; nothing of it is cached.
         """
         length = request.num_tokens - match.num_tokens
         num_tokens = self._fit(match.num_tokens, length, most=most, is_first=not self.chunks)

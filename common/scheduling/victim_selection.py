@@ -23,7 +23,7 @@ def has_room(
         keep: the path of this node may not be evicted.
         without: requests whose pages count as free.
     """
-    return _try(cache, allocator, num_pages, num_windowed, keep, without)[1]
+    return _choose(cache, allocator, num_pages, num_windowed, keep, without)[1]
 
 
 def victims_for(
@@ -45,11 +45,11 @@ def victims_for(
     Returns:
         The chosen requests. None are chosen if there is room already, or if all candidates together do not make enough.
     """
-    chosen, is_enough = _try(cache, allocator, num_pages, num_windowed, keep, candidates)
+    chosen, is_enough = _choose(cache, allocator, num_pages, num_windowed, keep, candidates)
     return chosen if is_enough else []
 
 
-def _try(
+def _choose(
     cache: RadixCache,
     allocator: PageAllocator,
     num_pages: int,
@@ -76,8 +76,8 @@ def _try(
         num_own += len(victim.own)
         num_unreserved += victim.window_reserved
         cache.unlock(victim.node)  # pages that several victims share become evictable only with the last one
-    has_room = is_enough()
+    found_room = is_enough()
     for victim in chosen:
         cache.lock(victim.node)
     cache.unlock(keep)
-    return chosen, has_room
+    return chosen, found_room

@@ -37,7 +37,7 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         self._requests = {request.key: request, **self._requests}
 
     def reprioritize(self, request: Request, priority: int, priority_class: str | None) -> None:
-        """Change the priority of a request in this queue or past it, and its class unless that is None.
+        """Change the priority of a request, and its class unless that is None; it may have left this queue.
 
         A waiting request keeps its place among its new equals.
         """

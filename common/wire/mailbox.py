@@ -102,8 +102,7 @@ class Mailbox:
         accepts: union of the message types to accept.
         bind, connect: ``tcp://host:port``; exactly one of the two. Port 0 binds a free port, see ``address``.
         curve: the keys; None neither encrypts nor authenticates. A context can have one bound mailbox with keys.
-        silence_s: a connection over which nothing comes for so long, though the peer is asked for a sign of life, is
-            closed.
+        silence_s: seconds without a message, or an answer to a probe, after which a connection is closed.
 
     Attributes:
         dropped: numbers of malformed messages, by reason.

@@ -33,7 +33,7 @@ from common.engine.triton_kernels.tiles import (
 
 #: Keys from which on one more split pays.
 MIN_SPLIT_KEYS = 256
-#: Results of splits that one program merges at once, if it has so many lines.
+#: The most results of splits that one program merges at once, unless one line alone has more.
 MERGED_AT_ONCE = 16
 
 

@@ -31,7 +31,7 @@ LANES = 16  # every width must be a multiple of this
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
 LONG_TILE = 256  # tokens of a tile in long_attention.c
-MAX_GROUP = 1 << 16  # the sum of so many products of bytes fits into 32 bits
+MAX_GROUP = 1 << 16  # the sum of this many products of bytes fits into 32 bits
 
 _FOLDER = Path(__file__).parent
 #: The libraries of a wheel, one for each target. A checkout has none.
@@ -276,7 +276,7 @@ class Kernels:
         return out
 
     def floats_widened(self, numbers: int) -> int:
-        """Return for how many floats ``linear`` needs memory if ``x`` has so many numbers."""
+        """Return the number of floats for which ``linear`` needs memory if ``x`` has ``numbers`` numbers."""
         return numbers if torch.float32 in self.linear_dtypes else 0
 
     def can_multiply_quantized(self, weight: QuantizedWeight) -> bool:

@@ -37,8 +37,8 @@ class OtherRanks(Protocol):
     num_ranks: int
 
     def join(self, pool: KVPool) -> RankGroup:
-        """Have the other ranks make pools of the size of this one, which is that of rank 0, and form the group with
-        them; they have loaded their weights by then.
+        """Have the other ranks, which have loaded their weights, make pools as large as rank 0's ``pool``, and form the
+        group with them.
 
         Raises:
             ConfigError: the group cannot be formed.

@@ -31,7 +31,7 @@ class Shard:
         """Return the configuration of the smaller model that this rank computes.
 
         Raises:
-            ConfigError: the model cannot be divided among so many ranks.
+            ConfigError: the model cannot be divided among ``size`` ranks.
         """
         check_divisible(config, self.size)
         experts = config.experts and replace(config.experts, width=config.experts.width // self.size)
@@ -43,7 +43,7 @@ class Shard:
         """Return a configuration with the numbers of heads that this rank has.
 
         Raises:
-            ConfigError: the heads cannot be divided among so many ranks.
+            ConfigError: the heads cannot be divided among ``size`` ranks.
         """
         check_heads(config, self.size)
         return replace(
@@ -104,7 +104,7 @@ def check_heads(config: BaseModelConfig, num_ranks: int) -> None:
 
 
 def check_number(config: BaseModelConfig, num_ranks: int, what: str, number: int) -> None:
-    """Raises ConfigError: the number of ``what`` in the model cannot be divided among so many ranks."""
+    """Raises ConfigError: the number of ``what`` in the model cannot be divided among ``num_ranks`` ranks."""
     if number % num_ranks:
         raise ConfigError(
             f"--tp {num_ranks}: {what} {number} of {config.folder.name} cannot be divided by it; give another number, "

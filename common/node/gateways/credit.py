@@ -17,7 +17,7 @@ class Account:
     Attributes:
         demand: requests that it has in flight or waiting, at all nodes.
         known: the latest share that it has acknowledged.
-        offers: those that it was told since, oldest first.
+        offers: the shares that it was told since, oldest first.
     """
 
     demand: int = 0
@@ -57,7 +57,7 @@ class Credit:
         """The share to tell a gateway now, out of the room that is promised to no other.
 
         Args:
-            in_flight: requests on this node by gateway, those that have left included.
+            in_flight: requests by gateway, as ``RequestOwners.num_on_node`` counts them.
         """
         account = self._accounts.setdefault(gateway, Account())
         promised = {name: account.promised for name, account in self._accounts.items()}

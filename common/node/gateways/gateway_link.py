@@ -50,7 +50,7 @@ class GatewayLink:
         incarnation: of the gateway process; empty while none has answered.
         is_registered, is_dialling: whether the gateway has accepted this node, and whether it is not even connected.
         heartbeat_s: seconds between two heartbeats that the gateway wants.
-        prefill_nodes: those that the gateway knows.
+        prefill_nodes: the prefill nodes that the gateway knows.
         most_held_tokens: as the node registered with it last.
         other_load: what it was told last of the load of the other gateways.
         client_load: what clients ask of it, as it said last; nothing while it is not registered.
@@ -152,7 +152,7 @@ class GatewayLink:
         return not self.is_registered or self._num_acks >= self._num_acks_due
 
     def _on_instant(self, message: Registered | HeartbeatAck) -> None:
-        """The gateway tells its time, for the estimate of how far the clocks are apart."""
+        """Note the gateway's time, from which it estimates the offset between the clocks."""
         self._heard = (message.sent_at, self._clock.now())  # an instant of the turn may be earlier than it was sent
 
     def beat(

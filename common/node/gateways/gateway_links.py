@@ -159,7 +159,7 @@ class GatewayLinks:
         link.mailbox.close()
         self.lost(link.incarnation)
 
-    # ---- what they are told, and say --------------------------------------------------------------------------------
+    # ---- messages ---------------------------------------------------------------------------------------------------
 
     def on_registered(self, link: GatewayLink, message: Registered) -> None:
         link.on_registered(message)
@@ -184,7 +184,7 @@ class GatewayLinks:
         """Send each gateway a heartbeat, with its share of a shared node.
 
         Args:
-            in_flight: requests on this node by gateway, those that have left included.
+            in_flight: requests by gateway, as ``RequestOwners.num_on_node`` counts them.
         """
         for link in self._links:
             if link.is_registered:

@@ -72,7 +72,7 @@ class RequestOwners:
         return sum(owned.gateway in self._lost and owned.ended_at is None for owned in self._requests.values())
 
     def num_on_node(self) -> Mapping[str, int]:
-        """Requests by gateway, those included that have left since the last ``sweep``."""
+        """Requests on this node by gateway, including those that have left since the last ``sweep``."""
         return Counter(owned.gateway for owned in self._requests.values() if owned.ended_at is None)
 
     def load_of_others(

@@ -21,7 +21,7 @@ CROSSOVER_TOKENS = 16_384.0
 CPU_POOL_TOKENS = 131_072
 #: The share of the remaining memory that a pool takes if no size is configured.
 MEMORY_SHARE = 0.8
-#: ``--swa-full-tokens-ratio auto`` takes requests to have this share of the context length.
+#: ``--swa-full-tokens-ratio auto`` expects requests of this share of the context length.
 USUAL_SHARE = 1 / 8
 
 
@@ -101,7 +101,7 @@ def plan_capacity(
 
 
 def chunk_size(config: NodeConfig, device: str) -> int:
-    """The value of ``--chunked-prefill-size``, or that of the device."""
+    """The value of ``--chunked-prefill-size``, or the default of the device, in tokens; negative: no chunks."""
     if config.chunked_prefill_size is not None:
         return config.chunked_prefill_size
     return max(CPU_CHUNK_TOKENS if device == "cpu" else CUDA_CHUNK_TOKENS, config.page_size)
@@ -113,7 +113,7 @@ def _alignment(config: NodeConfig, crossover_tokens: float = CROSSOVER_TOKENS) -
 
 
 def most_window_pages(config: NodeConfig, groups: LayerGroups, alignment: ChunkAlignment, chunk: int | None) -> int:
-    """Window pages that one request can hold, which is computed in chunks of so many tokens; ``UNBOUNDED``: whole."""
+    """The most window pages of a request computed in chunks of ``chunk`` tokens; ``UNBOUNDED`` if computed whole."""
     most_at_once = alignment.most_at_once(chunk, config.page_size) or UNBOUNDED
     return KVWindow(config.page_size, max(groups.window, 2), most_at_once).max_span(most_at_once)
 

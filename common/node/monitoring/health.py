@@ -84,7 +84,8 @@ class HealthCheck:
         )
 
     def _waits_for(self) -> str:
-        address = self._loop.gateway_address
+        addresses = self._loop.gateway_addresses
         if self._loop.is_registered:
             return ""
-        return f"a connection to the gateway at {address}" if self._loop.is_dialling else f"the gateway at {address}"
+        what = "a connection to the gateway" if self._loop.is_dialling else "the gateway"
+        return f"{what} at {addresses}"

@@ -56,7 +56,7 @@ REQUEST_HISTOGRAMS: Histograms = {
         ("vllm:request_params_max_tokens", "vllm:request_max_num_generation_tokens"),
     ),
 }
-#: Distributions of ``StepStats``, likewise.
+#: The same for the distributions of ``StepStats``.
 STEP_HISTOGRAMS: Histograms = {
     "seconds": ("Seconds of one step of the engine.", ("baton_node_step_seconds",)),
     "rows": ("Requests in one step of the engine.", ("baton_node_step_rows",)),

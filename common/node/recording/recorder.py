@@ -180,7 +180,7 @@ class RecordedRole:
         self._role.on_gateway(message, now)
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
-        self._note(frames.PeerMessage(now, peer, message))  # type: ignore[arg-type]  # likewise
+        self._note(frames.PeerMessage(now, peer, message))  # type: ignore[arg-type]  # the same
         self._role.on_peer(peer, message, now)
 
     def peer_lost(self, peer: str, now: float) -> None:

@@ -1,7 +1,7 @@
 """Opens the recording of a node and writes its header."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.errors import ConfigError
 from common.node.recording.format import VERSION as RECORDING_VERSION
@@ -9,9 +9,6 @@ from common.node.recording.format import RecordingHeader
 from common.node.recording.recorder import Recorder, plain_config, read_environ
 from common.node.worker_context import WorkerContext
 from common.wire.messages import LayoutMessage
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ class Policy(Protocol):
     Attributes:
         name: as in ``--schedule-policy``.
         overtakes: whether a waiting request may come before one whose prompt is partly computed, between two chunks.
-        forecast: which order of the queue tells what is served before a new request: that at its arrival, that at the
-            last instant at which it can be served in time, or none. The gateway refuses hopeless deadlines by it.
+        forecast: the instant whose order of the queue tells what is served before a new request: its arrival, its last
+            chance to be served in time, or none. The gateway refuses hopeless deadlines by it.
     """
 
     name: str

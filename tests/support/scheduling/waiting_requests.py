@@ -24,7 +24,7 @@ def cache_with(*tokens: int) -> RadixCache:
 
 
 def insert(cache: RadixCache, *tokens: int, salt: str = "") -> None:
-    pages = cache._allocator.alloc(len(tokens) // PAGE_SIZE, Owner.REQUEST)
+    pages = cache.allocator.alloc(len(tokens) // PAGE_SIZE, Owner.REQUEST)
     assert pages
     first = cache.insert(tokens, pages, salt).first_adopted
-    cache._allocator.free(pages[:first], Owner.REQUEST)
+    cache.allocator.free(pages[:first], Owner.REQUEST)

@@ -110,7 +110,7 @@ class TpPlan:
         config: of the whole model.
         model: of the library; on the meta device, or any copy of it.
     Raises:
-        ConfigError: the class has no plan, or the plan cannot be followed with so many ranks; the message says why.
+        ConfigError: the class has no plan, or this number of ranks does not allow the plan; the message says why.
     """
 
     def __init__(self, config: TransformersConfig, model: Any, shard: Shard) -> None:

@@ -43,7 +43,7 @@ def spread(scales: Tensor, shape: tuple[int, ...], block: tuple[int, int] | None
 
     Args:
         scales: for the whole matrix, for each row (``[out]`` or ``[out, 1]``), for each group of inputs
-            (``[out, groups]``), or with ``block`` for each block of so many rows and columns.
+            (``[out, groups]``), or for each ``block`` (rows, columns).
     Raises:
         ConfigError: they do not fit.
     """
