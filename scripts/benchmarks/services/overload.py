@@ -22,7 +22,7 @@ from scripts.benchmarks.harness.service_fixture import running_service
 SHORTEST = ("--seconds=2", "--window=1", "--clients=20")
 #: On a busy machine every answer may be late; then the answers are counted nevertheless.
 MAY_BE_ZERO = ("goodput at 1x", "goodput at 3x", "goodput before the storm", "goodput after the storm")
-#: A deadline is so many times the latency of an answer at the capacity.
+#: Deadline of a request, as a multiple of the latency of an answer at the capacity.
 DEADLINE_FACTOR = 4.0
 #: Arrivals per request that can be served.
 OVERLOAD = 3.0
