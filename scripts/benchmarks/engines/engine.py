@@ -120,8 +120,9 @@ class Engines:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="(%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES), help="(%(default)s)")
     parser.add_argument(
         "--threads", default="", help="numbers of threads, such as 1,2, each with a table (one thread per core)"
     )

@@ -1,7 +1,7 @@
-"""Goodput under overload: at once and three times the capacity, and after all clients leave and come back at once.
+"""Goodput under overload: at one and three times the capacity, and after all clients leave and come back at once.
 
 ``serve`` runs on this machine with a prefill node and a decode node of the small model; its engines take most of the
-time. The capacity is what a closed loop of clients gets, a few more than run at once. Then requests come at once and
+time. The capacity is what a closed loop of clients gets, a few more than run at once. Then requests come at one and
 three times that rate, each with a deadline, and refused ones are lost. In the storm all clients leave at once, come
 back at once, and heed Retry-After. An answer counts towards the goodput if it is whole and within its deadline.
 """
