@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokens-per-minute", type=_count, metavar="N", help="the tenant's tokens, of prompts and outputs"
     )
-    parser.add_argument("--days", type=_count, metavar="N", help="days for which the key is valid (for ever)")
+    parser.add_argument("--days", type=_count, metavar="N", help="days for which the key is valid; by default for ever")
     parser.add_argument("--admin", action="store_true", help="allow what changes the state of others")
     return parser
 

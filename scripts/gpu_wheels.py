@@ -64,7 +64,7 @@ def command(folder: str, python_version: str, *, has_nixl: bool) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check wheels", description=__doc__.split("\n")[0])
-    parser.add_argument("folder")
+    parser.add_argument("folder", help="where to put the wheels")
     parser.add_argument("--nixl", action="store_true", help="also those of NIXL, for transfers from GPU memory")
     parser.add_argument("--python-version", default="3.12", help="of the other machine (%(default)s)")
     options = parser.parse_args(arguments)

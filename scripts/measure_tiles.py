@@ -97,11 +97,11 @@ def sampling_ms(vocab: int) -> dict[SamplingTile, float]:
 def main(arguments: list[str] | None = None) -> int | str:
     """Return an exit status, or why nothing was measured."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--heads", type=int, default=32, help="query heads of a layer (%(default)s)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="KV heads of a layer (%(default)s)")
+    parser.add_argument("--head-dim", type=int, default=128, help="size of a head (%(default)s)")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="of tensors (%(default)s)")
+    parser.add_argument("--vocab", type=int, default=151_936, help="tokens of the vocabulary (%(default)s)")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         return "measure_tiles: torch finds no CUDA device"

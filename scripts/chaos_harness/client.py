@@ -41,7 +41,7 @@ class Client:
         return read_answer(exchange)
 
     async def leave(self, request: LoadRequest, after_s: float) -> bool:
-        """Send a request and close the connection after so many seconds; True if the answer had not ended by then."""
+        """Send a request and close the connection after ``after_s``; True if the answer had not ended by then."""
         return (await self.send(request, after_s)).is_late
 
     async def call(self, method: str, path: str, body: bytes = b"", timeout_s: float = 60.0) -> tuple[int, bytes]:

@@ -44,12 +44,12 @@ class ChaosConfig:
     )
     clock_step: int = option(
         0,
-        "With --namespaces: seconds by which the clock of each host is ahead of that of the host before it.",
+        "With --namespaces: seconds by which the clock of each host is ahead of the clock of the host before it.",
         minimum=0,
         maximum=1_000_000,
     )
     requests: int = option(1000, "Requests to send, not counting those of hostile clients.", minimum=1)
-    duration: float | None = option(None, "Stop sending after so many seconds.", minimum=1)
+    duration: float | None = option(None, "Seconds after which no more requests are sent.", minimum=1)
     concurrency: int = option(16, "Requests in flight at any time.", minimum=1, maximum=10_000)
     distinct: int = option(64, "Distinct requests, of which each is sent many times.", minimum=1, maximum=10_000)
     request_timeout: float = option(180.0, "Seconds after which a request without an end counts as hanging.", minimum=1)

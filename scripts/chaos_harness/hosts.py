@@ -38,8 +38,8 @@ class Link:
     Attributes:
         loss: share of the packets that are lost.
         delay_s: how long a packet travels, in one direction.
-        clock_step_s: by how much the monotonic clock of each host is ahead of that of the one before it.
-        is_relayed: packets go through the relay, which can silence connections, whatever this kernel has.
+        clock_step_s: by how much the monotonic clock of each host is ahead of the clock of the host before it.
+        is_relayed: packets go through the relay, which can silence connections on any kernel.
     """
 
     mtu: int = 1_500

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: A fault may still be felt for so long after its end.
+#: Seconds after its end in which a fault may still pause streams.
 AFTERMATH_S = 2.0
 
 

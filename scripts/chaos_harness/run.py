@@ -187,7 +187,7 @@ class Run:
         self._say(f"reference: {len(self._reference)} distinct requests, answered without faults")
 
     async def _leave_out_ties(self) -> None:
-        """Leave out requests of which two tokens are equally likely somewhere, up to rounding: either is right."""
+        """Leave out requests with two equally likely tokens at some position, up to rounding: either is right."""
         client = self._service.clients[self._service.gateway.name]
         for request in list(self._requests):
             if not (body := margin_body(request)):

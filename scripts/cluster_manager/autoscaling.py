@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from scripts.cluster_manager.config import AutoscaleTimes, Bounds
 
-#: Gateways are asked every two seconds.
+#: Seconds without advice that are a break. Gateways are asked every two seconds.
 BREAK_S = 10.0
 
 

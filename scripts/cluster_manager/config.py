@@ -43,7 +43,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         options: of the ordinary command, by their names in files.
-        cpus, gpus, memory_gb, resources: what each process reserves of its host in Ray's books.
+        cpus, gpus, memory_gb, resources: what Ray reserves on the host for each process.
         labels: that the host must have, in Ray's syntax of label selectors.
         near: the group on whose hosts these processes should be.
         autoscale: its bounds; None if the count changes only by command.
@@ -172,7 +172,7 @@ def check(config: ClusterConfig) -> None:
 
 
 def check_counts(config: ClusterConfig, counts: Mapping[Role, int], name: str) -> None:
-    """Raises ConfigError: with so many instances the cluster serves nothing.
+    """Raises ConfigError: with these counts the cluster serves nothing.
 
     Args:
         name: of a count in a message, with ``{role}`` in it.

@@ -26,9 +26,9 @@ from scripts.cluster_manager.decisions import Instance, Phase
 from scripts.cluster_manager.process_actor import ProcessActor, Report
 from scripts.cluster_manager.state import NAMESPACE, InstanceRecord
 
-#: How long Ray may look for room on one set of hosts, and on the last one, before it begins with the first one again.
+#: Seconds in which Ray may find room on one set of hosts, and on the last set, after which the first is tried again.
 CHOICE_S, ROUND_S = 5.0, 60.0
-#: In which an actor must have answered for the first time: Ray starts a Python process for it.
+#: Seconds in which an actor must answer for the first time: Ray starts a Python process for it.
 FIRST_ANSWER_S = 120.0
 NODE_ID = "ray.io/node-id"
 
@@ -99,7 +99,7 @@ class Live:
 
     @property
     def full_name(self) -> str:
-        """Of its actor and of its placement group."""
+        """The name of its actor and of its placement group."""
         return f"{self.cluster}/{self.name}"
 
     def instance(self, now: float) -> Instance:
@@ -204,7 +204,7 @@ class Live:
     # ---- its actor ---------------------------------------------------------------------------------------------------
 
     def ask(self, gateways: Sequence[str], now: float) -> Any:
-        """The question that waits for an answer, which is sent if none does; None without an actor."""
+        """The pending call of the actor's ``report``, made now if none is pending; None without an actor."""
         if self._actor is None or self.phase is Phase.GONE:
             return None
         if self._question is None:
@@ -214,10 +214,10 @@ class Live:
         return self._question
 
     def take_answer(self, *, has_serving_gateway: bool) -> None:
-        """Take in the answer to the question, which has come.
+        """Read the result of the pending call, which has arrived.
 
-        A gateway without nodes is as ready as can be if no other one has nodes. Otherwise it is not: it would turn
-        requests away that the others serve.
+        A gateway without nodes counts as ready if no other gateway has nodes. Otherwise it does not: it would refuse
+        requests that the others serve.
         """
         question, self._question = self._question, None
         try:

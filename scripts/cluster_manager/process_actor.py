@@ -14,7 +14,6 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,13 +31,15 @@ from scripts.cluster_manager.command_line import (
     url,
     wanted_ports,
 )
+from scripts.cluster_manager.recent_lines import RecentLines
 from scripts.serving.serve import free_port
 from scripts.serving.supervisor import Child, Supervisor
 
 MAX_LINES, MAX_LINE, TAIL_LINES = 2_000, 4_000, 15
 PROBE_S, PROBE_TIMEOUT_S, UNHEALTHY_S = 1.0, 5.0, 30.0
 ADVICE_S = 2.0
-#: A process that dies so often without having been healthy for so long is given up: its host may be broken.
+#: A process that dies ``MAX_DEATHS`` times without being healthy for ``STEADY_S`` in between is given up: its host may
+#: be broken.
 MAX_DEATHS, STEADY_S = 5, 60.0
 #: Size of the file of addresses: it is written whole, by one call.
 FILE_BYTES = 4_096
@@ -67,27 +68,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     advised: dict[str, int] = {}
 
 
-class LogBuffer:
-    """The last lines that a process wrote, numbered from its first one."""
+class LogBuffer(RecentLines):
+    """The last lines of a process and of its actor; an ``Output`` of the process's supervisor."""
 
     def __init__(self) -> None:
-        self._lines: deque[str] = deque(maxlen=MAX_LINES)
-        self._num_written = 0
+        super().__init__(MAX_LINES)
 
     def say(self, text: str) -> None:
-        self._add(f"actor: {text}")
+        self.add(f"actor: {text}"[:MAX_LINE])
 
     def relay(self, name: str, line: str) -> None:
-        self._add(line)
-
-    def _add(self, line: str) -> None:
-        self._lines.append(line[:MAX_LINE])
-        self._num_written += 1
-
-    def since(self, number: int) -> tuple[int, list[str]]:
-        """The number of the next line, and the lines from ``number`` on that are kept; negative: the last ones."""
-        num_new = -number if number < 0 else self._num_written - number
-        return self._num_written, list(self._lines)[-num_new:] if num_new > 0 else []
+        self.add(line[:MAX_LINE])
 
 
 @dataclass(slots=True)
@@ -169,7 +160,7 @@ class ProcessActor:
             self._tasks.append(asyncio.create_task(self._stop(self._supervisor)))
 
     async def logs(self, since: int) -> tuple[int, list[str]]:
-        """Lines of the process; see ``LogBuffer.since``."""
+        """Lines of the process; see ``RecentLines.since``."""
         return self._log.since(since)
 
     # ---- the process -------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_settled(status: Status) -> bool:
-    """Whether exactly what is desired is there, and ready."""
+    """Whether exactly the desired instances exist, and all of them are ready."""
     ready = [row.role for row in status.rows if row.state == "ready"]
     is_complete = all(ready.count(role) == count for role, count in status.counts.items())
     return is_complete and len(ready) == len(status.rows) and not status.is_upgrading

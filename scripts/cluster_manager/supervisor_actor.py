@@ -9,7 +9,6 @@ import os
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from scripts.cluster_manager.counts import scaled, upgraded
 from scripts.cluster_manager.decisions import Action, Desired, Failures, Phase, Start, Stop, plan
 from scripts.cluster_manager.instances import Live, check_with_ray
 from scripts.cluster_manager.placement import choices
+from scripts.cluster_manager.recent_lines import RecentLines
 from scripts.cluster_manager.state import NAMESPACE, ClusterState, InstanceRecord, new_state
 from scripts.cluster_manager.status import Row, Status
 
@@ -37,20 +37,19 @@ class ClusterSupervisor:
     """An actor of Ray with several threads.
 
     Args:
-        config: a ``ClusterConfig`` as JSON, which counts only if the store has no state of this cluster.
+        config: a ``ClusterConfig`` as JSON, which is used only if the store has no state of this cluster.
     """
 
     def __init__(self, cluster: str, config: bytes, is_autoscaling: bool) -> None:
         self._cluster = cluster
         self._lock = threading.Lock()  # of the state and of what is shown
-        self._events: deque[str] = deque(maxlen=MAX_EVENTS)
-        self._num_events = 0
+        self._events = RecentLines(MAX_EVENTS)
         self._failures: dict[Role, Failures] = {role: Failures() for role in ROLES}
         self._reasons: dict[Role, str] = {}
         self._advised: dict[str, int] = {}
         found = store.load(cluster)
         decoded = msgspec.json.decode(config, type=ClusterConfig)
-        # Without a state, a supervisor that was restarted is that of a cluster that was down already.
+        # A restarted supervisor without a state belongs to a cluster that has gone down.
         is_down = found is None and ray.get_runtime_context().was_current_actor_reconstructed
         self._state = found or new_state(decoded, is_autoscaling=is_autoscaling, is_going_down=bool(is_down))
         self._scalers = _scalers(self._state.config)
@@ -83,10 +82,9 @@ class ClusterSupervisor:
             )
 
     def events(self, since: int) -> tuple[int, list[str]]:
-        """Lines on the acts of the supervisor, as ``ProcessActor.logs``."""
+        """Lines that say what the supervisor did; see ``RecentLines.since``."""
         with self._lock:
-            num_new = -since if since < 0 else self._num_events - since
-            return self._num_events, list(self._events)[-num_new:] if num_new > 0 else []
+            return self._events.since(since)
 
     def scale(self, counts: dict[Role, int], is_autoscaling: bool | None) -> str:
         """Change counts. Returns why this cannot be; empty if it can."""
@@ -150,7 +148,7 @@ class ClusterSupervisor:
                     self._say("Ray answers again")
                 is_away = False
                 time.sleep(TICK_S)
-            except (RayError, RuntimeError, OSError) as error:  # its control service is away
+            except (RayError, RuntimeError, OSError) as error:  # its control service does not answer
                 if not is_away:
                     self._say(f"Ray does not answer; nothing is placed until it does: {str(error)[:200]}")
                 is_away = True
@@ -158,7 +156,7 @@ class ClusterSupervisor:
 
     def _tick(self) -> None:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        self._hear()
+        self._ask_actors()
         now = time.monotonic()
         self._place(addresses, now)
         for live in self._lives:
@@ -175,8 +173,8 @@ class ClusterSupervisor:
             with contextlib.suppress(ValueError):  # killed already
                 ray.kill(ray.get_actor(self._cluster, namespace=NAMESPACE))  # this actor, which Ray does not restart
 
-    def _hear(self) -> None:
-        """Ask every actor how its process is, and take in the answers that come at once."""
+    def _ask_actors(self) -> None:
+        """Ask every actor for a report on its process, and read the reports that arrive within ``ANSWER_S``."""
         gateways = sorted(live.report.gateway for live in self._lives if live.report and live.report.gateway)
         now = time.monotonic()
         asked = {question: live for live in self._lives if (question := live.ask(gateways, now)) is not None}
@@ -202,7 +200,7 @@ class ClusterSupervisor:
                 self._reasons[role] = f"{live.name}: {live.problem}"
 
     def _place(self, addresses: dict[str, str], now: float) -> None:
-        """Go on with placing, of each group one instance after the other, since each one's host counts for the next."""
+        """Place one instance of each group at a time, since its host decides where the next one may be."""
         for role in ROLES:
             placing = (live for live in self._lives if live.record.role == role and live.phase is Phase.PLACING)
             live = next(placing, None)
@@ -332,8 +330,7 @@ class ClusterSupervisor:
 
     def _say(self, text: str) -> None:
         with self._lock:
-            self._events.append(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}")
-            self._num_events += 1
+            self._events.add(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}")
 
 
 def _scalers(config: ClusterConfig) -> dict[Role, Autoscaler]:

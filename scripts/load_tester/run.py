@@ -156,7 +156,7 @@ class _Run:
         for record in records:  # client processes check the timeout only once a second
             if record.is_ok and record.ended_s - record.released_s > config.timeout_s:
                 record.error = "timeout"
-        begin_s, end_s, is_open = self._window(result, records)
+        begin_s, end_s = self._window(result, records)
         for record in records:
             is_before_cooldown = not config.cooldown_s or record.intended_s < end_s
             # A request in flight when the run was stopped has neither failed nor succeeded.
@@ -167,14 +167,14 @@ class _Run:
         sent_s = [record.sent_s for record in records if record.sent_s >= 0]
         num_events = sum(len(record.stamps_s) for record in records)
         client = validity.client_load(result, parse_cpu_s, num_events)
-        arrivals = validity.arrival_check(records, config, plan.is_checked and is_open, is_open)
-        missing = (plan.num_sessions or 0) - len(firsts) if is_open and not result.was_stopped else 0
+        arrivals = validity.arrival_check(records, config, plan.is_checked and plan.is_open, plan.is_open)
+        missing = (plan.num_sessions or 0) - len(firsts) if plan.is_open and not result.was_stopped else 0
         reasons = validity.verdict(measured, arrivals, client, config, missing)
         if result.was_stopped:
             reasons.append("the run was stopped before its end")
         rng = make_rng(config.seed, FIGURES)
         tenants = metrics.groups(measured, "tenant", config.slos, plan.classes, rng)
-        window = self._throughput_window(begin_s, end_s, is_open, records)
+        window = self._throughput_window(begin_s, end_s, records)
         return Report(
             config=config_figures(config),
             server={"model": server.model, "kind": server.kind, **server.details},
@@ -204,19 +204,17 @@ class _Run:
             records=records,
         )
 
-    def _window(self, result: LoadResult, records: list[RequestRecord]) -> tuple[float, float, bool]:
-        """First and last intended instant of measured requests, and whether the loop is open."""
+    def _window(self, result: LoadResult, records: list[RequestRecord]) -> tuple[float, float]:
+        """First and last intended instant of measured requests."""
         config, plan = self._config, self._plan
         end_s = plan.seconds
         if end_s is None:
             end_s = _last_token_s(records)
         if result.was_stopped:
             end_s = min(end_s, result.ended_at - result.start_at)
-        return config.warmup_s, end_s - config.cooldown_s, plan.is_open
+        return config.warmup_s, end_s - config.cooldown_s
 
-    def _throughput_window(
-        self, begin_s: float, end_s: float, is_open: bool, records: list[RequestRecord]
-    ) -> tuple[float, float]:
+    def _throughput_window(self, begin_s: float, end_s: float, records: list[RequestRecord]) -> tuple[float, float]:
         """The measured part of ``--duration``; without it, until the last token, as other tools count.
 
         The time in which a request hangs until its timeout does not count.

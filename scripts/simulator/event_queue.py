@@ -1,8 +1,8 @@
 """Virtual time: a queue of events and a clock that jumps from one event to the next.
 
-Events of one instant run in the order of the instants at which they were scheduled. Of those scheduled at one instant,
-those of each source come first, and then those without a source, in the order of the calls. So the order of an event of
-a source among all others is known before it is scheduled, and a run is reproducible.
+Events of one instant run in the order in which they were scheduled. Those that were also scheduled at one instant run
+by the number of their source, and last those without a source, in the order of the calls. So the place of an event with
+a source is known before it is scheduled, and a run is reproducible.
 """
 
 import heapq

@@ -93,8 +93,8 @@ class Replayed:
     """The result of a replay.
 
     Attributes:
-        num_plans: compared (those of steps; looks that gave no step are compared and not counted).
-        difference: where the first one is and in what, as lines; empty if there is none.
+        num_plans: plans of a step that were compared; frames without a step are compared and not counted.
+        difference: lines that say where and in what the first difference is; empty if there is none.
     """
 
     role: str

@@ -1,4 +1,4 @@
-"""By how much prefill on one core slows decode on another, beside what the memory that they share must.
+"""Slowdown of decode on one core by prefill on another, compared with the cost of the memory that they share.
 
 Two processes with one thread each, pinned to a core, have a model of Qwen3-0.6B's shape with random weights. One
 decodes while the other computes prompts one after the other, or waits. Reading memory on the decode core, alone and

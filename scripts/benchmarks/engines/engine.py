@@ -60,8 +60,8 @@ SHAPES = ("qwen3-0.6b", "qwen3-moe-small")
 PAGE_SIZE = 16
 CONTEXT = 256
 Options = argparse.Namespace  # the fields of `add_options`
-#: Shares of the limit to reach: of a decode step with up to so many rows, and of prefill. Int8 weights, relative to
-#: bfloat16.
+#: Shares of the limit to reach, for a decode step by its largest number of rows, and for prefill. The mark of int8
+#: weights is their speed relative to bfloat16.
 DECODE_MARKS = ((4, 0.9), (8, 0.8), (math.inf, 0.7))
 PREFILL_MARK = 0.85
 INT8_MARK = 1.7
@@ -120,8 +120,9 @@ class Engines:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="(%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES), help="(%(default)s)")
     parser.add_argument(
         "--threads", default="", help="numbers of threads, such as 1,2, each with a table (one thread per core)"
     )
@@ -446,7 +447,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def linear_parameters(config: BaseModelConfig, *, with_head: bool, num_experts: float | None = None) -> int:
-    """Number of weights that every token is multiplied by; with ``num_experts``, those of so many in each layer."""
+    """Number of weights that a token is multiplied by; or a step, if it uses ``num_experts`` experts in each layer."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + config.num_heads * config.head_dim
     layers = config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
     if (experts := config.experts) is not None:

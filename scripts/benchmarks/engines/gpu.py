@@ -3,8 +3,8 @@
 Limits are measured in the same run: memory bandwidth, and the fastest matrix product. A decode step must read the
 weights and the KV of its context once; a prompt must be multiplied by the weights. Attention is compared with
 flash-attn, where that is installed, and with torch's own. On CUDA the last lines say which goals are reached.
-``--json`` writes all figures. Items are measured cheapest first. What would not end within --seconds, or does not fit
-into the memory, is dropped and named at the end.
+``--json`` writes all figures. Items are measured cheapest first. An item that would not end within --seconds, or does
+not fit into the memory, is dropped and named at the end.
 """
 
 import argparse
@@ -44,7 +44,7 @@ Item = tuple[str, Callable[[], str]]
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", default="cuda", help="(%(default)s)")
-    add("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES))
+    add("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES), help="(%(default)s)")
     add(
         "--shapes", type=comma_separated(str, among=steps.SHAPES), default="qwen3-0.6b,llama-3.1-8b",
         metavar="NAME,...", help="shapes of the models, with random weights (%(default)s)",

@@ -70,8 +70,9 @@ class Vocabulary:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="(%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
     parser.add_argument("--threads", type=int, default=None, help="threads of torch (one per core)")
     parser.add_argument("--attention", default="auto", help="attention backend (%(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="rows of a step (%(default)s)")

@@ -83,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 16, 64, 256], help="batch sizes (%(default)s)")
     parser.add_argument("--context", type=int, default=1024, help="cached tokens of each row (%(default)s)")
     parser.add_argument("--layers", type=int, default=28, help="layers of Qwen3-0.6B's shape (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES))
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES), help="(%(default)s)")
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:

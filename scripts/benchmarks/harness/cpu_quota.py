@@ -30,7 +30,7 @@ class CpuQuota:
 
 @contextlib.contextmanager
 def cpu_quota(percent: int) -> Iterator[CpuQuota]:
-    """A group that gets so many percent of one core; its processes must have ended when the block ends.
+    """A control group that gets ``percent`` of one core; its processes must end before the block does.
 
     Raises:
         ConfigError: no group can be made here.

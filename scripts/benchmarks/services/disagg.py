@@ -120,7 +120,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--capacity", type=float, help="requests/s to take as the capacity instead of measuring it")
     add("--peer", action="append", default=[], metavar="vllm=PYTHON", help="for qwen3-0.6b, also vLLM's server")
     add("--cores", type=int, default=2, help="physical cores for the service and the client together (%(default)s)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the first round (%(default)s)")
 
 
 def run(options: Options) -> dict[str, float]:

@@ -7,9 +7,9 @@ the client, they get their next tokens. So every chunk holds one token.
 
 The processor time of a gateway per event, of all its threads, tells more than the rate: its inverse is the rate that
 the gateway could reach if client and nodes were never slower. The others forward bytes; they neither tokenize nor
-format. Baton encrypts its messages to nodes and back (CURVE); ``baton plain`` is Baton with ``--insecure``, which does
-not, as the others, which speak plain HTTP to their workers. ``raw uvloop`` answers with such bytes and does nothing
-else, which is the limit of one process on uvloop.
+format. Baton encrypts its messages to nodes and back (CURVE). ``baton plain`` is Baton with ``--insecure``, without
+encryption, as the others speak plain HTTP to their workers. ``raw uvloop`` answers every request with the same bytes,
+which is the limit of one process on uvloop.
 
 A completion of one token is the prefill node's alone; one of two tokens takes both nodes.
 """

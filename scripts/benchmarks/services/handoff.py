@@ -7,9 +7,9 @@ a request is its first gap minus the median of its later gaps. It is shown as a 
 to first token where one node with one thread prefills and decodes; the mark is 5 %. The arrangements take turns, in
 alternating order. The load tester is the only client.
 
-The decode node reports the stages ``transfer``, from the arrival of the handoff to that of the last page, and ``join``,
-from then to the second token. The defaults take half an hour; ``--model small --dtype float32 --rounds 1 --lengths
-512`` takes two minutes.
+The decode node reports the stages ``transfer``, from the arrival of the handoff to the arrival of the last page, and
+``join``, from then to the second token. The defaults take half an hour; ``--model small --dtype float32 --rounds 1
+--lengths 512`` takes two minutes.
 """
 
 import argparse
@@ -190,7 +190,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=2, help="repetitions, each with new services (%(default)s)")
     add("--new-tokens", type=int, default=12, help="output tokens of each request (%(default)s)")
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the first round (%(default)s)")
 
 
 def run(options: Options) -> dict[str, float]:

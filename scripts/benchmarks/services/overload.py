@@ -1,7 +1,7 @@
-"""Goodput under overload: at once and three times the capacity, and after all clients leave and come back at once.
+"""Goodput under overload: at one and three times the capacity, and after all clients leave and come back at once.
 
 ``serve`` runs on this machine with a prefill node and a decode node of the small model; its engines take most of the
-time. The capacity is what a closed loop of clients gets, a few more than run at once. Then requests come at once and
+time. The capacity is what a closed loop of clients gets, a few more than run at once. Then requests come at one and
 three times that rate, each with a deadline, and refused ones are lost. In the storm all clients leave at once, come
 back at once, and heed Retry-After. An answer counts towards the goodput if it is whole and within its deadline.
 """
@@ -22,7 +22,7 @@ from scripts.benchmarks.harness.service_fixture import running_service
 SHORTEST = ("--seconds=2", "--window=1", "--clients=20")
 #: On a busy machine every answer may be late; then the answers are counted nevertheless.
 MAY_BE_ZERO = ("goodput at 1x", "goodput at 3x", "goodput before the storm", "goodput after the storm")
-#: A deadline is so many times the latency of an answer at the capacity.
+#: Deadline of a request, as a multiple of the latency of an answer at the capacity.
 DEADLINE_FACTOR = 4.0
 #: Arrivals per request that can be served.
 OVERLOAD = 3.0

@@ -9,8 +9,8 @@ each with a batch of different prompts, so that every output is routed for itsel
 of two tokens come and go at the highest rate, over one gateway and over two with the same nodes.
 
 The processor time of a gateway, all its threads, belongs to it alone. The rate does not: client and nodes take the
-same cores. With as few cores as here, that of two gateways is bound by them; the processor time of each gateway per
-request, less that for heartbeats, says what it could reach.
+same cores. On few cores, client and nodes limit the rate of two gateways; the processor time of each gateway per
+request, without its heartbeats, says what it could reach.
 
 With ``--gateway-share``, each gateway gets a fixed share of a core, so that cores are left to client and nodes. The
 measured rates of one and of two gateways can then be compared, as long as the gateways use their whole share.
@@ -157,7 +157,7 @@ class Nodes:
             raise BatonError("a process of nodes has ended; its error is above") from None
 
     async def until_held(self, count: int) -> None:
-        """Waits until decode nodes have so many requests."""
+        """Waits until decode nodes hold ``count`` requests."""
         await _until(f"{count} requests on decode nodes", lambda all: sum(one.num_held for one in all) == count, self)
 
     async def until_registered(self, num_nodes: int) -> None:

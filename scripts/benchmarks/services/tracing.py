@@ -67,7 +67,7 @@ async def running_collector() -> AsyncIterator[tuple[Collector, str]]:
 
 
 async def cpu_of_answers(gateway: Gateway, num_answers: int) -> float:
-    """Microseconds of processor time for each of so many answers, their export included."""
+    """Microseconds of processor time for each of ``num_answers`` answers, their export included."""
     gateway.upstream.stream(False)
     request, num_sent, num_answered = http_post("/v1/completions", BODY), 0, 0
     is_over = asyncio.Event()

@@ -2,8 +2,8 @@
 
 The first table compares places: by cost (--local-prefill auto), prefill nodes alone (--local-prefill never), and decode
 nodes for prompts of which they lack fewer than 64, 512 or 2,048 tokens. The second compares pairs of nodes, with
-prefill nodes alone: by cost, in turn, by least load, by the longest cached prefix, and by least load with affinity:
-tokens to compute, those of this prompt that a node lacks included. All see the same requests. Without a trace they
+prefill nodes alone: by cost, in turn, by least load, by the longest cached prefix, and by least load with affinity,
+which also counts the tokens of this prompt that a node lacks. All see the same requests. Without a trace they
 arrive at random, with prompts and outputs of many lengths; --trace replays a Mooncake or Azure trace at the given mean
 rates, or at shares of the capacity (--loads): the requests that the service answers in a second with 128 in flight.
 --windows takes several stretches of the load, so that noise can be told from a difference.

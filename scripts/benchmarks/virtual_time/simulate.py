@@ -2,7 +2,7 @@
 
 Each load runs --rounds times, and the best round counts, because other processes only make a round slower. Processor
 time stands beside wall time for the same reason. Steps that are alike are taken together; beside that stands one round
-in which every step is taken by itself, with the same results.
+in which steps are taken one at a time, with the same results.
 """
 
 import argparse

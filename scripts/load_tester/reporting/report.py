@@ -31,7 +31,7 @@ class Report:
         reasons: why the run is invalid; empty if it is valid.
         arrivals, client: see ``validity.arrival_check``, ``validity.client_load``.
         latency, throughput, service, errors, classes, tenants, fairness, caching, tokens, stages: see ``metrics``.
-        outputs: with --expect-file, see ``outputs.compare_outputs``.
+        outputs: with --expect-file, see ``output_check.compare_outputs``.
         scrape: the server's own series, ``{name: [[seconds, value], ...]}``.
         was_stopped: whether Ctrl-C or SIGTERM ended it early.
         start_up_s: from the command's start to the first request; None if none was sent.

@@ -35,7 +35,7 @@ BATCHES = (2, 4, 8, 16, 32)
 BATCHES_BESIDE, PROMPTS_BESIDE = (1, 4, 12), 2
 #: Lengths of prompts beside outputs: long enough to keep a node busy, short enough for one chunk.
 LENGTHS_BESIDE = (64, 512)
-#: Tokens of an output on one of two decode nodes: so many that prompts are rare.
+#: Tokens of an output on one of two decode nodes: long outputs, so that prompts are rare.
 PAIR_OUTPUT = 256
 NUM_ROWS = 5_000  # of a designed trace, more than any service answers in time
 
@@ -222,7 +222,7 @@ class Driver:
         return [one for one in BATCHES_BESIDE if one <= max(self._batches, default=1)]
 
     def _send_pairs(self, batch: int, seconds: float) -> list[StreamedRequest]:
-        """Send so many outputs to each of two decode nodes at once, until ``seconds`` are over."""
+        """Keep ``batch`` outputs in flight on each of two decode nodes for ``seconds``."""
         size, length = self._size, self._lengths[0]
         room = (size.pool_tokens // 2 or MAX_PROMPT) // batch - length
         num_output = max(BATCH_OUTPUT, min(PAIR_OUTPUT, room, size.context_length // 2))
@@ -234,7 +234,7 @@ class Driver:
         return self._send(designed_rows(self._lengths, ALONE_OUTPUT), concurrency=1, seconds=seconds, count=count)
 
     def _send_batch(self, batch: int, seconds: float) -> list[StreamedRequest]:
-        """Keep so many requests with short prompts in flight."""
+        """Keep ``batch`` requests with short prompts in flight for ``seconds``."""
         lengths, size = self._lengths, self._size
         room = size.pool_tokens // batch - BATCH_OUTPUT if size.pool_tokens else lengths[-1]
         short = [length for length in lengths[: len(lengths) // 2 + 1] if length <= max(16, room // 2)] or lengths[:1]

@@ -102,7 +102,7 @@ class Samples:
         self.prompts_crowded += found
 
     def add_on_two_nodes(self, outputs: Sequence[StreamedRequest]) -> None:
-        """Add outputs of which two decode nodes computed half each. Steps count while all of them were in flight."""
+        """Add outputs that two decode nodes shared evenly. Steps count while all outputs were in flight."""
         self.steps_beside_decode += _on_two_nodes(list(self._steps_together(outputs)))
 
     def _beside(

@@ -18,7 +18,7 @@ from scripts.simulator.service.cores import Sharing
 
 #: Share of the memory that weights and KV pages take together; the rest is for activations.
 MEMORY_SHARE = 0.9
-#: A pool of fewer tokens serves nobody.
+#: A pool of fewer tokens is refused.
 MIN_POOL_TOKENS = 4_096
 #: The simulator's page layouts come in multiples of this.
 KV_UNIT = 256
@@ -52,8 +52,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
 
     Attributes:
         costs: parameters of ``Costs`` by name, in seconds and bytes per second.
-        beside: those that are others while another node computes on the same processor.
-        beside_decode: those of a decode step that are others while another decode node computes there.
+        beside: costs that differ while another node computes on the same processor.
+        beside_decode: costs of a decode step that differ while another decode node computes there.
         unpinned, crowded: factors by role (``Sharing``).
         num_devices: accelerators of the node.
         price_per_hour: of the whole node, in US dollars.

@@ -48,7 +48,7 @@ class Step:
 
 
 class Cores:
-    """So many cores, and the steps that they compute, each with one thread.
+    """Shared cores, and the steps that they compute, each with one thread.
 
     While there are more steps than cores, some have a core of their own and some share one. They take turns.
 
@@ -56,7 +56,7 @@ class Cores:
         crowded: by what factor steps take longer than by even shares while there are more steps than cores, by role.
 
     Attributes:
-        count: of the cores. As many nodes, or fewer, are pinned to cores of their own.
+        count: number of cores. Up to this many nodes are pinned to cores of their own.
     """
 
     def __init__(self, events: EventQueue, count: int, crowded: Mapping[Role, float] | None = None) -> None:
@@ -64,7 +64,7 @@ class Cores:
         self.count = count
         self._crowded = crowded or {}
         self._steps: list[Step] = []
-        self._since = 0.0  # the instant of which every `left` is
+        self._since = 0.0  # when every `left` was computed last
         self._speeds: list[float] = []  # from then on, in shares of a step per second
         self._timer: Timer | None = None
 

@@ -53,11 +53,11 @@ class NodeSettings:
         capacities: pages and slots, by role.
         engine: makes an engine with the given capacity.
         costs: of steps, messages and transfers.
-        costs_of_role: of nodes of a role whose steps cost something else.
+        costs_of_role: costs of the roles for which they differ.
         takes_steps_together: decode steps that are alike (``repeated_steps``); they need a ``ScriptedEngine``.
         num_cores: processor cores that all nodes share; None if each has a device of its own.
-        costs_beside: of steps beside those of another node, on shared cores; None if they cost the same.
-        costs_beside_decode: of steps of a decode node beside those of another one; None: as ``costs_beside``.
+        costs_beside: costs of steps while another node computes on shared cores; None if they are the same.
+        costs_beside_decode: the same of a decode node beside another decode node; None: as ``costs_beside``.
         sharing: by what factor steps take longer where there are more nodes than cores.
     """
 
@@ -96,8 +96,8 @@ class Node:
 
     Args:
         incarnation: also its name.
-        cores: on which its steps run, beside those of other nodes; None for a device of its own.
-        previous: the node in its last role, which it has left; it goes on with that one's engine, pages and cache.
+        cores: the cores that it shares with other nodes; None for a device of its own.
+        previous: this node in the role that it has left; its engine, pages and cache are kept.
 
     Attributes:
         source: the node, as a source of events.
@@ -269,7 +269,7 @@ class Node:
             self._happens(what, *arguments)
 
     def slow_down(self, factor: float) -> None:
-        """Let steps take so many times as long from here on."""
+        """Let steps take ``factor`` times as long from now on."""
         self.catch_up()
         self._slowness = factor
 

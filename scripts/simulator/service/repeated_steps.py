@@ -18,15 +18,15 @@ from scripts.simulator.event_queue import EventQueue, Place
 
 #: The most tokens of one row that are looked up in advance, and of all rows of a large batch together.
 MAX_REPETITIONS, MAX_TOKENS = 512, 16_384
-#: Preparing repetitions of so many rows costs about as much as one repetition saves.
+#: Preparing repetitions of this many rows costs about as much as one repetition saves.
 ROWS_PER_REPETITION = 16
 LONGEST_PAUSE = 63
-#: Of repetitions, from 1 on.
+#: Numbers of repetitions, from 1 on.
 NUMBERS = np.arange(1, MAX_REPETITIONS + 1)
 
 
 class Patience:
-    """Decides for one node whether to prepare repetitions, which costs time for each row: not where few come of it.
+    """Decides for one node whether preparing repetitions, which costs time for each row, is worthwhile.
 
     It changes no result. After a step of many rows that was repeated only a few times, some steps are taken by
     themselves; their number doubles with each such step up to ``LONGEST_PAUSE``.
@@ -44,7 +44,7 @@ class Patience:
         self._num_left -= 1
 
     def ended(self, num_repetitions: int, num_rows: int) -> None:
-        """A step of so many rows was repeated so often."""
+        """A step of ``num_rows`` rows was repeated ``num_repetitions`` times."""
         is_worthwhile = num_repetitions >= num_rows // ROWS_PER_REPETITION
         self._pause = 0 if is_worthwhile else min(2 * self._pause + 1, LONGEST_PAUSE)
         self._num_left = self._pause
@@ -172,7 +172,7 @@ class Schedule(NamedTuple):
         return number + (number < self.most and events.is_past(self.place(number)))
 
     def num_arrived(self, events: EventQueue, first: int, most: int) -> int:
-        """Repetitions of which the tokens have arrived by now, from the given one on and up to so many."""
+        """Repetitions before ``most`` whose tokens have arrived by now; those before ``first`` are known to have."""
         number = bisect_left(self.arrivals, events.now(), first, most)
         return number + (number < most and events.is_past(self.place_of_arrival(number)))
 

@@ -18,7 +18,7 @@ class Limits:
     flops_per_s: float
 
     def seconds(self, *, num_bytes: float = 0.0, flops: float = 0.0) -> float:
-        """The least time for so much work."""
+        """The least seconds for moving ``num_bytes`` and computing ``flops`` at the same time."""
         return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
 
@@ -26,7 +26,7 @@ class Device:
     """Times work on one device.
 
     Args:
-        rounds: of each measurement, of which the fastest counts.
+        rounds: number of times that each measurement is made; the fastest counts.
     """
 
     def __init__(self, name: str, dtype: str, *, rounds: int) -> None:
@@ -54,11 +54,6 @@ class Device:
     def wait(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
-
-    def host_s(self, work: Callable[[], object]) -> float:
-        """Seconds from the start of the work on the host to its end on the device."""
-        work()
-        return min(self._once(work, 1) for _ in range(self._rounds))
 
     def kernel_s(self, work: Callable[[], object]) -> float:
         """Seconds on the device alone: on CUDA the work is repeated in a graph, so that its launches do not count."""
