@@ -118,7 +118,8 @@ def test_pages_go_on_while_the_better_transport_is_attached_and_each_goes_once()
     pair.assert_nothing_is_held()
 
 
-def test_a_connection_that_breaks_before_the_decode_node_hears_of_the_change_is_mended() -> None:
+def pair_with_offer() -> TwoTransports:
+    """A broken pair, half of whose transfer is written, with an offer of the better transport that is on its way."""
     pair = broken_pair()
     pair.open(KEY, 4)
     pair.begin(KEY, 4)
@@ -128,6 +129,11 @@ def test_a_connection_that_breaks_before_the_decode_node_hears_of_the_change_is_
     pair.now += MIN_REST_S
     pair.pump()
     pair.hear_prefill()
+    return pair
+
+
+def test_a_connection_that_breaks_before_the_decode_node_hears_of_the_change_is_mended() -> None:
+    pair = pair_with_offer()
     pair.hear_decode()
     pair.pump()
     assert [type(message) for message in pair.to_decode] == [Connected]
@@ -146,15 +152,7 @@ def test_a_connection_that_breaks_before_the_decode_node_hears_of_the_change_is_
 )
 def test_an_offer_of_another_pool_beside_a_connection_is_counted_and_ignored(change: dict[str, Any]) -> None:
     """Grants are checked against the pool of the connection, so that a smaller one could be written beyond its end."""
-    pair = broken_pair()
-    pair.open(KEY, 4)
-    pair.begin(KEY, 4)
-    pair.compute(KEY, 2)
-    pair.until(lambda: len(pair.writers["other"].written) == 2)
-    pair.step()
-    pair.now += MIN_REST_S
-    pair.pump()
-    pair.hear_prefill()
+    pair = pair_with_offer()
     (offer,) = pair.to_prefill
     assert isinstance(offer, Connect)
     pair.to_prefill[0] = msgspec.structs.replace(offer, **change)
