@@ -1,5 +1,6 @@
 """Options of ``simulate``: limits and policies of the nodes, loads of the load tester, and the cost model."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -313,6 +314,11 @@ class SimulateConfig(
         """By what factor steps take longer on shared cores; none if every node has a core of its own."""
         is_pinned = self.cores is None or self.prefill + self.decode <= self.cores
         return Sharing() if is_pinned or not self.node_models else self.node_models["decode"].sharing
+
+    @property
+    def spread(self) -> Mapping[Role, Sequence[float]]:
+        """By role, equally likely factors by which single steps differ from their costs on shared cores."""
+        return self.node_models["decode"].spread if self.node_models else {}
 
     @property
     def fault_options(self) -> FaultOptions:

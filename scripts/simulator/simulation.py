@@ -49,6 +49,7 @@ class Simulation:
             costs_beside=config.costs_beside,
             costs_beside_decode=config.costs_beside_decode,
             sharing=config.sharing,
+            spread=config.spread,
         )
         self.cluster = Cluster(
             settings, config.pool(MODEL), num_prefill=config.prefill, num_decode=config.decode, on_end=self._on_end

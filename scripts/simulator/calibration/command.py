@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from common.errors import ConfigError
 from scripts.load_tester.client.client_pool import ClientFailed
@@ -23,6 +24,7 @@ from scripts.simulator.hardware.node_model import Hardware, Profile, find_hardwa
 #: Meanings of the costs that a calibration finds, in the order in which they are printed.
 MEANINGS = {
     "step_s": "a decode step",
+    "weights_s": "and for its requests, at least",
     "row_s": "and for each request in it",
     "context_token_s": "and for 1,000 tokens of its context",
     "prompt_step_s": "a step with prompts, beside that",
@@ -32,9 +34,9 @@ MEANINGS = {
     "wire_s": "a transfer, beside its bytes",
 }
 #: Those that are others while both nodes compute, if they share a processor.
-BESIDE = ("step_s", "row_s", "context_token_s", "prompt_step_s", "prompt_token_s", "prompt_pair_s")
+BESIDE = ("step_s", "weights_s", "row_s", "context_token_s", "prompt_step_s", "prompt_token_s", "prompt_pair_s")
 #: Those of a decode step beside one of another decode node.
-BESIDE_DECODE = ("step_s", "row_s", "context_token_s")
+BESIDE_DECODE = ("step_s", "weights_s", "row_s", "context_token_s")
 #: Meanings of the factors on shared cores.
 SHARING = {"unpinned": "unpinned", "crowded": "of three nodes"}
 #: A median error above this means that the profile is not to be relied on.
@@ -102,6 +104,7 @@ def _profile_of(config: SimulateConfig, size: ServiceSize, fit: Fit, kv_bytes: i
         errors=fit.errors,
         samples=fit.samples,
         beside={name: getattr(fit.beside, name) for name in BESIDE} if fit.beside else {},
+        spread=dict(fit.spread),
     )
 
 
@@ -119,7 +122,7 @@ def _with_beside_decode(profile: Profile, samples: Samples) -> Profile:
 def _with_sharing(profile: Profile, samples: Samples) -> Profile:
     node = Hardware(profile).node(1)
     beside = node.costs_beside or node.costs
-    fit = fit_sharing(samples, beside, node.costs_beside_decode or beside)
+    fit = fit_sharing(samples, beside, node.costs_beside_decode or beside, node.spread)
     return msgspec.structs.replace(
         profile,
         unpinned=dict(fit.sharing.unpinned),
@@ -141,6 +144,9 @@ def profile_lines(profile: Profile) -> list[str]:
         lines.append(line)
     wire = profile.costs["wire_bytes_per_s"] / 1e9
     lines.append(f"{'bandwidth of transfers':40}{wire:>8.3g} GB/s")
+    for role, factors in profile.spread.items():
+        mean, most = np.mean(factors), factors[-1]
+        lines.append(f"{f'{role} steps against these costs':40}{mean:>8.2f} times in the mean, {most:.2f} at most")
     for field, meaning in SHARING.items():
         for role, factor in getattr(profile, field).items():
             lines.append(f"{f'{role} steps, {meaning}':40}{factor:>8.2f} times")

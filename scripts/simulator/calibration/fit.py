@@ -2,12 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.config.shared import Role
 from scripts.simulator.calibration.samples import HandoffSample, PromptSample, Samples, StepSample
 from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.service.cores import Sharing
@@ -25,6 +26,8 @@ FASTEST_TOKEN_S, FASTEST_WIRE = 1e-10, 1e13
 MOST_OF_USUAL = 4.0
 #: Three nodes that compute on two cores: by what factor even shares make a step longer.
 EVEN_SHARE = 1.5
+#: Factors that stand for the spread of steps.
+NUM_FACTORS = 40
 #: Parts of the measurements that are compared with all of them. Each has at least one.
 NUM_PARTS = MIN_PROMPTS
 
@@ -39,12 +42,14 @@ class Fit:
 
     Attributes:
         beside: costs while both nodes compute; None if that was not measured.
+        spread: factors between steps and their costs while both nodes compute, by role (``NodeModel.spread``).
     """
 
     costs: Costs
     errors: dict[str, float]
     samples: dict[str, int]
     beside: Costs | None = None
+    spread: Mapping[Role, tuple[float, ...]] = field(default_factory=dict)
 
 
 def fit_costs(samples: Samples, kv_bytes_per_token: int) -> Fit:
@@ -55,7 +60,7 @@ def fit_costs(samples: Samples, kv_bytes_per_token: int) -> Fit:
     costs, handoff_error = _fit_handoffs(samples.handoffs, costs, kv_bytes_per_token)
     errors = {"prompts": prompt_error, "steps": step_error, "handoffs": handoff_error}
     counts = {"prompts": len(samples.prompts), "steps": len(samples.steps), "handoffs": len(samples.handoffs)}
-    beside = None
+    beside, spread = None, dict[Role, tuple[float, ...]]()
     lengths = len({one.num_input for one in samples.prompts_beside})
     if len(samples.steps_beside) >= MIN_STEPS and len(samples.prompts_beside) >= MIN_PROMPTS and lengths >= MIN_LENGTHS:
         found, errors["steps beside prompts"] = _fit_steps(samples.steps_beside)
@@ -63,7 +68,10 @@ def fit_costs(samples: Samples, kv_bytes_per_token: int) -> Fit:
         counts |= {"steps beside prompts": len(samples.steps_beside)}
         counts |= {"prompts beside outputs": len(samples.prompts_beside)}
         beside = replace(found, message_s=costs.message_s)
-    return Fit(costs, errors, counts, beside)
+        gaps = [(gap_s, _step_s(beside, one)) for one in samples.steps_beside for gap_s in one.gaps_s]
+        prompts = [(_seconds(one), _prompt_s(beside, one)) for one in samples.prompts_beside]
+        spread = {"prefill": _spread(prompts), "decode": _spread(gaps)}
+    return Fit(costs, errors, counts, beside, spread)
 
 
 def fit_beside_decode(samples: Samples) -> tuple[Costs, float]:
@@ -82,12 +90,15 @@ class SharingFit:
     samples: dict[str, int]
 
 
-def fit_sharing(samples: Samples, beside: Costs, beside_decode: Costs) -> SharingFit:
+def fit_sharing(
+    samples: Samples, beside: Costs, beside_decode: Costs, spread: Mapping[Role, Sequence[float]] | None = None
+) -> SharingFit:
     """Fit by what factors steps take longer where a prefill node and two decode nodes share two cores.
 
     Args:
         beside: costs beside another node, where each is pinned to a core.
         beside_decode: of a decode node beside another one.
+        spread: factors between steps and their costs, by role.
     Raises:
         TooFewSamples: names what is missing.
     """
@@ -102,8 +113,9 @@ def fit_sharing(samples: Samples, beside: Costs, beside_decode: Costs) -> Sharin
         (one.seconds, _even_step_s(decode * _step_s(beside, one), _step_s(beside_decode, one))) for one in three[0]
     ]
     even_prompts = [(_seconds(one), EVEN_SHARE * prefill * _prompt_s(beside, one)) for one in three[1]]
-    crowded_decode, crowded_decode_error = _mean_factor(even_steps)
-    crowded_prefill, crowded_prefill_error = _mean_factor(even_prompts)
+    means = {role: float(np.mean(factors)) for role, factors in (spread or {}).items()}
+    crowded_decode, crowded_decode_error = _mean_factor(even_steps, means.get("decode", 1.0))
+    crowded_prefill, crowded_prefill_error = _mean_factor(even_prompts, means.get("prefill", 1.0))
     names = ("steps beside prompts, unpinned", "prompts beside outputs, unpinned", "steps of three nodes",
              "prompts of three nodes")  # fmt: skip
     errors = (decode_error, prefill_error, crowded_decode_error, crowded_prefill_error)
@@ -149,7 +161,19 @@ def _usual_factor(ratios: Sequence[float]) -> tuple[float, float]:
     return factor, float(np.median(np.abs(np.array(ratios) / factor - 1)))
 
 
-def _mean_factor(measured: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _spread(measured: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """Equally likely factors, in ascending order: the mean of each equal part of all.
+
+    Args:
+        measured: seconds, and seconds by the fitted costs, of each step.
+    """
+    seconds, fitted_s = np.array(measured).T
+    ratios = np.sort(seconds / fitted_s)
+    ratios = np.minimum(ratios, MOST_OF_USUAL * np.median(ratios))
+    return tuple(float(part.mean()) for part in np.array_split(ratios, min(NUM_FACTORS, len(ratios))))
+
+
+def _mean_factor(measured: Sequence[tuple[float, float]], usual: float) -> tuple[float, float]:
     """The mean factor, and how far parts of the measurements are from it: the median relative error.
 
     Steps are fast or slow, by whether they share a core. So no usual one stands for them, and what counts is what all
@@ -157,8 +181,10 @@ def _mean_factor(measured: Sequence[tuple[float, float]]) -> tuple[float, float]
 
     Args:
         measured: seconds, and seconds by even shares, of each step.
+        usual: the mean factor between steps and their costs where nodes have cores of their own.
     """
     seconds, even_s = np.array(measured).T
+    even_s *= usual
     ratios = seconds / even_s
     taken_s = np.minimum(ratios, MOST_OF_USUAL * np.median(ratios)) * even_s
     factor = float(taken_s.sum() / even_s.sum())
@@ -176,11 +202,21 @@ def _check(samples: Samples) -> None:
 
 
 def _fit_steps(steps: Sequence[StepSample]) -> tuple[Costs, float]:
-    columns = np.array([(1.0, one.num_rows, one.num_context) for one in steps])
+    """Decode steps. Few rows take as long as some more do, if reading the weights is what takes the time."""
+    seconds = np.array([one.seconds for one in steps])
+    rows, context = np.array([(one.num_rows, one.num_context) for one in steps], dtype=np.float64).T
     groups = [(one.num_rows, round(2 * math.log2(one.num_context + 1))) for one in steps]
-    found, error = grouped_fit(columns, np.array([one.seconds for one in steps]), groups)
-    fixed, row, context = found.tolist()
-    return Costs(step_s=fixed, row_s=row, context_token_s=context, message_s=0.0, wire_s=0.0), error
+    best, least, error = Costs(), math.inf, 0.0
+    for fewest in range(int(rows.max()) // 2 + 1):
+        columns = np.stack([np.ones_like(rows), np.maximum(rows, fewest), context], axis=1)
+        found, median_error = grouped_fit(columns, seconds, groups)
+        mean_error = float(np.abs(columns @ found / seconds - 1).mean())
+        if mean_error < least:
+            least, error = mean_error, median_error
+            fixed, row, token = found.tolist()
+            weights = fewest * row
+            best = Costs(fixed, row_s=row, context_token_s=token, message_s=0.0, wire_s=0.0, weights_s=weights)
+    return best, error
 
 
 def _fit_prompts(prompts: Sequence[PromptSample], costs: Costs) -> tuple[Costs, float]:
@@ -205,7 +241,7 @@ def _fit_handoffs(handoffs: Sequence[HandoffSample], costs: Costs, kv_bytes_per_
     if len(handoffs) < MIN_PROMPTS:
         return replace(costs, wire_bytes_per_s=FASTEST_WIRE), 0.0
     lengths = np.array([one.num_input for one in handoffs], dtype=np.float64)
-    step_s = costs.step_s + costs.row_s + costs.context_token_s * (lengths + 1)
+    step_s = costs.step_s + max(costs.weights_s, costs.row_s) + costs.context_token_s * (lengths + 1)
     columns = np.stack([np.ones_like(lengths), lengths], axis=1)
     seconds = np.array([one.seconds for one in handoffs])
     found, error = grouped_fit(columns, seconds, lengths.tolist(), offset=step_s)

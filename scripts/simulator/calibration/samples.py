@@ -22,11 +22,16 @@ NUM_AVERAGED = 6
 
 
 class StepSample(NamedTuple):
-    """The time of a decode step, averaged over a few tokens of a stream."""
+    """Decode steps, by the gaps between a few tokens of a stream."""
 
     num_rows: int  # requests that were decoding, this one included
     num_context: int  # tokens that these attended to, together
-    seconds: float
+    gaps_s: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The mean of the gaps: the time of a step."""
+        return sum(self.gaps_s) / len(self.gaps_s)
 
 
 class HandoffSample(NamedTuple):
@@ -77,7 +82,7 @@ class Samples:
                 self.handoffs.append(HandoffSample(one.num_input, stamps[1] - stamps[0]))
             for first, last in _spans(stamps):
                 context = one.num_input + (first + last - 1) // 2
-                self.steps.append(StepSample(1, context, (stamps[last] - stamps[first]) / (last - first)))
+                self.steps.append(StepSample(1, context, _gaps_s(stamps[first : last + 1])))
 
     def add_together(self, requests: Sequence[StreamedRequest]) -> None:
         """Add requests that were in flight together. Rows and context are those in the middle of a span."""
@@ -108,13 +113,19 @@ class Samples:
     def _beside(
         self, outputs: Sequence[StreamedRequest], prompts: Sequence[StreamedRequest]
     ) -> tuple[list[StepSample], list[PromptSample]]:
-        """Steps and prompts of the times in which all outputs were in flight, and prompts too."""
+        """Steps and prompts of the times in which all outputs were in flight, and prompts too.
+
+        Prompts that the node computed together are left out: of such, it does not say how long each took.
+        """
         if not outputs or not prompts:
             return [], []
         began_s, ended_s = max(one.stamps_s[0] for one in outputs), min(one.stamps_s[-1] for one in outputs)
         found = []
-        for one in prompts:
-            if "prefill_s" in one.timings and began_s <= one.sent_s and one.stamps_s[0] <= ended_s:
+        timed = [one for one in prompts if "prefill_s" in one.timings]
+        for one in timed:
+            middle_s = one.stamps_s[0] - one.timings["prefill_s"] / 2
+            is_alone = not any(_began_s(other) < middle_s < other.stamps_s[0] for other in timed if other is not one)
+            if is_alone and began_s <= one.sent_s and one.stamps_s[0] <= ended_s:
                 ttft_s = one.stamps_s[0] - one.sent_s - one.timings.get("prefill_queue_s", 0.0)
                 found.append(PromptSample(one.num_input, ttft_s, one.timings["prefill_s"]))
         last_s = max(one.stamps_s[0] for one in prompts)
@@ -128,26 +139,35 @@ class Samples:
         ends = np.array([one.stamps_s[-1] for one in several])
         for one in several:
             for first, last in _spans(one.stamps_s):
-                before, after = one.stamps_s[first], one.stamps_s[last]
-                middle = (before + after) / 2
+                stamps = one.stamps_s[first : last + 1]
+                middle = (stamps[0] + stamps[-1]) / 2
                 if not began_s <= middle <= ended_s:
                     continue
                 present = [several[place] for place in np.flatnonzero((starts <= middle) & (middle < ends))]
                 context = sum(other.num_input + bisect.bisect_right(other.stamps_s, middle) for other in present)
-                yield StepSample(len(present), context, (after - before) / (last - first))
+                yield StepSample(len(present), context, _gaps_s(stamps))
 
 
 def _on_two_nodes(steps: Sequence[StepSample]) -> list[StepSample]:
     """What each of two nodes computed of the steps in which most rows were in flight."""
     most = max((one.num_rows for one in steps), default=0)
     found = [one for one in steps if one.num_rows == most]
-    return [StepSample(most // 2, context // 2, seconds) for _, context, seconds in found]
+    return [one._replace(num_rows=most // 2, num_context=one.num_context // 2) for one in found]
+
+
+def _gaps_s(stamps_s: Sequence[float]) -> tuple[float, ...]:
+    return tuple(np.diff(stamps_s).tolist())
 
 
 def _spans(stamps_s: Sequence[float]) -> Iterator[tuple[int, int]]:
     """First and last token of stretches of a few tokens, from the second token on."""
     for first in range(1, len(stamps_s) - 1, NUM_AVERAGED):
         yield first, min(first + NUM_AVERAGED, len(stamps_s) - 1)
+
+
+def _began_s(prompt: StreamedRequest) -> float:
+    """When the node began to compute a prompt, about."""
+    return prompt.stamps_s[0] - prompt.timings["prefill_s"]
 
 
 def _joined_s(stamps_s: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ The roofline: the matrix products of a step take as long as their multiplication
 is longer. Attention, all-reduce and a fixed overhead come on top of it.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class NodeModel:
         costs_beside: costs while another node computes on the same processor (``--cores``); None if unknown.
         costs_beside_decode: costs of a decode node while another decode node computes there; None if unknown.
         sharing: by what factor steps take longer where there are more nodes than cores.
+        spread: by role, equally likely factors between a step and its costs, where nodes share a processor.
     """
 
     costs: Costs
@@ -45,6 +47,7 @@ class NodeModel:
     costs_beside: Costs | None = None
     costs_beside_decode: Costs | None = None
     sharing: Sharing = field(default_factory=Sharing)
+    spread: Mapping[Role, Sequence[float]] = field(default_factory=dict)
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="profile", tag_field="kind"):
@@ -55,6 +58,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
         beside: costs that differ while another node computes on the same processor.
         beside_decode: costs of a decode step that differ while another decode node computes there.
         unpinned, crowded: factors by role (``Sharing``).
+        spread: factors of single steps, by role (``NodeModel``).
         num_devices: accelerators of the node.
         price_per_hour: of the whole node, in US dollars.
         errors: median relative error of the fit, by what was fitted.
@@ -74,6 +78,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
     beside_decode: dict[str, float] = {}
     unpinned: dict[Role, float] = {}
     crowded: dict[Role, float] = {}
+    spread: dict[Role, tuple[float, ...]] = {}
 
     def __post_init__(self) -> None:
         names = set(Costs.__dataclass_fields__)
@@ -87,6 +92,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
             for role, factor in getattr(self, part).items():
                 if not 0 < factor < float("inf"):
                     raise ValueError(f"{part}.{role} must be more than 0")
+        for role, factors in self.spread.items():
+            if not factors or not all(0 < factor < float("inf") for factor in factors):
+                raise ValueError(f"spread.{role} must be factors of more than 0")
         if self.kv_bytes_per_token < 1 or self.pool_tokens < 1 or self.num_devices < 1:
             raise ValueError("kv_bytes_per_token, pool_tokens and num_devices must be more than 0")
 
@@ -128,7 +136,7 @@ def _of_profile(profile: Profile) -> NodeModel:
     decode = replace(beside or costs, **profile.beside_decode) if profile.beside_decode else None
     sharing = Sharing(profile.unpinned, profile.crowded)
     sizes = (kv_bytes, profile.pool_tokens, profile.num_devices, profile.price_per_hour)
-    return NodeModel(costs, *sizes, beside, decode, sharing)
+    return NodeModel(costs, *sizes, beside, decode, sharing, profile.spread)
 
 
 def _of_roofline(device: Accelerator, shape: ModelShape, tp: int, flag: str) -> NodeModel:

@@ -4,6 +4,7 @@ One iteration of the loop is a *turn*: receive, commit, tick, plan, send. Here a
 long as ``Costs`` says.
 """
 
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,6 +60,7 @@ class NodeSettings:
         costs_beside: costs of steps while another node computes on shared cores; None if they are the same.
         costs_beside_decode: the same of a decode node beside another decode node; None: as ``costs_beside``.
         sharing: by what factor steps take longer where there are more nodes than cores.
+        spread: by role, equally likely factors by which single steps differ from their costs on shared cores.
     """
 
     config: NodeConfig
@@ -74,6 +76,7 @@ class NodeSettings:
     costs_beside: Costs | None = None
     costs_beside_decode: Costs | None = None
     sharing: Sharing = field(default_factory=Sharing)
+    spread: Mapping[Role, Sequence[float]] = field(default_factory=dict)
 
 
 class MessageBus(Protocol):
@@ -137,6 +140,8 @@ class Node:
         self._events = events
         self._bus = bus
         self._cores = cores
+        self._spread = settings.spread.get(role, (1.0,))
+        self._random = random.Random(incarnation)
         self._has_timer = False
         self._missed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # events while the node hangs
         self._used = (0, 0.0)  # pages in use, since when
@@ -323,7 +328,8 @@ class Node:
     def _begin(self, plan: StepPlan) -> None:
         self.is_busy = True
         work = StepWork.of(plan)
-        seconds = self._costs.seconds(work) * self._slowness
+        slowness = self._slowness if self._cores is None else self._slowness * self._random.choice(self._spread)
+        seconds = self._costs.seconds(work) * slowness
         counts = self.work
         counts["steps"] += 1
         counts["rows"] += work.num_rows
@@ -339,7 +345,7 @@ class Node:
             self._events.num_events += 1  # one for each step, however often its end is scheduled
             self._await_step_end()
         else:
-            beside_s = {other: costs.seconds(work) * self._slowness for other, costs in self._costs_beside.items()}
+            beside_s = {other: costs.seconds(work) * slowness for other, costs in self._costs_beside.items()}
             self._num_awaited += 1
             self._cores.run(self.kind, seconds, beside_s, partial(self._step_over, self._num_awaited))
 

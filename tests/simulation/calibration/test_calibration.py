@@ -37,7 +37,7 @@ from scripts.simulator.calibration.fit import (
 )
 from scripts.simulator.calibration.samples import HandoffSample, PromptSample, Samples, StepSample, StreamedRequest
 from scripts.simulator.config import SimulateConfig
-from scripts.simulator.costs import Costs
+from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.hardware.node_model import Hardware, Profile, find_hardware
 from scripts.simulator.main import main
 from scripts.simulator.simulation import Simulation
@@ -160,7 +160,7 @@ def test_each_of_two_decode_nodes_computes_half_of_the_rows_while_all_are_in_fli
     samples = Samples()
     samples.add_on_two_nodes([first, second])
     # At 3.0, in the middle of the first's later gaps, the second has ended. At 2.5, of its own, both have 2 tokens.
-    assert samples.steps_beside_decode == [StepSample(1, (102 + 52) // 2, 1.0)]
+    assert samples.steps_beside_decode == [StepSample(1, (102 + 52) // 2, (1.0,))]
     with pytest.raises(TooFewSamples, match="1 decode steps beside another decode node"):
         fit_beside_decode(samples)
 
@@ -174,7 +174,16 @@ def test_only_what_both_nodes_computed_at_once_counts_as_beside() -> None:
     assert samples.prompts_beside == [PromptSample(30, pytest.approx(1.1), 0.9)]
     assert samples.steps_beside == []  # the middle of its gaps, at 3.0, is past the last prompt
     samples.add_beside([output], [during, StreamedRequest(20, 2.7, [3.5], {"prefill_s": 0.4})])
-    assert samples.steps_beside == [StepSample(1, 13, 1.0)]
+    assert samples.steps_beside == [StepSample(1, 13, (1.0, 1.0))]
+
+
+def test_prompts_that_a_node_computed_together_do_not_count() -> None:
+    output = StreamedRequest(10, 0.0, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    first, second = (StreamedRequest(20, 1.2, [stamp], {"prefill_s": stamp - 1.2}) for stamp in (2.2, 2.6))
+    third = StreamedRequest(30, 2.5, [3.6], {"prefill_s": 1.05, "prefill_queue_s": 0.05})
+    samples = Samples()
+    samples.add_beside([output], [first, second, third])
+    assert [one.num_input for one in samples.prompts_beside] == [30]
 
 
 def test_rows_and_context_are_those_in_the_middle_of_a_span() -> None:
@@ -183,7 +192,7 @@ def test_rows_and_context_are_those_in_the_middle_of_a_span() -> None:
     samples = Samples()
     samples.add_together([first, second, StreamedRequest(70, 0.0, [0.5])])
     # In the middle of the first's two later gaps, at 3.0, they have 3 tokens and 1; of the second's, at 3.5, 3 and 2.
-    assert samples.steps == [StepSample(2, 103 + 51, 1.0), StepSample(2, 103 + 52, pytest.approx(0.8))]
+    assert samples.steps == [StepSample(2, 103 + 51, (1.0, 1.0)), StepSample(2, 103 + 52, pytest.approx((0.8,)))]
 
 
 def test_requests_alone_give_prompts_handoffs_and_steps() -> None:
@@ -191,7 +200,7 @@ def test_requests_alone_give_prompts_handoffs_and_steps() -> None:
     samples.add_alone([StreamedRequest(10, 1.0, [1.5, 1.8, 2.0], {"prefill_s": 0.4}), StreamedRequest(20, 2.0, [2.1])])
     assert samples.prompts == [PromptSample(10, 0.5, 0.4), PromptSample(20, pytest.approx(0.1), None)]
     assert samples.handoffs == [HandoffSample(10, pytest.approx(0.3))]
-    assert samples.steps == [StepSample(1, 11, pytest.approx(0.2))]
+    assert samples.steps == [StepSample(1, 11, pytest.approx((0.2,)))]
 
 
 @given(
@@ -226,10 +235,10 @@ def test_outliers_do_not_move_the_fit() -> None:
 def test_late_steps_on_shared_cores_count_little() -> None:
     costs = Costs(step_s=0.01, row_s=0.0, context_token_s=0.0, prompt_token_s=1e-4)
     prompts = [PromptSample(100, 0.0, seconds) for seconds in (0.03, 0.06) * 6]  # 0.02 alone, and 0.03 by even shares
-    steps = [StepSample(1, 20, seconds) for seconds in (0.012, 0.024) * 20]
-    late = [PromptSample(100, 0.0, 9.0)], [StepSample(1, 20, 2.0)]
+    steps = [StepSample(1, 20, (seconds,)) for seconds in (0.012, 0.024) * 20]
+    late = [PromptSample(100, 0.0, 9.0)], [StepSample(1, 20, (2.0,))]
     samples = Samples(
-        steps_unpinned=[StepSample(1, 20, 0.01)] * 40 + late[1], prompts_unpinned=[PromptSample(100, 0.0, 0.02)] * 9,
+        steps_unpinned=[StepSample(1, 20, (0.01,))] * 40 + late[1], prompts_unpinned=[PromptSample(100, 0.0, 0.02)] * 9,
         steps_crowded=steps + late[1], prompts_crowded=prompts + late[0],
     )  # fmt: skip
     fit = fit_sharing(samples, costs, costs)
@@ -237,6 +246,42 @@ def test_late_steps_on_shared_cores_count_little() -> None:
     # The usual step takes 0.024 s, and a late one counts as four of these: (20 x 0.036 + 0.096) / 41 over 0.015.
     assert fit.sharing.crowded["decode"] == pytest.approx((20 * 0.036 + 4 * 0.024) / 41 / 0.015)
     assert fit.sharing.crowded["prefill"] == pytest.approx((6 * 0.09 + 4 * 0.06) / 13 / 0.03)
+
+
+def test_few_rows_take_as_long_as_some_more_if_reading_the_weights_takes_the_time() -> None:
+    costs = Costs(step_s=1e-3, weights_s=4e-3, row_s=0.5e-3, context_token_s=0.0)
+    samples = Samples(prompts=[PromptSample(length, 0.1, 1e-3 + 1e-4 * length) for length in (50, 100, 200)] * 3)
+    for num_rows in (1, 2, 4, 8, 16, 32):
+        seconds = costs.seconds(StepWork(0, num_rows, 0))
+        samples.steps += [StepSample(num_rows, 20 * num_rows, (0.9 * seconds, 1.1 * seconds))] * 10
+    found = fit_costs(samples, KV_BYTES).costs
+    for num_rows in (1, 3, 8, 12, 32):
+        work = StepWork(0, num_rows, 20 * num_rows)
+        assert found.seconds(work) == pytest.approx(costs.seconds(work), rel=0.01)
+
+
+def test_the_spread_of_steps_beside_others_is_that_of_single_ones() -> None:
+    steps = [StepSample(rows, 20, (0.008 + 0.001 * rows,) * 5 + (0.016 + 0.002 * rows,)) for rows in (1, 4) * 20]
+    prompts = [PromptSample(length, 0.1, 0.01 + 1e-4 * length) for length in (50, 100, 200) * 4]
+    late = PromptSample(100, 0.1, 9.0)
+    samples = Samples(prompts=prompts, steps=steps, prompts_beside=[*prompts, late], steps_beside=steps)
+    fit = fit_costs(samples, KV_BYTES)
+    usual, double = 6 / 7, 12 / 7  # of the mean of six gaps
+    assert fit.spread["decode"] == pytest.approx((*[usual] * 33, (usual + 2 * double) / 3, *[double] * 6), rel=0.05)
+    assert fit.spread["prefill"] == pytest.approx((*[1.0] * 12, 4.0), rel=0.01)  # no more than four usual ones
+
+
+def test_the_simulated_spread_is_the_one_that_was_measured(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    costs = {"step_s": 6e-3, "row_s": 400e-6, "prompt_token_s": 350e-6}
+    factors = (0.8, 0.9, 1.0, 1.7)
+    profile = Profile("m", costs, KV_BYTES, 100_000, beside=costs, spread={"decode": factors})
+    file.write_bytes(msgspec.json.encode(profile))
+    [request] = simulated([f"--hardware={file}", "--cores=2", "--concurrency=1"], [16], 400)
+    gaps_s = np.diff(request.stamps_s)[1:] / 6.4e-3
+    found = [float((abs(gaps_s - factor) < 0.05).mean()) for factor in factors]
+    assert sum(found) == pytest.approx(1.0)
+    assert found == pytest.approx([0.25] * 4, abs=0.08)
 
 
 def test_too_few_samples_are_refused_with_their_number() -> None:
