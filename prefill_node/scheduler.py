@@ -397,8 +397,8 @@ class PrefillScheduler:
         self._ordering.admitted(request, num_input=request.num_tokens - request.num_computed)
         self._advance(request.key, Event.ADMIT)
         self._totals["skipped_ahead"] += bool(passing)
-        num_tokens, reason = request.num_tokens, "computes {} of {} tokens" + passing
-        self.decisions.note(now, request.rid, "admit", reason, num_tokens - request.num_cached, num_tokens)
+        reason = "computes {} of {} tokens" + passing
+        self.decisions.note(now, request.rid, "admit", reason, request.num_to_compute, request.num_tokens)
 
     def _sharing(self) -> InBatchPrefixes:
         return InBatchPrefixes(self._cache.page_size, self._limits.sharing, self._extending.values())
