@@ -431,7 +431,7 @@ class PrefillScheduler:
             return None
         ungranted = self._ungranted()
         if self._ordering.may_preempt_any(max(map(self._ordering.priority, self._waiting.values())), ungranted):
-            first = max(self._waiting.values(), key=self._ordering.effective_priority)
+            first = self._ordering.sort(list(self._waiting.values()), now)[0]
             weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim, now)]
             if weaker and self._sharing().holder_of(first, self._cache) is None:
                 self._preempt_for_first(first, weaker, now)

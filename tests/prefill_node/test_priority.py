@@ -66,6 +66,19 @@ def test_a_slot_is_taken_only_above_the_preemption_threshold(difference: int, is
     assert node.scheduler.totals()["preemptions"] == is_taken
 
 
+def test_no_prompt_gives_way_to_one_of_its_class_that_is_not_first_in_the_queue() -> None:
+    classes = PriorityRules(is_enabled=True, class_weights={"high": 8.0, "low": 1.0}, default_class="low")
+    node = Node(num_pages=8, rules=classes)
+    node.submit("running", 24, 1)
+    other = node.submit("other", 24)
+    node.scheduler.reprioritize(other.key, 0, node.now, priority_class="high")
+    assert node.step() == [("running", 8)]
+    node.submit("urgent", 16, 50)  # low has been served more, so that the other class would get the pages
+    assert node.step() == [("running", 8)]
+    assert node.scheduler.totals()["preemptions"] == 0
+    assert node.run() == ["running", "other", "urgent"]
+
+
 def test_what_a_retracted_prompt_has_computed_itself_does_not_count_as_cached() -> None:
     node = Node(slots=1)
     node.submit("before", 8, first=0)
