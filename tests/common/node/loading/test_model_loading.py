@@ -46,6 +46,13 @@ def test_a_shorter_context_bounds_what_a_node_plans_for_and_a_longer_one_is_refu
         with_context_length(NodeConfig(context_length=4097), model)
 
 
+def test_a_node_loads_its_model_with_a_shorter_context() -> None:
+    config = NodeConfig(model=str(SMALL_MODEL), device="cpu", context_length=20, max_total_tokens=64)
+    model, executor, capacity = load_model(config, RankProcesses(1))
+    executor.close()
+    assert (model.context_length, capacity.context_length, capacity.num_pages) == (20, 20, 4)
+
+
 def test_a_node_with_more_threads_than_cpus_is_refused_before_its_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
