@@ -51,7 +51,7 @@ class Request:
         num_computed: tokens whose KV is in ``pages`` after all committed steps.
         num_scheduled: tokens whose KV is in ``pages`` after all planned steps; at least ``num_computed``.
         num_sampling: output tokens of planned steps that are not in ``output`` yet.
-        num_to_compute: tokens that were not cached when the request was admitted last.
+        num_to_compute: tokens that were not cached when the request was admitted last; at least 1 since then.
         num_cached: prompt tokens that were in this node's cache at the first admission; 0 with earlier output.
         prompt_logprobs: log-probabilities computed so far, of prompt tokens from ``sampling.prompt_logprobs_from`` on.
         slot: row of the executor's request table; -1: none.

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.wire.messages import PairState, Peer
+from kv_transfer.receive.connections import MAX_PROBLEM
 
 #: Seconds without an answer to ``Connect`` after which a prefill node counts as lost.
 ANSWER_S = 10.0
@@ -156,5 +157,7 @@ class PrefillPeers:
     def problems(self, transport: str) -> list[PairState]:
         """The nodes that were lost and have not answered since, as pairs of this transport that cannot transfer."""
         return [
-            PairState(one.peer.name, key, transport, "", one.problem) for key, one in self._peers.items() if one.problem
+            PairState(one.peer.name, key, transport, "", one.problem[:MAX_PROBLEM])
+            for key, one in self._peers.items()
+            if one.problem
         ]

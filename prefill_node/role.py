@@ -264,9 +264,10 @@ class PrefillRole:
 
     def _count_overlap(self, plan: StepPlan) -> None:
         for chunk in self._scheduler.chunks(plan):
-            if chunk.is_last and chunk.start > chunk.request.num_cached:
+            request = chunk.request
+            if chunk.is_last and chunk.start > request.num_tokens - request.num_to_compute:
                 self._totals["chunked_requests"] += 1
-                self._totals["overlapped_transfers"] += self._sender.has_delivered(chunk.request.key)
+                self._totals["overlapped_transfers"] += self._sender.has_delivered(request.key)
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 

@@ -397,8 +397,8 @@ class PrefillScheduler:
         self._ordering.admitted(request, num_input=request.num_tokens - request.num_computed)
         self._advance(request.key, Event.ADMIT)
         self._totals["skipped_ahead"] += bool(passing)
-        num_tokens, reason = request.num_tokens, "computes {} of {} tokens" + passing
-        self.decisions.note(now, request.rid, "admit", reason, num_tokens - request.num_cached, num_tokens)
+        reason = "computes {} of {} tokens" + passing
+        self.decisions.note(now, request.rid, "admit", reason, request.num_to_compute, request.num_tokens)
 
     def _sharing(self) -> InBatchPrefixes:
         return InBatchPrefixes(self._cache.page_size, self._limits.sharing, self._extending.values())
@@ -431,7 +431,7 @@ class PrefillScheduler:
             return None
         ungranted = self._ungranted()
         if self._ordering.may_preempt_any(max(map(self._ordering.priority, self._waiting.values())), ungranted):
-            first = max(self._waiting.values(), key=self._ordering.effective_priority)
+            first = self._ordering.sort(list(self._waiting.values()), now)[0]
             weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim, now)]
             if weaker and self._sharing().holder_of(first, self._cache) is None:
                 self._preempt_for_first(first, weaker, now)

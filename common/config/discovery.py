@@ -33,8 +33,8 @@ class DiscoveryOptions:
 def check_discovery(config: Any) -> None:
     """Raises ConfigError: the options of etcd do not fit together."""
     if config.etcd is None:
-        for name in ("etcd_ca", "etcd_cert", "etcd_cert_key"):
-            if getattr(config, name) is not None:
+        for name in ("etcd_prefix", "etcd_ca", "etcd_cert", "etcd_cert_key"):
+            if getattr(config, name) != getattr(DiscoveryOptions, name):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --etcd")
         return
     for url in config.etcd_urls:

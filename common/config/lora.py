@@ -67,6 +67,9 @@ def check_lora(config: Any) -> None:
             " --max-loaded-loras"
         )
     if not names and config.lora_dir is None:
+        for name in ("max_loaded_loras", "max_lora_rank"):
+            if getattr(config, name) != getattr(LoraOptions, name):
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect without --lora or --lora-dir; add one")
         return
     flag = "--lora" if names else "--lora-dir"
     if config.record:

@@ -270,6 +270,8 @@ def check_engine(config: Any) -> None:
         raise ConfigError(
             "--gpu-direct needs --transport nixl or auto, and CUDA: give --transport nixl, and leave out --device cpu"
         )
+    if config.nixl_backend != UCX and config.transport not in ("nixl", "auto"):
+        raise ConfigError(f"--nixl-backend has no effect with --transport {config.transport}; leave one out")
     if config.transport == "cuda-ipc" and config.device == "cpu":
         raise ConfigError("--transport cuda-ipc needs CUDA: leave out --device cpu, or use --transport shm")
     if config.weight_dtype != "auto" and config.device.startswith("cuda"):

@@ -384,9 +384,9 @@ class PrefillAdder:
         request.is_wrapped = is_ring
         request.node = match.node
         request.num_computed = request.num_scheduled = match.num_tokens
-        request.num_to_compute = request.num_tokens - match.num_tokens
-        if not request.output:  # a request with output was admitted before
+        if not (request.output or request.num_to_compute):  # otherwise it was admitted before
             request.num_cached = match.num_tokens
+        request.num_to_compute = request.num_tokens - match.num_tokens
         self.total_left -= self._tokens(len(own)) + self._reserve(request)
         windows = self._allocator.windows
         if windows is not None:

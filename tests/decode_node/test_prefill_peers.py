@@ -1,11 +1,12 @@
 """Prefill nodes that the gateway names are dialled at once, dialled again after a loss, and let go when gone."""
 
+import msgspec
 import pytest
 from support.cluster.fake_engine import expected_output
 from support.cluster.local_cluster import LocalCluster, Member, assert_all_pages_are_released, prompt_of, sampling
 
 from common.errors import ErrorCode
-from common.wire.messages import AttachFailed, Connect, Failed, Generate, PairState, Peer, PrefillNodes
+from common.wire.messages import AttachFailed, Connect, Failed, Generate, Pairs, PairState, Peer, PrefillNodes
 from decode_node.prefill_peers import ANSWER_S, FIRST_PAUSE_S, MAX_PAUSE_S, UNNAMED_S, PrefillPeers
 
 A, B = Peer("a", "a" * 32, "host:1"), Peer("b", "b" * 32, "host:2")
@@ -45,6 +46,16 @@ def test_a_lost_node_is_dialled_again_after_pauses_that_double() -> None:
         peers.dial(A, now)
         peers.lost(A.incarnation, "again", now)
     assert peers.due(now + MAX_PAUSE_S) == [A]
+
+
+def test_a_long_problem_is_cut_so_that_the_gateway_takes_the_message_with_all_pairs() -> None:
+    peers = PrefillPeers()
+    peers.name([A], 0.0)
+    peers.dial(A, 0.0)
+    peers.lost(A.incarnation, "nccl: " + "no route; " * 100, 0.0)  # as a prefill node may say in ``Refused``
+    encoded = msgspec.msgpack.encode(Pairs(tuple(peers.problems("nccl"))))
+    [pair] = msgspec.msgpack.decode(encoded, type=Pairs).pairs
+    assert pair.problem.startswith("nccl: no route")
 
 
 def test_a_node_that_does_not_answer_is_overdue() -> None:

@@ -66,6 +66,33 @@ def test_a_slot_is_taken_only_above_the_preemption_threshold(difference: int, is
     assert node.scheduler.totals()["preemptions"] == is_taken
 
 
+def test_no_prompt_gives_way_to_one_of_its_class_that_is_not_first_in_the_queue() -> None:
+    classes = PriorityRules(is_enabled=True, class_weights={"high": 8.0, "low": 1.0}, default_class="low")
+    node = Node(num_pages=8, rules=classes)
+    node.submit("running", 24, 1)
+    other = node.submit("other", 24)
+    node.scheduler.reprioritize(other.key, 0, node.now, priority_class="high")
+    assert node.step() == [("running", 8)]
+    node.submit("urgent", 16, 50)  # low has been served more, so that the other class would get the pages
+    assert node.step() == [("running", 8)]
+    assert node.scheduler.totals()["preemptions"] == 0
+    assert node.run() == ["running", "other", "urgent"]
+
+
+def test_what_a_retracted_prompt_has_computed_itself_does_not_count_as_cached() -> None:
+    node = Node(slots=1)
+    node.submit("before", 8, first=0)
+    node.step()
+    low = node.submit("low", 32, first=0)
+    assert node.step() == [("low", 8)]
+    node.submit("urgent", 8, 50)
+    assert node.run() == ["before", "urgent", "low"]
+    assert node.scheduler.totals()["preemptions"] == 1
+    assert low.num_cached == 8
+    reasons = [decided.reason for decided in node.scheduler.decisions.last(9, node.now) if decided.action == "admit"]
+    assert reasons[-1] == "computes 16 of 32 tokens"
+
+
 def test_the_newest_of_the_least_urgent_prompts_is_retracted() -> None:
     node = Node(num_pages=12, chunk=None)  # 48 tokens
     for rid, priority in (("low", 0), ("middle", 5), ("lower", 0)):

@@ -220,7 +220,7 @@ class LoadedNode:
             digest=model.digest,
             weight_version=model.weight_version,
             vocab_size=model.vocab_size,
-            context_length=min(model.context_length, config.context_length or model.context_length),
+            context_length=model.context_length,
             eos_token_ids=model.eos_token_ids,
             generation=model.generation,
             layout=LayoutMessage.of(worker.layout),

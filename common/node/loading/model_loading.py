@@ -72,7 +72,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
 
     find_checkpoint(config.model, config.revision)
     log.info("loading %s", config.model)
-    model = load_config(_source(config))
+    model = with_context_length(config, load_config(_source(config)))
     if isinstance(model, TransformersConfig):
         log.info("transformers computes this model with its class %s", model.architecture)
     version = config.weight_version or ("dummy" if model.has_dummy_weights else "")
@@ -134,6 +134,23 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
     num_pages_made = executor.num_pages
     capacity = replace(capacity, num_pages=num_pages_made, num_slots=min(capacity.num_slots, num_pages_made))
     return model, executor, capacity
+
+
+def with_context_length(config: NodeConfig, model: "BaseModelConfig") -> "BaseModelConfig":
+    """The model with the context length of ``--context-length``, if that is given.
+
+    Raises:
+        ConfigError: it is more than the model's.
+    """
+    given = config.context_length
+    if given is None:
+        return model
+    if given > model.context_length:
+        raise ConfigError(
+            f"--context-length {given} is more than the {model.context_length} tokens of this model: lower it, or give "
+            "the model another context with --hf-overrides"
+        )
+    return replace(model, context_length=given)
 
 
 def compute_threads(config: NodeConfig, device: str) -> int:

@@ -139,6 +139,9 @@ def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
         (["--model-impl", "native", "--trust-remote-code"], "--trust-remote-code has no effect with --model-impl n"),
         (["--hf-overrides", "{'a': 1}"], "--hf-overrides: not JSON"),
         (["--hf-overrides", "[]"], "--hf-overrides must be a JSON object"),
+        (["--max-loaded-loras", "9"], "--max-loaded-loras has no effect without --lora or --lora-dir"),
+        (["--max-lora-rank", "8"], "--max-lora-rank has no effect without --lora or --lora-dir"),
+        (["--nixl-backend", "OTHER", "--transport", "tcp"], "--nixl-backend has no effect with --transport tcp"),
     ],
 )
 def test_an_impossible_node_is_refused_by_flag(words, sentence):

@@ -218,6 +218,7 @@ def test_a_gateway_announces_only_what_nodes_can_dial(options: dict[str, Any], m
         ({"etcd": "http://host:1", "etcd_prefix": "baton"}, "--etcd-prefix must begin"),
         ({"etcd": "http://host:1", "etcd_cert": "file"}, "go together"),
         ({"etcd_ca": "file"}, "--etcd-ca needs --etcd"),
+        ({"etcd_prefix": "/mine"}, "--etcd-prefix needs --etcd"),
         ({"etcd": "http://host:1", "gateway": "127.0.0.1:9"}, "--gateway and --etcd"),
     ],
 )

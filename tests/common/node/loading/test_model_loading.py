@@ -8,7 +8,9 @@ from common.config.node import NodeConfig
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError
 from common.node.loading import model_loading
-from common.node.loading.model_loading import compute_threads, formats, load_model
+from common.node.loading.device_plan import activation_bytes, plan_reserve
+from common.node.loading.memory_plan import plan_capacity
+from common.node.loading.model_loading import compute_threads, formats, load_model, with_context_length
 from common.node.tensor_parallel.rank_processes import RankProcesses
 from tests.support.service.service import SMALL_MODEL
 
@@ -28,6 +30,27 @@ def test_a_weight_version_names_the_formats_that_pages_do_not_show(
 ) -> None:
     config = NodeConfig(model=str(SMALL_MODEL), **options)  # type: ignore[arg-type]
     assert formats(config, ModelConfig.load(SMALL_MODEL)) == expected
+
+
+def test_a_shorter_context_bounds_what_a_node_plans_for_and_a_longer_one_is_refused() -> None:
+    model = ModelConfig.load(SMALL_MODEL)
+    assert with_context_length(NodeConfig(), model) == model
+    config = NodeConfig(context_length=64, chunked_prefill_size=-1, max_prefill_tokens=16)
+    shorter = with_context_length(config, model)
+    layout = shorter.layout(16, "auto")
+    capacity = plan_capacity(config, layout, device="cuda", context_length=shorter.context_length)
+    assert (capacity.context_length, capacity.num_pages) == (64, 256 * 64 // 16)
+    steps = [plan_reserve(config, one, layout, capacity, ()).step for one in (shorter, model)]
+    assert steps[1] - steps[0] == (model.context_length - 64) * activation_bytes(model, 2)
+    with pytest.raises(ConfigError, match=f"--context-length 4097 is more than the {model.context_length} tokens"):
+        with_context_length(NodeConfig(context_length=4097), model)
+
+
+def test_a_node_loads_its_model_with_a_shorter_context() -> None:
+    config = NodeConfig(model=str(SMALL_MODEL), device="cpu", context_length=20, max_total_tokens=64)
+    model, executor, capacity = load_model(config, RankProcesses(1))
+    executor.close()
+    assert (model.context_length, capacity.context_length, capacity.num_pages) == (20, 20, 4)
 
 
 def test_a_node_with_more_threads_than_cpus_is_refused_before_its_weights_are_read(
