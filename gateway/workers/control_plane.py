@@ -185,7 +185,7 @@ class ControlPlane:
         self._review = review
         self._loop = asyncio.get_running_loop()
         self._rpc = NodeRpc(channel.send)
-        self.role_changes = RoleChanges(pools, self._rpc)
+        self.role_changes = RoleChanges(pools, self._rpc, dispatcher.on_workers_added)
         self.adapter_changes = AdapterChanges(self._rpc, channel.send, dispatcher)
         self._is_probe_due = False
         self._unannounced: set[str] = set()  # models whose prefill nodes have changed
@@ -350,7 +350,7 @@ class ControlPlane:
         if isinstance(answer, Registered):
             if known_pool is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
-                self._dispatcher.on_workers_added(self.pools[message.model])
+            self._dispatcher.on_workers_added(self.pools[message.model])
             self._announce_prefill_nodes(self.pools[message.model], sender)
             self.role_changes.registered(self.pools[message.model].registry.workers[sender])
             self.adapter_changes.registered(
