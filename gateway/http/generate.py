@@ -298,10 +298,12 @@ class GenerateApp:
             requests = services.priorities.assign(requests, body.priority, body.priority_class)
         known: dict[str, KeptOutput] = {}
         if identity is not None:
+            if (repeated := self._repeated(identity, body)) is not None:
+                return repeated  # it came again meanwhile, and nodes that are asked for its outputs would end them
             requests = with_key(requests, identity, draws_seeds=draws_seeds(body))
             known = await self._retries.take_over(model, requests)
             if (repeated := self._repeated(identity, body)) is not None:
-                return repeated  # it came again meanwhile
+                return repeated
         events = self._events(only_ends=not body.stream)
         keyed = None if identity is None else self._retries.begin(identity, answer_id, events)
         trace, traceparent = None, state.get(TRACEPARENT, "")

@@ -143,16 +143,19 @@ class Siblings:
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message) from None
 
     async def _relay(self, answer: SiblingAnswer, request: ClientRequest) -> None:
-        """Sends an answer to the client while it comes. If the sibling is lost, the client's connection breaks."""
-        request.scope["state"][RESPONSE_TIMEOUT] = self._deadline_s(request) + STALL_S
+        """Sends an answer to the client while it comes. If the sibling is lost, or hangs for longer than a client may
+        take to read, the client's connection breaks."""
+        limit_s = request.scope["state"][RESPONSE_TIMEOUT] = self._deadline_s(request) + STALL_S
         send = request.send
         try:
-            await send({"type": "http.response.start", "status": answer.status, "headers": _kept(answer.headers)})
-            async for part in answer.parts():
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        except SiblingLost as error:
-            log.warning("an answer broke off: %s", error)  # the server closes the connection of an unfinished answer
+            async with asyncio.timeout(limit_s):
+                await send({"type": "http.response.start", "status": answer.status, "headers": _kept(answer.headers)})
+                async for part in answer.parts():
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except (SiblingLost, TimeoutError) as error:  # the server closes the connection of an unfinished answer
+            why = str(error) or f"a sibling gateway has not ended it within {limit_s:g} s"
+            log.warning("an answer broke off: %s", why)
         finally:
             answer.close()
 

@@ -9,6 +9,11 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+#: Bytes of one character in UTF-8, each of which may be a token.
+MAX_CHARACTER_BYTES = 4
+#: Ids that a window holds back before it looks for the reason.
+MAX_HELD_IDS = 16
+
 
 class Detokenizer(Protocol):
     """Turns the ids of one output into text."""
@@ -53,7 +58,11 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other tokenizers: decodes the last few ids again and releases the added text once it is complete."""
+    """For all other tokenizers: decodes the last few ids again and releases the added text once it is complete.
+
+    After ``MAX_HELD_IDS``, text that is still incomplete, such as bytes that are no character, is released as it is,
+    and ids without text, such as special ones, are dropped.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
         self._tokenizer = tokenizer
@@ -65,10 +74,24 @@ class WindowDetokenizer:
     def push(self, ids: Sequence[int]) -> str:
         self._ids.extend(ids)
         before, after = self._decode(self._ids[self._start : self._shown]), self._decode(self._ids[self._start :])
-        if len(after) <= len(before) or after.endswith("\ufffd"):
+        end = len(self._ids)
+        if len(after) > len(before) and not after.endswith("\ufffd"):
+            return self._show(before, after, end)
+        if end - self._shown <= MAX_HELD_IDS:
             return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return after[len(before) :]
+        for cut in range(end, end - MAX_CHARACTER_BYTES, -1):  # the last character may be incomplete for good reason
+            text = self._decode(self._ids[self._start : cut])
+            if not text.endswith("\ufffd"):
+                return self._show(before, text, cut)
+        return self._show(before, after, end)
+
+    def _show(self, before: str, text: str, end: int) -> str:
+        """Moves the window behind the ids up to ``end``, whose text follows that of the window; drops ids without."""
+        if len(text) <= len(before):
+            del self._ids[self._shown : end]
+            return ""
+        self._start, self._shown = self._shown, end
+        return text[len(before) :]
 
     def flush(self) -> str:
         before, after = self._decode(self._ids[self._start : self._shown]), self._decode(self._ids[self._start :])

@@ -5,7 +5,8 @@ output is cut into pieces never changes the result, except into how many pieces 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 
@@ -117,14 +118,17 @@ def _is_shown(piece: OutputPiece) -> bool:
 def joined(pieces: Sequence[OutputPiece]) -> list[OutputPiece]:
     """The same parts with neighbouring pieces of one part joined."""
     parts: list[OutputPiece] = []
-    for piece in pieces:
-        last = parts[-1] if parts else None
-        if isinstance(piece, TextPiece) and isinstance(last, TextPiece):
-            parts[-1] = TextPiece(last.text + piece.text)
-        elif isinstance(piece, ReasoningPiece) and isinstance(last, ReasoningPiece):
-            parts[-1] = ReasoningPiece(last.text + piece.text)
-        elif isinstance(piece, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.index == piece.index:
-            parts[-1] = ToolCallArguments(last.index, last.text + piece.text)
-        else:
-            parts.append(piece)
+    for _, group in groupby(pieces, key=_part_of):
+        same = list(group)
+        first = same[0]
+        if len(same) == 1 or isinstance(first, ToolCallBegin):
+            parts += same
+        else:  # all at once: adding one text after the other would copy those before it each time
+            texts = [piece.text for piece in same if not isinstance(piece, ToolCallBegin)]
+            parts.append(replace(first, text="".join(texts)))
     return parts
+
+
+def _part_of(piece: OutputPiece) -> tuple[type[OutputPiece], int]:
+    """Equal for the pieces of one part."""
+    return type(piece), 0 if isinstance(piece, TextPiece | ReasoningPiece) else piece.index

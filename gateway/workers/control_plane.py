@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import zmq
@@ -60,6 +61,8 @@ RECEIVE_AT_ONCE = 1_000
 #: Changes of the prefill nodes within this time are announced together, since each announcement sends the whole list to
 #: every decode node.
 ANNOUNCE_AFTER_S = 0.1
+#: Keys of one ``Find``. A node takes 1,024 and answers in one frame, in which as many long outputs do not fit.
+FIND_AT_ONCE = 64
 #: A node with the name of a registered one waits this long for the old one's loss to be noticed, before it is refused.
 NAMESAKE_WAIT_S = 0.5
 
@@ -182,7 +185,7 @@ class ControlPlane:
         self._review = review
         self._loop = asyncio.get_running_loop()
         self._rpc = NodeRpc(channel.send)
-        self.role_changes = RoleChanges(pools, self._rpc)
+        self.role_changes = RoleChanges(pools, self._rpc, dispatcher.on_workers_added)
         self.adapter_changes = AdapterChanges(self._rpc, channel.send, dispatcher)
         self._is_probe_due = False
         self._unannounced: set[str] = set()  # models whose prefill nodes have changed
@@ -347,7 +350,7 @@ class ControlPlane:
         if isinstance(answer, Registered):
             if known_pool is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
-                self._dispatcher.on_workers_added(self.pools[message.model])
+            self._dispatcher.on_workers_added(self.pools[message.model])
             self._announce_prefill_nodes(self.pools[message.model], sender)
             self.role_changes.registered(self.pools[message.model].registry.workers[sender])
             self.adapter_changes.registered(
@@ -457,8 +460,13 @@ class ControlPlane:
 
     async def find(self, model: str, keys: Sequence[str], timeout_s: float) -> dict[str, tuple[KeptOutput, ...]]:
         """What each node of a model has of the outputs of requests with these keys, by the node's incarnation."""
-        answers = await self._rpc.call(self.pools[model].registry.workers, Find(tuple(keys)), Found, timeout_s)
-        return {incarnation: answer.outputs for incarnation, answer in answers.items()}
+        nodes = list(self.pools[model].registry.workers)
+        questions = [Find(tuple(keys[at : at + FIND_AT_ONCE])) for at in range(0, len(keys), FIND_AT_ONCE)]
+        answers = await asyncio.gather(*(self._rpc.call(nodes, one, Found, timeout_s) for one in questions))
+        found: dict[str, tuple[KeptOutput, ...]] = {}
+        for incarnation, answer in chain.from_iterable(one.items() for one in answers):
+            found[incarnation] = found.get(incarnation, ()) + answer.outputs
+        return found
 
     def describe(self, node: Worker, *, has_all_pairs: bool = True) -> dict[str, Any]:
         """One row of ``GET /v1/workers``.

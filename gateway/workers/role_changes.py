@@ -6,11 +6,12 @@ that was meant for its last role reaches the next one.
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from common.errors import ErrorCode, RequestError
 from common.wire.messages import ChangeRole, Done, Role
 from gateway.workers.auto_roles import RoleDecision, load_of
-from gateway.workers.pool import WorkerPools
+from gateway.workers.pool import WorkerPool, WorkerPools
 from gateway.workers.registry import Worker
 from gateway.workers.rpc import NodeRpc
 
@@ -24,11 +25,16 @@ RETURN_TIMEOUT_S = 30.0
 
 
 class RoleChanges:
-    """The changes in progress."""
+    """The changes in progress.
 
-    def __init__(self, pools: WorkerPools, rpc: NodeRpc) -> None:
+    Args:
+        on_workers_added: called when a node that has kept its role takes requests again.
+    """
+
+    def __init__(self, pools: WorkerPools, rpc: NodeRpc, on_workers_added: Callable[[WorkerPool], None]) -> None:
         self._pools = pools
         self._rpc = rpc
+        self._on_workers_added = on_workers_added
         self._tasks: set[asyncio.Task[None]] = set()  # of automatic changes
         self._waiting: dict[tuple[str, str], asyncio.Future[Worker]] = {}  # by model and name of the node
 
@@ -65,8 +71,8 @@ class RoleChanges:
 
     async def _ask(self, node: Worker, order: ChangeRole) -> None:
         """Takes the node out of rotation first, so that no request is sent to it after the order."""
-        registry, is_accepted = self._pools[node.register.model].registry, False
-        registry.begin_drain(node.incarnation)
+        pool, is_accepted = self._pools[node.register.model], False
+        pool.registry.begin_drain(node.incarnation)
         try:
             answers = await self._rpc.call([node.incarnation], order, Done, ANSWER_TIMEOUT_S)
             answer = answers.get(node.incarnation)
@@ -78,7 +84,8 @@ class RoleChanges:
             is_accepted = True
         finally:
             if not is_accepted:
-                registry.end_drain(node.incarnation)
+                pool.registry.end_drain(node.incarnation)
+                self._on_workers_added(pool)
 
     def tick(self, now: float) -> None:
         """Begins the changes that ``--auto-roles`` decides. Called once a second."""

@@ -19,7 +19,7 @@ from gateway.http.formatters.common import (
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, StreamOptions
 from gateway.requests.output_processor import Delta, OutputStream
 from gateway.text.detokenizer import Detokenizer
-from gateway.text.output_parser import OutputPiece, ReasoningPiece, TextPiece, ToolCallBegin
+from gateway.text.output_parser import OutputPiece, ReasoningPiece, TextPiece, ToolCallBegin, joined
 from gateway.workers.served_models import ServedModel
 
 NO_OPTIONS = StreamOptions()
@@ -270,7 +270,7 @@ class ChatFormatter(_OpenAIFormatter):
         """Pieces as fields of a message or of a delta."""
         content: dict[str, list[str]] = {}
         calls: dict[int, dict[str, Any]] = {}
-        for piece in self._shown(pieces):
+        for piece in joined(self._shown(pieces)):
             if isinstance(piece, ReasoningPiece):
                 content.setdefault("reasoning_content", []).append(piece.text)
             elif isinstance(piece, TextPiece):

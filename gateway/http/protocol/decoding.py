@@ -19,6 +19,8 @@ from gateway.http.protocol.fields import Extensible, Strict
 Body = TypeVar("Body", bound=Strict)
 
 MAX_NAMED_EXTRAS = 16
+#: Characters that count of the name of an unknown field, and of the path to it: a name may be as long as the body.
+MAX_NAME, MAX_PATH = 64, 256
 _STRANGE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -103,16 +105,16 @@ class _Cleaner:
     def ignore(self, where: str) -> None:
         """Names a field, or a value, without effect. Raises RequestError if these are refused."""
         if self._are_refused:
-            raise refuse("has no effect here; leave it out (the gateway runs with --strict-fields)", where)
+            raise refuse("has no effect here; leave it out (the gateway runs with --strict-fields)", where[:MAX_PATH])
         if len(self.ignored) < MAX_NAMED_EXTRAS:
-            self.ignored[_STRANGE.sub("_", re.sub(r"\[\d+\]", "", where))[:64]] = None
+            self.ignored[_STRANGE.sub("_", re.sub(r"\[\d+\]", "", where[:MAX_PATH]))[:MAX_NAME]] = None
 
 
 def _refuse_unknown(name: str, value: object, where: str, known: list[str]) -> None:
     """Refuses an unknown field, unless its value asks for nothing."""
     hint = INSTEAD.get(name)
     if name not in UNSUPPORTED:
-        close = difflib.get_close_matches(name, known, 1)
+        close = difflib.get_close_matches(name[:MAX_NAME], known, 1)
         hint = hint or (f"did you mean {close[0]}?" if close else None)
         raise refuse("unknown field" + (f"; {hint}" if hint else ""), where[:200])
     if value is not None and not any(value == other and type(value) is type(other) for other in UNSUPPORTED[name]):

@@ -9,9 +9,12 @@ their results are kept.
 import asyncio
 import hashlib
 import json
+import math
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -136,12 +139,28 @@ def only_one(wanted: Sequence[StructuredOutput]) -> StructuredOutput | None:
     return wanted[0] if wanted else None
 
 
+class _Check:
+    """The check of one grammar.
+
+    Attributes:
+        begun_at: when a thread took it up; infinite while it waits for one.
+    """
+
+    def __init__(self, wanted: StructuredOutput, threads: Executor) -> None:
+        self.begun_at = math.inf
+        self.work = asyncio.get_running_loop().run_in_executor(threads, self._run, wanted)
+
+    def _run(self, wanted: StructuredOutput) -> str | RequestError:
+        self.begun_at = time.monotonic()
+        return _checked(wanted)
+
+
 class GrammarChecker:
     """Converts and checks grammars on threads, each once at a time, and keeps the results used last."""
 
     def __init__(self) -> None:
         self._threads = deep_threads(NUM_THREADS, "grammar-checker")
-        self._checks: OrderedDict[bytes, asyncio.Future[str | RequestError]] = OrderedDict()
+        self._checks: OrderedDict[bytes, _Check] = OrderedDict()
         self._num_pending = 0
 
     def close(self) -> None:
@@ -151,30 +170,35 @@ class GrammarChecker:
         """Return the Lark text for ``SamplingParams.grammar``.
 
         Raises:
-            RequestError: naming the field, and the place in a schema, that is wrong or too large.
+            RequestError: naming the field, and the place in a schema, that is wrong or too large; or too many others
+                are being compiled.
         """
         key = _key(wanted)
-        work = self._checks.get(key) or self._begin(key, wanted)
+        check = self._checks.get(key) or self._begin(key, wanted)
         self._checks.move_to_end(key)
         try:
-            found = await asyncio.wait_for(asyncio.shield(work), COMPILE_TIMEOUT_S)
+            found = await asyncio.wait_for(asyncio.shield(check.work), COMPILE_TIMEOUT_S)
         except TimeoutError:
+            if time.monotonic() - check.begun_at < COMPILE_TIMEOUT_S / 2:  # it has waited for others most of the time
+                raise self._crowded(wanted) from None
             raise refuse(f"takes more than {COMPILE_TIMEOUT_S:g} s to compile; simplify it", wanted.param) from None
         if isinstance(found, RequestError):
             raise RequestError(found.code, found.message, param=found.param)
         return found
 
-    def _begin(self, key: bytes, wanted: StructuredOutput) -> "asyncio.Future[str | RequestError]":
+    def _begin(self, key: bytes, wanted: StructuredOutput) -> _Check:
         if self._num_pending >= MAX_PENDING:
-            message = f"{wanted.param}: {self._num_pending} other grammars are being compiled; try again"
-            raise RequestError(ErrorCode.QUEUE_FULL, message, param=wanted.param, retry_after_s=1.0)
-        work = asyncio.get_running_loop().run_in_executor(self._threads, _checked, wanted)
+            raise self._crowded(wanted)
+        check = self._checks[key] = _Check(wanted, self._threads)
         self._num_pending += 1
-        work.add_done_callback(self._end)
-        self._checks[key] = work
+        check.work.add_done_callback(self._end)
         if len(self._checks) > MAX_CHECKED:
             self._checks.popitem(last=False)
-        return work
+        return check
+
+    def _crowded(self, wanted: StructuredOutput) -> RequestError:
+        message = f"{wanted.param}: {self._num_pending} grammars are being compiled; try again"
+        return RequestError(ErrorCode.QUEUE_FULL, message, param=wanted.param, retry_after_s=1.0)
 
     def _end(self, work: "asyncio.Future[str | RequestError]") -> None:
         self._num_pending -= 1

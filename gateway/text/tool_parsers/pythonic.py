@@ -177,7 +177,9 @@ class PythonicParser(ToolParser):
         return True
 
     def _string_part(self, text: str) -> None:
-        self._arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        # An escaped surrogate, which only JSON puts together with the next one to a character, stays escaped.
+        is_surrogate = "\ud800" <= text <= "\udfff"
+        self._arguments(json.dumps(text, ensure_ascii=is_surrogate)[1:-1])
 
     def _python_escape(self) -> Steps[None]:
         """Reads a backslash with what belongs to it."""

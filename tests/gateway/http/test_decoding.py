@@ -1,7 +1,9 @@
 """Fields that a body may have although they have no effect, and fields that are refused by name."""
 
 import contextlib
+import difflib
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import RequestError
 from gateway.http.formatters.common import ignored_header
+from gateway.http.protocol import decoding
 from gateway.http.protocol.decoding import decode, decode_with_extras
 from gateway.http.protocol.extras import UNSUPPORTED, WITHOUT_EFFECT
 from gateway.http.protocol.native import NativeRequest
@@ -90,6 +93,17 @@ def test_unknown_fields_are_refused_with_a_hint(kind, body, param, hint):
     error = refused(kind, body)
     assert (error.param, error.code) == (param, "invalid_request")
     assert hint in error.message
+
+
+def test_of_a_long_name_only_the_beginning_is_compared_with_others_and_shown(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda name, *others: sizes.append(len(name)) or [])
+    assert refused(ChatCompletionRequest, {**CHAT, "x" * 100_000: 1}).param == "x" * 200
+    shown = SimpleNamespace(sub=lambda instead, text: sizes.append(len(text)) or text)
+    monkeypatch.setattr(decoding, "_STRANGE", shown)
+    _, ignored = decoded(ChatCompletionRequest, {"messages": [{"role": "user", "content": "Hi", "x" * 100_000: 1}]})
+    assert ignored == ("messages." + "x" * 55,)
+    assert len(sizes) == 2 and max(sizes) <= 256
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from support.gateway.fake_nodes import echo, events, folder, running, silent
 from support.gateway.toy_stack import answers, ids_of, toy_stack
 
 from common.errors import ErrorCode
-from common.wire.messages import Generate
+from common.wire.messages import Find, Generate
+from gateway.requests.input.input_processor import InputProcessor
 
 __all__ = ["folder"]
 
@@ -143,6 +144,49 @@ async def test_requests_that_come_at_the_same_time_run_once(stack):
     whole = [answer for answer in answers if not isinstance(answer, BaseException)]
     assert [status for status, _, _ in whole] == [200]
     assert num_generates(prefill) == 1
+
+
+async def test_a_retry_never_makes_the_nodes_end_the_request_that_it_repeats(folder, monkeypatch):
+    """It has come before the request was sent to nodes, and is processed after that."""
+    process, num_processed = InputProcessor.completion, 0
+    has_come, is_sent = asyncio.Event(), asyncio.Event()
+
+    async def slow(self, *args):
+        nonlocal num_processed
+        num_processed += 1
+        if num_processed == 1:
+            await has_come.wait()
+        else:
+            has_come.set()
+            await is_sent.wait()
+        return await process(self, *args)
+
+    monkeypatch.setattr(InputProcessor, "completion", slow)
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair()
+        hold(stack)
+        body = {"prompt": "x", "max_tokens": 2}
+        first, again = [asyncio.ensure_future(post(stack, COMPLETIONS, body, **KEY)) for _ in range(2)]
+        await prefill.until(lambda: prefill.generates)
+        is_sent.set()
+        await asyncio.wait([first, again], return_when=asyncio.FIRST_COMPLETED)  # the retry has taken the answer over
+        (rid,) = prefill.generates
+        prefill.tokens(rid, 0, ids_of("a"))
+        decode.tokens(rid, 1, ids_of("b"), finish="length")
+        answers = await asyncio.gather(first, again, return_exceptions=True)
+        assert [answer[0] for answer in answers if not isinstance(answer, BaseException)] == [200]
+        kinds = [type(message) for message in prefill.received if isinstance(message, Find | Generate)]
+        assert kinds == [Find, Generate]
+
+
+async def test_nodes_are_asked_for_all_outputs_of_a_large_request(folder):
+    async with running(folder, max_queued_requests=2_000) as stack:
+        prefill, _ = await stack.pair()
+        body = {"input_ids": [[65]] * 1_030, "rid": "many", "sampling_params": {"max_new_tokens": 1}}
+        status, answer = await stack.post("/generate", body)
+        assert (status, len(answer)) == (200, 1_030)
+        keys = [key for message in prefill.received if isinstance(message, Find) for key in message.keys]
+        assert len(set(keys)) == 1_030
 
 
 @pytest.mark.parametrize("other", [(COMPLETIONS, {"prompt": "y"}), ("/generate", {"text": "x"})])

@@ -135,6 +135,28 @@ async def test_the_answer_of_a_lost_sibling_breaks_off_and_others_are_answered_h
         assert num_generated(first) == 1
 
 
+async def test_the_answer_of_a_sibling_that_hangs_breaks_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "STALL_S", 0.2)
+    name = secrets.token_hex(8)
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    sibling = await asyncio.start_unix_server(hang, sock=listen_at(GatewayGroup(name, 0, 2).address(1)))
+    fd = socket.create_server(("127.0.0.1", 0)).detach()
+    async with sibling, running(folder, group=f"{name}:0/2", listen_fd=fd) as one, asyncio.timeout(60):
+        await one.pair()
+        body, headers = {**BODY, "stream": True, "deadline_ms": 100}, {"Idempotency-Key": HOME_KEYS[1]}
+        async with one.client.post(one.url + "/v1/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+
+
 async def test_an_abort_reaches_the_gateway_that_has_the_request(folder: Path) -> None:
     async with siblings(folder) as stacks:
         first, second = stacks

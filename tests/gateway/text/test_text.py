@@ -1,5 +1,7 @@
 """Incremental decoding equals decoding at once; no partial character and no part of a stop string is shown."""
 
+from types import SimpleNamespace
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from tokenizers import decoders, models
 
 from common.errors import ConfigError, RequestError
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.detokenizer import MAX_HELD_IDS, WindowDetokenizer
 from gateway.text.stop_strings import StopMatcher
 from gateway.text.tokenizer import Tokenizer
 
@@ -62,18 +65,50 @@ def test_special_tokens_are_skipped_and_unknown_ids_have_no_text():
     assert TEXT.piece(2**40) == b""
 
 
-def test_a_tokenizer_that_is_not_byte_level_is_decoded_in_a_window():
+def sentencepiece_tokenizer():
+    """A tokenizer with tokens for words, for bytes (3 to 6) and, as token 8, a special one."""
     vocabulary = {"▁a": 0, "▁b": 1, "c": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x9A>": 5, "<0x80>": 6, "<unk>": 7}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    text = Tokenizer(tokenizer)
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+def test_a_tokenizer_that_is_not_byte_level_is_decoded_in_a_window():
+    text = Tokenizer(sentencepiece_tokenizer())
     detokenizer = text.detokenizer(skip_special=True)
     ids = [0, 1, 2, 3, 4, 5, 6, 0]
     assert [detokenizer.push((token,)) for token in ids] == ["a", " b", "c", "", "", "", "🚀", " a"]
     assert detokenizer.flush() == ""
     assert text.decode(ids, skip_special=True) == "a bc🚀 a"
+
+
+@pytest.mark.parametrize("silent", [0, 40])
+@pytest.mark.parametrize("size", [1, 3, 4, 17, 40])
+def test_a_window_shows_whole_characters_whatever_comes_in_one_push(size, silent):
+    text = Tokenizer(sentencepiece_tokenizer())
+    detokenizer = text.detokenizer(skip_special=True)
+    ids = [0, *[8] * silent, *[3, 4, 5, 6] * 20, 1]
+    shown = [detokenizer.push(ids[at : at + size]) for at in range(0, len(ids), size)]
+    assert "".join(shown) + detokenizer.flush() == "a" + "🚀" * 20 + " b"
+
+
+@pytest.mark.parametrize(("token", "shown"), [(6, "\ufffd"), (8, "")], ids=["no character", "special"])
+def test_the_window_stays_small_where_no_text_becomes_complete(token, shown):
+    tokenizer = sentencepiece_tokenizer()
+    sizes = []
+
+    def decode(ids, *, skip_special_tokens):
+        sizes.append(len(ids))
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    detokenizer = WindowDetokenizer(SimpleNamespace(decode=decode), skip_special=True)
+    ids = [0, *[token] * 100, 1]
+    text = "".join([detokenizer.push((one,)) for one in ids]) + detokenizer.flush()
+    assert text == tokenizer.decode(ids) == "a" + 100 * shown + " b"
+    assert max(sizes) <= 2 * (MAX_HELD_IDS + 1)
 
 
 def test_invalid_unicode_is_refused():

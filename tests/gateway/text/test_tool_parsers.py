@@ -218,6 +218,13 @@ class TestPythonic:
             "b": "c'd",
         }
 
+    def test_a_character_that_is_written_as_json_writes_it_is_one(self):
+        """Models write surrogates, which JSON has for characters such as the rocket, in Python's strings too."""
+        text = r"[get_time(zone='\ud83d\ude80 \U0001f680 \ud83d', b={'\ude80': 1})]"
+        [(_, arguments)] = calls(parsed("pythonic", text))
+        assert arguments == r'{"zone": "\ud83d\ude80 🚀 \ud83d", "b": {"\ude80": 1}}'
+        assert json.loads(arguments)["zone"].startswith("🚀 🚀")
+
     def test_several_calls_and_the_marks_of_llama_4(self):
         text = '<|python_start|>[get_weather(city="Paris"), get_time(zone="UTC")]<|python_end|>'
         for tokens in ((), ("<|python_start|>", "<|python_end|>")):

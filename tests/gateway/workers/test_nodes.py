@@ -12,7 +12,7 @@ from support.gateway.fake_nodes import BODY, echo, error_of, events, folder, run
 from support.wire.raw_peers import raw_peer
 
 from common.errors import ErrorCode
-from common.wire.messages import Abort, PrefillNodes, Registered, Tokens, Unknown
+from common.wire.messages import Abort, Pairs, PairState, PrefillNodes, Registered, Tokens, Unknown
 
 __all__ = ["folder"]
 
@@ -277,6 +277,21 @@ async def test_the_requests_of_a_node_that_registers_again_begin_anew(stack, whi
     async with await call as answer:
         assert (await answer.json())["usage"]["completion_tokens"] == 9
     assert await serves(stack)
+
+
+async def test_a_node_that_registers_again_gets_the_requests_that_waited_for_it(folder):
+    """A pair could exchange no pages, until the decode node's connections broke and came back."""
+    async with running(folder, heartbeat_interval=0.1, node_timeout=600.0) as stack, asyncio.timeout(60):
+        prefill, decode = await stack.pair()
+        decode.send(Pairs((PairState("prefill", prefill.incarnation, "shm", "", "it is out of reach"),)))
+        while (await stack.get("/ready"))[0] == 200:
+            await asyncio.sleep(0.01)
+        call = asyncio.ensure_future(stack.post("/v1/completions", BODY))
+        while not (await stack.get("/v1/workers"))[1]["num_waiting"]:
+            await asyncio.sleep(0.01)
+        decode.send(decode.register)
+        decode.send(Pairs((PairState("prefill", prefill.incarnation, "shm", ""),)))
+        assert (await call)[0] == 200
 
 
 async def test_decode_nodes_are_told_the_prefill_nodes_of_their_weights(folder):

@@ -157,6 +157,19 @@ async def test_a_node_without_a_common_transport_in_its_new_role_keeps_it(folder
         assert "have no transport in common" in answer["error"]["message"]
 
 
+async def test_requests_that_came_meanwhile_go_to_a_node_that_keeps_its_role(folder):
+    async with running(folder, heartbeat_interval=0.1, node_timeout=600.0) as stack, asyncio.timeout(60):
+        _, decode = await stack.pair()
+        change = ask(stack, "decode", "prefill", force=True)
+        order = await ordered(decode)
+        call = asyncio.ensure_future(stack.post("/v1/completions", BODY))
+        while not (await stack.get("/v1/workers"))[1]["num_waiting"]:
+            await asyncio.sleep(0.01)
+        decode.send(Done("node decode is changing its role already", order.number))
+        assert (await change)[0] == 400
+        assert (await call)[0] == 200
+
+
 async def test_the_last_node_of_its_role_changes_only_if_it_is_forced(folder):
     async with running(folder, heartbeat_interval=0.1, node_timeout=600.0) as stack:
         _, decode = await stack.pair()

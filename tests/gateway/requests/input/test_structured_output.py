@@ -193,14 +193,33 @@ async def test_the_event_loop_goes_on_while_a_large_schema_compiles(checker: Gra
 
 
 async def test_a_check_that_takes_too_long_is_refused(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    monkeypatch.setattr(structured_output, "_checked", lambda wanted: has_begun.set() or may_end.wait(60))
+    wanted = StructuredOutput("field", "regex", "a")
+    first = asyncio.ensure_future(checker.check(wanted))
+    try:
+        assert await asyncio.to_thread(has_begun.wait, 60)
+        monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 0.01)
+        with pytest.raises(RequestError, match="field: takes more than"):
+            await checker.check(wanted)
+    finally:
+        may_end.set()
+        await first
+
+
+async def test_a_grammar_that_has_waited_for_others_gets_429(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 0.01)
     may_end = threading.Event()
     monkeypatch.setattr(structured_output, "_checked", lambda wanted: may_end.wait(60))
     try:
-        with pytest.raises(RequestError, match="field: takes more than"):
-            await checker.check(StructuredOutput("field", "regex", "a"))
+        checks = [checker.check(StructuredOutput("field", "regex", letter)) for letter in "abc"]  # for two threads
+        found = await asyncio.gather(*checks, return_exceptions=True)
     finally:
         may_end.set()
+    assert isinstance(found[2], RequestError)
+    assert (found[2].code, found[2].param, found[2].retry_after_s) == ("queue_full", "field", 1.0)
 
 
 async def test_grammars_whose_rules_lead_to_each_other_deeply_end_no_process(checker: GrammarChecker) -> None:
