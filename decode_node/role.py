@@ -26,6 +26,7 @@ from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
+    MAX_TEXT,
     Abort,
     Closed,
     Failed,
@@ -490,7 +491,7 @@ class DecodeRole:
 
     def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
         self._count_failure(code)
-        self.outbox.gateway.append(Failed(*key, code, message))
+        self.outbox.gateway.append(Failed(*key, code, message[:MAX_TEXT]))
 
     def _count_failure(self, code: ErrorCode) -> None:
         if code is ErrorCode.ABORTED:

@@ -30,6 +30,7 @@ from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
+    MAX_TEXT,
     Abort,
     Connect,
     Failed,
@@ -204,6 +205,8 @@ class PrefillRole:
         self._totals["resumes" if message.output else "requests"] += 1
         try:
             request.packed = check_generate(message, self._vocab_size, self._adapters)
+            if message.decode is None and message.sampling.max_new_tokens > 1:
+                raise RequestError(ErrorCode.INVALID_REQUEST, "without a decode node there is only a first token")
             self._scheduler.submit(request)
         except RequestError as error:
             if message.decode is not None:
@@ -253,7 +256,6 @@ class PrefillRole:
         if first.finish:
             self._close(request.key, "finished")
         else:
-            assert request.key not in self._alone, "a request without a decode node ends with its first token"
             length = self._allocator.transfer_length(len(request.prompt))
             done = PrefillDone(request.rid, request.attempt, length, first.token, first.logprobs)
             self._sender.finish(request.key, done, self._to_transfer(request, len(request.pages)))
@@ -302,7 +304,7 @@ class PrefillRole:
 
     def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
         self._totals["interrupted_requests" if code in RECOVERABLE else "failed_requests"] += 1
-        self.outbox.gateway.append(Failed(*key, code, message))
+        self.outbox.gateway.append(Failed(*key, code, message[:MAX_TEXT]))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ PROTOCOL_VERSION = 16
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
-Text = Annotated[str, Meta(max_length=4096)]
+MAX_TEXT = 4_096
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Sentence = Annotated[str, Meta(max_length=512)]
 ShortText = Annotated[str, Meta(max_length=256)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]

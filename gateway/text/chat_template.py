@@ -205,8 +205,9 @@ def render_chat(template: ChatTemplate, body: ChatBody) -> str:
 
 
 def num_parts(body: ChatBody) -> int:
-    """Messages and parts of messages: the work of rendering."""
-    return sum(len(message.content) if isinstance(message.content, list) else 1 for message in body.messages or [])
+    """Messages, parts of messages, and documents: the work of rendering."""
+    parts = sum(len(message.content) if isinstance(message.content, list) else 1 for message in body.messages or [])
+    return parts + len(body.documents or [])
 
 
 def tools_size(body: ChatBody) -> int:

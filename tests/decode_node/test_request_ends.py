@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from support.cluster.local_cluster import LocalCluster, prompt_of, sampling
 
 from common.errors import ErrorCode
-from common.wire.messages import Abort, Closed, Failed
+from common.wire.messages import MAX_TEXT, Abort, Closed, Failed, Generate
 from decode_node.role import DecodeRole
 
 PROMPT = prompt_of(37)
@@ -90,6 +91,23 @@ def test_a_decode_node_does_not_report_that_the_prefill_node_is_full(cluster: Lo
     assert not role(cluster).requests()
     assert not [message for message in role(cluster).outbox.gateway if isinstance(message, Failed)]
     assert counts(cluster) == {"interrupted": 1}
+
+
+def test_no_reason_of_a_failure_is_longer_than_the_gateway_takes(cluster: LocalCluster) -> None:
+    cluster.submit("r", PROMPT, sampling(20))
+    closed = Closed("r", 0, "failed", "x" * MAX_TEXT, ErrorCode.TRANSFER_FAILED)
+    role(cluster).on_peer(cluster.prefill[0].name, closed, cluster.clock.now())
+    [failed] = [message for message in role(cluster).outbox.gateway if isinstance(message, Failed)]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(failed), type=Failed) == failed
+
+
+def test_a_prefill_node_refuses_what_only_a_decode_node_could_generate(cluster: LocalCluster) -> None:
+    node = cluster.prefill[0]
+    request = Generate("r", 0, tuple(PROMPT), sampling(2), prefill=None, decode=None, timeout_s=9.0)
+    node.role.on_gateway(request, cluster.clock.now())
+    [failed] = [message for message in node.role.outbox.gateway if isinstance(message, Failed)]
+    assert failed.code is ErrorCode.INVALID_REQUEST
+    assert not list(node.role.requests())
 
 
 def test_a_request_that_its_client_aborts_is_an_abort_whichever_node_hears_of_it_first(cluster: LocalCluster) -> None:
