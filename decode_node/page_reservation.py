@@ -169,7 +169,7 @@ class PageReservations:
                 if stored.pending is not None or len(stored.pages) > len(match.pages):
                     return reservation  # the cache has these tokens already, but lacks window pages
             new = pages[: num_whole - len(match.pages)]
-            reservation.pending = self._cache.insert_pending(whole, new, request.salt)
+            reservation.pending = self._cache.insert_pending(whole, new, request.salt, priority=request.priority)
         return reservation
 
     def _reserve_windows(self, request: Request, match: Match, num_spare: int) -> bool:
