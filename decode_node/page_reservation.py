@@ -78,8 +78,8 @@ class PageReservations:
 
     def _received_from(self, request: Request) -> int | None:
         """See ``WindowPages.num_usable``."""
-        windows = self._allocator.windows
-        return None if windows is None else windows.kv_window.first_seen(request.num_decodable)
+        window_pages = self._allocator.window_pages
+        return None if window_pages is None else window_pages.kv_window.first_seen(request.num_decodable)
 
     def num_pages(self, request: Request) -> int:
         """Pages of all tokens that it takes to decode the request's next token."""
@@ -116,16 +116,16 @@ class PageReservations:
 
     def num_windowed(self, request: Request, *, is_here: bool) -> int:
         """Window pages that a request reserves; see ``lacks``."""
-        windows = self._allocator.windows
-        if windows is None:
+        window_pages = self._allocator.window_pages
+        if window_pages is None:
             return 0
-        return windows.needs(request, decodes=True) if is_here else windows.needs_to_decode(request)
+        return window_pages.needs(request, decodes=True) if is_here else window_pages.needs_to_decode(request)
 
     @property
     def window_room(self) -> tuple[int, int]:
         """Window pages that a peer may write to now, and window pages that can be reserved."""
-        windows = self._allocator.windows
-        return (0, 0) if windows is None else (windows.num_free, windows.num_unreserved)
+        window_pages = self._allocator.window_pages
+        return (0, 0) if window_pages is None else (window_pages.num_free, window_pages.num_unreserved)
 
     def reserve(
         self, request: Request, *, spare_tokens: int, spare_windowed: int = 0
@@ -148,9 +148,9 @@ class PageReservations:
         may_have = may_have and self._reserve_windows(request, match, spare_windowed)
         pages = self._allocate(num_needed) if may_have else None
         if pages is None:
-            if may_have and self._allocator.windows is not None:
+            if may_have and self._allocator.window_pages is not None:
                 request.pages = match.pages
-                self._allocator.windows.release(request)
+                self._allocator.window_pages.release(request)
                 request.pages = []
             self._cache.unlock(match.node)
             return AllocationFailure.SHORT_OF_PAGES
@@ -159,22 +159,22 @@ class PageReservations:
         request.node = match.node
         request.is_wrapped = not self.kv_window.is_cached(request.num_decodable)
         request.pages = (pages[:1] * first if request.is_wrapped else match.pages) + pages
-        if self._allocator.windows is not None:
-            self._allocator.windows.take_grant(request)
+        if self._allocator.window_pages is not None:
+            self._allocator.window_pages.take_grant(request)
         num_whole = request.num_decodable // self.page_size
         if self._cache.is_enabled and not request.is_wrapped and num_whole > len(match.pages):
             whole = packed_tokens(request, num_whole * self.page_size)
-            if self._allocator.windows is not None:
+            if self._allocator.window_pages is not None:
                 stored = self._cache.match_all(whole, request.salt)
                 if stored.pending is not None or len(stored.pages) > len(match.pages):
                     return reservation  # the cache has these tokens already, but lacks window pages
             new = pages[: num_whole - len(match.pages)]
-            reservation.pending = self._cache.insert_pending(whole, new, request.salt)
+            reservation.pending = self._cache.insert_pending(whole, new, request.salt, priority=request.priority)
         return reservation
 
     def _reserve_windows(self, request: Request, match: Match, num_spare: int) -> bool:
-        windows = self._allocator.windows
-        return windows is None or windows.reserve_grant(
+        window_pages = self._allocator.window_pages
+        return window_pages is None or window_pages.reserve_grant(
             *(request, match.pages, request.num_decodable),
             last_step=self._allocator.step_in_flight,
             num_spare=num_spare,
@@ -213,8 +213,8 @@ class PageReservations:
         The receiver frees the other pages once no write can reach them.
         """
         reservation = self.by_key.pop(request.key)
-        if self._allocator.windows is not None:
-            self._allocator.windows.withdraw_grant(request, reservation.first + len(arrived))
+        if self._allocator.window_pages is not None:
+            self._allocator.window_pages.withdraw_grant(request, reservation.first + len(arrived))
         if reservation.pending is not None:
             num_kept = min(len(arrived), len(reservation.pending.pages))
             self._cache.drop_pending(reservation.pending, num_kept)

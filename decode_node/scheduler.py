@@ -389,8 +389,8 @@ class DecodeScheduler:
     def _window_deltas(
         self, begun: Sequence[Request], rows: Sequence[Request], chunks: Sequence[Chunk]
     ) -> tuple[PageDelta, ...]:
-        windows = self._allocator.windows
-        return () if windows is None else windows.deltas(begun, [*rows, *(chunk.request for chunk in chunks)])
+        window_pages = self._allocator.window_pages
+        return () if window_pages is None else window_pages.deltas(begun, [*rows, *(chunk.request for chunk in chunks)])
 
     def _join_and_grow(self, now: float, *, keeps_slots: bool = True) -> tuple[list[Request], bool, Sequence[Request]]:
         """Fill the slots, and give every running request room for a token.
@@ -472,9 +472,9 @@ class DecodeScheduler:
                 elif pages := self._allocate_page(num_awaited):
                     request.pages += pages
                     request.own += pages
-                    if self._allocator.windows is not None:
+                    if self._allocator.window_pages is not None:
                         # A pause takes back what is scheduled and not computed.
-                        self._allocator.windows.advance(request, request.num_computed, request.num_scheduled + 1)
+                        self._allocator.window_pages.advance(request, request.num_computed, request.num_scheduled + 1)
                     grown.append(request)
                 elif self._allocator.num_lingering > num_awaited:
                     num_awaited += 1
@@ -531,8 +531,8 @@ class DecodeScheduler:
             elif found.sampled is not None:
                 request.inherited_priority = LOWEST_PRIORITY
                 self._table.move(request, Event.SAMPLED)
-                if self._allocator.windows is not None:
-                    self._allocator.windows.settle(request, request.num_computed, decodes=True)
+                if self._allocator.window_pages is not None:
+                    self._allocator.window_pages.settle(request, request.num_computed, decodes=True)
                 sampled.append(self._sampled(request, *found.sampled))
         self._ordering.decoded([one.request for one in sampled])
         capacity = self._capacity
@@ -566,7 +566,7 @@ class DecodeScheduler:
         """
         if len(self._steps) != 1 or self._joining or self._stopping or self._effects or self._queue.short:
             return None
-        if self._kv_window.is_bounded or self._allocator.windows is not None:
+        if self._kv_window.is_bounded or self._allocator.window_pages is not None:
             return None  # ``repeat`` knows nothing of pages that are used again
         (step,) = self._steps
         rows, table = step.rows, self._table

@@ -228,7 +228,7 @@ class PrefillScheduler:
         self._first.pop(key, None)
         self.grammars.leave(request)
         # Its whole pages went to the cache chunk by chunk, except where the cache lacked window pages.
-        release(self._cache, self._allocator, request, keep=self._allocator.windows is not None)
+        release(self._cache, self._allocator, request, keep=self._allocator.window_pages is not None)
 
     def take_effects(self) -> list[Effect]:
         """The effects since the last call, in order."""
@@ -308,8 +308,8 @@ class PrefillScheduler:
         )
 
     def _window_deltas(self, admitted: Sequence[Request], chunks: Sequence[Chunk]) -> tuple[PageDelta, ...]:
-        windows = self._allocator.windows
-        return () if windows is None else windows.deltas(admitted, [chunk.request for chunk in chunks])
+        window_pages = self._allocator.window_pages
+        return () if window_pages is None else window_pages.deltas(admitted, [chunk.request for chunk in chunks])
 
     def _adder(self) -> PrefillAdder:
         num_available = self._allocator.num_free + self._cache.num_evictable_pages
@@ -487,8 +487,8 @@ class PrefillScheduler:
 
     def _needs_windowed(self, request: Request) -> int:
         """Window pages that the request would reserve."""
-        windows = self._allocator.windows
-        return 0 if windows is None else windows.needs(request, decodes=False)
+        window_pages = self._allocator.window_pages
+        return 0 if window_pages is None else window_pages.needs(request, decodes=False)
 
     def _needs(self, request: Request) -> tuple[int, TreeNode]:
         """Pages that a request needs beside those of its cached prefix, and the tree node at which that prefix ends.
@@ -540,8 +540,8 @@ class PrefillScheduler:
         first = self._first_token(request, *result.sampled)
         request.output.append(first.token)
         self._leave_batch(request.key)
-        if self._allocator.windows is not None:
-            self._allocator.windows.settle(request, len(request.prompt), decodes=False)
+        if self._allocator.window_pages is not None:
+            self._allocator.window_pages.settle(request, len(request.prompt), decodes=False)
         self._advance(request.key, Event.SAMPLED)
         if first.finish:
             self.abort(request.key)

@@ -9,15 +9,11 @@ import gc
 import hashlib
 import math
 import os
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-#: Keys of the control plane that processes make at their first start, for all tests and the processes that they start.
-_STATE = tempfile.TemporaryDirectory(prefix="baton-state-")
-os.environ["XDG_STATE_HOME"] = _STATE.name
 #: Several processes run tests at the same time, so that threads of torch in each would mostly wait for one another.
 #: torch reads the variable when it is imported; a test that is about threads sets their number itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,6 +83,15 @@ def _has_cuda() -> bool:
     except ImportError:
         return False
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _keys_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The folder for the keys of the control plane that the first of all tests and their processes makes.
+
+    A later run of pytest removes it, also if this one is killed.
+    """
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(autouse=True)

@@ -45,13 +45,13 @@ class PageAllocator:
     The page freed last is allocated first, since its memory is warm. Equal histories give equal pages.
 
     Args:
-        windows: the pages of window layers that belong to these pages; None: a page holds all layers.
+        window_pages: the pages of window layers that belong to these pages; None: a page holds all layers.
     """
 
-    def __init__(self, num_pages: int, windows: "WindowPages | None" = None) -> None:
+    def __init__(self, num_pages: int, window_pages: "WindowPages | None" = None) -> None:
         assert num_pages > 0
         self.num_pages = num_pages
-        self.windows = windows
+        self.window_pages = window_pages
         self.num_lingering = 0
         self._stack = list(range(num_pages - 1, -1, -1))
         self._owner: NDArray[np.int8] = np.zeros(num_pages, np.int8)
@@ -118,8 +118,8 @@ class PageAllocator:
         self._owner[indices] = Owner.FREE
         self._counts[owner] -= len(pages)
         self._counts[Owner.FREE] += len(pages)
-        if self.windows is not None:
-            self.windows.freed(pages, self.step_in_flight)
+        if self.window_pages is not None:
+            self.window_pages.freed(pages, self.step_in_flight)
         if self._steps:
             self.num_lingering += len(pages)
             self._lingering.append((self._steps[-1], tuple(pages)))
@@ -141,30 +141,30 @@ class PageAllocator:
             pages = self._lingering.popleft()[1]
             self.num_lingering -= len(pages)
             self._stack.extend(pages)
-        if self.windows is not None:
-            self.windows.end_step(step)
+        if self.window_pages is not None:
+            self.window_pages.end_step(step)
 
     def gauges(self) -> dict[str, float]:
         """Gauges of the window pages; empty without any."""
-        return {} if self.windows is None else self.windows.gauges()
+        return {} if self.window_pages is None else self.window_pages.gauges()
 
     # ---- transfers --------------------------------------------------------------------------------------------------
 
     def transfer_length(self, num_tokens: int) -> int:
         """The length of a prompt's transfer in tokens; where the node has window pages, a page of tokens per slab."""
-        return num_tokens if self.windows is None else self.windows.transfer_length(num_tokens)
+        return num_tokens if self.window_pages is None else self.window_pages.transfer_length(num_tokens)
 
     def num_sent(self, num_pages: int, num_tokens: int) -> int:
         """Pages, or slabs where the node has window pages, that a transfer moves for a prompt's first ``num_pages``."""
-        return num_pages if self.windows is None else self.windows.num_slabs(num_pages, num_tokens)
+        return num_pages if self.window_pages is None else self.window_pages.num_slabs(num_pages, num_tokens)
 
     def to_transfer(self, pages: Sequence[int], first: int, num_tokens: int) -> Sequence[int]:
         """Pages, or slabs, that a transfer moves for ``pages``, those of a prompt from index ``first`` on."""
-        return pages if self.windows is None else self.windows.slabs(pages, first, num_tokens)
+        return pages if self.window_pages is None else self.window_pages.slabs(pages, first, num_tokens)
 
     def from_transfer(self, pages: Sequence[int]) -> Sequence[int]:
         """The pages that are complete with these pages, or slabs, of a transfer."""
-        return pages if self.windows is None else self.windows.pages_of(pages)
+        return pages if self.window_pages is None else self.window_pages.pages_of(pages)
 
     def _owned(self, pages: Sequence[int], owner: Owner) -> Indices:
         """Return pages as an index array; asserts that none occurs twice and that all belong to ``owner``."""
@@ -196,5 +196,5 @@ class PageAllocator:
             lingering == in_steps,
             f"pages {lingering ^ in_steps} linger without a step, or wait for a step without lingering",
         )
-        if self.windows is not None:
-            self.windows.check()
+        if self.window_pages is not None:
+            self.window_pages.check()

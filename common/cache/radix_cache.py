@@ -67,13 +67,13 @@ class RadixCache:
             received_from: see ``WindowPages.num_usable``.
         """
         key = pack(tokens)
-        found, windows = self.match_all(key, salt), self.allocator.windows
-        if windows is None:
+        found, window_pages = self.match_all(key, salt), self.allocator.window_pages
+        if window_pages is None:
             return found
         pending = found.pending
         if pending is not None and not self.num_pending(key, salt, received_from=received_from):
             pending = None
-        if (num_usable := windows.num_usable(found.pages, received_from)) < len(found.pages):
+        if (num_usable := window_pages.num_usable(found.pages, received_from)) < len(found.pages):
             found = self.match_all(key[: num_usable * self._page_bytes], salt)
         return replace(found, pending=pending)
 
@@ -97,8 +97,8 @@ class RadixCache:
             offset += len(node.key)
             pages += node.pages
             num_ready += len(node.pages) if node.pending is None else 0
-        windows = self.allocator.windows
-        num_usable = len(pages) if windows is None else windows.num_usable(pages, received_from)
+        window_pages = self.allocator.window_pages
+        num_usable = len(pages) if window_pages is None else window_pages.num_usable(pages, received_from)
         return max(0, num_usable - num_ready)
 
     def has_all(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> bool:

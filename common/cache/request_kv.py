@@ -49,14 +49,14 @@ def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, ke
 
     With ``keep``, its full computed pages are inserted into the cache first. The request keeps its tokens.
     """
-    windows = allocator.windows
-    if windows is not None:
-        windows.release(request)
+    window_pages = allocator.window_pages
+    if window_pages is not None:
+        window_pages.release(request)
     if keep and not request.is_wrapped:
         num_tokens = request.num_computed // cache.page_size * cache.page_size
         num_kept = _insert(cache, request, packed_tokens(request, num_tokens)).first_adopted
-        if windows is not None and num_kept:
-            _complete(cache, windows, request, num_kept)
+        if window_pages is not None and num_kept:
+            _complete(cache, window_pages, request, num_kept)
     allocator.free(request.own, Owner.REQUEST)
     cache.unlock(request.node)
     request.pages = []
@@ -66,12 +66,12 @@ def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, ke
     request.num_computed = request.num_scheduled = request.num_sampling = 0
 
 
-def _complete(cache: RadixCache, windows: WindowPages, request: Request, num_pages: int) -> None:
+def _complete(cache: RadixCache, window_pages: WindowPages, request: Request, num_pages: int) -> None:
     """Give the window pages of the request's first pages to the cache where it has these tokens without them."""
     key = packed_tokens(request, num_pages * cache.page_size)
     for ours, cached in zip(request.pages, cache.match_all(key, request.salt).pages, strict=False):
         if ours != cached:
-            windows.give(ours, cached)
+            window_pages.give(ours, cached)
 
 
 def _insert(cache: RadixCache, request: Request, key: TokenKey) -> Inserted:

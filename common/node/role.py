@@ -190,8 +190,8 @@ def check_pages(allocator: PageAllocator, cache: RadixCache, requests: Iterable[
     cache.check()
     num_own = 0
     requests = list(requests)
-    if allocator.windows is not None:
-        allocator.windows.check_requests(requests)
+    if allocator.window_pages is not None:
+        allocator.window_pages.check_requests(requests)
     for request in requests:
         num_own += len(request.own)
         if request.is_wrapped and request.own:

@@ -82,8 +82,8 @@ class WorkerContext:
     @property
     def longest_transfer(self) -> int:
         """The most pages that a transfer moves."""
-        num_pages, windows = self.layout.num_pages(self.longest_tokens), self.allocator.windows
-        return num_pages if windows is None else windows.groups.num_slabs(num_pages, num_pages)
+        num_pages, window_pages = self.layout.num_pages(self.longest_tokens), self.allocator.window_pages
+        return num_pages if window_pages is None else window_pages.groups.num_slabs(num_pages, num_pages)
 
     @property
     def most_held_tokens(self) -> int:

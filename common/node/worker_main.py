@@ -159,14 +159,14 @@ def open_directory(config: NodeConfig) -> FixedGateways | ListedGateways | Watch
 def _worker_context(
     config: NodeConfig, model: "BaseModelConfig", executor: "TorchExecutor", capacity: Capacity, incarnation: str
 ) -> WorkerContext:
-    pool, windows = executor.pool, None
+    pool, window_pages = executor.pool, None
     if pool.groups is not None:
-        windows = WindowPages(
+        window_pages = WindowPages(
             *(pool.groups, capacity.num_pages, pool.num_window_pages),
             page_size=config.page_size,
             chunk_tokens=capacity.alignment.most_at_once(capacity.chunk_tokens, config.page_size) or UNBOUNDED,
         )
-    allocator = PageAllocator(capacity.num_pages, windows)
+    allocator = PageAllocator(capacity.num_pages, window_pages)
     own = pool.layout
     return WorkerContext(
         config=config,

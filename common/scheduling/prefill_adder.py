@@ -304,8 +304,8 @@ class PrefillAdder:
             first = self.chunks[place].start
             self.chunks[place] = Chunk.of(request, first, start + num_tokens - first)
         request.num_scheduled = start + num_tokens
-        if self._allocator.windows is not None:
-            self._allocator.windows.advance(request, self.chunks[place].start, request.num_scheduled)
+        if self._allocator.window_pages is not None:
+            self._allocator.window_pages.advance(request, self.chunks[place].start, request.num_scheduled)
         self.input_left -= self._rounded(num_tokens)
         if self.chunk_left is not None:
             self.chunk_left -= self._rounded(num_tokens)
@@ -318,8 +318,11 @@ class PrefillAdder:
         """Allocate pages beside the cached ones, evicting as needed; None if the request does not fit."""
         if not self._may_spend(request, match, self._tokens(count)):
             return None
-        windows = self._allocator.windows
-        if windows is not None and windows.needs(request, decodes=self._decodes) > windows.num_unreserved:
+        window_pages = self._allocator.window_pages
+        if (
+            window_pages is not None
+            and window_pages.needs(request, decodes=self._decodes) > window_pages.num_unreserved
+        ):
             return None
         missing = count - self._allocator.num_free
         if missing > self._cache.num_evictable_pages:
@@ -388,9 +391,9 @@ class PrefillAdder:
             request.num_cached = match.num_tokens
         request.num_to_compute = request.num_tokens - match.num_tokens
         self.total_left -= self._tokens(len(own)) + self._reserve(request)
-        windows = self._allocator.windows
-        if windows is not None:
-            windows.admit(request, match.num_tokens, windows.needs(request, decodes=self._decodes))
+        window_pages = self._allocator.window_pages
+        if window_pages is not None:
+            window_pages.admit(request, match.num_tokens, window_pages.needs(request, decodes=self._decodes))
 
     def _tokens(self, num_pages: int) -> int:
         return num_pages * self.page_size

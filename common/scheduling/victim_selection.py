@@ -62,7 +62,7 @@ def _choose(
     chosen: list[Request] = []
     num_own = 0
     left = iter(candidates)
-    num_unreserved = num_windowed if allocator.windows is None else allocator.windows.num_unreserved
+    num_unreserved = num_windowed if allocator.window_pages is None else allocator.window_pages.num_unreserved
 
     def is_enough() -> bool:
         has_pages = allocator.num_free + cache.num_evictable_pages + num_own >= num_pages

@@ -1,7 +1,7 @@
 """The queue of waiting requests of a node or of the gateway. Pure."""
 
 from collections import Counter
-from collections.abc import Iterator, MutableMapping, Sequence, ValuesView
+from collections.abc import Iterator, MutableMapping, ValuesView
 
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import packed_tokens
@@ -22,9 +22,6 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         self._cache = cache
         self._requests: dict[RequestKey, Request] = {}
         self._num_by_priority: Counter[int] = Counter()
-
-    def sorted(self, now: float) -> Sequence[Request]:
-        return self._order.sort(list(self._requests.values()), now)
 
     @property
     def highest_priority(self) -> int:

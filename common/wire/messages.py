@@ -20,7 +20,7 @@ from common.stage_spans import StageSpan
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -561,7 +561,7 @@ class Connected(Message, frozen=True, tag="connected"):
 
     epoch: Count
     transport: Id
-    num_units: Annotated[int, Meta(ge=1, le=65536)] = 1  # stretches of tokens in which each page comes
+    num_stretches: Annotated[int, Meta(ge=1, le=65536)] = 1  # of tokens, in which each page comes
     why: Sentence = ""  # why this transport was chosen
 
 

@@ -278,8 +278,8 @@ class Receiver:
         connection = connection or changed
         assert connection is not None
         layout = self._transport.store.layout
-        if layout.page_size % message.num_units:
-            why = f"a page of {layout.page_size} tokens cannot come in {message.num_units} parts"
+        if layout.page_size % message.num_stretches:
+            why = f"a page of {layout.page_size} tokens cannot come in {message.num_stretches} stretches"
             self._refuse(peer, connection, why)
             return True
         self._totals[f"pairs_by_{message.transport}"] += 1
@@ -290,8 +290,8 @@ class Receiver:
             message.why and f": {message.why}",
         )
         ranks = {"num_sources": connection.num_ranks, "num_targets": self._transport.num_ranks}
-        parts = target_parts(layout, message.num_units, **ranks)
-        connection.attached(message.num_units, parts, message.transport, message.why)
+        parts = target_parts(layout, message.num_stretches, **ranks)
+        connection.attached(message.num_stretches, parts, message.transport, message.why)
         self._fence(peer, connection.epoch - 1, "the prefill node has dropped the earlier connection")
         for session in self._table.of(peer):
             if session.state is ReceiveState.RESERVED:

@@ -104,7 +104,7 @@ class Sender:
             how = connection.transport
             log.warning("decode node %s offers its pool again, in place of the %s connection", connection.name, how)
         end = TransferEnd("failed", "the decode node has connected again")
-        self._sever(peer, end, is_all=False, is_resumed=connect.resumes)
+        self._sever(peer, end, is_resumed=connect.resumes)
         refused = self._connections.attach(peer, connect)
         if refused is not None:
             self._messages.append((peer, refused))
@@ -116,44 +116,47 @@ class Sender:
             self._settle_writes()  # a peer that is connected again may grant again, and nothing of before is under way
         for peer in changed:
             end = TransferEnd("failed", "pages go by another transport")
-            self._end_grants(peer, end, is_all=False, is_resumed=True, is_fenced=True)
+            self._end_grants(peer, end, is_resumed=True, is_fenced=True)
         self._messages += answers
         for peer, why in broken:
             self._totals["broken_pairs"] += 1
             log.warning("%s", why)
             connection = self._connections.by_peer.get(peer)
-            is_fenced = self._sever(peer, TransferEnd("failed", why), is_all=False, is_resumed=True)
+            is_fenced = self._sever(peer, TransferEnd("failed", why), is_resumed=True)
             if connection is not None:  # the decode node's own transport may not report the break
                 said = AttachFailed(connection.epoch, why) if is_fenced else Refused(why, connection.epoch)
                 self._messages.append((peer, said))
 
     def peer_lost(self, peer: str) -> None:
         """The decode node is gone: its transfers end, and its pool is out of reach from here on."""
-        self._sever(peer, TransferEnd("failed", "the decode node was lost", ErrorCode.NODE_LOST), is_all=True)
+        end = TransferEnd("failed", "the decode node was lost", ErrorCode.NODE_LOST)
+        self._sever(peer, end, is_resumed=False)
+        for ungranted in self._table.to(peer):
+            self._end(ungranted, end)
         self._messages = [(to, message) for to, message in self._messages if to != peer]
 
-    def _sever(self, peer: str, why: TransferEnd, *, is_all: bool, is_resumed: bool = False) -> bool:
+    def _sever(self, peer: str, why: TransferEnd, *, is_resumed: bool) -> bool:
         """Drop a peer's pool.
 
-        Transfers to it end without a message, except those whose writes cannot be called back, which linger.
+        Granted transfers to it end without a message, except those whose writes cannot be called back, which linger.
 
         Args:
-            is_all: end ungranted transfers, too.
-            is_resumed: granted transfers wait until they are granted again.
+            is_resumed: granted transfers do not end but wait until they are granted again.
 
         Returns:
             Whether nothing is under way any more.
         """
         is_fenced = self._connections.drop(peer)
-        self._end_grants(peer, why, is_all=is_all, is_resumed=is_resumed, is_fenced=is_fenced)
+        self._end_grants(peer, why, is_resumed=is_resumed, is_fenced=is_fenced)
         return is_fenced
 
-    def _end_grants(self, peer: str, why: TransferEnd, *, is_all: bool, is_resumed: bool, is_fenced: bool) -> None:
-        """End the granted transfers to a peer, or all, after its pool was dropped or is reached by another transport.
+    def _end_grants(self, peer: str, why: TransferEnd, *, is_resumed: bool, is_fenced: bool) -> None:
+        """Void the grants of a peer after its pool was dropped or is reached by another transport; see ``_sever``.
 
-        The arguments are those of ``_sever``; ``is_fenced`` says that nothing is under way any more.
+        Args:
+            is_fenced: nothing is under way any more.
         """
-        for session in [s for s in self._table.to(peer) if is_all or s.is_granted]:
+        for session in [s for s in self._table.to(peer) if s.is_granted]:
             if is_fenced:
                 self._queue.lose(session)
             if is_resumed and session.accepts(SendEvent.SUSPEND):

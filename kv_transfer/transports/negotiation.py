@@ -43,7 +43,7 @@ class _Attempt:
         due: a better transport that is tried again; empty: none is.
         better: the attempt to attach by it, once the peer has offered it again.
         better_until: by when that must have worked, and then by when nothing must be under way.
-        is_leaving: it ends in favour of a better transport once nothing is under way.
+        is_ending: it ends in favour of a better transport once nothing is under way.
     """
 
     connect: Connect
@@ -57,7 +57,7 @@ class _Attempt:
     due: str = ""
     better: "_Attempt | None" = None
     better_until: float = 0.0
-    is_leaving: bool = False
+    is_ending: bool = False
 
 
 class _Negotiating(Transport, Generic[T]):
@@ -100,7 +100,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         self._attempts: dict[str, _Attempt] = {}
         self._draining: dict[str, None] = {}  # detached peers with writes under way
         self._asked: list[str] = []  # peers for ``returns``
-        self._parting: dict[str, WriterTransport] = {}  # the transport that a peer has left, until the peer knows it
+        self._replaced: dict[str, WriterTransport] = {}  # by a better transport, until the peer knows of it
         self._tickets: dict[tuple[str, int], tuple[int, str]] = {}  # (transport, its ticket) -> (our ticket, peer)
         self._num_tickets = 0
 
@@ -116,14 +116,14 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
             raise AttachError(f"{connect.name} takes pages by {theirs}, this prefill node sends by {ours}")
         if connect.resumes:
             self._broken.broke(peer, self._clock())
-        attempt = self._attempt(peer, connect, offers, candidates)
+        attempt = self._new_attempt(peer, connect, offers, candidates)
         if peer not in self._draining:
-            self._try_next(peer, attempt)
+            self._attach_next(peer, attempt)
         for transport in candidates if peer in self._draining else ():
             transport.voided(peer, offers[transport.name])
         self._attempts[peer] = attempt
 
-    def _attempt(
+    def _new_attempt(
         self, peer: str, connect: Connect, offers: dict[str, str], candidates: list[WriterTransport]
     ) -> _Attempt:
         """An attempt that tries transports that rest after all others, and those before them that could not attach."""
@@ -135,7 +135,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
             others.sort(key=lambda one: self._broken.has_failed_lately(peer, one.name, now))
         return _Attempt(connect, offers, [*others, *resting], failures)
 
-    def _try_next(self, peer: str, attempt: _Attempt) -> None:
+    def _attach_next(self, peer: str, attempt: _Attempt) -> None:
         """Begin to attach by the best transport that is left.
 
         Raises:
@@ -161,19 +161,19 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
             if self._detach(peer):
                 del self._draining[peer]
                 if peer in self._attempts:
-                    news += self._go_on(peer, self._attempts[peer])
+                    news += self._continue_attaching(peer, self._attempts[peer])
         for transport in self._transports:
             for attached in transport.poll():
                 attempt = self._attempts.get(attached.peer)
                 if attempt is None:
                     continue
                 if attempt.current is transport and attempt.connect.epoch == attached.epoch:
-                    news += self._hear(attached, attempt, transport)
+                    news += self._on_attached(attached, attempt, transport)
                 elif attempt.better is not None and attempt.better.connect.epoch == attached.epoch:
-                    self._hear_better(attached, attempt, attempt.better)
-                elif attached.problem and self._parting.get(attached.peer) is transport:
-                    self._part(attached.peer)
-        return [*news, *self._give_up_slow(), *self._returns()]
+                    self._on_better_attached(attached, attempt, attempt.better)
+                elif attached.problem and self._replaced.get(attached.peer) is transport:
+                    self._detach_replaced(attached.peer)
+        return [*news, *self._give_up_slow(), *self._return_to_better()]
 
     def _give_up_slow(self) -> list[Attached]:
         """Goes on with the next transport where a pair is to be attached again and one does not answer soon."""
@@ -182,10 +182,10 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
             is_slow = attempt.connect.resumes and not attempt.is_attached and attempt.begun_at <= until
             if is_slow and attempt.rest and attempt.current is not None and peer not in self._draining:
                 problem = f"no answer within {PATIENCE_S:g} s"
-                news += self._hear(Attached(peer, attempt.connect.epoch, problem), attempt, attempt.current)
+                news += self._on_attached(Attached(peer, attempt.connect.epoch, problem), attempt, attempt.current)
         return news
 
-    def _returns(self) -> list[Attached]:
+    def _return_to_better(self) -> list[Attached]:
         """Returns pairs to better transports whose rest is over.
 
         A page must have been written since, so that an idle pair stays with what works.
@@ -197,10 +197,11 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
             if not attempt.due:
                 self._ask_for_better(peer, attempt, now)
             elif self.is_changing(peer) and all(owner != peer for _, owner in self._tickets.values()):
-                news.append(
-                    self._change(peer, attempt, attempt.better) if attempt.better else self._leave(peer, attempt)
-                )
-            elif attempt.better_until <= now and not attempt.is_leaving:
+                if attempt.better is not None:
+                    news.append(self._switch_to_better(peer, attempt, attempt.better))
+                else:
+                    news.append(self._break_for_better(peer, attempt))
+            elif attempt.better_until <= now and not attempt.is_ending:
                 self._give_up_better(peer, attempt)
         return news
 
@@ -218,10 +219,10 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
 
     def attach_beside(self, peer: str, connect: Connect | None) -> bool:
         attempt = self._attempts.get(peer)
-        if attempt is None or not attempt.due or attempt.better is not None or attempt.is_leaving:
+        if attempt is None or not attempt.due or attempt.better is not None or attempt.is_ending:
             return False
         if connect is None:
-            attempt.is_leaving = True
+            attempt.is_ending = True
             return False
         transport = next(one for one in self._transports if one.name == attempt.due)
         try:
@@ -239,9 +240,9 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         attempt = self._attempts.get(peer)
         if attempt is None:
             return False
-        return attempt.is_leaving or (attempt.better is not None and attempt.better.is_attached)
+        return attempt.is_ending or (attempt.better is not None and attempt.better.is_attached)
 
-    def _hear_better(self, attached: Attached, attempt: _Attempt, better: _Attempt) -> None:
+    def _on_better_attached(self, attached: Attached, attempt: _Attempt, better: _Attempt) -> None:
         if attached.problem:
             self._give_up_better(attached.peer, attempt)
         else:
@@ -256,26 +257,27 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         self._broken.could_not_attach(peer, attempt.due, self._clock())
         attempt.due, attempt.better = "", None
 
-    def _leave(self, peer: str, attempt: _Attempt) -> Attached:
-        """Ends an attachment whose peer cannot offer a better transport beside it."""
+    def _break_for_better(self, peer: str, attempt: _Attempt) -> Attached:
+        """Report an attachment as broken whose peer cannot offer a better transport beside it but connects again."""
         assert attempt.current is not None
         self._broken.left(peer)
-        attempt.has_written = attempt.is_leaving = False
+        attempt.has_written = attempt.is_ending = False
         instead = f"{attempt.due} is tried again instead of {attempt.current.name}"
         return Attached(peer, attempt.connect.epoch, f"pages to decode node {attempt.connect.name}: {instead}")
 
-    def _change(self, peer: str, attempt: _Attempt, better: _Attempt) -> Attached:
-        """Goes on by the better transport. The other one stays attached until the peer has heard of it, since the peer
-        would take its end for a break.
+    def _switch_to_better(self, peer: str, attempt: _Attempt, better: _Attempt) -> Attached:
+        """Use the better transport from now on.
+
+        The other one stays attached until the peer has heard of that, since the peer would take its end for a break.
         """
         assert attempt.current is not None
-        self._attempts[peer], self._parting[peer] = better, attempt.current
+        self._attempts[peer], self._replaced[peer] = better, attempt.current
         self._broken.attached(peer, attempt.due, self._clock())
         return Attached(peer, better.connect.epoch, "", attempt.due, "it works again")
 
-    def _part(self, peer: str) -> None:
-        """Detaches the transport that the peer has left."""
-        transport = self._parting.pop(peer, None)
+    def _detach_replaced(self, peer: str) -> None:
+        """Detach the transport that a better one has replaced; the peer knows of it."""
+        transport = self._replaced.pop(peer, None)
         if transport is not None:
             is_fenced = transport.detach(peer)
             assert is_fenced, "nothing was under way"
@@ -284,9 +286,9 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         attempt.failures.append(f"{transport.name}: {problem}")
         self._broken.could_not_attach(peer, transport.name, self._clock())
 
-    def _hear(self, attached: Attached, attempt: _Attempt, transport: WriterTransport) -> list[Attached]:
+    def _on_attached(self, attached: Attached, attempt: _Attempt, transport: WriterTransport) -> list[Attached]:
         if attempt.is_attached:
-            attempt.has_written = False  # it is over, and ``_returns`` has no part in that
+            attempt.has_written = False  # it is over, and ``_return_to_better`` has no part in that
             return [attached]
         if not attached.problem:
             attempt.is_attached = True
@@ -297,11 +299,11 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         if not transport.detach(attached.peer):
             self._draining[attached.peer] = None
             return []
-        return self._go_on(attached.peer, attempt)
+        return self._continue_attaching(attached.peer, attempt)
 
-    def _go_on(self, peer: str, attempt: _Attempt) -> list[Attached]:
+    def _continue_attaching(self, peer: str, attempt: _Attempt) -> list[Attached]:
         try:
-            self._try_next(peer, attempt)
+            self._attach_next(peer, attempt)
         except AttachError as error:
             del self._attempts[peer]
             return [Attached(peer, attempt.connect.epoch, str(error))]
@@ -310,7 +312,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
     def prepare(self, peer: str, pages: Sequence[int]) -> None:
         attempt = self._attempts[peer]
         assert attempt.is_attached and attempt.current is not None
-        self._part(peer)  # the peer has granted these pages under the last epoch
+        self._detach_replaced(peer)  # the peer has granted these pages under the last epoch
         attempt.current.prepare(peer, pages)
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], slices: SlicePair | None = None) -> int:
@@ -331,7 +333,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
 
     def detach(self, peer: str) -> bool:
         self._attempts.pop(peer, None)
-        self._parting.pop(peer, None)
+        self._replaced.pop(peer, None)
         is_fenced = self._detach(peer)
         if is_fenced:  # none of its tickets is reported any more
             self._tickets = {ticket: known for ticket, known in self._tickets.items() if known[1] != peer}
@@ -393,7 +395,7 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
         self._stores[peer] = named[0].store_of(peer)
         self._unasked.pop(peer, None)
         if early is not None:  # it attached and broke before the peer's message came; both count
-            self._prove(early)
+            self._report(early)
         return True
 
     def store_of(self, peer: str) -> PageStore:
@@ -417,12 +419,12 @@ class NegotiatingReader(_Negotiating[ReaderTransport], ReaderTransport):
         for transport in self._transports:
             for fenced in transport.poll(now):
                 if self._chosen.get(fenced.peer) == (fenced.epoch, transport):
-                    self._prove(fenced)
+                    self._report(fenced)
                 elif self._offered.get(fenced.peer) == fenced.epoch:
                     self._unasked.setdefault(fenced.peer, {})[transport.name] = fenced
         news, self._news = self._news, []
         return news
 
-    def _prove(self, fenced: Fenced) -> None:
+    def _report(self, fenced: Fenced) -> None:
         del self._chosen[fenced.peer]
         self._news.append(fenced)

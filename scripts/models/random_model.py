@@ -15,7 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-SMALL_MODEL = Path(__file__).parent / "small_model"
+from common.config.shared import SMALL_MODEL
 
 #: config.json of Qwen/Qwen3-0.6B, with a shorter context, which bounds the memory of a node.
 QWEN3_600M: dict[str, Any] = {
@@ -103,7 +103,7 @@ def _write_weights(folder: Path, config: dict[str, Any], seed: int) -> None:
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Write the small model's tokenizer, padded with the words ``w1024``, ``w1025`` and so on."""
-    tokenizer = json.loads((SMALL_MODEL / "tokenizer.json").read_text())
+    tokenizer = json.loads(Path(SMALL_MODEL, "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     # Special tokens keep their ids only if the vocabulary contains them.
     vocab |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
@@ -111,4 +111,4 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     vocab |= {f"\u0120w{number}": number for number in range(first, vocab_size)}  # U+0120 is a space in byte-level BPE
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     for name in ("tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(SMALL_MODEL / name, folder / name)
+        shutil.copyfile(Path(SMALL_MODEL, name), folder / name)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.scheduling.waiting_requests import rids
 
 from common.config.scheduling import SchedulingOptions
 from common.errors import ConfigError
@@ -76,10 +77,6 @@ def queue_of(spec: str) -> WaitingQueue:
     order.served(queue["b", 0], num_input=2)
     del queue["b", 0]
     return queue
-
-
-def rids(queue: WaitingQueue) -> list[str]:
-    return [request.rid for request in queue.sorted(0.0)]
 
 
 def test_a_built_in_policy_is_not_loaded() -> None:

@@ -2,8 +2,13 @@
 
 from support.scheduling.single_nodes import PAGE, DecodeNode
 
-from common.cache.page_allocator import Owner
+from common.cache.kv_window import KVWindow
+from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.radix_cache import RadixCache, pack
 from common.config.scheduling import PriorityRules
+from common.request import Request
+from common.sampling_params import SamplingParams
+from decode_node.page_reservation import PageReservations, Reservation
 
 
 def node_with(num_pages: int, max_skip_ahead: int) -> DecodeNode:
@@ -36,3 +41,17 @@ def test_a_request_with_a_pending_prefix_is_overtaken_only_within_the_skip_limit
     assert node.scheduler.totals()["skipped_ahead"] == 1, "the tiny request did not overtake exactly one small one"
     node.receive("bringer")
     assert node.grant()[0] == "sharer"
+
+
+def test_the_prefix_that_arrived_for_an_urgent_request_is_evicted_after_that_of_another() -> None:
+    allocator = PageAllocator(2)
+    cache = RadixCache(allocator, PAGE, eviction="priority")
+    reservations = PageReservations(cache, allocator, KVWindow(PAGE))
+    urgent = Request("urgent", 0, (1,) * PAGE, SamplingParams(max_new_tokens=1), priority=5)
+    other = Request("other", 0, (2,) * PAGE, SamplingParams(max_new_tokens=1))
+    for request in (urgent, other):
+        reservation = reservations.reserve(request, spare_tokens=0)
+        assert isinstance(reservation, Reservation)
+        reservations.withdraw(request, reservation.pages)  # the transfer breaks, but all of its pages have arrived
+    assert cache.evict(1) == 1
+    assert [node.key for node in cache.nodes()] == [pack(urgent.prompt)]

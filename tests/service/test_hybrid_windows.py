@@ -108,9 +108,9 @@ def test_decode_nodes_are_sent_window_pages_of_the_window_only(model: tuple[Path
     answer = cluster.submit("long", prompt, SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0))
     cluster.run()
     assert answer.output == expected
-    windows = cluster.decode[0].allocator.windows
-    assert windows is not None
-    groups, num_pages = windows.groups, -(-len(prompt) // PAGE_SIZE)
+    window_pages = cluster.decode[0].allocator.window_pages
+    assert window_pages is not None
+    groups, num_pages = window_pages.groups, -(-len(prompt) // PAGE_SIZE)
     num_windowed = num_pages - (len(prompt) - WINDOW + 1) // PAGE_SIZE
     assert num_windowed == 7 < num_pages
     sent = cluster.counters(cluster.prefill[0])["pages_sent"]
@@ -179,8 +179,8 @@ def test_windows_that_an_override_changes_give_the_tokens_of_the_library(
     cluster = make_cluster(folder, window=window, overrides=overrides)
     for tag in ("cold", "again"):
         serve_all(cluster, expected, tag)
-    windows = cluster.decode[0].allocator.windows
-    assert windows is not None
-    assert (windows.groups.window, windows.groups.full) == (window, (0,))
+    window_pages = cluster.decode[0].allocator.window_pages
+    assert window_pages is not None
+    assert (window_pages.groups.window, window_pages.groups.full) == (window, (0,))
     assert_all_pages_are_released(cluster)
     cluster.close()

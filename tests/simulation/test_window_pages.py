@@ -120,9 +120,9 @@ def test_a_prompt_computed_here_gives_its_chunk_back_when_it_is_computed() -> No
     local = cluster.submit("local", prompt_of(60), sampling(100), pair=(None, 0))
     while len(local.tokens) < 2:
         cluster.step()
-    windows = cluster.decode[0].allocator.windows
-    assert windows is not None
-    assert windows.num_reserved == KVWindow(2, 8).max_span(3) < of_one
+    window_pages = cluster.decode[0].allocator.window_pages
+    assert window_pages is not None
+    assert window_pages.num_reserved == KVWindow(2, 8).max_span(3) < of_one
     other = cluster.submit("other", prompt_of(20, 1), sampling(4))
     for _ in range(30):
         cluster.step()

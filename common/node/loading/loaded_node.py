@@ -176,12 +176,12 @@ class LoadedNode:
             worker.layout.bytes_per_token * worker.layout.full_slabs,
             self._gateways.description,
         )
-        if (windows := worker.allocator.windows) is not None:
+        if (window_pages := worker.allocator.window_pages) is not None:
             log.info(
                 "window layers have %d pages of their own, %d bytes for each token, and keep %d tokens of a request",
-                windows.num_pages,
+                window_pages.num_pages,
                 worker.layout.bytes_per_token * worker.layout.window_slabs,
-                windows.groups.window,
+                window_pages.groups.window,
             )
         if (kv_window := worker.kv_window).is_bounded:
             log.info(

@@ -32,7 +32,7 @@ from common.node.loading.memory_plan import (
     num_window_pages,
     plan_capacity,
 )
-from common.node.tensor_parallel.channel import Load
+from common.node.tensor_parallel.channel import LoadModel
 from common.node.tensor_parallel.rank_processes import RankProcesses
 from common.reminder import Reminder
 
@@ -290,7 +290,7 @@ def memory_layout(config: NodeConfig, model: "BaseModelConfig", device: str) -> 
     return layout.of_heads(num_heads * config.tp if device == "cpu" else num_heads)
 
 
-def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num_threads: int) -> Load:
+def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num_threads: int) -> LoadModel:
     import torch
 
     from common.engine.attention import resolve_attention
@@ -298,7 +298,7 @@ def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num
 
     dtype = model.resolve_dtype(config.dtype)
     layout = model.layout(config.page_size, dtype, config.kv_cache_dtype)
-    return Load(
+    return LoadModel(
         rank=0,
         num_ranks=config.tp,
         name=config.node_name,

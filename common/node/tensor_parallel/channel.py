@@ -27,7 +27,7 @@ _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 1
 
 
-class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class LoadModel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Rank 0 to another: load your part of the model.
 
     Attributes:
@@ -59,8 +59,8 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     trust_remote_code: bool
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Answers ``Load``. ``problem``: why it has failed; empty if it has not."""
+class ModelLoaded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Answers ``LoadModel``. ``problem``: why it has failed; empty if it has not."""
 
     problem: str = ""
 
@@ -143,7 +143,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         return RowArrays(starts, num_new, page_table, self.page_size, windows), kept
 
 
-RankMessage = Load | Loaded | Join | Transfer | ReadAdapter | AdapterRead | Step
+RankMessage = LoadModel | ModelLoaded | Join | Transfer | ReadAdapter | AdapterRead | Step
 
 
 class RankChannel:

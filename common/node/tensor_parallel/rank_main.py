@@ -25,8 +25,8 @@ from common.logs import configure_logging
 from common.node.tensor_parallel.channel import (
     AdapterRead,
     Join,
-    Load,
-    Loaded,
+    LoadModel,
+    ModelLoaded,
     RankChannel,
     ReadAdapter,
     Step,
@@ -62,7 +62,7 @@ def main(serve_transfers: ServeTransfers | None = None) -> int:
     writer = None
     try:
         load, _ = channel.receive()
-        assert isinstance(load, Load)
+        assert isinstance(load, LoadModel)
         writer = configure_logging(load.name, level=load.log_level, log_format=load.log_format)
         _serve(channel, load, serve_transfers)
     except (EOFError, ConnectionError):
@@ -79,7 +79,7 @@ def main(serve_transfers: ServeTransfers | None = None) -> int:
     return 0
 
 
-def _serve(channel: RankChannel, load: Load, serve_transfers: ServeTransfers | None) -> None:
+def _serve(channel: RankChannel, load: LoadModel, serve_transfers: ServeTransfers | None) -> None:
     """Load this rank's part of the model, and do what rank 0 says until it ends the connection.
 
     Raises:
@@ -88,13 +88,13 @@ def _serve(channel: RankChannel, load: Load, serve_transfers: ServeTransfers | N
     try:
         make_model = _load_model(load)
     except (BatonError, MemoryError) as error:
-        channel.send(Loaded(str(error) or "it has too little memory"))
+        channel.send(ModelLoaded(str(error) or "it has too little memory"))
         return
     except Exception as error:  # the library's code, and that of checkpoints, may raise anything
         log.exception("the model cannot be loaded")
-        channel.send(Loaded(f"{type(error).__name__}: {error}"))
+        channel.send(ModelLoaded(f"{type(error).__name__}: {error}"))
         return
-    channel.send(Loaded())
+    channel.send(ModelLoaded())
     join, (store,) = channel.receive()
     assert isinstance(join, Join)
 
@@ -163,7 +163,7 @@ def _start_transfers(serve: ServeTransfers, connection: socket.socket, pool: "KV
     threading.Thread(target=run, name="rank-transfers", daemon=True).start()
 
 
-def _load_model(load: Load) -> "Callable[[RankGroup | None], CausalModel]":
+def _load_model(load: LoadModel) -> "Callable[[RankGroup | None], CausalModel]":
     """Load this rank's part; return what makes the model of it.
 
     Raises:

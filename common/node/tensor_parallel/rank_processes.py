@@ -19,8 +19,8 @@ from common.errors import ConfigError, RankLostError
 from common.node.tensor_parallel.channel import (
     AdapterRead,
     Join,
-    Load,
-    Loaded,
+    LoadModel,
+    ModelLoaded,
     RankChannel,
     ReadAdapter,
     Step,
@@ -49,7 +49,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 class _RankProcess:
     """One other rank."""
 
-    def __init__(self, load: Load, module: str) -> None:
+    def __init__(self, load: LoadModel, module: str) -> None:
         self.rank = load.rank
         ours, theirs = socket.socketpair()
         self.channel = RankChannel(ours)
@@ -73,7 +73,7 @@ class _RankProcess:
             answer, _ = self.channel.receive()
         except (EOFError, ConnectionError) as error:
             raise ConfigError(f"--tp: rank {self.rank} of this node ended while it loaded the model") from error
-        assert isinstance(answer, Loaded)
+        assert isinstance(answer, ModelLoaded)
         if answer.problem:
             raise ConfigError(f"--tp: rank {self.rank} of this node cannot load the model: {answer.problem}")
 
@@ -132,7 +132,7 @@ class RankProcesses:
     def pids(self) -> list[int]:
         return [other.process.pid for other in self._others]
 
-    def start(self, load: Load) -> None:
+    def start(self, load: LoadModel) -> None:
         """Start the processes, which begin to load their parts; ``load`` is that of rank 0."""
         from common.engine.tensor_parallel.shard import Shard
 

@@ -136,7 +136,11 @@ class CudaIpcWriter(LocalWriter):
 
     def _open_allocation(self, handle: bytes) -> Allocation:
         at = self._opener.open(handle)
-        return Allocation(at, self._opener.allocation_of(at).num_bytes)
+        try:
+            return Allocation(at, self._opener.allocation_of(at).num_bytes)
+        except DriverError:
+            self._opener.close_opened(at)
+            raise
 
     def close(self) -> None:
         if not self._epoll.closed:

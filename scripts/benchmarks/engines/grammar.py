@@ -13,11 +13,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from llguidance import LLTokenizer
 
+from common.config.shared import SMALL_MODEL
 from common.engine.executor import TorchExecutor
 from common.engine.models.config import ModelConfig
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, TokenMasks
@@ -25,7 +27,6 @@ from common.engine.sampling.grammar import GrammarCompiler, token_ids
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 from scripts.benchmarks.engines import engine
-from scripts.models.random_model import SMALL_MODEL
 
 SHORTEST = ("--layers=1", "--batch=2", "--new-tokens=4", "--rounds=1")
 MARK = 1.05
@@ -103,7 +104,7 @@ def run(options: Options) -> dict[str, float]:
 
 def make_vocabulary() -> Vocabulary:
     """Return a tokenizer of the size of Qwen3's: the small model's tokens, pairs of them, and Chinese words."""
-    content = json.loads((SMALL_MODEL / "tokenizer.json").read_text())
+    content = json.loads(Path(SMALL_MODEL, "tokenizer.json").read_text())
     vocab: dict[str, int] = {token: i for i, token in enumerate(content["model"]["vocab"])}
     pieces = list(vocab)
     tails = [piece for piece in pieces if not piece.startswith("\u0120")]  # U+0120 is a space in byte-level BPE

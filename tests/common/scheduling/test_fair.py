@@ -5,6 +5,7 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scheduling.waiting_requests import rids
 
 from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig
@@ -30,10 +31,6 @@ def queue_of(order: RequestOrdering, *requests: Request) -> WaitingQueue:
     for each in requests:
         queue[each.key] = each
     return queue
-
-
-def rids(queue: WaitingQueue) -> list[str]:
-    return [each.rid for each in queue.sorted(0.0)]
 
 
 def test_tenants_take_turns_by_the_cost_of_their_prompts() -> None:
@@ -219,8 +216,7 @@ def test_service_of_backlogged_tenants_stays_within_the_papers_bound(
     running: deque[Request] = deque()
     while queue or running:
         while queue and len(running) < num_rows:
-            first = queue.sorted(0.0)[0]
-            del queue[first.key]
+            first = queue.pop((rids(queue)[0], 0))
             order.admitted(first, num_input=len(first.prompt))
             running.append(first)
             backlogged = {each.tenant for each in queue.values()}

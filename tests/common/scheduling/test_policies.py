@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scheduling.waiting_requests import PAGE_SIZE, TOKENS, cache_with, insert, request
+from support.scheduling.waiting_requests import PAGE_SIZE, TOKENS, cache_with, insert, request, rids
 
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
@@ -31,7 +31,7 @@ def queue_of(name: str, cache: RadixCache | None, *requests: Request, **options:
 
 def places(queue: WaitingQueue, now: float = 0.0) -> list[int]:
     """The arrival number of each request, in the order of service."""
-    return [int(each.rid) for each in queue.sorted(now)]
+    return [int(rid) for rid in rids(queue, now)]
 
 
 def test_every_configured_policy_exists_and_no_other() -> None:

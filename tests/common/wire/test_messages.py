@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_protocol
 from kv_transfer.transports.torch_distributed import rendezvous
 
 #: The protocol version, and the digest of its messages.
-PINNED = (16, "b3771914ab70c0f3")
+PINNED = (17, "de9f1ed2979f2af0")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,

@@ -128,6 +128,15 @@ def test_memory_that_cannot_be_opened_is_refused_and_the_next_offer_is_accepted(
     assert outcome(writer, offer(reader, 2)) == ATTACHED
 
 
+def test_memory_whose_size_is_unknown_is_closed_again(
+    start: Callable[..., End], writer: CudaIpcWriter, fail: Callable[[str], None]
+) -> None:
+    reader = start("reader", "cuda-ipc")
+    fail("cuMemGetAddressRange_v2")
+    assert "of decode-0 cannot be opened: cuMemGetAddressRange_v2" in outcome(writer, offer(reader))
+    assert num_opened() == 0
+
+
 def pool_info_of(reader: End, connect: Connect) -> tuple[bytes, bytes]:
     """Attach by hand, and return what the reader hands over: ``HELLO``, and what follows."""
     name, token = connect.endpoint.split(":")

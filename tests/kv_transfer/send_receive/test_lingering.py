@@ -36,7 +36,7 @@ def test_irrevocable_writes_are_repeated_after_a_break_once_they_have_ended() ->
     """The end of such a write does not prove that its page arrived."""
     other = ("s", 0)
     pair = in_flight(other)
-    pair.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
+    pair.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_resumed=True)
     pair.settle()
     for _ in range(4):
         pair.tick()
@@ -132,7 +132,7 @@ def test_writes_that_have_ended_leave_nothing_of_their_transfer() -> None:
 
 def test_a_request_aborted_after_a_break_holds_no_source_pages() -> None:
     pair = in_flight()
-    pair.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
+    pair.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_resumed=True)
     pair.sender.abort(KEY, "aborted")
     pair.settle()
     assert KEY in pair.released
@@ -144,7 +144,7 @@ def test_a_pair_that_breaks_after_an_abort_releases_the_source_pages() -> None:
     pair.sender.abort(KEY, "aborted")
     pair.settle()
     assert KEY not in pair.released, "the source pages were released while a write was in flight"
-    pair.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_all=False, is_resumed=True)
+    pair.sender._sever(DECODE, TransferEnd("failed", "a snap"), is_resumed=True)
     pair.settle()
     assert KEY in pair.released
     assert not pair.to_decode

@@ -134,13 +134,13 @@ def test_a_grant_beyond_what_the_prompt_can_fill_is_refused(sizes: tuple[int, in
     assert f"the prompt has at most {end}" in closed.message  # type: ignore[attr-defined]
 
 
-def test_a_number_of_parts_that_does_not_divide_a_page_is_refused() -> None:
+def test_a_number_of_stretches_that_does_not_divide_a_page_is_refused() -> None:
     nodes = Nodes(2, 6)
     key = nodes.open(9)
     pages = nodes.allocator.alloc(2, Owner.GRANT)
     nodes.receiver.begin(key, PREFILL, first=0, pages=pages or (), length=9)
     nodes.receiver.on_message(PREFILL, Connected(1, "inprocess", 4))
-    why = "a page of 6 tokens cannot come in 4 parts"
+    why = "a page of 6 tokens cannot come in 4 stretches"
     assert nodes.receiver.take()[1] == [TransferFailed(key, ErrorCode.TRANSFER_FAILED, why)]
     assert nodes.allocator.num_free == nodes.allocator.num_pages
 

@@ -208,14 +208,14 @@ class LocalCluster:
         return executor, config.eos_token_ids
 
     def _allocator(self, role: str, num_pages: int) -> WatchedAllocator:
-        page_size, windows = self._page_sizes[role], None
+        page_size, window_pages = self._page_sizes[role], None
         if self._groups is not None:
             alignment = self._limits.get("alignment", ChunkAlignment())
             most = alignment.most_at_once(self._chunk, page_size) or UNBOUNDED
-            windows = WatchedWindowPages(
+            window_pages = WatchedWindowPages(
                 self._groups, num_pages, self._window_pages[role], page_size=page_size, chunk_tokens=most
             )
-        return WatchedAllocator(num_pages, page_size, windows)
+        return WatchedAllocator(num_pages, page_size, window_pages)
 
     def _with_limits(self, limits: Any) -> Any:
         return dataclasses.replace(

@@ -73,22 +73,24 @@ class WatchedAllocator(PageAllocator):
     step has the window pages of the tokens that it sees.
     """
 
-    def __init__(self, num_pages: int, page_size: int, windows: WatchedWindowPages | None = None) -> None:
-        super().__init__(num_pages, windows)
-        self._watched = windows
+    def __init__(self, num_pages: int, page_size: int, window_pages: WatchedWindowPages | None = None) -> None:
+        super().__init__(num_pages, window_pages)
+        self._watched = window_pages
         self._steps_of_full = StepsInFlight(page_size)
-        if windows is not None:
-            windows.steps = StepsInFlight(page_size, windows.kv_window.first_seen)
+        if window_pages is not None:
+            window_pages.steps = StepsInFlight(page_size, window_pages.kv_window.first_seen)
 
     def planned(self, plan: StepPlan) -> None:
         self._steps_of_full.planned(plan, plan.pages)
-        if (windows := self._watched) is None:
+        if (window_pages := self._watched) is None:
             return
-        windows.steps.planned(plan, plan.windows)
+        window_pages.steps.planned(plan, plan.windows)
         for row in plan.rows:
-            first = windows.kv_window.first_seen(row.start)
-            expected = [windows._page_of[page] for page in self._steps_of_full.pages(row)[first:]]
-            assert windows.steps.pages(row) == expected, f"a row of step {plan.step} has window pages of other tokens"
+            first = window_pages.kv_window.first_seen(row.start)
+            expected = [window_pages._page_of[page] for page in self._steps_of_full.pages(row)[first:]]
+            assert window_pages.steps.pages(row) == expected, (
+                f"a row of step {plan.step} has window pages of other tokens"
+            )
 
     def committed(self) -> None:
         """The oldest step has ended."""

@@ -8,6 +8,7 @@ from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.request import Request
 from common.sampling_params import SamplingParams
+from common.scheduling.waiting_queue import WaitingQueue
 
 PAGE_SIZE = 4
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -28,3 +29,8 @@ def insert(cache: RadixCache, *tokens: int, salt: str = "") -> None:
     assert pages
     first = cache.insert(tokens, pages, salt).first_adopted
     cache.allocator.free(pages[:first], Owner.REQUEST)
+
+
+def rids(queue: WaitingQueue, now: float = 0.0) -> list[str]:
+    """The ids of waiting requests, in the order of service."""
+    return [each.rid for each in queue._order.sort(list(queue.values()), now)]

@@ -22,12 +22,12 @@ from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError, RankLostError
 from common.node.loading.model_loading import check_ranks
-from common.node.tensor_parallel.channel import Load
+from common.node.tensor_parallel.channel import LoadModel
 from common.node.tensor_parallel.rank_processes import RankProcesses
 
 
-def load_of(model: Path, num_ranks: int, **options: Any) -> Load:
-    load = Load(
+def load_of(model: Path, num_ranks: int, **options: Any) -> LoadModel:
+    load = LoadModel(
         rank=0,
         num_ranks=num_ranks,
         name="node",
@@ -169,10 +169,10 @@ def test_a_rank_that_loads_the_model_ends_with_its_node(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     code = f"""if True:
         import msgspec, sys
-        from common.node.tensor_parallel.channel import Load
+        from common.node.tensor_parallel.channel import LoadModel
         from common.node.tensor_parallel.rank_processes import RankProcesses
         ranks = RankProcesses(2)
-        ranks.start(msgspec.json.decode({load!r}, type=Load))
+        ranks.start(msgspec.json.decode({load!r}, type=LoadModel))
         print(*ranks.pids, flush=True)
         sys.stdin.read()
     """
