@@ -93,11 +93,12 @@ def test_a_decode_node_does_not_report_that_the_prefill_node_is_full(cluster: Lo
     assert counts(cluster) == {"interrupted": 1}
 
 
-def test_no_reason_of_a_failure_is_longer_than_the_gateway_takes(cluster: LocalCluster) -> None:
-    cluster.submit("r", PROMPT, sampling(20))
-    closed = Closed("r", 0, "failed", "x" * MAX_TEXT, ErrorCode.TRANSFER_FAILED)
-    role(cluster).on_peer(cluster.prefill[0].name, closed, cluster.clock.now())
-    [failed] = [message for message in role(cluster).outbox.gateway if isinstance(message, Failed)]
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_no_reason_of_a_failure_is_longer_than_the_gateway_takes(cluster: LocalCluster, kind: str) -> None:
+    """A node may put words before a reason that is as long as a message may be."""
+    node = getattr(cluster, kind)[0].role
+    node._answer_failure(("r", 0), ErrorCode.TRANSFER_FAILED, "no pages come: " + "x" * MAX_TEXT)
+    [failed] = node.outbox.gateway
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(failed), type=Failed) == failed
 
 
