@@ -53,8 +53,8 @@ INLINE void multiply_tile(const Tile *tile, int blocks, int dtype, int rows) {
             sums[i][j] = tile->bias ? (__m512)load(tile->bias, j * LANES, dtype) : _mm512_setzero_ps();
     for (long k = 0; k < pairs; k++) {
         __m512i weights[BLOCKS];
-        for (int j = 0; rows > 1 && j < blocks; j++)
-            __builtin_prefetch(weight + (k * blocks + j) * 64 + (rows > 5 ? AHEAD : AHEAD / 4), 0, 2);
+        for (int j = 0; j < blocks; j++)
+            __builtin_prefetch(weight + (k * blocks + j) * 64 + (rows > 5 ? AHEAD : NEAR), 0, 2);
 #pragma GCC unroll 4
         for (int j = 0; j < blocks; j++) weights[j] = _mm512_loadu_si512(weight + (k * blocks + j) * 64);
 #pragma GCC unroll 8

@@ -99,8 +99,8 @@ INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char
         const int8_t *some = x->values + (row * groups + g * rows) * w->group;
         const uint8_t *end = values + w->group * LANES * bits / 8 * blocks;
         do {
-            for (int byte = 0; rows > 3 && byte < LANES * bits * blocks; byte += 64)
-                __builtin_prefetch(values + byte + AHEAD, 0, 2);
+            for (int byte = 0; byte < LANES * bits * blocks; byte += 64)
+                __builtin_prefetch(values + byte + (rows > 4 ? AHEAD : NEAR), 0, 2);
             add_products(sums, values, some, rows, blocks, bits);
             values += LANES * bits * blocks;
             some += 8 * rows;
