@@ -22,13 +22,10 @@ from scripts.simulator.faults import FAULT_NAMES, FaultOptions
 from scripts.simulator.hardware.accelerators import ACCELERATORS
 from scripts.simulator.hardware.model_shape import KNOWN_MODELS
 from scripts.simulator.hardware.node_model import NodeModel, Profile, find_hardware
-from scripts.simulator.service.cores import Sharing
 from scripts.simulator.service.engine import simulated_layout
 
 POOL_TOKENS = 400_000
 CONTEXT_LENGTH = 131_072
-#: Cores that a prefill node and two decode nodes share while ``--calibrate --cores`` measures them.
-SHARED_CORES = 2
 #: Options that ``--plan`` sets itself.
 PLANNED = (
     "prefill", "decode", "num_requests", "duration", "concurrency", "warmup", "cooldown", "faults", "auto_roles",
@@ -147,8 +144,7 @@ class _Calibration:
         None,
         "Measure a live service with one prefill and one decode node, and write a profile to --json FILE, which "
         "--hardware takes. It must have no other load. With a profile in --hardware: measure a service with one "
-        "prefill node and two decode nodes that share a processor, and add how much they slow each other. With "
-        "--cores 2: also how the three nodes share two cores.",
+        "prefill node and two decode nodes that share a processor, and add how much they slow each other.",
         metavar="URL",
     )
     calibrate_seconds: float = option(
@@ -212,16 +208,11 @@ class SimulateConfig(
         check_url(self.calibrate, "--calibrate")
         if self.json is None:
             raise ConfigError("--calibrate needs --json FILE, where it writes the profile")
-        for name in ("plan", "trace", "faults"):
+        for name in ("plan", "trace", "faults", "cores"):
             if getattr(self, name) != getattr(SimulateConfig, name):
                 raise ConfigError(f"--{name} has no effect with --calibrate; leave one out")
         if self.hardware is not None and not isinstance(find_hardware(self.hardware, self.model).source, Profile):
             raise ConfigError(f"--calibrate adds to a profile, which --hardware {self.hardware} is not; leave it out")
-        if self.cores is not None and (self.hardware is None or self.cores != SHARED_CORES):
-            raise ConfigError(
-                f"--calibrate with --cores {self.cores}: it measures how three nodes share {SHARED_CORES} cores, and "
-                "needs a profile in --hardware; leave --cores out"
-            )
 
     def _check_plan(self) -> None:
         if not self.plan:
@@ -308,12 +299,6 @@ class SimulateConfig(
     def costs_beside_decode(self) -> Costs | None:
         """Costs of steps of a decode node on shared cores while another decode node computes; None if unknown."""
         return self.node_models["decode"].costs_beside_decode if self.node_models else None
-
-    @property
-    def sharing(self) -> Sharing:
-        """By what factor steps take longer on shared cores; none if every node has a core of its own."""
-        is_pinned = self.cores is None or self.prefill + self.decode <= self.cores
-        return Sharing() if is_pinned or not self.node_models else self.node_models["decode"].sharing
 
     @property
     def spread(self) -> Mapping[Role, Sequence[float]]:

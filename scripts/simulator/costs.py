@@ -1,14 +1,9 @@
 """The cost model: how long engine steps, messages and page transfers take in virtual time."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.step_plan import StepPlan
-
-#: Parameters of ``Costs`` that are a part of a step.
-STEP_COSTS = (
-    "step_s", "prompt_token_s", "row_s", "context_token_s", "weights_s", "token_s", "prompt_pair_s", "prompt_step_s"
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +37,6 @@ class Costs:
     token_s: float = 0.0
     prompt_pair_s: float = 0.0
     prompt_step_s: float = 0.0
-
-    def times(self, factor: float) -> "Costs":
-        """The costs of steps that take ``factor`` times as long."""
-        return replace(self, **{name: factor * getattr(self, name) for name in STEP_COSTS})
 
     def seconds(self, work: "StepWork") -> float:
         products = self.prompt_token_s * work.num_prompt + self.row_s * work.num_rows

@@ -48,7 +48,6 @@ class Simulation:
             num_cores=config.cores,
             costs_beside=config.costs_beside,
             costs_beside_decode=config.costs_beside_decode,
-            sharing=config.sharing,
             spread=config.spread,
         )
         self.cluster = Cluster(

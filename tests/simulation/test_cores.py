@@ -10,7 +10,7 @@ from common.config.shared import Role
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.event_queue import EventQueue
-from scripts.simulator.service.cores import STAY_S, WAKE_S, Cores
+from scripts.simulator.service.cores import WAKE_S, Cores
 from scripts.simulator.simulation import Simulation
 
 SAME: dict[Role, float] = {"prefill": 1.0, "decode": 1.0}
@@ -57,41 +57,20 @@ def test_the_role_of_the_other_node_says_how_much_longer() -> None:
     assert found == pytest.approx({"a": 2.5, "b": 2.0})
 
 
-def test_a_core_that_two_nodes_share_slows_the_other_core_by_their_mean() -> None:
+def test_steps_of_both_roles_slow_another_one_by_their_mean() -> None:
     slower: dict[Role, float] = {"prefill": 2.0, "decode": 4.0}
-    # In the first turn, a and c share a core and b has the other one.
-    short = 0.1 * STAY_S
-    found = ends_of(2, {"a": (0.0, 1.0), "b": (0.0, short), "c": (0.0, 1.0)}, slower_beside=slower, prefill="a")
-    assert found["b"] == pytest.approx(3.0 * short)
+    found = ends_of(3, {"a": (0.0, 1.0), "b": (0.0, 0.1), "c": (0.0, 1.0)}, slower_beside=slower, prefill="a")
+    assert found["b"] == pytest.approx(0.3)
 
 
-def test_a_step_that_comes_later_slows_the_one_on_its_core() -> None:
+def test_a_step_that_comes_later_takes_half_of_the_core() -> None:
     found = ends_of(1, {"long": (0.0, 2.0), "short": (1.0, 0.5)})
     assert found == pytest.approx({"long": 2.5, "short": 2.0})
 
 
-def test_of_three_short_steps_on_two_cores_one_has_a_core_of_its_own() -> None:
-    quick = 0.3 * STAY_S
-    found = ends_of(2, {"a": (0.0, quick), "b": (0.0, quick), "c": (0.0, quick)})
-    assert found == pytest.approx({"a": 1.5 * quick, "b": quick, "c": 1.5 * quick})
-
-
-def test_of_three_long_steps_on_two_cores_each_gets_two_thirds_of_a_core() -> None:
-    long = 20 * STAY_S
-    found = ends_of(2, {"a": (0.0, long), "b": (0.0, long), "c": (0.0, long)})
-    assert list(found.values()) == pytest.approx([1.5 * long] * 3, abs=1.5 * STAY_S)
-
-
-def test_steps_take_longer_than_by_even_shares_while_nodes_are_more_than_cores() -> None:
-    events = EventQueue()
-    cores = Cores(events, 1, {"decode": 2.0})
-    ends: list[float] = []
-    for _ in range(2):
-        cores.run("decode", 1.0, SAME, lambda: ends.append(events.now()))
-    while len(ends) < 2:
-        events.step()
-    # Half of the core, and twice as long: 4 s. Both end at once, so neither is alone.
-    assert ends == pytest.approx([4.0, 4.0])
+def test_each_of_three_steps_gets_two_thirds_of_a_core_of_two() -> None:
+    found = ends_of(2, {"a": (0.0, 1.0), "b": (0.0, 1.0), "c": (0.0, 2.0)})
+    assert found == pytest.approx({"a": 1.5, "b": 1.5, "c": 2.5})
 
 
 def test_a_step_without_work_ends_at_once() -> None:

@@ -1,7 +1,7 @@
 """How far simulated latencies are from those of live services, at loads and with nodes that were not calibrated.
 
 A service with one prefill and one decode node is calibrated, and if other numbers are asked for, how much two decode
-nodes slow each other, and how three nodes share two cores (``simulate --calibrate``). Then everything is simulated.
+nodes slow each other (``simulate --calibrate``). Then everything is simulated.
 Only when all predictions are written down, with their instant and SHA-256, services with other numbers of nodes run on
 the same cores. The load tester sends each of them the same requests at the same instants as the simulator had. Rates
 are shares of the simulated capacity: what the service answers with 64 requests in flight. The nodes have one thread
@@ -37,7 +37,7 @@ from scripts.load_tester.workload.plan import make_plan
 from scripts.load_tester.workload.traces import read_trace
 from scripts.models.random_model import random_model
 from scripts.simulator.calibration.command import calibrate_command
-from scripts.simulator.config import SHARED_CORES, SimulateConfig
+from scripts.simulator.config import SimulateConfig
 from scripts.simulator.hardware.node_model import Profile, find_hardware
 from scripts.simulator.simulation import Simulation
 
@@ -221,10 +221,9 @@ def cells(options: Options) -> Iterator[Cell]:
         if not profile.exists():
             with running_service(flags) as url:
                 calibrate(url, profile, options.calibrate_seconds)
-        if any(sum(nodes) > 2 for nodes in options.nodes) and not _knows_three(profile):
+        if any(sum(nodes) > 2 for nodes in options.nodes) and not _knows_two_decode_nodes(profile):
             with running_service([*flags, "--decode=2"]) as url:
-                cores = SHARED_CORES if len(usable_cores()) == SHARED_CORES else None
-                calibrate(url, profile, options.calibrate_seconds, hardware=str(profile), cores=cores)
+                calibrate(url, profile, options.calibrate_seconds, hardware=str(profile))
         deployments = [Deployment(prefill, decode, profile) for prefill, decode in options.nodes]
         predictions = {one.name: predictions_of(one, options) for one in deployments}
         write_down([one for several in predictions.values() for one in several], options.predictions)
@@ -234,19 +233,17 @@ def cells(options: Options) -> Iterator[Cell]:
                 yield from cells_of(url, predictions[deployment.name], options)
 
 
-def _knows_three(profile: Path) -> bool:
-    """Whether a profile tells how two decode nodes slow each other, and on two cores, how three nodes share them."""
+def _knows_two_decode_nodes(profile: Path) -> bool:
+    """Whether a profile tells how two decode nodes slow each other."""
     known = find_hardware(str(profile), None).source
     assert isinstance(known, Profile)
-    return bool(known.beside_decode) and (bool(known.crowded) or len(usable_cores()) != SHARED_CORES)
+    return bool(known.beside_decode)
 
 
-def calibrate(
-    url: str, profile: Path, seconds: float, *, hardware: str | None = None, cores: int | None = None
-) -> None:
+def calibrate(url: str, profile: Path, seconds: float, *, hardware: str | None = None) -> None:
     contention = CpuContention(os.sched_getaffinity(0))
     config = SimulateConfig(
-        calibrate=url, json=str(profile), calibrate_seconds=seconds, hardware=hardware, cores=cores, progress=False
+        calibrate=url, json=str(profile), calibrate_seconds=seconds, hardware=hardware, progress=False
     )
     if calibrate_command(config):
         raise BatonError("the service could not be calibrated")

@@ -16,10 +16,10 @@ from scripts.load_tester.client.client_pool import ClientFailed
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.formats import milliseconds, percent
 from scripts.simulator.calibration.drive import ServiceSize, ask_service, measure
-from scripts.simulator.calibration.fit import Fit, TooFewSamples, fit_beside_decode, fit_costs, fit_sharing
+from scripts.simulator.calibration.fit import Fit, TooFewSamples, fit_beside_decode, fit_costs
 from scripts.simulator.calibration.samples import Samples
 from scripts.simulator.config import POOL_TOKENS, SimulateConfig
-from scripts.simulator.hardware.node_model import Hardware, Profile, find_hardware
+from scripts.simulator.hardware.node_model import Profile, find_hardware
 
 #: Meanings of the costs that a calibration finds, in the order in which they are printed.
 MEANINGS = {
@@ -37,8 +37,6 @@ MEANINGS = {
 BESIDE = ("step_s", "weights_s", "row_s", "context_token_s", "prompt_step_s", "prompt_token_s", "prompt_pair_s")
 #: Those of a decode step beside one of another decode node.
 BESIDE_DECODE = ("step_s", "weights_s", "row_s", "context_token_s")
-#: Meanings of the factors on shared cores.
-SHARING = {"unpinned": "unpinned", "crowded": "of three nodes"}
 #: A median error above this means that the profile is not to be relied on.
 DOUBTFUL = 0.1
 SCALES = {"context_token_s": 1e3, "prompt_token_s": 1e3, "prompt_pair_s": 1e6}
@@ -66,12 +64,9 @@ def calibrate_command(config: SimulateConfig) -> int:
         base = replace(base, endpoint="generate")
     kv_bytes = size.kv_bytes_per_token or config.kv_bytes_per_token
     try:
-        is_crowded = config.cores is not None
-        samples = measure(base, server, size, seconds=config.calibrate_seconds, say=say, is_crowded=is_crowded)
+        samples = measure(base, server, size, seconds=config.calibrate_seconds, say=say)
         if isinstance(known, Profile):
             profile = _with_beside_decode(known, samples)
-            if config.cores is not None:
-                profile = _with_sharing(profile, samples)
         else:
             profile = _profile_of(config, size, fit_costs(samples, kv_bytes), kv_bytes)
     except TooFewSamples as error:
@@ -119,19 +114,6 @@ def _with_beside_decode(profile: Profile, samples: Samples) -> Profile:
     )
 
 
-def _with_sharing(profile: Profile, samples: Samples) -> Profile:
-    node = Hardware(profile).node(1)
-    beside = node.costs_beside or node.costs
-    fit = fit_sharing(samples, beside, node.costs_beside_decode or beside, node.spread)
-    return msgspec.structs.replace(
-        profile,
-        unpinned=dict(fit.sharing.unpinned),
-        crowded=dict(fit.sharing.crowded),
-        errors=profile.errors | fit.errors,
-        samples=profile.samples | fit.samples,
-    )
-
-
 def profile_lines(profile: Profile) -> list[str]:
     """What was found, for people."""
     lines = [f"{'model':40}{profile.model}"]
@@ -147,9 +129,6 @@ def profile_lines(profile: Profile) -> list[str]:
     for role, factors in profile.spread.items():
         mean, most = np.mean(factors), factors[-1]
         lines.append(f"{f'{role} steps against these costs':40}{mean:>8.2f} times in the mean, {most:.2f} at most")
-    for field, meaning in SHARING.items():
-        for role, factor in getattr(profile, field).items():
-            lines.append(f"{f'{role} steps, {meaning}':40}{factor:>8.2f} times")
     for name, error in profile.errors.items():
         lines.append(f"{f'error of {profile.samples[name]:,} {name}, median':40}{percent(error):>8}")
     return lines

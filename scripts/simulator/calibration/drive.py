@@ -22,10 +22,6 @@ from scripts.simulator.calibration.samples import Samples, StreamedRequest
 
 #: Shares of the time for single requests and for prompts beside outputs; the rest is for batches.
 ALONE_SHARE, BESIDE_SHARE = 0.4, 0.25
-#: Of a service with two decode nodes: the share for prompts beside one output, and beside outputs on both.
-UNPINNED_SHARE, CROWDED_SHARE = 0.15, 0.3
-#: With fewer prompts than this beside outputs, those of nodes that share cores are measured for longer.
-ENOUGH_PROMPTS = 20
 MOST_ROUNDS, LEAST_ROUND_S = 3, 30.0
 MAX_PROMPT = 8_192
 NUM_LENGTHS = 8
@@ -136,16 +132,12 @@ def designed_rows(lengths: Sequence[int], num_output: int) -> Iterator[dict[str,
 
 
 def measure(
-    base: LoadtestConfig, server: ServerInfo, size: ServiceSize, *, seconds: float, say: Callable[[str], None],
-    is_crowded: bool = False,
-) -> Samples:  # fmt: skip
+    base: LoadtestConfig, server: ServerInfo, size: ServiceSize, *, seconds: float, say: Callable[[str], None]
+) -> Samples:
     """Send the designed load for about ``seconds`` and return what the clients saw.
 
     Everything is measured several times over, so that work that something else does meanwhile falls on a few samples of
     each kind.
-
-    Args:
-        is_crowded: two decode nodes and the prefill node are more than the cores.
     """
     num_rounds = max(1, min(MOST_ROUNDS, int(seconds // LEAST_ROUND_S)))
     driver = Driver(base, server, size, say)
@@ -153,15 +145,8 @@ def measure(
         say(f"round {number + 1} of {num_rounds}")
         if size.num_decode > 1:
             driver.measure_decode_nodes(BESIDE_SHARE * seconds / num_rounds)
-            if is_crowded:
-                driver.measure_sharing(seconds / num_rounds)
         else:
             driver.measure_round(seconds / num_rounds)
-    for _ in range(MOST_ROUNDS):
-        if not is_crowded or driver.has_shared_enough:
-            break
-        say("once more, since few prompts ended beside outputs")  # a slow service takes longer than it was given
-        driver.measure_sharing(seconds)
     return driver.samples
 
 
@@ -203,21 +188,6 @@ class Driver:
             self._say(f"{batch} outputs at once on each of two decode nodes")
             self.samples.add_on_two_nodes(self._send_pairs(batch, seconds / len(batches)))
 
-    def measure_sharing(self, seconds: float) -> None:
-        """Send prompts while one decode node computes, and while both do."""
-        self._say("prompts beside one output, with more nodes than cores")
-        self.samples.add_unpinned(*self._send_beside(1, UNPINNED_SHARE * seconds, num_tokens=1))
-        batches = self._batches_beside()
-        for batch in batches:
-            self._say(f"prompts beside {batch} outputs on each of two decode nodes")
-            found = self._send_beside(batch, CROWDED_SHARE * seconds / len(batches), num_nodes=2, num_tokens=1)
-            self.samples.add_crowded(*found)
-
-    @property
-    def has_shared_enough(self) -> bool:
-        samples = self.samples
-        return min(len(samples.prompts_unpinned), len(samples.prompts_crowded)) >= ENOUGH_PROMPTS
-
     def _batches_beside(self) -> list[int]:
         return [one for one in BATCHES_BESIDE if one <= max(self._batches, default=1)]
 
@@ -240,26 +210,18 @@ class Driver:
         short = [length for length in lengths[: len(lengths) // 2 + 1] if length <= max(16, room // 2)] or lengths[:1]
         return self._send(designed_rows(short, BATCH_OUTPUT), concurrency=batch, seconds=seconds)
 
-    def _send_beside(
-        self, batch: int, seconds: float, *, num_nodes: int = 1, num_tokens: int = 2
-    ) -> tuple[list[StreamedRequest], list[StreamedRequest]]:
-        """Send outputs that last about ``seconds``, and prompts meanwhile; returns both.
-
-        Args:
-            batch: outputs on each of ``num_nodes`` decode nodes.
-            num_tokens: that follow a prompt. One keeps it from the decode nodes.
-        """
+    def _send_beside(self, batch: int, seconds: float) -> tuple[list[StreamedRequest], list[StreamedRequest]]:
+        """Send ``batch`` outputs that last about ``seconds``, and prompts meanwhile; returns both."""
         low, high = LENGTHS_BESIDE
         size, first = self._size, self._lengths[0]
         prompts = [length for length in self._lengths if low <= length <= high] or self._lengths[-1:]
-        steps = self.samples.steps or self.samples.steps_beside_decode
         # A step that is quick by comparison, so that no output ends before its time.
-        step_s = float(np.quantile([one.seconds for one in steps if one.num_rows <= batch], 0.25))
+        step_s = float(np.quantile([one.seconds for one in self.samples.steps if one.num_rows <= batch], 0.25))
         room = (size.pool_tokens // 2 or MAX_PROMPT) // batch
         num_output = max(BATCH_OUTPUT, min(int(seconds / step_s), room - first, size.context_length // 2))
-        outputs = ({"input_length": first, "output_length": num_output} for _ in range(num_nodes * batch))
-        rows = itertools.chain(outputs, designed_rows(prompts, num_tokens))
-        found = self._send(rows, concurrency=num_nodes * batch + PROMPTS_BESIDE, seconds=seconds)
+        outputs = ({"input_length": first, "output_length": num_output} for _ in range(batch))
+        rows = itertools.chain(outputs, designed_rows(prompts, 2))
+        found = self._send(rows, concurrency=batch + PROMPTS_BESIDE, seconds=seconds)
         return [one for one in found if len(one.stamps_s) > 2], [one for one in found if len(one.stamps_s) <= 2]
 
     def _send(

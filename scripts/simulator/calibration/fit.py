@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from common.config.shared import Role
 from scripts.simulator.calibration.samples import HandoffSample, PromptSample, Samples, StepSample
 from scripts.simulator.costs import Costs, StepWork
-from scripts.simulator.service.cores import Sharing
 
 Floats = NDArray[np.float64]
 MIN_LENGTHS, MIN_PROMPTS, MIN_STEPS = 3, 6, 30
@@ -24,12 +23,8 @@ FASTEST_TOKEN_S, FASTEST_WIRE = 1e-10, 1e13
 
 #: A step that takes longer than this many usual ones was disturbed.
 MOST_OF_USUAL = 4.0
-#: Three nodes that compute on two cores: by what factor even shares make a step longer.
-EVEN_SHARE = 1.5
 #: Factors that stand for the spread of steps.
 NUM_FACTORS = 40
-#: Parts of the measurements that are compared with all of them. Each has at least one.
-NUM_PARTS = MIN_PROMPTS
 
 
 class TooFewSamples(Exception):
@@ -81,54 +76,6 @@ def fit_beside_decode(samples: Samples) -> tuple[Costs, float]:
     return _fit_steps(samples.steps_beside_decode)
 
 
-@dataclass(frozen=True, slots=True)
-class SharingFit:
-    """Factors, the median relative error of each part, and how many samples each had."""
-
-    sharing: Sharing
-    errors: dict[str, float]
-    samples: dict[str, int]
-
-
-def fit_sharing(
-    samples: Samples, beside: Costs, beside_decode: Costs, spread: Mapping[Role, Sequence[float]] | None = None
-) -> SharingFit:
-    """Fit by what factors steps take longer where a prefill node and two decode nodes share two cores.
-
-    Args:
-        beside: costs beside another node, where each is pinned to a core.
-        beside_decode: of a decode node beside another one.
-        spread: factors between steps and their costs, by role.
-    Raises:
-        TooFewSamples: names what is missing.
-    """
-    alone = samples.steps_unpinned, samples.prompts_unpinned
-    three = samples.steps_crowded, samples.prompts_crowded
-    for steps, prompts in (alone, three):
-        if len(steps) < MIN_STEPS or len(prompts) < MIN_PROMPTS:
-            raise TooFewSamples(f"{len(steps)} steps and {len(prompts)} prompts on shared cores were measured")
-    decode, decode_error = _usual_factor([one.seconds / _step_s(beside, one) for one in alone[0]])
-    prefill, prefill_error = _usual_factor([_seconds(one) / _prompt_s(beside, one) for one in alone[1]])
-    even_steps = [
-        (one.seconds, _even_step_s(decode * _step_s(beside, one), _step_s(beside_decode, one))) for one in three[0]
-    ]
-    even_prompts = [(_seconds(one), EVEN_SHARE * prefill * _prompt_s(beside, one)) for one in three[1]]
-    means = {role: float(np.mean(factors)) for role, factors in (spread or {}).items()}
-    crowded_decode, crowded_decode_error = _mean_factor(even_steps, means.get("decode", 1.0))
-    crowded_prefill, crowded_prefill_error = _mean_factor(even_prompts, means.get("prefill", 1.0))
-    names = ("steps beside prompts, unpinned", "prompts beside outputs, unpinned", "steps of three nodes",
-             "prompts of three nodes")  # fmt: skip
-    errors = (decode_error, prefill_error, crowded_decode_error, crowded_prefill_error)
-    return SharingFit(
-        Sharing(
-            {"prefill": prefill, "decode": decode},
-            {"prefill": crowded_prefill, "decode": crowded_decode},
-        ),
-        dict(zip(names, errors, strict=True)),
-        dict(zip(names, [len(steps) for steps in (*alone, *three)], strict=True)),
-    )
-
-
 def _seconds(prompt: PromptSample) -> float:
     assert prompt.prefill_s is not None, "samples beside outputs have it"
     return prompt.prefill_s
@@ -142,25 +89,6 @@ def _prompt_s(costs: Costs, prompt: PromptSample) -> float:
     return costs.seconds(StepWork(prompt.num_input, 0, 0, prompt.num_input * (prompt.num_input + 1) // 2))
 
 
-def _even_step_s(beside_s: float, beside_decode_s: float) -> float:
-    """What a step of one of two decode nodes takes beside the other one and a prefill node, with even shares.
-
-    Each node has a core of its own for a third of the time (``Cores``): the prefill node, this one beside both others,
-    and the other decode node.
-
-    Args:
-        beside_s: of the step beside a prefill node on another core.
-        beside_decode_s: beside a decode node.
-    """
-    return 3 / (0.5 / beside_s + 2 / (beside_s + beside_decode_s) + 0.5 / beside_decode_s)
-
-
-def _usual_factor(ratios: Sequence[float]) -> tuple[float, float]:
-    """The median, and the median relative error."""
-    factor = float(np.median(ratios))
-    return factor, float(np.median(np.abs(np.array(ratios) / factor - 1)))
-
-
 def _spread(measured: Sequence[tuple[float, float]]) -> tuple[float, ...]:
     """Equally likely factors, in ascending order: the mean of each equal part of all.
 
@@ -171,26 +99,6 @@ def _spread(measured: Sequence[tuple[float, float]]) -> tuple[float, ...]:
     ratios = np.sort(seconds / fitted_s)
     ratios = np.minimum(ratios, MOST_OF_USUAL * np.median(ratios))
     return tuple(float(part.mean()) for part in np.array_split(ratios, min(NUM_FACTORS, len(ratios))))
-
-
-def _mean_factor(measured: Sequence[tuple[float, float]], usual: float) -> tuple[float, float]:
-    """The mean factor, and how far parts of the measurements are from it: the median relative error.
-
-    Steps are fast or slow, by whether they share a core. So no usual one stands for them, and what counts is what all
-    of them take. A disturbed one counts no more than ``MOST_OF_USUAL`` times as much as a usual one.
-
-    Args:
-        measured: seconds, and seconds by even shares, of each step.
-        usual: the mean factor between steps and their costs where nodes have cores of their own.
-    """
-    seconds, even_s = np.array(measured).T
-    even_s *= usual
-    ratios = seconds / even_s
-    taken_s = np.minimum(ratios, MOST_OF_USUAL * np.median(ratios)) * even_s
-    factor = float(taken_s.sum() / even_s.sum())
-    parts = zip(np.array_split(taken_s, NUM_PARTS), np.array_split(even_s, NUM_PARTS), strict=True)
-    errors = [abs(taken.sum() / even.sum() / factor - 1) for taken, even in parts]
-    return factor, float(np.median(errors))
 
 
 def _check(samples: Samples) -> None:

@@ -58,8 +58,6 @@ class Samples:
     Attributes:
         steps_beside, prompts_beside: from times in which the prefill and the decode node computed.
         steps_beside_decode: from times in which two decode nodes computed.
-        steps_unpinned, prompts_unpinned: as those beside, of nodes that are more than the cores.
-        steps_crowded, prompts_crowded: from times in which a prefill node and two decode nodes computed.
     """
 
     prompts: list[PromptSample] = field(default_factory=list)
@@ -68,10 +66,6 @@ class Samples:
     steps_beside: list[StepSample] = field(default_factory=list)
     prompts_beside: list[PromptSample] = field(default_factory=list)
     steps_beside_decode: list[StepSample] = field(default_factory=list)
-    steps_unpinned: list[StepSample] = field(default_factory=list)
-    prompts_unpinned: list[PromptSample] = field(default_factory=list)
-    steps_crowded: list[StepSample] = field(default_factory=list)
-    prompts_crowded: list[PromptSample] = field(default_factory=list)
 
     def add_alone(self, requests: Iterable[StreamedRequest]) -> None:
         """Add requests that were sent one after another."""
@@ -89,47 +83,31 @@ class Samples:
         self.steps += self._steps_together(requests)
 
     def add_beside(self, outputs: Sequence[StreamedRequest], prompts: Sequence[StreamedRequest]) -> None:
-        """Add outputs that were in flight together, and prompts that were computed one after another meanwhile."""
-        steps, found = self._beside(outputs, prompts)
-        self.steps_beside += steps
-        self.prompts_beside += found
+        """Add outputs that were in flight together, and prompts that were sent meanwhile.
 
-    def add_unpinned(self, outputs: Sequence[StreamedRequest], prompts: Sequence[StreamedRequest]) -> None:
-        """Add the same of a service whose nodes are more than the cores; one decode node computed all outputs."""
-        steps, found = self._beside(outputs, prompts)
-        self.steps_unpinned += steps
-        self.prompts_unpinned += found
-
-    def add_crowded(self, outputs: Sequence[StreamedRequest], prompts: Sequence[StreamedRequest]) -> None:
-        """Add the same where two decode nodes computed half of the outputs each."""
-        steps, found = self._beside(outputs, prompts)
-        self.steps_crowded += _on_two_nodes(steps)
-        self.prompts_crowded += found
-
-    def add_on_two_nodes(self, outputs: Sequence[StreamedRequest]) -> None:
-        """Add outputs that two decode nodes shared evenly. Steps count while all outputs were in flight."""
-        self.steps_beside_decode += _on_two_nodes(list(self._steps_together(outputs)))
-
-    def _beside(
-        self, outputs: Sequence[StreamedRequest], prompts: Sequence[StreamedRequest]
-    ) -> tuple[list[StepSample], list[PromptSample]]:
-        """Steps and prompts of the times in which all outputs were in flight, and prompts too.
-
-        Prompts that the node computed together are left out: of such, it does not say how long each took.
+        What counts are the times in which all outputs were in flight, and prompts too. Prompts that the node computed
+        together are left out: of such, it does not say how long each took.
         """
         if not outputs or not prompts:
-            return [], []
+            return
         began_s, ended_s = max(one.stamps_s[0] for one in outputs), min(one.stamps_s[-1] for one in outputs)
-        found = []
         timed = [one for one in prompts if "prefill_s" in one.timings]
         for one in timed:
             middle_s = one.stamps_s[0] - one.timings["prefill_s"] / 2
             is_alone = not any(_began_s(other) < middle_s < other.stamps_s[0] for other in timed if other is not one)
             if is_alone and began_s <= one.sent_s and one.stamps_s[0] <= ended_s:
                 ttft_s = one.stamps_s[0] - one.sent_s - one.timings.get("prefill_queue_s", 0.0)
-                found.append(PromptSample(one.num_input, ttft_s, one.timings["prefill_s"]))
+                self.prompts_beside.append(PromptSample(one.num_input, ttft_s, one.timings["prefill_s"]))
         last_s = max(one.stamps_s[0] for one in prompts)
-        return list(self._steps_together(outputs, began_s, min(ended_s, last_s))), found
+        self.steps_beside += self._steps_together(outputs, began_s, min(ended_s, last_s))
+
+    def add_on_two_nodes(self, outputs: Sequence[StreamedRequest]) -> None:
+        """Add outputs that two decode nodes shared evenly. Steps count while all outputs were in flight."""
+        steps = list(self._steps_together(outputs))
+        most = max((one.num_rows for one in steps), default=0)
+        self.steps_beside_decode += [
+            StepSample(most // 2, one.num_context // 2, one.gaps_s) for one in steps if one.num_rows == most
+        ]
 
     def _steps_together(
         self, requests: Sequence[StreamedRequest], began_s: float = -math.inf, ended_s: float = math.inf
@@ -146,13 +124,6 @@ class Samples:
                 present = [several[place] for place in np.flatnonzero((starts <= middle) & (middle < ends))]
                 context = sum(other.num_input + bisect.bisect_right(other.stamps_s, middle) for other in present)
                 yield StepSample(len(present), context, _gaps_s(stamps))
-
-
-def _on_two_nodes(steps: Sequence[StepSample]) -> list[StepSample]:
-    """What each of two nodes computed of the steps in which most rows were in flight."""
-    most = max((one.num_rows for one in steps), default=0)
-    found = [one for one in steps if one.num_rows == most]
-    return [one._replace(num_rows=most // 2, num_context=one.num_context // 2) for one in found]
 
 
 def _gaps_s(stamps_s: Sequence[float]) -> tuple[float, ...]:

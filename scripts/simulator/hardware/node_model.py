@@ -15,7 +15,6 @@ from common.errors import ConfigError
 from scripts.simulator.costs import Costs
 from scripts.simulator.hardware.accelerators import ACCELERATORS, Accelerator
 from scripts.simulator.hardware.model_shape import ModelShape, find_shape
-from scripts.simulator.service.cores import Sharing
 
 #: Share of the memory that weights and KV pages take together; the rest is for activations.
 MEMORY_SHARE = 0.9
@@ -35,7 +34,6 @@ class NodeModel:
         price_per_hour: of the whole node, in US dollars; 0 if unknown.
         costs_beside: costs while another node computes on the same processor (``--cores``); None if unknown.
         costs_beside_decode: costs of a decode node while another decode node computes there; None if unknown.
-        sharing: by what factor steps take longer where there are more nodes than cores.
         spread: by role, equally likely factors between a step and its costs, where nodes share a processor.
     """
 
@@ -46,7 +44,6 @@ class NodeModel:
     price_per_hour: float
     costs_beside: Costs | None = None
     costs_beside_decode: Costs | None = None
-    sharing: Sharing = field(default_factory=Sharing)
     spread: Mapping[Role, Sequence[float]] = field(default_factory=dict)
 
 
@@ -57,7 +54,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
         costs: parameters of ``Costs`` by name, in seconds and bytes per second.
         beside: costs that differ while another node computes on the same processor.
         beside_decode: costs of a decode step that differ while another decode node computes there.
-        unpinned, crowded: factors by role (``Sharing``).
         spread: factors of single steps, by role (``NodeModel``).
         num_devices: accelerators of the node.
         price_per_hour: of the whole node, in US dollars.
@@ -76,8 +72,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
     samples: dict[str, int] = {}
     beside: dict[str, float] = {}
     beside_decode: dict[str, float] = {}
-    unpinned: dict[Role, float] = {}
-    crowded: dict[Role, float] = {}
     spread: dict[Role, tuple[float, ...]] = {}
 
     def __post_init__(self) -> None:
@@ -88,10 +82,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
                     raise ValueError(f"{part}.{name} is not a cost; known are {', '.join(sorted(names))}")
                 if not 0 <= value < float("inf"):
                     raise ValueError(f"{part}.{name} must be at least 0")
-        for part in ("unpinned", "crowded"):
-            for role, factor in getattr(self, part).items():
-                if not 0 < factor < float("inf"):
-                    raise ValueError(f"{part}.{role} must be more than 0")
         for role, factors in self.spread.items():
             if not factors or not all(0 < factor < float("inf") for factor in factors):
                 raise ValueError(f"spread.{role} must be factors of more than 0")
@@ -134,9 +124,8 @@ def _of_profile(profile: Profile) -> NodeModel:
     costs = Costs(**profile.costs)
     beside = replace(costs, **profile.beside) if profile.beside else None
     decode = replace(beside or costs, **profile.beside_decode) if profile.beside_decode else None
-    sharing = Sharing(profile.unpinned, profile.crowded)
     sizes = (kv_bytes, profile.pool_tokens, profile.num_devices, profile.price_per_hour)
-    return NodeModel(costs, *sizes, beside, decode, sharing, profile.spread)
+    return NodeModel(costs, *sizes, beside, decode, profile.spread)
 
 
 def _of_roofline(device: Accelerator, shape: ModelShape, tp: int, flag: str) -> NodeModel:

@@ -38,7 +38,7 @@ class Cluster:
         self.events = EventQueue()
         self._settings = settings
         num_cores = settings.num_cores
-        self._cores = None if num_cores is None else Cores(self.events, num_cores, settings.sharing.crowded)
+        self._cores = None if num_cores is None else Cores(self.events, num_cores)
         self.network = Network(self.events, settings.costs, self._passes)
         self.gateway = Gateway(pool, self.events, self._from_gateway, on_end=on_end)
         self.nodes: dict[str, Node] = {}  # by incarnation, including killed nodes

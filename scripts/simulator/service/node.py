@@ -27,7 +27,7 @@ from decode_node.factory import build as build_decode
 from prefill_node.factory import build as build_prefill
 from scripts.simulator.costs import Costs, StepWork
 from scripts.simulator.event_queue import EventQueue, NodeClock, Place
-from scripts.simulator.service.cores import Cores, Sharing
+from scripts.simulator.service.cores import Cores
 from scripts.simulator.service.engine import ScriptedEngine
 from scripts.simulator.service.network import Network, NetworkReader, NetworkWriter
 from scripts.simulator.service.repeated_steps import MAX_REPETITIONS, MAX_TOKENS, Patience, RepeatedSteps, Schedule
@@ -59,7 +59,6 @@ class NodeSettings:
         num_cores: processor cores that all nodes share; None if each has a device of its own.
         costs_beside: costs of steps while another node computes on shared cores; None if they are the same.
         costs_beside_decode: the same of a decode node beside another decode node; None: as ``costs_beside``.
-        sharing: by what factor steps take longer where there are more nodes than cores.
         spread: by role, equally likely factors by which single steps differ from their costs on shared cores.
     """
 
@@ -75,7 +74,6 @@ class NodeSettings:
     num_cores: int | None = None
     costs_beside: Costs | None = None
     costs_beside_decode: Costs | None = None
-    sharing: Sharing = field(default_factory=Sharing)
     spread: Mapping[Role, Sequence[float]] = field(default_factory=dict)
 
 
@@ -134,7 +132,7 @@ class Node:
         self.used_page_s = 0.0  # integral of the pages in use over time
         self._settings = settings
         self._costs = settings.costs_of_role.get(role, settings.costs)
-        beside = (settings.costs_beside or self._costs).times(settings.sharing.unpinned.get(role, 1.0))
+        beside = settings.costs_beside or self._costs
         beside_decode = settings.costs_beside_decode if role == "decode" else None
         self._costs_beside: dict[Role, Costs] = {"prefill": beside, "decode": beside_decode or beside}
         self._events = events

@@ -31,14 +31,13 @@ from scripts.simulator.calibration.fit import (
     TooFewSamples,
     fit_beside_decode,
     fit_costs,
-    fit_sharing,
     grouped_fit,
     non_negative_fit,
 )
 from scripts.simulator.calibration.samples import HandoffSample, PromptSample, Samples, StepSample, StreamedRequest
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.costs import Costs, StepWork
-from scripts.simulator.hardware.node_model import Hardware, Profile, find_hardware
+from scripts.simulator.hardware.node_model import Profile, find_hardware
 from scripts.simulator.main import main
 from scripts.simulator.simulation import Simulation
 
@@ -124,14 +123,11 @@ def test_the_fit_finds_the_costs_beside_another_decode_node(tmp_path: Path) -> N
     assert error < 0.05
 
 
-def test_the_fit_finds_how_three_nodes_share_two_cores(tmp_path: Path) -> None:
-    costs = {"step_s": 6e-3, "row_s": 400e-6, "prompt_token_s": 350e-6, "message_s": 1e-3}
-    beside = {"step_s": 7e-3, "row_s": 600e-6, "prompt_token_s": 400e-6}
-    profile = Profile(
-        "m", costs, KV_BYTES, 100_000, beside=beside, beside_decode={"step_s": 9e-3, "row_s": 700e-6},
-        unpinned={"prefill": 1.1, "decode": 1.3}, crowded={"prefill": 0.9, "decode": 1.2},
-    )  # fmt: skip
+def test_the_driver_measures_two_decode_nodes(tmp_path: Path) -> None:
+    costs = {"step_s": 6e-3, "row_s": 400e-6, "prompt_token_s": 350e-6}
+    beside_decode = {"step_s": 9e-3, "row_s": 700e-6}
     file = tmp_path / "profile.json"
+    profile = Profile("m", costs, KV_BYTES, 100_000, beside=costs, beside_decode=beside_decode)
     file.write_bytes(msgspec.json.encode(profile))
 
     class SimulatedDriver(Driver):
@@ -143,16 +139,9 @@ def test_the_fit_finds_how_three_nodes_share_two_cores(tmp_path: Path) -> None:
     size = ServiceSize("m", 4_096, 1, 2, 100_000)
     driver = SimulatedDriver(LoadtestConfig(), ServerInfo("m", 4_096, "baton", {}), size, lambda words: None)
     driver.measure_decode_nodes(3.0)
-    driver.measure_sharing(40.0)
-    node = Hardware(profile).node(1)
-    assert node.costs_beside is not None and node.costs_beside_decode is not None
     found, _ = fit_beside_decode(driver.samples)
     assert found.step_s == pytest.approx(9e-3, rel=0.05)
-    fit = fit_sharing(driver.samples, node.costs_beside, node.costs_beside_decode)
-    assert fit.sharing.unpinned == {"prefill": pytest.approx(1.1, rel=0.02), "decode": pytest.approx(1.3, rel=0.02)}
-    assert fit.sharing.crowded == {"prefill": pytest.approx(0.9, rel=0.05), "decode": pytest.approx(1.2, rel=0.05)}
-    assert max(fit.errors.values()) < 0.1
-    assert set(fit.samples) == set(fit.errors)
+    assert found.row_s == pytest.approx(700e-6, rel=0.1)
 
 
 def test_each_of_two_decode_nodes_computes_half_of_the_rows_while_all_are_in_flight() -> None:
@@ -232,22 +221,6 @@ def test_outliers_do_not_move_the_fit() -> None:
     assert error < 0.01
 
 
-def test_late_steps_on_shared_cores_count_little() -> None:
-    costs = Costs(step_s=0.01, row_s=0.0, context_token_s=0.0, prompt_token_s=1e-4)
-    prompts = [PromptSample(100, 0.0, seconds) for seconds in (0.03, 0.06) * 6]  # 0.02 alone, and 0.03 by even shares
-    steps = [StepSample(1, 20, (seconds,)) for seconds in (0.012, 0.024) * 20]
-    late = [PromptSample(100, 0.0, 9.0)], [StepSample(1, 20, (2.0,))]
-    samples = Samples(
-        steps_unpinned=[StepSample(1, 20, (0.01,))] * 40 + late[1], prompts_unpinned=[PromptSample(100, 0.0, 0.02)] * 9,
-        steps_crowded=steps + late[1], prompts_crowded=prompts + late[0],
-    )  # fmt: skip
-    fit = fit_sharing(samples, costs, costs)
-    assert fit.sharing.unpinned == {"prefill": pytest.approx(1.0), "decode": pytest.approx(1.0)}
-    # The usual step takes 0.024 s, and a late one counts as four of these: (20 x 0.036 + 0.096) / 41 over 0.015.
-    assert fit.sharing.crowded["decode"] == pytest.approx((20 * 0.036 + 4 * 0.024) / 41 / 0.015)
-    assert fit.sharing.crowded["prefill"] == pytest.approx((6 * 0.09 + 4 * 0.06) / 13 / 0.03)
-
-
 def test_few_rows_take_as_long_as_some_more_if_reading_the_weights_takes_the_time() -> None:
     costs = Costs(step_s=1e-3, weights_s=4e-3, row_s=0.5e-3, context_token_s=0.0)
     samples = Samples(prompts=[PromptSample(length, 0.1, 1e-3 + 1e-4 * length) for length in (50, 100, 200)] * 3)
@@ -291,8 +264,6 @@ def test_too_few_samples_are_refused_with_their_number() -> None:
     samples.prompts += [PromptSample(20, 0.1, None), PromptSample(30, 0.1, None)]
     with pytest.raises(TooFewSamples, match="0 decode steps"):
         fit_costs(samples, KV_BYTES)
-    with pytest.raises(TooFewSamples, match="0 steps and 0 prompts on shared cores"):
-        fit_sharing(samples, Costs(), Costs())
 
 
 def register(role: str, **fields: object) -> dict[str, object]:
@@ -349,7 +320,7 @@ def test_a_service_with_several_nodes_of_a_kind_is_refused() -> None:
             ["--calibrate=http://127.0.0.1:1", "--json=x", "--hardware=h200", "--model=llama-3.1-8b"],
             "--calibrate adds to a profile, which --hardware h200 is not",
         ),
-        (["--calibrate=http://127.0.0.1:1", "--json=x", "--cores=2"], "needs a profile in --hardware"),
+        (["--calibrate=http://127.0.0.1:1", "--json=x", "--cores=2"], "--cores has no effect with --calibrate"),
     ],
 )
 def test_options_without_effect_are_refused(words: list[str], sentence: str) -> None:
