@@ -83,8 +83,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prof
                 if not 0 <= value < float("inf"):
                     raise ValueError(f"{part}.{name} must be at least 0")
         for role, factors in self.spread.items():
-            if not factors or not all(0 < factor < float("inf") for factor in factors):
-                raise ValueError(f"spread.{role} must be factors of more than 0")
+            if not factors or not all(0 <= factor < float("inf") for factor in factors):
+                raise ValueError(f"spread.{role} must be factors of at least 0")
         if self.kv_bytes_per_token < 1 or self.pool_tokens < 1 or self.num_devices < 1:
             raise ValueError("kv_bytes_per_token, pool_tokens and num_devices must be more than 0")
 
