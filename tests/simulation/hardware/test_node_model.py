@@ -127,6 +127,11 @@ def test_files_describe_accelerators_and_profiles(tmp_path: Path) -> None:
             '{"kind": "profile", "model": "m", "costs": {"stop_s": 1}, "kv_bytes_per_token": 1, "pool_tokens": 1}',
             "costs.stop_s is not a cost",
         ),
+        (
+            '{"kind": "profile", "model": "m", "costs": {}, "kv_bytes_per_token": 1, "pool_tokens": 1, '
+            '"spread": {"decode": [1.0, -0.5]}}',
+            "spread.decode must be factors of at least 0",
+        ),
     ],
 )
 def test_a_damaged_description_is_refused_by_field(tmp_path: Path, text: str, sentence: str) -> None:
