@@ -118,7 +118,8 @@ def _fit_steps(steps: Sequence[StepSample]) -> tuple[Costs, float]:
     for fewest in range(int(rows.max()) // 2 + 1):
         columns = np.stack([np.ones_like(rows), np.maximum(rows, fewest), context], axis=1)
         found, median_error = grouped_fit(columns, seconds, groups)
-        mean_error = float(np.abs(columns @ found / seconds - 1).mean())
+        fitted = np.maximum(columns @ found, 1e-9)  # and a measured step may take no time
+        mean_error = float(np.abs(seconds / fitted - 1).mean())
         if mean_error < least:
             least, error = mean_error, median_error
             fixed, row, token = found.tolist()

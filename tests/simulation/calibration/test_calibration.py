@@ -233,6 +233,13 @@ def test_few_rows_take_as_long_as_some_more_if_reading_the_weights_takes_the_tim
         assert found.seconds(work) == pytest.approx(costs.seconds(work), rel=0.01)
 
 
+def test_tokens_that_are_read_together_do_not_spoil_the_fit() -> None:
+    prompts = [PromptSample(length, 0.1, 0.01 + 1e-4 * length) for length in (50, 100, 200) * 4]
+    steps = [StepSample(1, 20, (0.01, 0.01))] * 40 + [StepSample(1, 20, (0.0,))]
+    costs = fit_costs(Samples(prompts=prompts, steps=steps), KV_BYTES).costs
+    assert costs.seconds(StepWork(0, 1, 20)) == pytest.approx(0.01)
+
+
 def test_the_spread_of_steps_beside_others_is_that_of_single_ones() -> None:
     steps = [StepSample(rows, 20, (0.008 + 0.001 * rows,) * 5 + (0.016 + 0.002 * rows,)) for rows in (1, 4) * 20]
     prompts = [PromptSample(length, 0.1, 0.01 + 1e-4 * length) for length in (50, 100, 200) * 4]
