@@ -298,14 +298,17 @@ async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("messages", "is_elsewhere"),
+    ("messages", "num_documents", "is_elsewhere"),
     [
-        ([{"role": "user", "content": "Hi"}] * 10, False),
-        ([{"role": "user", "content": "Hi"}] * 11, True),
-        ([{"role": "user", "content": [{"type": "text", "text": "Hi"}] * 11}], True),
+        ([{"role": "user", "content": "Hi"}] * 10, 0, False),
+        ([{"role": "user", "content": "Hi"}] * 11, 0, True),
+        ([{"role": "user", "content": "Hi"}] * 2, 9, True),
+        ([{"role": "user", "content": [{"type": "text", "text": "Hi"}] * 11}], 0, True),
     ],
 )
-async def test_a_chat_of_many_messages_or_parts_is_rendered_on_a_thread(folder, monkeypatch, messages, is_elsewhere):
+async def test_a_chat_of_many_messages_parts_or_documents_is_rendered_on_a_thread(
+    folder, monkeypatch, messages, num_documents, is_elsewhere
+):
     monkeypatch.setattr("gateway.requests.input.input_processor.MANY_PARTS", 10)
     threads = []
 
@@ -315,7 +318,8 @@ async def test_a_chat_of_many_messages_or_parts_is_rendered_on_a_thread(folder, 
             return messages[0]["content"]
 
     async with running(folder, fields={"chat_template": Template("", {})}) as stack:
-        status, answer = await stack.post("/tokenize", {"messages": messages})
+        body = {"messages": messages, "documents": [{"text": "Hi"}] * num_documents}
+        status, answer = await stack.post("/tokenize", body)
     assert (status, answer["count"]) == (200, len("Hi") if len(messages) > 1 else 11 * len("Hi\n") - 1)
     assert [thread is not threading.main_thread() for thread in threads] == [is_elsewhere]
 
