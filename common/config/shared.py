@@ -160,8 +160,8 @@ class EngineOptions:
     )
     attention_backend: str = option(
         "auto",
-        "Attention backend: triton (CUDA), flash-attn (CUDA; needs the extra flash-attn and pages of a multiple of 256 "
-        "tokens), torch, cpu or reference; auto takes cpu on CPUs, triton on CUDA (torch if triton is missing).",
+        "Attention backend: triton (CUDA), flash-attn (triton with FlashAttention-4 for long prompts; needs the extra "
+        "flash-attn), torch, cpu or reference; auto takes cpu on CPUs, triton on CUDA (torch if triton is missing).",
     )
     disable_overlap_schedule: bool = option(
         False,

@@ -8,7 +8,6 @@ import torch
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention.cpu import cpu_attention, cpu_conflict
-from common.engine.attention.flash_attn_backend import FlashAttention, flash_attn_conflict
 from common.engine.attention.grouped import GroupedAttention
 from common.engine.attention.protocol import AttentionBackend, AttentionParams, LayerParams
 from common.engine.attention.reference import ReferenceAttention
@@ -26,10 +25,14 @@ def _triton(pool: KVPool, num_heads: int, params: LayerParams) -> AttentionBacke
     return TritonAttention(pool, num_heads, params)
 
 
-def _flash_attn(pool: KVPool, _: int, params: LayerParams) -> AttentionBackend:
-    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+def _flash_attn(pool: KVPool, num_heads: int, params: LayerParams) -> AttentionBackend:
+    from flash_attn.cute import flash_attn_varlen_func
 
-    return FlashAttention(pool, params, flash_attn_with_kvcache, flash_attn_varlen_func)
+    from common.engine.attention.flash_attn_backend import FlashAttention
+
+    backend = FlashAttention(pool, num_heads, params, flash_attn_varlen_func)
+    backend.compile()
+    return backend
 
 
 #: Backends by name; each is built from a pool, the number of query heads, and the parameters of each layer.
@@ -40,6 +43,9 @@ BACKENDS: dict[str, Callable[[KVPool, int, LayerParams], AttentionBackend]] = {
     "triton": _triton,
     "flash-attn": _flash_attn,
 }
+
+MAX_FLASH_PAGE_SIZE = 32
+MAX_FLASH_HEAD_DIM = 256
 
 #: The backends that are ``GraphSafeAttention``; the others run every step eagerly.
 GRAPH_SAFE = ("triton", "flash-attn")
@@ -87,10 +93,42 @@ def _conflict(name: str, device: torch.device, layout: PageLayout, params: Layer
     if name == "flash-attn":
         if is_cpu:
             return "runs on CUDA; give auto or cpu"
-        if not find_spec("flash_attn"):
+        if not _has_flash_attn():
             return f"{needs_extra('flash-attn')}; or give auto or triton"
-        return flash_attn_conflict(layout, params)
+        if reason := _flash_attn_conflict(layout):
+            return reason
+        if _capability(device)[0] not in (9, 10, 11):
+            return "needs a GPU of compute capability 9 to 11 (Hopper or Blackwell): give triton"
     return ""
+
+
+def _flash_attn_conflict(layout: PageLayout) -> str:
+    """Return why FlashAttention-4 cannot read pages of this layout, with the fix; empty if it can."""
+    if layout.page_size > MAX_FLASH_PAGE_SIZE:
+        return (  # it reads such pages whole, and what lies behind a row's last token need not be a number
+            f"needs pages of at most {MAX_FLASH_PAGE_SIZE} tokens: give --page-size {MAX_FLASH_PAGE_SIZE}, or triton"
+        )
+    if layout.has_scales:
+        return f"cannot read KV pages in {layout.dtype}: give --kv-cache-dtype auto, or triton"
+    if layout.is_latent or layout.value_dim != layout.head_dim:
+        return "needs keys and values of one size, which this model has not: give triton"
+    if layout.dtype not in ("bfloat16", "float16"):
+        return f"computes in bfloat16 or float16, not in {layout.dtype}: give --dtype bfloat16, or triton"
+    if layout.head_dim % 8 or layout.head_dim > MAX_FLASH_HEAD_DIM:
+        return f"needs heads of a multiple of 8, at most {MAX_FLASH_HEAD_DIM}, not of {layout.head_dim}: give triton"
+    return ""
+
+
+def _has_flash_attn() -> bool:
+    """Whether FlashAttention-4 is installed, which shares its folder with earlier versions."""
+    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU; (0, 0) for other devices, and where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
 
 
 def make_attention(name: str, pool: KVPool, num_heads: int, params: LayerParams | None = None) -> AttentionBackend:

@@ -1,10 +1,11 @@
-"""The flash-attn backend: the package's kernels over paged KV, where the extra ``flash-attn`` is installed (CUDA).
+"""The flash-attn backend: Triton's kernels, but long prompts are attended by FlashAttention-4 (CUDA, Hopper and later).
 
-Decode rows use ``flash_attn_with_kvcache``, rows of several tokens ``flash_attn_varlen_func``, both with a block table
-(flash-attn 2.7). The package reads pages of ``[page_size, kv_heads, head_dim]`` with any strides but the last, so that
-the pool's views serve as they are. Its windows count the tokens before the query.
+FlashAttention-4 is the package ``flash-attn-4`` (the extra ``flash-attn``). It reads pages of
+``[page_size, kv_heads, head_dim]`` with any strides but the last, so that the pool's views serve as they are. A call
+takes the host about three times as long as a launch of Triton's kernel, so that only steps with many scores gain.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,155 +14,107 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.cache.page_layout import PageLayout
-from common.engine.attention.protocol import AttentionParams, LayerParams, write_kv
-from common.engine.batch import DecodeRows, StepBatch
+from common.engine.attention.protocol import AttentionParams, LayerParams
+from common.engine.attention.triton_backend import Pass, TritonAttention
+from common.engine.batch import RowArrays, StepBatch, make_batch
 from common.engine.device_copies import to_device
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import PAGE_DTYPES, KVPool
 
-#: The package's pages are multiples of this.
-PAGE_MULTIPLE = 256
-MAX_HEAD_DIM = 256
-
-
-def flash_attn_conflict(layout: PageLayout, params: LayerParams) -> str:
-    """Return why flash-attn cannot serve this layout and these layers, with the fix; empty if it can."""
-    if layout.page_size % PAGE_MULTIPLE:
-        return f"needs pages of a multiple of {PAGE_MULTIPLE} tokens: give --page-size {PAGE_MULTIPLE}, or triton"
-    if layout.has_scales:
-        return f"cannot read KV pages in {layout.dtype}: give --kv-cache-dtype auto, or triton"
-    if layout.is_latent or layout.value_dim != layout.head_dim:
-        return "needs keys and values of one size, which this model has not: give triton"
-    if layout.dtype not in ("bfloat16", "float16"):
-        return f"computes in bfloat16 or float16, not in {layout.dtype}: give --dtype bfloat16, or triton"
-    if layout.head_dim % 8 or layout.head_dim > MAX_HEAD_DIM:
-        return f"needs heads of a multiple of 8, at most {MAX_HEAD_DIM}, not of {layout.head_dim}: give triton"
-    if any(one.sinks is not None for one in params):
-        return "has no attention sinks, which this model has: give triton"
-    return ""
+#: Scores of a step from which on its prompts are left to the package, such as those of 4,096 tokens with 32 heads. With
+#: half as many, what the calls take the host cost a model of 28 layers more than they saved on an H200.
+MIN_SCORES = 1 << 28
+#: Query heads of the longest row's new tokens, as above: the package does not divide the keys of shorter rows.
+MIN_LINES = 128
 
 
-class FlashAttention:
-    """``AttentionBackend`` on the package flash-attn.
+class FlashAttention(TritonAttention):
+    """``AttentionBackend`` on Triton's kernels and the package flash-attn-4.
 
     Args:
-        attend_decode: ``flash_attn_with_kvcache``.
-        attend_extend: ``flash_attn_varlen_func``.
+        attend_varlen: ``flash_attn.cute.flash_attn_varlen_func``.
     """
 
     def __init__(
         self,
         pool: KVPool,
+        num_heads: int,
         params: LayerParams,
-        attend_decode: Callable[..., Tensor],
-        attend_extend: Callable[..., Tensor],
+        attend_varlen: Callable[..., Any],
+        *,
+        min_scores: int = MIN_SCORES,
+        **options: Any,
     ) -> None:
-        self.pool = pool
-        self.params = params
-        self.attend_decode = attend_decode
-        self.attend_extend = attend_extend
+        super().__init__(pool, num_heads, params, **options)
+        self._num_heads = num_heads
+        self.attend_varlen = attend_varlen
+        self._min_scores = min_scores
 
-    def prepare(self, batch: StepBatch) -> "FlashStep":
-        return FlashStep(self, batch)
+    def extend_pass(self, batch: StepBatch, rows: NDArray[np.intp]) -> Pass:
+        num_new, lengths = batch.rows.num_new[rows], batch.lengths[rows]
+        num_scores = self._num_heads * int((num_new * (lengths - num_new // 2)).sum())
+        num_lines = self._num_heads // self.pool.layout.num_kv_heads * int(num_new.max())
+        if num_scores < self._min_scores or num_lines <= MIN_LINES:
+            return super().extend_pass(batch, rows)
+        return FlashPass(self, batch, rows)
 
-    def prepare_decode(self, rows: DecodeRows) -> "FlashDecodeStep":
-        return FlashDecodeStep(self, rows)
+    def compile(self) -> None:
+        """Compile the package's kernels for each kind of layer, some seconds each, so that no request waits for it.
+
+        The pool must be empty.
+        """
+        page_size, num_new = self.pool.layout.page_size, 2 * MIN_LINES
+        table = np.zeros((1, -(-num_new // page_size)), np.int32)  # one page serves, whatever it holds
+        batch = make_batch(RowArrays(np.array([0]), np.array([num_new]), table, page_size), self.pool.device)
+        layout = self.pool.layout
+        shape = (num_new, self._num_heads, layout.head_dim)
+        q, out = torch.zeros(2, *shape, dtype=PAGE_DTYPES[layout.dtype], device=self.pool.device)
+        one = FlashPass(self, batch, np.array([0]))
+        kinds = {(p.window is None, p.soft_cap, p.sinks is None): layer for layer, p in enumerate(self.params)}
+        with warnings.catch_warnings(action="ignore"):  # of what its compiler says about the package
+            for layer in kinds.values():
+                one.attend(layer, q, out)
 
 
-class FlashStep:
-    """One step of ``FlashAttention``; lengths and block tables are copied to the device once for all layers."""
+class FlashPass:
+    """The package's launches of one step: lengths and page tables are copied to the device once for all layers."""
 
-    def __init__(self, backend: FlashAttention, batch: StepBatch) -> None:
+    def __init__(self, backend: FlashAttention, batch: StepBatch, rows: NDArray[np.intp]) -> None:
         self._backend = backend
-        self._batch = batch
-        is_decode = batch.rows.num_new == 1
-        self._decodes = RowGroup(batch, np.flatnonzero(is_decode)) if is_decode.any() else None
-        self._extends = RowGroup(batch, np.flatnonzero(~is_decode)) if not is_decode.all() else None
-
-    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv = self._backend.pool.layer(layer)
-        params = self._backend.params[layer]
-        write_kv(kv, k, v, self._batch)
-        keys, values = kv.keys.transpose(1, 2), kv.values.transpose(1, 2)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if self._decodes is not None:
-            rows = self._decodes
-            out[rows.tokens] = self._backend.attend_decode(
-                q=q[rows.tokens][:, None],
-                k_cache=keys,
-                v_cache=values,
-                cache_seqlens=rows.lengths,
-                block_table=rows.block_table,
-                **_options(params, q.shape[2]),
-            )[:, 0]
-        if self._extends is not None:
-            rows = self._extends
-            out[rows.tokens] = self._backend.attend_extend(
-                q=q[rows.tokens],
-                k=keys,
-                v=values,
-                cu_seqlens_q=rows.first_new,
-                cu_seqlens_k=rows.first_key,
-                max_seqlen_q=rows.max_new,
-                max_seqlen_k=rows.max_length,
-                block_table=rows.block_table,
-                **_options(params, q.shape[2]),
-            )
-        return out
-
-
-class FlashDecodeStep:
-    """One step of ``FlashAttention`` of which the host knows only the number of its rows."""
-
-    def __init__(self, backend: FlashAttention, rows: DecodeRows) -> None:
-        self._backend = backend
-        self._rows = rows
-        self._lengths = (rows.positions + 1).to(torch.int32)
-        self._block_table = rows.page_table[rows.slots]
-
-    def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv = self._backend.pool.layer(layer)
-        write_kv(kv, k, v, self._rows)
-        keys, values = (part.transpose(1, 2) for part in kv[:2])
-        attended = self._backend.attend_decode(
-            q=q[:, None],
-            k_cache=keys,
-            v_cache=values,
-            cache_seqlens=self._lengths,
-            block_table=self._block_table,
-            **_options(self._backend.params[layer], q.shape[2]),
-        )
-        return attended[:, 0]
-
-
-class RowGroup:
-    """Arguments for some rows of a batch.
-
-    Attributes:
-        tokens: ``[n]`` int64, the rows' tokens among the packed tokens.
-        lengths: ``[r]`` int32, tokens of each row after the step.
-        first_new, first_key: ``[r + 1]`` int32, cumulated new tokens and cumulated lengths.
-    """
-
-    def __init__(self, batch: StepBatch, rows: NDArray[np.intp]) -> None:
         device = batch.positions.device
         num_new, lengths = batch.rows.num_new[rows], batch.lengths[rows]
-        self.max_new, self.max_length = int(num_new.max()), int(lengths.max())
-        tokens = [np.arange(batch.first_new[row], batch.first_new[row + 1]) for row in rows.tolist()]
-        self.tokens = to_device(np.concatenate(tokens), device)
-        self.lengths = to_device(lengths.astype(np.int32), device)
-        self.first_new, self.first_key = (
-            to_device(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), device)
-            for counts in (num_new, lengths)
-        )
-        self.block_table = batch.page_table[to_device(rows, device)]
+        self._tokens: slice | Tensor
+        if rows[-1] - rows[0] + 1 == len(rows):  # as always on a prefill node: no copies of queries
+            self._tokens = slice(int(batch.first_new[rows[0]]), int(batch.first_new[rows[-1] + 1]))
+            self._page_table = batch.page_table[int(rows[0]) : int(rows[-1]) + 1]
+        else:
+            tokens = [np.arange(batch.first_new[row], batch.first_new[row + 1]) for row in rows.tolist()]
+            self._tokens = to_device(np.concatenate(tokens), device)
+            self._page_table = batch.page_table[to_device(rows, device)]
+        self._lengths = to_device(lengths.astype(np.int32), device)
+        self._first_new = to_device(np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32), device)
+        self._max_new, self._max_length = int(num_new.max()), int(lengths.max())
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Write the attention of this pass's rows into ``out`` ``[N, heads, head_dim]``."""
+        keys, values, _, _ = self._backend.pool.layer(layer)
+        params = self._backend.params[layer]
+        out[self._tokens] = self._backend.attend_varlen(
+            q[self._tokens],
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            cu_seqlens_q=self._first_new,
+            seqused_k=self._lengths,
+            max_seqlen_q=self._max_new,
+            max_seqlen_k=self._max_length,
+            page_table=self._page_table,
+            causal=True,
+            softmax_scale=params.scale_for(q.shape[2]),
+            window_size=_window(params),
+            softcap=params.soft_cap or 0.0,
+            learnable_sink=params.sinks,
+        )[0]
 
 
-def _options(params: AttentionParams, head_dim: int) -> dict[str, Any]:
-    """Return the keyword arguments that both functions take."""
-    return {
-        "softmax_scale": params.scale_for(head_dim),
-        "causal": True,
-        "window_size": (-1, -1) if params.window is None else (params.window - 1, 0),
-        "softcap": params.soft_cap or 0.0,
-    }
+def _window(params: AttentionParams) -> tuple[int | None, int | None]:
+    """The tokens before and after its own that a query sees."""
+    return (None, None) if params.window is None else (params.window - 1, 0)

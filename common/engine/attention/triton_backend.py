@@ -7,7 +7,7 @@ lengths of decode rows.
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -83,12 +83,16 @@ class TritonAttention:
     def prepare(self, batch: StepBatch) -> "TritonStep":
         is_short = batch.rows.num_new <= self.decode_tile.block_m // self.group
         shorts, longs = np.flatnonzero(is_short), np.flatnonzero(~is_short)
-        passes = []
+        passes: list[Pass] = []
         if len(shorts):
             passes.append(self._pass(batch, shorts, is_decode=True))
         if len(longs):
-            passes.append(self._pass(batch, longs, is_decode=False))
+            passes.append(self.extend_pass(batch, longs))
         return TritonStep(self, batch, passes)
+
+    def extend_pass(self, batch: StepBatch, rows: np.ndarray) -> "Pass":
+        """The pass of rows with more new tokens than a tile of decode rows holds."""
+        return self._pass(batch, rows, is_decode=False)
 
     def prepare_decode(self, rows: DecodeRows) -> "TritonStep":
         first = torch.arange(len(rows.slots), device=rows.slots.device)
@@ -126,9 +130,7 @@ class TritonAttention:
 class TritonStep(RotatingAttention):
     """One step of ``TritonAttention``; rows are cut into pieces once for all layers."""
 
-    def __init__(
-        self, backend: TritonAttention, batch: StepBatch | DecodeRows, passes: "Sequence[AttentionPass]"
-    ) -> None:
+    def __init__(self, backend: TritonAttention, batch: StepBatch | DecodeRows, passes: "Sequence[Pass]") -> None:
         self._backend = backend
         self._batch = batch
         self._passes = passes
@@ -193,6 +195,14 @@ class PagePointers(NamedTuple):
         return cls((keys.view(torch.uint8), values.view(torch.uint8), key_scales, value_scales), strides)
 
 
+class Pass(Protocol):
+    """The launches of one step and layer for some of its rows."""
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Write the attention of this pass's rows into ``out`` ``[N, heads, value_dim]``."""
+        ...
+
+
 class AttentionPass:
     """The launches of one step and layer for rows that share a tile.
 
@@ -231,7 +241,6 @@ class AttentionPass:
         )
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Write the attention of this pass's rows into ``out`` ``[N, heads, value_dim]``."""
         kv = PagePointers.of(self._backend.pool.layer(layer))
         params, layout = self._backend.params[layer], self._backend.pool.layout
         head_dim, value_dim, num_groups = layout.head_dim, layout.value_dim, self._backend.num_groups

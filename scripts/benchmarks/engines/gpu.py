@@ -123,9 +123,10 @@ class GpuBenchmark:
         for num_tokens in (options.batches[-1], options.prompts[-1]):
             for shape in shapes:
                 yield self._operations_item(shape, num_tokens)
-        backends = ["auto", "sdpa", *(["flash-attn"] if self._device.is_cuda and find_spec("flash_attn") else [])]
-        if "flash-attn" not in backends:
-            self._budget.drop("attention by flash-attn", "it needs CUDA and the package flash-attn")
+        has_flash_attn = self._device.is_cuda and find_spec("flash_attn") is not None
+        backends = ["auto", "sdpa", *(["flash-attn"] if has_flash_attn else [])]
+        if not has_flash_attn:
+            self._budget.drop("attention by flash-attn", "it needs CUDA and the package flash-attn-4")
         cases = [AttentionCase(1, prompt, prompt) for prompt in options.prompts]
         cases += [AttentionCase(batch, context, 1) for context in options.contexts for batch in options.batches]
         for case, shape, backend in product(cases, shapes, backends):

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.cache.page_layout import PageLayout
 from common.config.shared import SMALL_MODEL
-from common.engine.attention.flash_attn_backend import FlashAttention
 from common.engine.attention.protocol import AttentionBackend, AttentionParams
 from common.engine.attention.torch_sdpa import TorchAttention
 from common.engine.batch import RowArrays, StepBatch, make_batch
@@ -133,12 +132,13 @@ def test_a_row_that_depends_on_its_tokens_waits_for_them_alone(executor: TorchEx
 
 BACKENDS: dict[str, Callable[[Any], AttentionBackend]] = {
     "torch": lambda pool: TorchAttention(pool, PLAIN),
-    "flash-attn": lambda pool: FlashAttention(pool, PLAIN, torch.empty, torch.empty),
 }
 if find_spec("triton"):
+    from common.engine.attention.flash_attn_backend import FlashAttention
     from common.engine.attention.triton_backend import TritonAttention
 
     BACKENDS["triton"] = lambda pool: TritonAttention(pool, 4, PLAIN)
+    BACKENDS["flash-attn"] = lambda pool: FlashAttention(pool, 8, PLAIN, torch.empty, min_scores=0)
 
 
 @pytest.mark.parametrize("build", BACKENDS.values(), ids=BACKENDS)

@@ -25,7 +25,7 @@ from common.engine.models.config import ModelConfig
 from common.engine.models.linear import Linear
 from common.errors import ConfigError
 
-#: Backends for any page size; flash-attn has tests of its own.
+#: flash-attn has tests of its own.
 FAST = [name for name in BACKENDS if name not in ("reference", "flash-attn")]
 
 rows_strategy = st.lists(
@@ -290,7 +290,7 @@ def test_the_cpu_kernels_and_flash_attn_refuse_other_formats_by_name(
     monkeypatch: pytest.MonkeyPatch, format: dict[str, Any], words: str
 ) -> None:
     monkeypatch.setattr("common.engine.attention.find_spec", lambda name: name)
-    layout = PageLayout(1, 2, 128, 256, **{"dtype": "bfloat16", **format})
+    layout = PageLayout(1, 2, 128, 32, **{"dtype": "bfloat16", **format})
     for backend, device in (("cpu", "cpu"), ("flash-attn", "cuda")):
         with pytest.raises(ConfigError, match=rf"--attention-backend {backend}: {words}.*give .*(triton|torch)"):
             resolve_attention(backend, torch.device(device), layout)
@@ -312,7 +312,7 @@ def test_a_number_that_is_not_finite_looks_like_no_answer_in_pages_of_int8(backe
 
 def test_a_backend_for_gpus_refuses_pages_of_int8_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.engine.attention.find_spec", lambda name: name)
-    layout = PageLayout(1, 2, 128, 256, "int8")
+    layout = PageLayout(1, 2, 128, 32, "int8")
     for name, backend in (("auto", "triton"), ("triton", "triton"), ("flash-attn", "flash-attn")):
         with pytest.raises(ConfigError, match=f"--attention-backend {backend}: cannot read KV pages in int8: give"):
             resolve_attention(name, torch.device("cuda"), layout)

@@ -17,7 +17,6 @@ from support.engine.recorded_graphs import GraphRecorder, load_with_torch
 from support.engine.reference_models import make_model
 
 from common.engine.attention import BACKENDS, GRAPH_SAFE
-from common.engine.attention.flash_attn_backend import FlashAttention
 from common.engine.attention.protocol import AttentionParams, GraphSafeAttention
 from common.engine.attention.torch_sdpa import TorchAttention
 from common.engine.cuda_graphs import CudaGraphRunner, batch_sizes_to_capture
@@ -228,6 +227,7 @@ def test_progress_counts_the_graphs(config: ModelConfig) -> None:
 
 
 def test_the_backends_that_are_named_graph_safe_are() -> None:
+    from common.engine.attention.flash_attn_backend import FlashAttention
     from common.engine.attention.triton_backend import TritonAttention
 
     classes = {"triton": TritonAttention, "flash-attn": FlashAttention, "torch": TorchAttention}
@@ -270,11 +270,10 @@ def test_replayed_graphs_of_a_gpu_equal_eager_steps(config: ModelConfig, attenti
     """In bfloat16 only the log-probabilities are close, since rounding may choose another of two close tokens."""
     if attention == "flash-attn" and (dtype == "float32" or not find_spec("flash_attn")):
         pytest.skip("needs flash-attn, which does not compute in float32")
-    page_size = 256 if attention == "flash-attn" else 16
     found: list[Any] = []
     for has_graphs in (False, True):
         executor = load_executor(
-            config, device="cuda", dtype=dtype, num_slots=12, num_pages=80, page_size=page_size, attention=attention
+            config, device="cuda", dtype=dtype, num_slots=12, num_pages=80, page_size=16, attention=attention
         )
         if has_graphs:
             executor.capture_graphs(CudaGraphRunner(executor.pool.device), batch_sizes_to_capture(9))

@@ -1,91 +1,80 @@
-"""The flash-attn backend refuses what the package lacks, and calls it as its documentation says."""
+"""The flash-attn backend refuses what FlashAttention-4 lacks, and calls it as its documentation says.
 
+On a CPU a function that follows the package's documentation stands in for it; a GPU runs the package itself.
+"""
+
+from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine.attention_steps import compare, make_params, make_step, named
+from support.engine.attention_steps import Rows, compare, make_params, make_step, named
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention import resolve_attention
-from common.engine.attention.flash_attn_backend import FlashAttention, flash_attn_conflict
-from common.engine.attention.protocol import AttentionParams
-from common.engine.batch import DecodeRows
+from common.engine.attention.protocol import AttentionParams, LayerParams
+from common.engine.batch import RowArrays, make_batch
 from common.engine.kv_pool import KVPool
+from common.engine.triton_kernels import has_interpreter
 from common.errors import ConfigError
 
 Tensor = torch.Tensor
 CUDA = torch.device("cuda")
 PLAIN = (AttentionParams(),)
+needs_interpreter = pytest.mark.skipif(
+    not (has_interpreter() and find_spec("triton")), reason="needs Triton's interpreter"
+)
 
 
-def layout(head_dim: int = 128, page_size: int = 256, dtype: str = "bfloat16") -> PageLayout:
+@pytest.fixture(autouse=True)
+def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.node.get_closest_marker("cuda"):
+        monkeypatch.setattr("common.engine.attention._capability", lambda device: (9, 0))
+
+
+def layout(head_dim: int = 128, page_size: int = 16, dtype: str = "bfloat16") -> PageLayout:
     return PageLayout(1, 2, head_dim, page_size, dtype)
 
 
 @pytest.mark.parametrize(
-    ("refused", "params", "words"),
+    ("refused", "words"),
     [
-        (layout(page_size=64), PLAIN, r"pages of a multiple of 256 tokens: give --page-size 256"),
-        (layout(dtype="float32"), PLAIN, r"not in float32: give --dtype bfloat16"),
-        (layout(head_dim=20), PLAIN, r"multiple of 8, at most 256, not of 20"),
-        (layout(head_dim=320), PLAIN, r"multiple of 8, at most 256, not of 320"),
-        (layout(), (AttentionParams(sinks=torch.zeros(4)),), r"no attention sinks"),
+        (layout(page_size=64), r"pages of at most 32 tokens: give --page-size 32"),
+        (layout(dtype="float32"), r"not in float32: give --dtype bfloat16"),
+        (layout(head_dim=20), r"multiple of 8, at most 256, not of 20"),
+        (layout(head_dim=320), r"multiple of 8, at most 256, not of 320"),
     ],
 )
 def test_what_the_package_lacks_is_refused_with_the_fix(
-    monkeypatch: pytest.MonkeyPatch, refused: PageLayout, params: tuple[AttentionParams, ...], words: str
+    monkeypatch: pytest.MonkeyPatch, refused: PageLayout, words: str
 ) -> None:
     monkeypatch.setattr("common.engine.attention.find_spec", lambda name: name)
     with pytest.raises(ConfigError, match=rf"--attention-backend flash-attn: .*{words}"):
-        resolve_attention("flash-attn", CUDA, refused, params)
+        resolve_attention("flash-attn", CUDA, refused)
 
 
-def test_windows_soft_caps_and_large_pages_are_accepted() -> None:
-    params = (AttentionParams(window=100, soft_cap=30.0), AttentionParams(scale=1.0))
-    assert flash_attn_conflict(layout(page_size=512), params) == ""
+def test_gpus_that_the_package_serves_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    windowed = (AttentionParams(window=100, soft_cap=30.0), AttentionParams(scale=1.0, sinks=torch.zeros(4)))
+    monkeypatch.setattr("common.engine.attention.find_spec", lambda name: name)
+    for capability in ((9, 0), (10, 3)):
+        monkeypatch.setattr("common.engine.attention._capability", lambda _, found=capability: found)
+        assert resolve_attention("flash-attn", CUDA, layout(page_size=32), windowed) == "flash-attn"
+    for capability in ((8, 9), (12, 0)):
+        monkeypatch.setattr("common.engine.attention._capability", lambda _, found=capability: found)
+        with pytest.raises(ConfigError, match=r"flash-attn: needs a GPU of compute capability 9 to 11 "):
+            resolve_attention("flash-attn", CUDA, layout())
 
 
 def test_the_missing_package_and_the_cpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--attention-backend flash-attn: runs on CUDA"):
         resolve_attention("flash-attn", torch.device("cpu"), layout())
-    monkeypatch.setattr("common.engine.attention.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"flash-attn: needs the extra flash-attn; .*; or give auto or triton"):
-        resolve_attention("flash-attn", CUDA, layout())
-
-
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: None = None,
-    v: None = None,
-    rotary_cos: None = None,
-    rotary_sin: None = None,
-    cache_seqlens: Tensor | None = None,
-    cache_batch_idx: None = None,
-    cache_leftpad: None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> Tensor:
-    """The function of flash-attn 2.7 by its documentation, as far as the backend uses it."""
-    assert cache_seqlens is not None and block_table is not None and softmax_scale is not None and causal
-    assert cache_seqlens.dtype == block_table.dtype == torch.int32
-    assert cache_seqlens.shape == (len(q),) and len(block_table) == len(q) and q.ndim == 4
-    rows = [
-        documented(q[row], k_cache, v_cache, block_table[row], int(length), softmax_scale, window_size, softcap)
-        for row, length in enumerate(cache_seqlens)
-    ]
-    return torch.stack(rows)
+    for installed in ((), ("flash_attn",)):  # or only an earlier version
+        monkeypatch.setattr("common.engine.attention.find_spec", lambda name, found=installed: name in found or None)
+        with pytest.raises(ConfigError, match=r"flash-attn: needs the extra flash-attn; .*; or give auto or triton"):
+            resolve_attention("flash-attn", CUDA, layout())
 
 
 def flash_attn_varlen_func(
@@ -93,103 +82,167 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-) -> Tensor:
-    """The function of flash-attn 2.7 by its documentation, as far as the backend uses it."""
-    assert block_table is not None and softmax_scale is not None and causal and q.ndim == 3
-    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
-    assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
-    lengths = cu_seqlens_k.diff().tolist()
+    seqused_k: Tensor,
+    page_table: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    learnable_sink: Tensor | None,
+    softcap: float,
+) -> tuple[Tensor, None]:
+    """The function of FlashAttention-4 by its documentation, as far as the backend uses it."""
+    assert causal and q.ndim == 3 and k.stride(-1) == v.stride(-1) == q.stride(-1) == page_table.stride(-1) == 1
+    assert cu_seqlens_q.dtype == seqused_k.dtype == page_table.dtype == torch.int32
+    assert len(page_table) == len(seqused_k) == len(cu_seqlens_q) - 1
+    assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == seqused_k.max()
     new = q.split(cu_seqlens_q.diff().tolist())
-    return torch.cat(
-        [
-            documented(part, k, v, block_table[row], length, softmax_scale, window_size, softcap)
-            for row, (part, length) in enumerate(zip(new, lengths, strict=True))
-        ]
-    )
+    options = (softmax_scale, window_size, softcap, learnable_sink)
+    parts = [
+        attend_row(part, k, v, page_table[row], length, *options)
+        for row, (part, length) in enumerate(zip(new, seqused_k.tolist(), strict=True))
+    ]
+    return torch.cat(parts), None
 
 
-def documented(
+def attend_row(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    blocks: Tensor,
+    page_table: Tensor,
     length: int,
-    *options: Any,
+    scale: float,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    sink: Tensor | None,
 ) -> Tensor:
     """Attend ``[n, heads, dim]``, causal from the bottom right corner, over pages ``[pages, size, kv_heads, dim]``."""
-    scale, (before, after), softcap = options
-    page_size = keys.shape[1]
-    assert page_size % 256 == 0 and keys.stride(-1) == values.stride(-1) == 1
-    pages = blocks[: -(-length // page_size)].long()
+    pages = page_table[: -(-length // keys.shape[1])].long()
     group = q.shape[1] // keys.shape[2]
+    query, key = torch.arange(len(q))[:, None] + length - len(q), torch.arange(length)[None, :]
+    is_seen = key <= query
+    before, after = window_size
+    if before is not None and after is not None:
+        is_seen &= (key >= query - before) & (key <= query + after)
     row_keys, row_values = (
         part[pages].flatten(0, 1)[:length].float().repeat_interleave(group, dim=1) for part in (keys, values)
     )
+    row_keys, row_values = (part.where(is_seen.any(0)[:, None, None], 0) for part in (row_keys, row_values))
     scores = torch.einsum("nhd,lhd->hnl", q.float(), row_keys) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    query, key = torch.arange(len(q))[:, None] + length - len(q), torch.arange(length)[None, :]
-    is_seen = key <= query
-    if before >= 0:
-        is_seen &= (key >= query - before) & (key <= query + after)
-    weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~is_seen, float("-inf"))
+    if sink is not None:
+        scores = torch.cat((scores, sink[:, None, None].expand(-1, len(q), 1)), 2)
+    weights = scores.softmax(-1)[..., :length]
     return torch.einsum("hnl,lhd->nhd", weights, row_values).to(q.dtype)
 
 
-@settings(max_examples=25, deadline=None)
+def flash(pool: KVPool, num_heads: int, params: LayerParams) -> Any:
+    from common.engine.attention.flash_attn_backend import FlashAttention
+
+    return FlashAttention(pool, num_heads, params, flash_attn_varlen_func, min_scores=0)
+
+
+@needs_interpreter
+@settings(max_examples=15, deadline=None)
 @given(
-    rows=st.lists(st.tuples(st.integers(0, 300), st.one_of(st.just(1), st.integers(1, 40))), min_size=1, max_size=3),
-    heads=st.sampled_from([(2, 1, 16), (6, 2, 24)]),
+    rows=st.lists(st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(1, 90))), min_size=1, max_size=4),
+    page_size=st.sampled_from([1, 16, 32]),
+    heads=st.sampled_from([(4, 1, 16), (6, 2, 24)]),
     window=st.sampled_from([None, 1, 50]),
     soft_cap=st.sampled_from([None, 2.0]),
-    dtype=st.sampled_from(["bfloat16", "float16"]),
+    has_sinks=st.booleans(),
 )
 def test_calls_by_the_documentation_give_what_the_reference_gives(
-    rows: list[tuple[int, int]], heads: tuple[int, int, int], window: int | None, soft_cap: float | None, dtype: str
+    rows: Rows,
+    page_size: int,
+    heads: tuple[int, int, int],
+    window: int | None,
+    soft_cap: float | None,
+    has_sinks: bool,
 ) -> None:
-    params = make_params(heads[0], window=window, soft_cap=soft_cap)
-    compare(
-        lambda pool, _, layers: FlashAttention(pool, layers, flash_attn_with_kvcache, flash_attn_varlen_func),
-        *("cpu", dtype, rows, 256, heads, params),
-        may_read_outside=True,
-    )
+    params = make_params(heads[0], window=window, soft_cap=soft_cap, has_sinks=has_sinks)
+    compare(flash, "cpu", "float16", rows, page_size, heads, params)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("rows", "is_package"),
+    [
+        ([(0, 100)], True),
+        ([(0, 1), (0, 100), (5, 1), (0, 90)], True),  # rows of the package that are not neighbours
+        ([(0, 40)], False),
+        ([(500, 20), (500, 30)], False),
+        ([(0, 1), (500, 1)], False),
+    ],
+)
+def test_the_package_computes_long_prompts_alone(rows: Rows, is_package: bool) -> None:
+    from common.engine.attention.flash_attn_backend import MIN_LINES, FlashAttention, FlashPass
+
+    num_pages = sum(-(-(start + new) // 16) for start, new in rows)
+    pool = KVPool(layout(head_dim=16), num_pages)
+    backend = FlashAttention(pool, 4, PLAIN, flash_attn_varlen_func, min_scores=2 * MIN_LINES**2 // 4)
+    step = backend.prepare(make_step(rows, 16, num_pages, "cpu", seed=1))
+    assert any(isinstance(one, FlashPass) for one in step._passes) == is_package
+    pool.close()
+
+
+@needs_interpreter
+def test_each_kind_of_layer_is_compiled_once_at_start() -> None:
+    calls: list[dict[str, Any]] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
+        calls.append(options)
+        return flash_attn_varlen_func(q, k, v, **options)
+
+    from common.engine.attention.flash_attn_backend import FlashAttention
+
+    params = (*PLAIN, AttentionParams(window=9), *PLAIN, AttentionParams(window=7), AttentionParams(soft_cap=2.0))
+    pool = KVPool(PageLayout(5, 2, 16, 16, "bfloat16"), 2)
+    FlashAttention(pool, 4, params, attend).compile()
+    pool.close()
+    found = sorted((options["window_size"] != (None, None), options["softcap"]) for options in calls)
+    assert found == [(False, 0.0), (False, 2.0), (True, 0.0)]
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("params", [{}, {"window": 50}, {"soft_cap": 20.0}], ids=["plain", "window", "soft cap"])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"window": 50}, {"soft_cap": 20.0}, {"has_sinks": True}],
+    ids=["plain", "window", "soft cap", "sinks"],
+)
 def test_the_package_equals_the_reference(dtype: str, params: dict[str, Any]) -> None:
-    pytest.importorskip("flash_attn")
-    for heads in ((8, 2, 128), (4, 4, 64)):
-        made = make_params(heads[0], "cuda", **params)
-        rows = [(300, 1), (0, 70), (513, 33), (0, 1)]
-        compare(named("flash-attn"), "cuda", dtype, rows, 256, heads, made, may_read_outside=True)
+    pytest.importorskip("flash_attn.cute")
+
+    def package(pool: KVPool, num_heads: int, layers: LayerParams) -> Any:
+        backend = named("flash-attn")(pool, num_heads, layers)
+        backend._min_scores = 0  # type: ignore[attr-defined]
+        return backend
+
+    for heads in ((8, 2, 128), (4, 4, 64), (4, 2, 256)):
+        for page_size in (16, 32, 1):
+            made = make_params(heads[0], "cuda", **params)
+            rows = [(300, 1), (0, 700), (513, 333), (0, 1), (70, 40), (8, 130)]
+            compare(package, "cuda", dtype, rows, page_size, heads, made, may_read_outside="window" in params)
 
 
-def test_decode_rows_that_only_the_device_knows_are_attended_as_others_are() -> None:
-    """As in CUDA graphs: the rows name their slots, and the page tables of all slots are there."""
-    batch = make_step([(5, 1), (300, 1), (0, 1)], 256, 8, "cpu", seed=1)
-    pool = KVPool(layout(head_dim=16), 8)
-    for part in pool.layer(0)[:2]:
-        part.normal_()
-    backend = FlashAttention(pool, PLAIN, flash_attn_with_kvcache, flash_attn_varlen_func)
-    q, k, v = torch.randn(3, 8, 16).to(torch.bfloat16).split([4, 2, 2], dim=1)
-    expected = backend.prepare(batch).extend(0, q, k, v)
-    slots = torch.tensor([3, 0, 2])
-    page_table = torch.full((4, batch.page_table.shape[1]), 7, dtype=torch.int32)
-    page_table[slots] = batch.page_table
-    rows = DecodeRows(slots, batch.positions, batch.token_pages, batch.token_offsets, page_table)
-    assert torch.equal(backend.prepare_decode(rows).extend(0, q, k, v), expected)
-    pool.close()
+@pytest.mark.cuda
+def test_pages_far_behind_the_first_are_found() -> None:
+    """Offsets of numbers do not fit into 32 bits."""
+    pytest.importorskip("flash_attn.cute")
+    one_layer = PageLayout(1, 8, 128, 16, "bfloat16")
+    num_pages = 2**32 // one_layer.page_bytes + 300
+    found = []
+    for first in (0, num_pages - 256):
+        pool = KVPool(one_layer, num_pages, CUDA)
+        backend = named("flash-attn")(pool, 16, PLAIN)
+        table = np.arange(first, first + 256, dtype=np.int32)[None]
+        batch = make_batch(RowArrays(np.array([0]), np.array([4096]), table, 16), CUDA)
+        torch.manual_seed(0)
+        q, k, v = torch.randn(4096, 32, 128, device=CUDA, dtype=torch.bfloat16).split([16, 8, 8], dim=1)
+        found.append(backend.prepare(batch).extend(0, q, k, v))
+        pool.close()
+    assert torch.equal(*found)

@@ -2,7 +2,7 @@
 the matrix products.
 
 Attention of decode rows and of a prompt reads pages that lie scattered over the pool. ``sdpa`` is torch's own over
-tensors without pages, which a server does not have: with flash-attn it is what the backends are compared with.
+tensors without pages, which a server does not have: it is what the backends are compared with.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +21,6 @@ from common.engine.models.layers import make_operations
 from common.errors import ConfigError
 from scripts.benchmarks.engines.gpu_parts.device import Device, Limits
 
-#: flash-attn needs longer pages.
-PAGE_SIZES = {"flash-attn": 256}
 PAGE_SIZE = 16
 
 
@@ -59,16 +57,15 @@ def attention_s(case: AttentionCase, name: str, config: ModelConfig, device: Dev
     """
     if name == "sdpa":
         return device.kernel_s(_sdpa(case, config, device))
-    page_size = PAGE_SIZES.get(name, PAGE_SIZE)
-    width = -(-case.context // page_size)
-    layout = PageLayout(1, config.num_kv_heads, config.head_dim, page_size, device.dtype_name)
+    width = -(-case.context // PAGE_SIZE)
+    layout = PageLayout(1, config.num_kv_heads, config.head_dim, PAGE_SIZE, device.dtype_name)
     pool = KVPool(layout, case.batch * width, device.device)
     try:
         pool.pages.view(device.dtype).normal_()
         backend = make_attention(name, pool, config.num_heads)
         table = np.random.default_rng(0).permutation(case.batch * width).astype(np.int32).reshape(case.batch, width)
         num_new = np.full(case.batch, case.num_new)
-        batch = make_batch(RowArrays(case.context - num_new, num_new, table, page_size), device.device)
+        batch = make_batch(RowArrays(case.context - num_new, num_new, table, PAGE_SIZE), device.device)
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         qkv = torch.randn(batch.num_tokens, sum(heads), config.head_dim, device=device.device).to(device.dtype)
         step = backend.prepare(batch)
