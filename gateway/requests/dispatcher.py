@@ -498,6 +498,7 @@ class Dispatcher:
         self.decisions.note(now, rid, "recover", "after {} tokens: {}", len(flight.stream.ids), end.message)
         if wait_s:
             flight.backoff = self._timers.call_later(wait_s, self._on_backoff_over, rid)
+            self.pump_soon()  # its place is free for others meanwhile
         else:
             self._put_back(flight)
 

@@ -7,7 +7,7 @@ from support.gateway.fake_nodes import make_register
 from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
-from common.wire.messages import Abort, Generate, Tokens
+from common.wire.messages import Abort, Failed, Generate, Tokens
 from gateway.requests.dispatcher import SENT_AT_ONCE, Dispatcher
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
@@ -110,6 +110,16 @@ def test_a_new_request_does_not_pass_waiting_ones_when_a_row_is_free():
     assert table.post.at_decode() == ["first"]
     table.post.turn()
     assert table.post.at_decode() == ["first", "waits"]
+
+
+def test_the_place_of_a_request_that_pauses_before_its_next_attempt_is_filled_at_once():
+    table = Table()
+    for rid in ("refused", "waits"):
+        table.come(rid)
+    attempt = table.sent("refused")[-1].attempt
+    table.requests.on_failed(PREFILL, Failed("refused", attempt, ErrorCode.QUEUE_FULL, "5 requests wait"))
+    table.post.turn()
+    assert table.post.at_decode() == ["refused", "waits"]
 
 
 def test_a_more_urgent_new_request_goes_first_when_a_row_is_free():

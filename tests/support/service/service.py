@@ -24,11 +24,12 @@ from typing import Any
 import aiohttp
 from support.service.client import HEARTBEAT_S, Client
 from support.service.fork_server import ForkedProcess, ForkServer
-from support.service.processes import ROOT, environment, flags, free_port, spawn
+from support.service.processes import environment, flags, free_port, spawn
 
+from common.config import shared
 from common.node.loading.model_loading import SHAPE_CACHE
 
-SMALL_MODEL = ROOT / "scripts" / "models" / "small_model"
+SMALL_MODEL = Path(shared.SMALL_MODEL)
 START_TIMEOUT_S = 180.0
 GPU_START_TIMEOUT_S = 240.0  # kernels may have to be compiled, and graphs are captured
 #: On a machine that runs other tests a process may have no core for seconds. What ends is noticed at once all the same.
