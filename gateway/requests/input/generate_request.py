@@ -1,13 +1,17 @@
 """The request for one output, validated and in token ids."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from common.sampling_params import SamplingParams
 from gateway.http.protocol.decoding import refuse
 from gateway.text.output_parser import OutputFormat, TextParser
 
-#: A node returns all prompt log-probabilities in one message: bytes per token and per alternative, and bytes in all.
+#: A node returns all prompt log-probabilities of an output in one message: bytes per token and per alternative, and
+#: bytes in all. The gateway keeps those of all outputs of an HTTP request until it has answered.
 LOGPROB_TOKEN_BYTES, ALTERNATIVE_BYTES, MAX_LOGPROB_BYTES = 28, 16, 12 << 20
+MAX_LOGPROB_BYTES_OF_ALL = 128 << 20
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -89,8 +93,24 @@ def with_prompt_logprobs(request: GenerateRequest, first: int, param: str) -> Ge
     if count < 0:
         raise refuse(f"{first} is beyond the end of the prompt, which has {len(request.prompt)} tokens", param)
     num_tops = request.sampling.logprobs or 0
-    if count * (LOGPROB_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES) > MAX_LOGPROB_BYTES:
+    if _logprob_bytes(count, num_tops) > MAX_LOGPROB_BYTES:
         message = f"log-probabilities of {count} prompt tokens with {num_tops} alternatives each are too many"
         raise refuse(f"{message} for one answer; ask for fewer", param)
     sampling = request.sampling._replace(prompt_logprobs_from=first + 1 if count > 1 else None)
     return msgspec.structs.replace(request, logprob_start=first, sampling=sampling)
+
+
+def check_prompt_logprobs(requests: Sequence[GenerateRequest], param: str) -> None:
+    """Raises RequestError: the gateway would have to keep too many log-probabilities of prompts for one answer."""
+    asked = [request for request in requests if request.logprob_start is not None]
+    num_bytes = sum(
+        _logprob_bytes(len(request.prompt) - (request.logprob_start or 0), request.sampling.logprobs or 0)
+        for request in asked
+    )
+    if num_bytes > MAX_LOGPROB_BYTES_OF_ALL:
+        message = f"log-probabilities of the prompts of {len(asked)} outputs are too many for one answer"
+        raise refuse(f"{message}; ask for fewer prompts, samples or alternatives", param)
+
+
+def _logprob_bytes(num_tokens: int, num_tops: int) -> int:
+    return num_tokens * (LOGPROB_TOKEN_BYTES + num_tops * ALTERNATIVE_BYTES)

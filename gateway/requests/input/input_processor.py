@@ -22,7 +22,12 @@ from gateway.http.protocol.fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFie
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams, TokenizeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, OpenAIRequest, ToolChoiceField
 from gateway.requests.input.chat_output import PLAIN_TEXT, ChatOutput, chat_output, narrow_tools
-from gateway.requests.input.generate_request import GenerateRequest, prompt_only, with_prompt_logprobs
+from gateway.requests.input.generate_request import (
+    GenerateRequest,
+    check_prompt_logprobs,
+    prompt_only,
+    with_prompt_logprobs,
+)
 from gateway.requests.input.prompts import (
     LONGEST_TOKEN,
     Prompt,
@@ -153,6 +158,7 @@ class InputProcessor:
             requests += _samples(request, body.n or 1, prompt_number=i)
             if _is_turn_due(i):
                 await asyncio.sleep(0)
+        check_prompt_logprobs(requests, "logprobs")
         return requests
 
     async def chat(
@@ -216,6 +222,7 @@ class InputProcessor:
             requests += _samples(request, num_samples, prompt_number=i)
             if _is_turn_due(i):
                 await asyncio.sleep(0)
+        check_prompt_logprobs(requests, "logprob_start_len")
         return requests
 
     def _context(

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from support.gateway.fake_nodes import MODEL, echo, events, folder, make_tokenizer, running, silent
 
-from gateway.requests.input.generate_request import MAX_LOGPROB_BYTES
+from gateway.requests.input.generate_request import MAX_LOGPROB_BYTES, MAX_LOGPROB_BYTES_OF_ALL
 from gateway.text.tokenizer import Tokenizer
 
 __all__ = ["folder"]
@@ -278,6 +278,22 @@ async def test_more_logprobs_than_fit_into_a_message_are_refused(folder):
         status, answer = await stack.post("/generate", {**body, "sampling_params": {"max_new_tokens": 1}})
         assert status == 200  # the largest accepted one fits into a frame
         assert len(answer["meta_info"]["input_token_logprobs"]) == count - 1
+
+
+async def test_more_prompt_logprobs_than_the_gateway_keeps_for_an_answer_are_refused(folder):
+    async with running(folder) as stack:
+        prefill, decode = await stack.pair(context_length=2_000_000, num_pages=200_000)
+        prefill.on_generate = decode.on_generate = silent
+        count = MAX_LOGPROB_BYTES // (28 + 20 * 16)
+        num_outputs = MAX_LOGPROB_BYTES_OF_ALL // MAX_LOGPROB_BYTES + 1
+        body = {"prompt": [1] * count, "logprobs": 20, "echo": True, "max_tokens": 0, "n": num_outputs}
+        status, answer = await stack.post("/v1/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "logprobs")
+        assert "of 11 outputs are too many for one answer; ask for fewer prompts" in answer["error"]["message"]
+        options = {"return_logprob": True, "top_logprobs_num": 20, "logprob_start_len": 0}
+        body = {"input_ids": [[1] * count] * num_outputs, **options}
+        status, answer = await stack.post("/generate", body)
+        assert (status, answer["error"]["param"]) == (400, "logprob_start_len")
 
 
 # ---- token counts and stops -----------------------------------------------------------------------------------------
