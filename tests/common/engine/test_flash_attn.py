@@ -232,6 +232,13 @@ def test_each_kind_of_layer_is_compiled_once_at_start_on_the_device_of_the_pool(
     assert found == [(False, 0.0), (False, 2.0), (True, 0.0)]
 
 
+def package(pool: KVPool, num_heads: int, params: LayerParams) -> Any:
+    """The backend on a GPU, for steps with any number of scores."""
+    backend = named("flash-attn")(pool, num_heads, params)
+    backend._min_scores = 0  # type: ignore[attr-defined]
+    return backend
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
@@ -241,12 +248,6 @@ def test_each_kind_of_layer_is_compiled_once_at_start_on_the_device_of_the_pool(
 )
 def test_the_package_equals_the_reference(dtype: str, params: dict[str, Any]) -> None:
     pytest.importorskip("flash_attn.cute")
-
-    def package(pool: KVPool, num_heads: int, layers: LayerParams) -> Any:
-        backend = named("flash-attn")(pool, num_heads, layers)
-        backend._min_scores = 0  # type: ignore[attr-defined]
-        return backend
-
     for heads in ((8, 2, 128), (4, 4, 64), (4, 2, 256)):
         for page_size in (16, 32, 1):
             made = make_params(heads[0], "cuda", **params)
@@ -263,7 +264,7 @@ def test_pages_far_behind_the_first_are_found() -> None:
     found = []
     for first in (0, num_pages - 256):
         pool = KVPool(one_layer, num_pages, CUDA)
-        backend = named("flash-attn")(pool, 16, PLAIN)
+        backend = package(pool, 16, PLAIN)
         table = np.arange(first, first + 256, dtype=np.int32)[None]
         batch = make_batch(RowArrays(np.array([0]), np.array([4096]), table, 16), CUDA)
         torch.manual_seed(0)
