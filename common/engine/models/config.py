@@ -158,13 +158,33 @@ class ModelConfig(BaseModelConfig):
             UnsupportedModelError: Baton does not support the model; the message lists what it supports.
         """
         folder = locate(path_or_hub_id, revision, with_weights=not has_dummy_weights)
-        stored = read_json(folder / "config.json")
+        stored, overrides = read_json(folder / "config.json"), overrides or {}
         generation = read_json(folder / "generation_config.json", required=False)
         tensors = None if has_dummy_weights else stored_tensors(folder)
         try:
-            return parse_config(_with_overrides(stored, overrides or {}), generation, tensors, folder)
+            config = _NotedKeys(_with_overrides(stored, overrides))
+            parsed = parse_config(config, generation, tensors, folder)
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{folder}/config.json or generation_config.json: cannot be parsed ({error})") from error
+        if unknown := sorted(overrides.keys() - stored.keys() - config.asked):
+            raise ConfigError(f"--hf-overrides: {', '.join(unknown)} is no key of this model's config.json")
+        return parsed
+
+
+class _NotedKeys(dict[str, Any]):
+    """A configuration that notes which keys it was asked for: others have no effect.
+
+    Attributes:
+        asked: those that ``get`` was called with.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
 
 
 def _with_overrides(stored: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
