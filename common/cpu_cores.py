@@ -1,8 +1,9 @@
 """The processor cores that this process may use."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
+
+from common.control_groups import control_groups
 
 
 def usable_cores() -> list[tuple[int, ...]]:
@@ -17,24 +18,8 @@ def usable_cores() -> list[tuple[int, ...]]:
 
 def _quota() -> int | None:
     """Whole CPUs that the control groups of this process grant, at least 1; None without a limit."""
-    granted = [cpus for folder in _control_groups() if (cpus := _granted(folder)) is not None]
+    granted = [cpus for folder in control_groups("cpu") if (cpus := _granted(folder)) is not None]
     return max(1, int(min(granted))) if granted else None
-
-
-def _control_groups() -> Iterator[Path]:
-    """The folders that may limit the processor time of this process, of version 1 and 2 of control groups."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = Path("/sys/fs/cgroup/cpu" if controllers else "/sys/fs/cgroup")
-        own = root / path.lstrip("/")
-        yield own
-        yield from (parent for parent in own.parents if parent.is_relative_to(root))
 
 
 def _granted(folder: Path) -> float | None:

@@ -97,8 +97,11 @@ def _conflict(name: str, device: torch.device, layout: PageLayout, params: Layer
             return f"{needs_extra('flash-attn')}; or give auto or triton"
         if reason := _flash_attn_conflict(layout):
             return reason
-        if _capability(device)[0] not in (9, 10, 11):
+        major, _ = _capability(device)
+        if major not in (9, 10, 11):
             return "needs a GPU of compute capability 9 to 11 (Hopper or Blackwell): give triton"
+        if major > 9 and 128 < layout.head_dim < MAX_FLASH_HEAD_DIM:
+            return f"has no kernel for heads of {layout.head_dim} on this GPU, only up to 128 or of 256: give triton"
     return ""
 
 

@@ -17,14 +17,15 @@ from torch import Tensor
 from common.engine.attention.protocol import AttentionParams, LayerParams
 from common.engine.attention.triton_backend import Pass, TritonAttention
 from common.engine.batch import RowArrays, StepBatch, make_batch
-from common.engine.device_copies import to_device
+from common.engine.device_copies import current_device, to_device
 from common.engine.kv_pool import PAGE_DTYPES, KVPool
 
 #: Scores of a step from which on its prompts are left to the package, such as those of 4,096 tokens with 32 heads. With
 #: half as many, what the calls take the host cost a model of 28 layers more than they saved on an H200.
 MIN_SCORES = 1 << 28
-#: Query heads of the longest row's new tokens, as above: the package does not divide the keys of shorter rows.
-MIN_LINES = 128
+#: Query heads of the longest row's new tokens, as above: the package does not divide the keys of shorter rows, and it
+#: compiles a kernel of its own for those that fit into one of its tiles, which have at most so many.
+MIN_LINES = 256
 
 
 class FlashAttention(TritonAttention):
@@ -70,7 +71,8 @@ class FlashAttention(TritonAttention):
         q, out = torch.zeros(2, *shape, dtype=PAGE_DTYPES[layout.dtype], device=self.pool.device)
         one = FlashPass(self, batch, np.array([0]))
         kinds = {(p.window is None, p.soft_cap, p.sinks is None): layer for layer, p in enumerate(self.params)}
-        with warnings.catch_warnings(action="ignore"):  # of what its compiler says about the package
+        # Warnings are what its compiler says about the package.
+        with current_device(self.pool.device), warnings.catch_warnings(action="ignore"):
             for layer in kinds.values():
                 one.attend(layer, q, out)
 

@@ -158,13 +158,50 @@ class ModelConfig(BaseModelConfig):
             UnsupportedModelError: Baton does not support the model; the message lists what it supports.
         """
         folder = locate(path_or_hub_id, revision, with_weights=not has_dummy_weights)
-        config = {**read_json(folder / "config.json"), **(overrides or {})}
+        stored, overrides = read_json(folder / "config.json"), overrides or {}
         generation = read_json(folder / "generation_config.json", required=False)
         tensors = None if has_dummy_weights else stored_tensors(folder)
         try:
-            return parse_config(config, generation, tensors, folder)
+            config = _NotedKeys(_with_overrides(stored, overrides))
+            parsed = parse_config(config, generation, tensors, folder)
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{folder}/config.json or generation_config.json: cannot be parsed ({error})") from error
+        if unknown := sorted(overrides.keys() - stored.keys() - config.asked):
+            raise ConfigError(f"--hf-overrides: {', '.join(unknown)} is no key of this model's config.json")
+        return parsed
+
+
+class _NotedKeys(dict[str, Any]):
+    """A configuration that notes which keys it was asked for: others have no effect.
+
+    Attributes:
+        asked: those that ``get`` was called with.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def _with_overrides(stored: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with other values of some keys.
+
+    In a file with ``rope_parameters``, the older keys of the rope change these; ``parse_rope`` would overlook them, or
+    the base of the frequencies in the file.
+    """
+    rope = stored.get("rope_parameters")
+    if not rope or stored.get("rope_scaling") or not {"rope_theta", "rope_scaling"} & overrides.keys():
+        return {**stored, **overrides}
+    base = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    changed = {**base, **(overrides.get("rope_scaling") or rope)}
+    if "rope_theta" in overrides:
+        changed["rope_theta"] = overrides["rope_theta"]
+    kept = {key: value for key, value in overrides.items() if key not in ("rope_theta", "rope_scaling")}
+    return {**stored, "rope_parameters": changed, **kept}
 
 
 def parse_config(

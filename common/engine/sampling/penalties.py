@@ -19,6 +19,8 @@ Ids = NDArray[np.int64]
 Values = NDArray[np.float32]
 #: Row of the logits, token ids, one value for each id.
 Entry = tuple[int, Ids, Values]
+#: Repetition penalties below it count as this: a logit that is divided must stay a number.
+LEAST_PENALTY = 1e-9
 
 
 class TokenHistory:
@@ -87,7 +89,8 @@ def apply_penalties(logits: Tensor, rows: Iterable[tuple[SamplingParams, TokenHi
         assert history is not None, "a row with penalties has no history"
         if params.repetition_penalty != 1.0:
             tokens = history.tokens
-            repetitions.append((row, tokens, np.full(len(tokens), params.repetition_penalty, np.float32)))
+            penalty = max(params.repetition_penalty, LEAST_PENALTY)
+            repetitions.append((row, tokens, np.full(len(tokens), penalty, np.float32)))
         if params.presence_penalty or params.frequency_penalty:
             amounts = params.presence_penalty + params.frequency_penalty * history.counts
             occurrences.append((row, history.output, amounts.astype(np.float32)))

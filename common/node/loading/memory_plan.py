@@ -3,11 +3,13 @@
 import math
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from common.cache.kv_window import UNBOUNDED, KVWindow
 from common.cache.page_layout import PageLayout
 from common.cache.window_pages import LayerGroups
 from common.config.node import NodeConfig
+from common.control_groups import control_groups
 from common.errors import ConfigError
 from common.scheduling.chunked_prefill import ChunkAlignment
 
@@ -181,7 +183,7 @@ def num_pages_that_fit(config: NodeConfig, layout: PageLayout, num_pages: int, f
 
 
 def free_bytes(device: str) -> int:
-    """Free memory in bytes: of the GPU, or of this machine, or of the container that limits it."""
+    """Free memory in bytes: of the GPU, or of this machine, or of the control groups that limit this process."""
     if device != "cpu":
         import torch
 
@@ -193,16 +195,18 @@ def free_bytes(device: str) -> int:
         for line in file:
             if line.startswith("MemAvailable:"):
                 free_bytes = int(line.split()[1]) * 1024
+    left = [num_bytes for folder in control_groups("memory") if (num_bytes := _left_in_group(folder)) is not None]
+    return min([free_bytes, *left])
+
+
+def _left_in_group(folder: Path) -> int | None:
+    """Bytes that a control group leaves free, with files in its cache, which are given back; None without a limit."""
+    limit, used, prefix = "memory.max", "memory.current", ""
+    if not (folder / limit).exists():
+        limit, used, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            free_bytes = min(free_bytes, int(limit.read()) - int(used.read()) + _cached_bytes())
+        left = int((folder / limit).read_text()) - int((folder / used).read_text())
+        rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return left + sum(int(rows.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
     except (OSError, ValueError):
-        pass  # no such limit
-    return free_bytes
-
-
-def _cached_bytes() -> int:
-    """Memory of this container that caches files and is given back under pressure."""
-    with open("/sys/fs/cgroup/memory.stat") as file:
-        rows = dict(line.split() for line in file)
-    return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))
+        return None

@@ -138,7 +138,7 @@ if find_spec("triton"):
     from common.engine.attention.triton_backend import TritonAttention
 
     BACKENDS["triton"] = lambda pool: TritonAttention(pool, 4, PLAIN)
-    BACKENDS["flash-attn"] = lambda pool: FlashAttention(pool, 8, PLAIN, torch.empty, min_scores=0)
+    BACKENDS["flash-attn"] = lambda pool: FlashAttention(pool, 16, PLAIN, torch.empty, min_scores=0)
 
 
 @pytest.mark.parametrize("build", BACKENDS.values(), ids=BACKENDS)

@@ -3,6 +3,8 @@
 On a CPU a function that follows the package's documentation stands in for it; a GPU runs the package itself.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -66,6 +68,16 @@ def test_gpus_that_the_package_serves_are_accepted(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("common.engine.attention._capability", lambda _, found=capability: found)
         with pytest.raises(ConfigError, match=r"flash-attn: needs a GPU of compute capability 9 to 11 "):
             resolve_attention("flash-attn", CUDA, layout())
+
+
+def test_heads_for_which_the_package_has_no_kernel_on_blackwell_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.engine.attention.find_spec", lambda name: name)
+    assert resolve_attention("flash-attn", CUDA, layout(head_dim=160)) == "flash-attn"
+    monkeypatch.setattr("common.engine.attention._capability", lambda device: (10, 0))
+    for head_dim in (128, 256):
+        assert resolve_attention("flash-attn", CUDA, layout(head_dim=head_dim)) == "flash-attn"
+    with pytest.raises(ConfigError, match=r"flash-attn: has no kernel for heads of 160 on this GPU.*: give triton"):
+        resolve_attention("flash-attn", CUDA, layout(head_dim=160))
 
 
 def test_the_missing_package_and_the_cpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +160,7 @@ def flash(pool: KVPool, num_heads: int, params: LayerParams) -> Any:
 @needs_interpreter
 @settings(max_examples=15, deadline=None)
 @given(
-    rows=st.lists(st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(1, 90))), min_size=1, max_size=4),
+    rows=st.lists(st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(1, 130))), min_size=1, max_size=4),
     page_size=st.sampled_from([1, 16, 32]),
     heads=st.sampled_from([(4, 1, 16), (6, 2, 24)]),
     window=st.sampled_from([None, 1, 50]),
@@ -171,10 +183,11 @@ def test_calls_by_the_documentation_give_what_the_reference_gives(
 @pytest.mark.parametrize(
     ("rows", "is_package"),
     [
-        ([(0, 100)], True),
-        ([(0, 1), (0, 100), (5, 1), (0, 90)], True),  # rows of the package that are not neighbours
-        ([(0, 40)], False),
+        ([(0, 200)], True),
+        ([(0, 1), (0, 200), (5, 1), (0, 180)], True),  # rows of the package that are not neighbours
+        ([(0, 130)], False),
         ([(500, 20), (500, 30)], False),
+        ([(1000, 96)], False),  # fits into one tile, for which another kernel would be compiled
         ([(0, 1), (500, 1)], False),
     ],
 )
@@ -183,21 +196,33 @@ def test_the_package_computes_long_prompts_alone(rows: Rows, is_package: bool) -
 
     num_pages = sum(-(-(start + new) // 16) for start, new in rows)
     pool = KVPool(layout(head_dim=16), num_pages)
-    backend = FlashAttention(pool, 4, PLAIN, flash_attn_varlen_func, min_scores=2 * MIN_LINES**2 // 4)
+    backend = FlashAttention(pool, 4, PLAIN, flash_attn_varlen_func, min_scores=MIN_LINES**2)
     step = backend.prepare(make_step(rows, 16, num_pages, "cpu", seed=1))
     assert any(isinstance(one, FlashPass) for one in step._passes) == is_package
     pool.close()
 
 
 @needs_interpreter
-def test_each_kind_of_layer_is_compiled_once_at_start() -> None:
+def test_each_kind_of_layer_is_compiled_once_at_start_on_the_device_of_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from common.engine.attention.flash_attn_backend import FlashAttention
+
     calls: list[dict[str, Any]] = []
+    current: list[torch.device] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
+        assert current == [pool.device]
         calls.append(options)
         return flash_attn_varlen_func(q, k, v, **options)
 
-    from common.engine.attention.flash_attn_backend import FlashAttention
+    @contextmanager
+    def current_device(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr("common.engine.attention.flash_attn_backend.current_device", current_device)
 
     params = (*PLAIN, AttentionParams(window=9), *PLAIN, AttentionParams(window=7), AttentionParams(soft_cap=2.0))
     pool = KVPool(PageLayout(5, 2, 16, 16, "bfloat16"), 2)
@@ -205,6 +230,13 @@ def test_each_kind_of_layer_is_compiled_once_at_start() -> None:
     pool.close()
     found = sorted((options["window_size"] != (None, None), options["softcap"]) for options in calls)
     assert found == [(False, 0.0), (False, 2.0), (True, 0.0)]
+
+
+def package(pool: KVPool, num_heads: int, params: LayerParams) -> Any:
+    """The backend on a GPU, for steps with any number of scores."""
+    backend = named("flash-attn")(pool, num_heads, params)
+    backend._min_scores = 0  # type: ignore[attr-defined]
+    return backend
 
 
 @pytest.mark.cuda
@@ -216,12 +248,6 @@ def test_each_kind_of_layer_is_compiled_once_at_start() -> None:
 )
 def test_the_package_equals_the_reference(dtype: str, params: dict[str, Any]) -> None:
     pytest.importorskip("flash_attn.cute")
-
-    def package(pool: KVPool, num_heads: int, layers: LayerParams) -> Any:
-        backend = named("flash-attn")(pool, num_heads, layers)
-        backend._min_scores = 0  # type: ignore[attr-defined]
-        return backend
-
     for heads in ((8, 2, 128), (4, 4, 64), (4, 2, 256)):
         for page_size in (16, 32, 1):
             made = make_params(heads[0], "cuda", **params)
@@ -238,7 +264,7 @@ def test_pages_far_behind_the_first_are_found() -> None:
     found = []
     for first in (0, num_pages - 256):
         pool = KVPool(one_layer, num_pages, CUDA)
-        backend = named("flash-attn")(pool, 16, PLAIN)
+        backend = package(pool, 16, PLAIN)
         table = np.arange(first, first + 256, dtype=np.int32)[None]
         batch = make_batch(RowArrays(np.array([0]), np.array([4096]), table, 16), CUDA)
         torch.manual_seed(0)

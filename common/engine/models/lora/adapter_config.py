@@ -27,7 +27,7 @@ _KNOWN = frozenset(
     }
 )
 #: Ways to draw the first weights that leave those of the model as they are.
-_PLAIN_STARTS = (True, False, "gaussian", "eva")
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 #: Far above what adapters have, which is about their rank.
 MAX_ALPHA = 1e9
 MAX_BYTES = 1 << 20
@@ -87,7 +87,7 @@ def read_config(file: Path, max_rank: int) -> AdapterConfig:
     if config.get("bias", "none") != "none":
         raise ConfigError(f"{file}: bias {config['bias']!r} is not supported; only none is")
     start = config.get("init_lora_weights", True)
-    if start not in _PLAIN_STARTS:
+    if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
         raise ConfigError(
             f"{file}: init_lora_weights {start!r} has changed the model's own weights; convert the adapter with PEFT's"
             " path_initial_model_for_weight_conversion"

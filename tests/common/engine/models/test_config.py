@@ -63,6 +63,30 @@ def test_rope_is_read_from_the_old_spelling_and_from_the_new(folder: Path) -> No
     assert load(folder).rope == RopeConfig(500_000.0)
 
 
+def test_rope_is_overridden_in_either_spelling_whatever_that_of_the_file(folder: Path) -> None:
+    def overridden(**overrides: Any) -> RopeConfig:
+        return ModelConfig.load(str(folder), overrides=overrides).rope
+
+    scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+    expected = RopeConfig(500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 128))
+    rewrite(folder, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
+    assert overridden(rope_scaling=scaling) == overridden(rope_parameters=LLAMA3_ROPE) == expected
+    assert overridden(rope_theta=7.0) == RopeConfig(7.0)
+    assert overridden(rope_theta=7.0, rope_scaling=LLAMA3_ROPE) == RopeConfig(7.0, expected.scaling)
+    rewrite(folder, rope_parameters=None, rope_theta=500_000.0)
+    assert overridden(rope_scaling=scaling) == overridden(rope_parameters=LLAMA3_ROPE) == expected
+    assert overridden(rope_theta=7.0) == RopeConfig(7.0)
+
+
+def test_overrides_of_keys_that_the_family_does_not_have_are_refused(folder: Path) -> None:
+    rewrite(folder, mlp_bias=None, use_cache=True)
+    for known in ({"num_hidden_layers": 1}, {"mlp_bias": True}, {"head_dim": 32}, {"use_cache": False}):
+        ModelConfig.load(str(folder), overrides=known)
+    for unknown in ("max_positions", "moe_intermediate_size"):
+        with pytest.raises(ConfigError, match=f"--hf-overrides: {unknown} is no key of this model's config.json"):
+            ModelConfig.load(str(folder), overrides={unknown: 64, "mlp_bias": True})
+
+
 def test_llama3_frequencies_are_kept_slowed_or_blended_by_wavelength() -> None:
     """Context 64 tokens, factors 1 and 4: wavelengths below 16 stay, above 64 are slowed by 8, between are blended."""
     rope = RopeConfig(10_000.0, Llama3Scaling(8.0, 1.0, 4.0, 64))

@@ -1,5 +1,6 @@
 """Biases and penalties: formulas worked out by hand, random texts and batches, and comparison with transformers."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from common.engine.executor import load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.sampling.penalties import TokenHistory, apply_penalties
 from common.engine.sampling.sampler import SamplingRow, sample
+from common.engine.sampling.token_masks import TokenMask
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 
@@ -41,6 +43,14 @@ def test_repetition_divides_positive_logits_and_multiplies_others_once_per_token
     """Token 0 is in the prompt, 1 in prompt and output, 2 twice in the output, 3 in neither."""
     params = SamplingParams(repetition_penalty=2.0)
     assert adjusted([4.0, -1.0, 3.0, 5.0], params, (0, 1, 1, 2, 2), prompt_len=2) == [2.0, -2.0, 1.5, 5.0]
+
+
+def test_the_smallest_repetition_penalty_leaves_numbers_and_every_mask_holds() -> None:
+    params = SamplingParams(repetition_penalty=1e-300, allowed_token_ids=(1, 3))
+    assert all(map(math.isfinite, adjusted([4.0, -1.0, 3.0, 5.0], params, (0, 1, 2, 3))))
+    mask = TokenMask(params, (), prompt_len=0, vocab_size=4)
+    row = SamplingRow(params, 4, 4, (), TokenHistory((0, 1, 2, 3), 4), mask)
+    assert sample(torch.tensor([[4.0, -1.0, 3.0, 5.0]]), [row])[0].tolist() == [3]
 
 
 def test_presence_and_frequency_count_only_the_output() -> None:

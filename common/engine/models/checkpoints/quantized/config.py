@@ -20,7 +20,7 @@ TENSORS = {
 }
 #: Tensors that only a quantized matrix has.
 MARKERS = ("weight_scale_inv", "weight_scale", "qweight")
-_IGNORED = ("k_scale", "v_scale")
+_IGNORED = ("k_scale", "v_scale", "kv_scale", "q_scale")
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
 
@@ -51,7 +51,7 @@ class CheckpointQuantization:
         return self.is_ignored(name) or (part in TENSORS[self.method] and part != "weight")
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a tensor says how to round keys or values."""
+        """Whether a tensor says how to round keys, values or queries."""
         return name.rpartition(".")[2] in _IGNORED
 
 

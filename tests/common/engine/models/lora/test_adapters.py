@@ -151,6 +151,11 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("start", [False, "Gaussian", "eva", "orthogonal", "mica"])
+def test_starts_that_leave_the_weights_of_the_model_are_read(small: Path, tmp_path: Path, start: bool | str) -> None:
+    assert read(configure(make_adapter(tmp_path / "a", small), init_lora_weights=start), small).rank == 8
+
+
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [

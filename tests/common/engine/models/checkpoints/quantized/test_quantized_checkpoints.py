@@ -149,10 +149,11 @@ def test_biases_of_zeros_are_ignored_and_others_are_not(tmp_path: Path) -> None:
         assert_same(quantized, plain)
 
 
-def test_scales_of_keys_and_values_are_ignored(tmp_path: Path) -> None:
+def test_scales_of_keys_values_and_queries_are_ignored(tmp_path: Path) -> None:
     plain, quantized = make_pair(tmp_path, "compressed, int8")
     file = quantized / "model.safetensors"
-    save_file({**load_file(file), "model.layers.0.self_attn.k_scale": torch.ones(1)}, file)
+    scales = {f"model.layers.0.self_attn.{kind}_scale": torch.ones(1) for kind in ("k", "v", "kv", "q")}
+    save_file({**load_file(file), **scales}, file)
     assert_same(quantized, plain)
 
 
