@@ -392,7 +392,8 @@ class PrefillScheduler:
         if request.key == self._made_room_for:
             self._made_room_for = ("", 0)
         self._slots.take(request)
-        request.admitted_at = request.placed_at = now
+        request.placed_at = now
+        request.admitted_at = request.admitted_at or now  # once: what is computed again is no time in the queue
         request.stages.resume(now)
         self._ordering.admitted(request, num_input=request.num_tokens - request.num_computed)
         self._advance(request.key, Event.ADMIT)

@@ -1,7 +1,8 @@
 """Connections that have been accepted and have not authenticated themselves yet.
 
-Their number and the time that they may take are bounded, so that strangers cannot use up a reader's descriptors. When
-the process runs out of descriptors or memory, the listener is left alone for a second.
+Their number and the time that they may take are bounded, so that strangers cannot use up a reader's descriptors. There
+is always room for those that are awaited, since many peers may connect at once when a reader starts. When the process
+runs out of descriptors or memory, the listener is left alone for a second.
 """
 
 import errno
@@ -16,7 +17,7 @@ from typing import Generic, TypeVar
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0  # a connection that has not authenticated itself by then is rejected
-MAX_PENDING = 64
+MAX_PENDING = 64  # beside those that are awaited
 PAUSE_S = 1.0
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -41,6 +42,7 @@ class PendingConnections(Generic[V]):
         place: what the peers connect to, for log lines.
         make: builds the entry of a new connection.
         screen: the reason for which a connection is rejected unheard; empty: none.
+        num_awaited: how many connections of peers are awaited.
 
     Attributes:
         dropped: rejected connections, by reason.
@@ -54,6 +56,7 @@ class PendingConnections(Generic[V]):
         *,
         make: Callable[[socket.socket, float], V],
         screen: Callable[[socket.socket], str] = lambda _: "",
+        num_awaited: Callable[[], int] = lambda: 0,
     ) -> None:
         self.dropped: Counter[str] = Counter()
         self._listener = listener
@@ -61,6 +64,7 @@ class PendingConnections(Generic[V]):
         self._place = place
         self._make = make
         self._screen = screen
+        self._num_awaited = num_awaited
         self._by_descriptor: dict[int, V] = {}
         self._paused_until: float | None = None
         self._has_logged = False
@@ -77,6 +81,7 @@ class PendingConnections(Generic[V]):
 
     def accept(self, now: float, hear: Callable[[V], None]) -> None:
         """Accept every connection that waits at the listener, and read what it has sent."""
+        most = MAX_PENDING + self._num_awaited()
         for _ in range(MAX_PENDING):
             try:
                 connection, _address = self._listener.accept()
@@ -90,7 +95,7 @@ class PendingConnections(Generic[V]):
                 self._count(reason)
                 connection.close()
                 continue
-            if len(self._by_descriptor) >= MAX_PENDING:
+            if len(self._by_descriptor) >= most:
                 self.reject(next(iter(self._by_descriptor.values())), "crowded")
             pending = self._by_descriptor[connection.fileno()] = self._make(connection, now)
             self._epoll.register(connection, select.EPOLLIN)

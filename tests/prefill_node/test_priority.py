@@ -79,7 +79,7 @@ def test_no_prompt_gives_way_to_one_of_its_class_that_is_not_first_in_the_queue(
     assert node.run() == ["running", "other", "urgent"]
 
 
-def test_what_a_retracted_prompt_has_computed_itself_does_not_count_as_cached() -> None:
+def test_what_a_retracted_prompt_has_computed_counts_neither_as_cached_nor_as_time_in_the_queue() -> None:
     node = Node(slots=1)
     node.submit("before", 8, first=0)
     node.step()
@@ -89,6 +89,7 @@ def test_what_a_retracted_prompt_has_computed_itself_does_not_count_as_cached() 
     assert node.run() == ["before", "urgent", "low"]
     assert node.scheduler.totals()["preemptions"] == 1
     assert low.num_cached == 8
+    assert low.admitted_at == 2.0 < low.placed_at, "it has waited until its first chunk"
     reasons = [decided.reason for decided in node.scheduler.decisions.last(9, node.now) if decided.action == "admit"]
     assert reasons[-1] == "computes 16 of 32 tokens"
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import zmq
 
@@ -24,6 +25,17 @@ from common.wire.messages import (
 
 log = logging.getLogger(__name__)
 
+#: Seconds after which a gateway that has refused this node is dialled again. Its reason may have gone: it may have
+#: noticed meanwhile that an earlier start of this node is gone, or another gateway may have been started there.
+REFUSED_S = 30.0
+
+
+class Refusal(NamedTuple):
+    """Why a gateway has refused this node, and when it is dialled again."""
+
+    reason: str
+    until: float
+
 
 class GatewayLinks:
     """One link to each gateway that the directory names, oldest first.
@@ -34,7 +46,7 @@ class GatewayLinks:
         room: requests that the node runs at once.
 
     Attributes:
-        refused: the reason for which the last of all gateways has refused this node; None if one has not.
+        refused: the reason of the last gateway, if all have refused this node since they accepted it last; else None.
         is_shared: whether the node may have several gateways.
     """
 
@@ -54,7 +66,7 @@ class GatewayLinks:
         self._clock = clock
         self._poller = poller
         self._links: list[GatewayLink] = []
-        self._refusals: dict[str, str] = {}  # reasons, by the addresses of gateways that refuse this node
+        self._refusals: dict[str, Refusal] = {}  # by the addresses of gateways that have not accepted this node since
         self._duplicates: set[str] = set()  # further addresses of gateways that this node reaches at another one
         self.is_shared = not directory.is_fixed or len(directory.addresses()) != 1
         self._credit = Credit(room) if self.is_shared else None
@@ -103,12 +115,13 @@ class GatewayLinks:
     # ---- which gateways ---------------------------------------------------------------------------------------------
 
     def follow_directory(self) -> None:
-        """Dial gateways that are new in the directory, and leave those that are not in it.
+        """Dial gateways that are new in the directory or have refused this node a while ago, and leave those that are
+        not in it.
 
         One that has accepted this node stays: the directory may be wrong for a time, as etcd drops what it has not
         heard from.
         """
-        if not self._directory.is_fixed:
+        if self._refusals or not self._directory.is_fixed:
             self._follow()
 
     def _follow(self) -> None:
@@ -119,12 +132,14 @@ class GatewayLinks:
             log.info("the gateway at %s is not announced any more", link.address)
             self._leave(link)
             self._duplicates.clear()  # one may be another address of this gateway
-        used = {link.address for link in self._links} | self._refusals.keys() | self._duplicates
+        now = self._clock.now()
+        refusing = {address for address, refusal in self._refusals.items() if refusal.until > now}
+        used = {link.address for link in self._links} | refusing | self._duplicates
         new = [address for address in addresses if address not in used]
         for address in new[: max(MAX_GATEWAYS - len(self._links), 0)]:
             self._dial(address)
         if addresses and not self._links:
-            self.refused = self._refusals[addresses[-1]]
+            self.refused = self._refusals[addresses[-1]].reason
 
     def leave_duplicates(self, link: GatewayLink, gateway: str) -> None:
         """Leave other links to a gateway that is heard over this one, which it answers on as the newest connection."""
@@ -137,12 +152,14 @@ class GatewayLinks:
             self._leave(other)
 
     def on_refused(self, link: GatewayLink, reason: str) -> None:
-        """Leave a gateway that refuses this node; the node goes on while another one may take it."""
-        if len(self._links) == 1:
+        """Leave a gateway that refuses this node, for a while; the node goes on while another one may take it."""
+        if all(other is link or other.address in self._refusals for other in self._links):
             self.refused = reason
             return
-        log.error("the gateway at %s refuses this node: %s", link.address, reason)
-        self._refusals[link.address] = reason
+        before = self._refusals.get(link.address)
+        if before is None or before.reason != reason:
+            log.error("the gateway at %s refuses this node, and is asked again later: %s", link.address, reason)
+        self._refusals[link.address] = Refusal(reason, self._clock.now() + REFUSED_S)
         self._leave(link)
 
     def _dial(self, address: str) -> None:
@@ -163,6 +180,7 @@ class GatewayLinks:
 
     def on_registered(self, link: GatewayLink, message: Registered) -> None:
         link.on_registered(message)
+        self._refusals.pop(link.address, None)
         if self._credit is not None:
             self._credit.join(link.incarnation)
 

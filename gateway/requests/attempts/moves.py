@@ -13,6 +13,7 @@ from gateway.requests.in_flight import InFlightRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
+from gateway.workers.routing.candidates import can_pair
 from gateway.workers.routing.router import WorkerPair
 
 #: Requests of one node that move at the same time.
@@ -62,14 +63,14 @@ class Moves:
 
     def begin(self, pool: WorkerPool, flights: Iterable[InFlightRequest]) -> list[MoveOrder]:
         """Moves to order now: of requests that decode on draining nodes, as far as others have room."""
-        draining = sorted(pool.registry.draining)
-        orders: list[MoveOrder] = []
-        if not draining or not pool.registry.decodes:
-            return orders
+        registry, orders = pool.registry, list[MoveOrder]()
         num_free = {
             source: MAX_AT_ONCE - sum(move.pair.prefill == source for move in self._pending.values())
-            for source in draining
+            for source in sorted(registry.draining)
+            if _has_target(pool, registry.workers[source])  # otherwise one would be sought for each request
         }
+        if not any(num_free.values()):
+            return orders
         for flight in flights:
             source = "" if flight.pair is None else flight.pair.decode
             rid = flight.stream.request.rid
@@ -80,7 +81,7 @@ class Moves:
                 continue
             num_free[source] -= 1
             move = self._pending[rid] = PendingMove(pair, next(self._attempts))
-            orders.append(MoveOrder(rid, source, move.attempt, pool.registry.workers[pair.decode]))
+            orders.append(MoveOrder(rid, source, move.attempt, registry.workers[pair.decode]))
         return orders
 
     @staticmethod
@@ -119,3 +120,11 @@ class Moves:
             flight.pool.router.prefill_done(move.pair)
             flight.pool.router.decode_done(move.pair)
         return move is not None
+
+
+def _has_target(pool: WorkerPool, source: Worker) -> bool:
+    """Whether some request may move from a decode node to another one, which has a place in its batch."""
+    targets = [node for node in pool.registry.decodes if can_pair(source, node)]
+    return source.register.role == "decode" and any(
+        pool.router.num_requests(node.incarnation) < node.max_running for node in targets
+    )

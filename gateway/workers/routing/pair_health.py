@@ -52,11 +52,11 @@ class PairHealth:
         return [pair for pair, breaker in self.breakers.items() if breaker.state in ("open", "probing")]
 
     def failed(self, pair: PairKey, now: float) -> bool:
-        """Counts a failed transfer. Returns whether the pair stops to get requests, or goes on to get none."""
+        """Counts a failed transfer. Returns whether the pair gets no requests from now on."""
         breaker = self.breakers.setdefault(pair, Breaker())
         breaker.num_failures += 1
         if breaker.state == "open":
-            return True  # a request that was sent before it opened
+            return False  # of a request that was sent before it opened; often of very many
         if breaker.state == "closed" and breaker.num_failures < NUM_FAILURES:
             return False
         breaker.state, breaker.until = "open", now + breaker.backoff_s

@@ -88,7 +88,9 @@ class TcpReader(ReaderTransport):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._pending = PendingConnections(listener, self._epoll, "the data port", make=_PendingConnection)
+        self._pending = PendingConnections(
+            *(listener, self._epoll, "the data port"), make=_PendingConnection, num_awaited=self._num_awaited
+        )
         self._offers: dict[str, _Offer] = {}  # by peer
         self._permissions = WritePermissions()
         self._ended: deque[ReceiveThread] = deque()  # appended by their threads
@@ -192,6 +194,10 @@ class TcpReader(ReaderTransport):
         )
         proof = pending.terms.proof(self._key, b"reader")
         pending.connection.send(WELCOME.pack(pending.terms.reader_nonce, proof))
+
+    def _num_awaited(self) -> int:
+        """Connections that peers with an offer have not made yet."""
+        return sum(len(offer.awaited) for offer in self._offers.values())
 
     def _offer_with(self, token: bytes) -> _Offer | None:
         return next((offer for offer in self._offers.values() if offer.token == token), None)

@@ -5,34 +5,36 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from support.cluster.manual_clock import ManualClock
 
-from common.clock import MonotonicClock
+from common.clock import Clock, MonotonicClock
 from common.discovery.gateway_directory import MAX_GATEWAYS
 from common.node.endpoint import ControlEndpoint, listen_mailbox
-from common.node.gateways.gateway_links import GatewayLinks
+from common.node.gateways.gateway_links import REFUSED_S, GatewayLinks
 from common.wire.messages import Registered
 
 
 class Directory:
     """Gateways that come and go."""
 
-    is_fixed = False
     description = "a directory"
 
-    def __init__(self, *known: str) -> None:
+    def __init__(self, *known: str, is_fixed: bool = False) -> None:
         self.known = known
+        self.is_fixed = is_fixed
 
     def addresses(self) -> tuple[str, ...]:
         return self.known
 
 
 @contextlib.contextmanager
-def links_to(directory: Directory) -> Iterator[GatewayLinks]:
+def links_to(directory: Directory, clock: Clock | None = None) -> Iterator[GatewayLinks]:
     """Links that nothing is received from."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
+    clock = clock or MonotonicClock()
     links = GatewayLinks(
-        directory, endpoint, register=lambda: None, clock=MonotonicClock(), poller=zmq.Poller(), room=1,
+        directory, endpoint, register=lambda: None, clock=clock, poller=zmq.Poller(), room=1,
     )  # type: ignore[arg-type]  # fmt: skip
     try:
         yield links
@@ -52,6 +54,39 @@ def test_a_node_is_refused_once_every_announced_gateway_has_refused_it() -> None
         directory.known = ("127.0.0.1:2",)
         links.follow_directory()
         assert (links.addresses, links.refused) == ("", "it serves another model")
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_gateway_that_has_refused_a_node_is_asked_again_after_a_while(
+    is_fixed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock()
+    with links_to(Directory("127.0.0.1:1", "127.0.0.1:2", is_fixed=is_fixed), clock) as links:
+        for _ in range(2):
+            _, second = links
+            links.on_refused(second, "a node of this name is registered already")
+            clock.advance(REFUSED_S - 1.0)
+            links.follow_directory()
+            assert links.addresses == "127.0.0.1:1"
+            clock.advance(1.0)
+            links.follow_directory()
+            assert links.addresses == "127.0.0.1:1,127.0.0.1:2"
+        assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1, "it says so once"
+        first, second = links
+        links.on_registered(second, Registered(1, 1.0))
+        links.on_refused(first, "it serves another model")
+        assert links.refused is None, "the other one has accepted it"
+
+
+def test_a_node_is_refused_while_a_gateway_that_has_refused_it_does_not_answer_again() -> None:
+    clock = ManualClock()
+    with links_to(Directory("127.0.0.1:1", "127.0.0.1:2"), clock) as links:
+        first, second = links
+        links.on_refused(second, "it serves another model")
+        clock.advance(REFUSED_S)
+        links.follow_directory()
+        links.on_refused(first, "it serves another model, too")
+        assert links.refused == "it serves another model, too"
 
 
 def test_a_gateway_with_two_addresses_keeps_one_link_and_an_error_names_both(caplog: pytest.LogCaptureFixture) -> None:

@@ -96,6 +96,18 @@ def test_a_writer_attaches_despite_many_pending_connections(reader: TcpReader, w
         raw_peer.connection.close()
 
 
+def test_any_number_of_writers_attach_at_once(reader: TcpReader) -> None:
+    offers = {name: reader.offer(name, 1) for name in map(str, range(visitors.MAX_PENDING))}  # of two connections each
+    peers = {name: [RawTcpPeer(reader) for _ in range(2)] for name in offers}
+    for name, pair in peers.items():
+        token = bytes.fromhex(offers[name].split(":")[2])
+        for index, peer in enumerate(pair):
+            peer.connection.sendall(HELLO.pack(MAGIC, index, 2, token, b"n" * 32))
+    until(lambda: reader.poll(0.0) or len(reader._pending) == 2 * len(peers))
+    assert all(len(peer.receive(WELCOME.size)) == WELCOME.size for pair in peers.values() for peer in pair)
+    assert not reader._pending.dropped
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(noise=st.binary(min_size=1, max_size=200))
 def test_random_bytes_on_the_port_are_rejected(reader: TcpReader, noise: bytes) -> None:

@@ -221,6 +221,31 @@ def test_a_request_whose_target_comes_back_without_memory_while_it_moves_is_cont
     cluster.check_idle()
 
 
+@pytest.mark.parametrize("problem", ["full", "apart"])
+def test_no_target_is_sought_for_each_request_of_a_draining_node_while_no_node_can_take_any(
+    problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = PlayedCluster(prefills=1, decodes=2)
+    for rid in "abcd":
+        cluster.come(rid)
+        cluster.prefill(rid)
+        cluster.decode(rid, 2)
+    router, registry, source = cluster.pool.router, cluster.pool.registry, cluster.node_of("decode", "a")
+    registry.begin_drain(source)
+    [target] = registry.decodes
+    if problem == "full":
+        target.max_running = router.num_requests(target.incarnation)
+    else:
+        target.failed_peers = frozenset({source})
+    sought: list[object] = []
+    monkeypatch.setattr(router, "choose_target", lambda *_, **others: sought.append(others))
+    cluster.dispatcher.pump()
+    assert not sought
+    target.max_running, target.failed_peers = 8, frozenset()
+    cluster.dispatcher.pump()
+    assert len(sought) == len(cluster.work[source]) > 1
+
+
 def test_a_full_node_is_avoided_and_asked_again_after_a_pause() -> None:
     cluster = PlayedCluster(prefills=1, decodes=1)
     stream = cluster.come("a")

@@ -50,7 +50,7 @@ def test_pauses_double_up_to_thirty_seconds():
 def test_requests_from_before_the_breaker_opened_neither_close_nor_prolong_it():
     health = opened()
     assert not health.succeeded(PAIR, is_probe=False)
-    health.failed(PAIR, 0.5)
+    assert not health.failed(PAIR, 0.5), "the registry has nothing to bring up to date"
     assert health.resting() == [PAIR]
     assert health.breakers[PAIR].until == 1.0
 
