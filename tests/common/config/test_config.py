@@ -104,6 +104,8 @@ def test_a_misspelt_variable_is_refused_but_not_one_of_another_command(monkeypat
         (["--port", "8001"], "--port and --control-port are both 8001"),
         (["--control-host", "0.0.0.0"], "--control-host 0.0.0.0 can be reached from other machines.*--insecure"),
         (["--host", "0.0.0.0"], "--host 0.0.0.0 can be reached.* set --api-key, or .*--insecure"),
+        (["--api-key", "k\n"], "--api-key has a line end, or a space at one end"),
+        (["--admin-api-key", " k"], "--admin-api-key has a line end, or a space at one end"),
     ],
 )
 def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
@@ -315,6 +317,11 @@ def test_further_models_are_passed_to_child_processes():
 def test_impossible_models_and_local_prefill_are_refused(words, sentence):
     with pytest.raises(ConfigError, match=sentence):
         gateway(*words)
+
+
+def test_a_port_below_zero_is_refused_by_serve_too():
+    with pytest.raises(ConfigError, match="--control-port must be at least 0, not -1"):
+        parse(ServeConfig, ["--control-port", "-1"], command="serve")
 
 
 def test_prefill_nodes_and_local_prefill_must_fit_together():
