@@ -6,6 +6,7 @@ import pytest
 from support.gateway.fake_nodes import folder, running
 from yarl import URL
 
+from common.cache.page_layout import ITEM_BYTES, SCALE_BYTES
 from gateway.http.routes.page import FOLDER
 
 __all__ = ["folder"]
@@ -69,6 +70,12 @@ def test_files_name_only_this_server():
     for path in FOLDER.iterdir():
         addresses = set(re.findall(r"https?://[\w./-]+", path.read_text()))
         assert addresses <= {"http://www.w3.org/2000/svg"}, path.name
+
+
+@pytest.mark.parametrize(("table", "known"), [("ITEM_BYTES", ITEM_BYTES), ("SCALE_BYTES", SCALE_BYTES)])
+def test_the_page_knows_every_format_of_kv_pages(table, known):
+    (words,) = re.findall(rf"const {table} = {{ (.*?) }}", (FOLDER / "nodes.js").read_text())
+    assert {name: int(size) for name, size in (pair.split(": ") for pair in words.split(", "))} == known
 
 
 def test_scripts_stay_short():
