@@ -90,6 +90,16 @@ async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch):
     assert deaf.process.returncode == -signal.SIGKILL
 
 
+async def test_ctrl_c_in_a_terminal_reaches_the_supervisor_alone():
+    waiting = child("import time; time.sleep(60)")
+    supervisor = Supervisor([waiting], Lines())
+    running = asyncio.create_task(supervisor.run())
+    await until(lambda: waiting.process)
+    assert os.getpgid(waiting.process.pid) == waiting.process.pid != os.getpgid(0)
+    await supervisor.stop()
+    await running
+
+
 async def test_output_is_copied_line_by_line_after_the_name():
     output = Lines()
     printing = child("print('one'); print('two', end=''); raise SystemExit(2)", name="decode-0")
