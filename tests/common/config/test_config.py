@@ -118,6 +118,7 @@ def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
     ("words", "sentence"),
     [
         (["--page-size", "0"], "--page-size must be at least 1"),
+        (["--node-timeout", "1e9"], "--node-timeout must be at most 86400, not 1000000000.0"),
         (["--device", "tpu"], "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
         (["--schedule-policy", "best"], "--schedule-policy best is unknown"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size 0 would compute nothing"),
