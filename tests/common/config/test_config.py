@@ -37,6 +37,15 @@ def test_without_any_setting_the_small_model_is_served_on_loopback():
     )
 
 
+def test_a_model_below_the_home_is_served_as_its_folder_is_called(file, monkeypatch):
+    (file.parent / "my-model").mkdir()
+    monkeypatch.setenv("HOME", str(file.parent))
+    file.write_text('model = "~/my-model"\n')
+    assert gateway("--config", str(file)).served_name == "my-model"
+    with pytest.raises(ConfigError, match="--revision is for hub models, but --model ~/my-model is a folder"):
+        gateway("--config", str(file), "--revision", "main")
+
+
 def test_the_command_line_beats_the_environment_which_beats_the_file(file, monkeypatch):
     file.write_text("port = 1\nmax-body-bytes = 2000\ncontrol_port = 3\n")
     monkeypatch.setenv("BATON_PORT", "11")
