@@ -75,5 +75,5 @@ def _count(text: str) -> int:
 
 def _days(text: str) -> int:
     if (days := _count(text)) > MAX_DAYS:
-        raise argparse.ArgumentTypeError(f"must be at most {MAX_DAYS}, not {days}; leave it out for a key without an end")
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_DAYS}, not {days}; without it, the key has no end")
     return days
