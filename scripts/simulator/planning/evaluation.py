@@ -141,9 +141,7 @@ class Evaluator:
         if self._num_processes > 1:
             context = multiprocessing.get_context("spawn")
             self._pool = self._until_exit.enter_context(
-                ProcessPoolExecutor(
-                    self._num_processes, context, initializer=_prepare_process, initargs=(os.getpid(),)
-                )
+                ProcessPoolExecutor(self._num_processes, context, initializer=_prepare_process, initargs=(os.getpid(),))
             )
         else:
             self._until_exit.enter_context(rare_collections())

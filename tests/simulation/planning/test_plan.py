@@ -27,7 +27,6 @@ from scripts.simulator.planning.search import Goal
 from scripts.simulator.planning.verdict import WindowResult
 from scripts.simulator.planning.windows import scaled, windows_of
 
-
 ROOT = Path(__file__).resolve().parents[3]
 
 
