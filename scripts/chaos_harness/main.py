@@ -16,6 +16,7 @@ from pathlib import Path
 from common.config.cli import resolve
 from common.config.options import to_flags
 from common.errors import BatonError, ConfigError
+from common.model_folder import find_checkpoint
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.faults.table import FAULTS
 from scripts.chaos_harness.report import Figures, figures, table
@@ -94,7 +95,8 @@ def _run_and_report(config: ChaosConfig, folder: Path) -> int:
 
 
 def _check(config: ChaosConfig) -> None:
-    """Raises ConfigError: a fault is unknown, or a file or folder cannot be written."""
+    """Raises ConfigError: a fault is unknown, there is no such model, or a file or folder cannot be written."""
+    find_checkpoint(config.model)
     check_file(config.json, "--json")
     check_folder(config.logs, "--logs")
     for name in config.faults:

@@ -100,7 +100,7 @@ def replay_command(path: str) -> int:
     try:
         found = replay(path)
     except RecordingError as error:
-        print(f"simulate: {error}", file=sys.stderr)
+        print(f"simulate: --replay: {error}", file=sys.stderr)
         return 1
     what = f"{found.num_plans:,} plans of a {found.role} node in {found.num_frames:,} frames"
     print("\n".join(found.difference) if found.difference else f"identical: {what}")
