@@ -150,13 +150,12 @@ async def _spawn(child: Child) -> asyncio.subprocess.Process:
 
     def in_child() -> None:
         bind_to(parent, signal.SIGKILL)
+        os.setpgrp()  # so that Ctrl-C in a terminal reaches the supervisor alone, which drains the children by SIGTERM
         if child.cpus:
             os.sched_setaffinity(0, child.cpus)
 
-    # Its own process group: Ctrl-C in a terminal reaches the supervisor alone, which drains the children by SIGTERM.
     return await asyncio.create_subprocess_exec(
         *child.argv,
-        process_group=0,
         env=child.env,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
