@@ -9,6 +9,9 @@ from datetime import UTC, datetime, timedelta
 from gateway.http.access.api_keys import HASHED, digest_of
 from gateway.http.access.auth import TENANT
 
+#: A hundred years.
+MAX_DAYS = 36_500
+
 HELP = """Make an API key. The key goes to standard error, once: it is stored nowhere.
 Its entry for --api-key-file, which has only the key's hash, goes to standard
 output.
@@ -59,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokens-per-minute", type=_count, metavar="N", help="the tenant's tokens, of prompts and outputs"
     )
-    parser.add_argument("--days", type=_count, metavar="N", help="days for which the key is valid; by default for ever")
+    parser.add_argument("--days", type=_days, metavar="N", help="days for which the key is valid; by default for ever")
     parser.add_argument("--admin", action="store_true", help="allow what changes the state of others")
     return parser
 
@@ -68,3 +71,9 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 1 << 31:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
     return int(text)
+
+
+def _days(text: str) -> int:
+    if (days := _count(text)) > MAX_DAYS:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_DAYS}, not {days}; without it, the key has no end")
+    return days

@@ -56,6 +56,9 @@ def check_access(config: Any) -> None:
     check_brackets("--host", config.host)
     if not config.api_key and config.api_key_file is None:
         check_reach("--host", config.host, config.insecure, "set --api-key, or ")
+    for flag, key in (("--api-key", config.api_key), ("--admin-api-key", config.admin_api_key)):
+        if key is not None and (not key.isprintable() or key != key.strip()):
+            raise ConfigError(f"{flag} has a line end, or a space at one end, which no client can send: remove it")
     if config.api_key and config.api_key == config.admin_api_key:
         raise ConfigError("--api-key and --admin-api-key are the same; give different keys")
     if (config.tls_cert is None) != (config.tls_key is None):

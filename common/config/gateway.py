@@ -138,6 +138,7 @@ class HttpOptions(AccessOptions):
         5.0,
         "Seconds without a heartbeat after which a node counts as lost. A closed connection counts at once.",
         minimum=0.1,
+        maximum=86_400,
     )
     recovery_timeout: float = option(
         60.0,

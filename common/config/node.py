@@ -84,6 +84,7 @@ class NodeConfig(
         5.0,
         "Seconds without a sign of life after which the connection to another node, or to the gateway, is closed.",
         minimum=0.1,
+        maximum=86_400,
     )
     memory_fraction: float = option(
         0.4,

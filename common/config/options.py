@@ -167,10 +167,14 @@ def _checked(found: Option, given: Any, source: str) -> Any:
     if found.kind is float and not math.isfinite(value):
         raise ConfigError(f"{source} must be a finite number, not {value}")
     if is_number and found.minimum is not None and value < found.minimum:
-        raise ConfigError(f"{source} must be at least {found.minimum:g}, not {value}")
+        raise ConfigError(f"{source} must be at least {_bound(found.minimum)}, not {value}")
     if is_number and found.maximum is not None and value > found.maximum:
-        raise ConfigError(f"{source} must be at most {found.maximum:g}, not {value}")
+        raise ConfigError(f"{source} must be at most {_bound(found.maximum)}, not {value}")
     return value
+
+
+def _bound(bound: float) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
 def _converted(found: Option, given: Any, source: str) -> Any:

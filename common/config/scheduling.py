@@ -12,6 +12,8 @@ from common.errors import ConfigError
 #: Built-in values of --schedule-policy; see common/scheduling/policies/factory.py.
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "hrrn", "edf", "fair")
 PREEMPTION_THRESHOLD = 10
+#: Largest priority of a request; the lowest is its negative.
+MAX_PRIORITY = 2**31 - 1
 #: MODULE:NAME of an object of the user's own.
 _USER_DEFINED = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 
@@ -55,7 +57,10 @@ class SchedulingOptions:
     schedule_seed: int = option(0, "Seed of the random numbers of --schedule-policy random.")
     enable_priority_scheduling: bool = option(False, "Order requests by priority first, then by --schedule-policy.")
     default_priority_value: int | None = option(
-        None, "Priority of requests without one. Without it: such requests come after all others."
+        None,
+        "Priority of requests without one. Without it: such requests come after all others.",
+        minimum=-MAX_PRIORITY,
+        maximum=MAX_PRIORITY,
     )
     schedule_low_priority_values_first: bool = option(
         False, "Treat lower priority values as more urgent. Without it: higher values are."

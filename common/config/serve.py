@@ -30,7 +30,9 @@ class ServeConfig(
     prefill: int = option(1, "Number of prefill nodes; 0 with --local-prefill always.", minimum=0, maximum=256)
     decode: int = option(1, "Number of decode nodes.", minimum=1, maximum=256)
     workers: int = option(1, "Number of gateway processes, which share --port and the nodes.", minimum=1, maximum=64)
-    control_port: int = option(0, "Port on which the gateway listens for nodes; 0 takes a free port.", maximum=65535)
+    control_port: int = option(
+        0, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
+    )
     memory_fraction: float = option(
         0.8,
         "Largest share of free memory for the KV pools of all nodes together; on CUDA, of what weights, CUDA graphs "

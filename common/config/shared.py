@@ -1,6 +1,7 @@
 """Options and constants of more than one command."""
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,8 @@ class ModelOptions:
             return self.served_model_name
         if self.model == SMALL_MODEL:
             return SMALL_MODEL_NAME
-        return Path(self.model).resolve().name if Path(self.model).is_dir() else self.model
+        folder = Path(os.path.expanduser(self.model))
+        return folder.resolve().name if folder.is_dir() else self.model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,5 +326,5 @@ def check_keys(config: Any) -> None:
 
 
 def check_revision(config: Any) -> None:
-    if config.revision is not None and Path(config.model).is_dir():
+    if config.revision is not None and Path(os.path.expanduser(config.model)).is_dir():
         raise ConfigError(f"--revision is for hub models, but --model {config.model} is a folder; leave one out")

@@ -109,8 +109,12 @@ class OtlpExporter:
 
 
 def traces_url(endpoint: str) -> str:
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(endpoint)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket without its other, or a port that is no number
+        is_url = False
+    if not is_url:
         raise ConfigError(f"--otlp-endpoint must be a URL such as http://localhost:4318, not {endpoint!r}")
     return endpoint.rstrip("/") + TRACES_PATH if parts.path in ("", "/") else endpoint
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.errors import BatonError, ConfigError
+from scripts.load_tester.output_files import check_file
 
 #: The folder of each benchmark, and how long it takes, whole and with --shortest, on two cores shared with other
 #: programs.
@@ -52,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0, 1 if the benchmark failed, 2 for wrong options, 130 after Ctrl-C."""
     if not argv or argv[0] not in NAMES:
         is_question = bool(argv) and argv[0] in ("-h", "--help")
-        print(_usage(), file=sys.stdout if is_question else sys.stderr)
+        mistake = "" if is_question or not argv else f"bench: {argv[0]} is not a benchmark\n\n"
+        print(mistake + _usage(), file=sys.stdout if is_question else sys.stderr)
         return 0 if is_question else USAGE_STATUS
     name, *words = argv
     try:
@@ -75,12 +77,13 @@ def _run(name: str, words: Sequence[str]) -> int:
     )
     short = " ".join(benchmark.SHORTEST)
     parser.add_argument("--shortest", action="store_true", help=f"only check that it works; the same as {short}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     benchmark.add_options(parser)
     options = parser.parse_args([*benchmark.SHORTEST, *words] if "--shortest" in words else words)
+    check_file(options.json, "--json")
     figures = benchmark.run(options)
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
     empty = [name for name in empty_figures(figures) if name not in getattr(benchmark, "MAY_BE_ZERO", ())]
     for figure in empty:
         _say(f"bench {name}: {figure} is {figures[figure]:g}, so nothing was measured")

@@ -16,11 +16,13 @@ from pathlib import Path
 from common.config.cli import resolve
 from common.config.options import to_flags
 from common.errors import BatonError, ConfigError
+from common.model_folder import find_checkpoint
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.faults.table import FAULTS
 from scripts.chaos_harness.report import Figures, figures, table
 from scripts.chaos_harness.run import Run
 from scripts.chaos_harness.verdicts import broken_invariants, long_pauses
+from scripts.load_tester.output_files import check_file, check_folder
 
 HELP = """Load a real service while faults happen to it, and prove that no request is lost, wrong or hanging and that
 nothing leaks.
@@ -56,6 +58,11 @@ async def chaos(config: ChaosConfig, folder: Path) -> Figures:
 
 def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(ChaosConfig, argv, command="chaos", help=HELP)
+    try:
+        _check(config)
+    except ConfigError as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return WRONG
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
     status = STOPPED
     try:
@@ -76,9 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_and_report(config: ChaosConfig, folder: Path) -> int:
     """Run, and print the report; returns the exit status. Raises ConfigError, BatonError."""
-    _check_faults(config)
-    if config.json and not Path(config.json).resolve().parent.is_dir():
-        raise ConfigError(f"--json {config.json}: the folder does not exist")
     shown = asyncio.run(chaos(config, folder))
     print("\n".join(table(shown, _repeat(config))), flush=True)
     if config.json:
@@ -90,8 +94,11 @@ def _run_and_report(config: ChaosConfig, folder: Path) -> int:
     return FAILED if shown["broken"] else FINE
 
 
-def _check_faults(config: ChaosConfig) -> None:
-    """Raises ConfigError: a fault is unknown."""
+def _check(config: ChaosConfig) -> None:
+    """Raises ConfigError: a fault is unknown, there is no such model, or a file or folder cannot be written."""
+    find_checkpoint(config.model)
+    check_file(config.json, "--json")
+    check_folder(config.logs, "--logs")
     for name in config.faults:
         if name not in FAULTS:
             raise ConfigError(f"--faults {name} is not a fault; choose from {', '.join(FAULTS)}")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 from common.config.cli import resolve
@@ -13,6 +14,7 @@ from common.errors import ConfigError
 from scripts.load_tester.command import check_outputs, load_command
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.output_files import FAILED
+from scripts.load_tester.reporting.report import TO_STDOUT
 from scripts.serving.supervisor import bind_to
 
 REPORT = "loadtest-demo.html"
@@ -36,7 +38,14 @@ def demo_command(arguments: Sequence[str]) -> int:
         defaults = [one for one in defaults if not one.startswith(own_names)]
     if "--html" not in given:
         defaults.append(f"--html={Path.cwd() / REPORT}")
-    check_outputs(resolve(LoadtestConfig, [*defaults, *arguments], command="loadtest"))  # before the service starts
+    words = [*defaults, *arguments]
+    config = resolve(LoadtestConfig, words, command="loadtest")
+    check_outputs(config)  # before the service starts
+    with redirect_stdout(sys.stderr) if config.json == TO_STDOUT else nullcontext():
+        return _serve_and_load(words)
+
+
+def _serve_and_load(words: Sequence[str]) -> int:
     print("serving the small model ...", flush=True)
     command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning"]
     own = functools.partial(bind_to, os.getpid(), signal.SIGTERM)
@@ -46,7 +55,7 @@ def demo_command(arguments: Sequence[str]) -> int:
             if not url:
                 print("loadtest: the service did not start", file=sys.stderr)
                 return FAILED
-            config = resolve(LoadtestConfig, [*defaults, *arguments, f"--url={url}"], command="loadtest")
+            config = resolve(LoadtestConfig, [*words, f"--url={url}"], command="loadtest")
             is_single = not (config.sweep or config.find_goodput)
             print(f"loading {url}; this takes {config.duration}{'' if is_single else ' a rate'}", flush=True)
             status = load_command(config, age_s=0.0)  # the start of the service does not count

@@ -8,6 +8,7 @@ request succeeds. Logs go to standard error; standard output gets the one line `
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import http.client
 import itertools
 import json
@@ -59,7 +60,7 @@ class NotReady(BatonError):
 def bind(host: str, port: int, flag: str) -> socket.socket:
     """Returns a socket that listens on the port, or on a free one for 0.
 
-    Raises ConfigError: the port is in use, or the address does not belong to this machine.
+    Raises ConfigError: the port is in use or not permitted, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
@@ -72,8 +73,9 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     except OSError as error:
         listener.close()
         host_flag = flag.replace("port", "host")
+        wrong = flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
         raise ConfigError(
-            f"cannot bind {host_flag} {host} {flag} {port}: {error.strerror}; choose another with {flag}"
+            f"cannot bind {host_flag} {host} {flag} {port}: {error.strerror}; choose another with {wrong}"
         ) from None
     return listener
 
@@ -288,7 +290,9 @@ def _call(
     config: ServeConfig, group: GatewayGroup | None, method: str, path: str, body: bytes = b""
 ) -> tuple[int, bytes]:
     """Status and body of the gateway's answer; of one of several, over the socket that it has for the others."""
-    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    headers: dict[str, str | bytes] = {}
+    if config.api_key:
+        headers["Authorization"] = f"Bearer {config.api_key}".encode()
     if body:
         headers["Content-Type"] = "application/json"
     with contextlib.closing(_connection(config, group)) as connection:
@@ -402,8 +406,10 @@ def _on_signals(supervisor: Supervisor, stopping: asyncio.Event, output: Output)
         output.say("stopping")
         stopping.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+        loop.add_signal_handler(signal.SIGHUP, stop)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -134,7 +134,7 @@ class Supervisor:
 
 
 def bind_to(parent: int, number: signal.Signals) -> None:
-    """Called in a new child before exec: the kernel sends it this signal when ``parent`` dies.
+    """Called in a new child, before exec if there is one: the kernel sends it this signal when ``parent`` dies.
 
     Ctrl-C in a terminal reaches all of its processes. A child ignores it until it has its own handler, because a child
     that is still importing modules would print a traceback.
@@ -150,6 +150,7 @@ async def _spawn(child: Child) -> asyncio.subprocess.Process:
 
     def in_child() -> None:
         bind_to(parent, signal.SIGKILL)
+        os.setpgrp()  # so that Ctrl-C in a terminal reaches the supervisor alone, which drains the children by SIGTERM
         if child.cpus:
             os.sched_setaffinity(0, child.cpus)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from common.config.cli import resolve
 from common.errors import ConfigError
 from common.node.recording.format import RecordingError
+from scripts.load_tester.output_files import check_file
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.replay import replay
@@ -99,7 +100,7 @@ def replay_command(path: str) -> int:
     try:
         found = replay(path)
     except RecordingError as error:
-        print(f"simulate: {error}", file=sys.stderr)
+        print(f"simulate: --replay: {error}", file=sys.stderr)
         return 1
     what = f"{found.num_plans:,} plans of a {found.role} node in {found.num_frames:,} frames"
     print("\n".join(found.difference) if found.difference else f"identical: {what}")
@@ -128,8 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.replay is not None:
         return replay_command(config.replay)
     try:
-        if config.json and not Path(config.json).resolve().parent.is_dir():
-            raise ConfigError(f"--json {config.json}: the folder does not exist")
+        check_file(config.json, "--json")
+        check_file(config.html, "--html")
         if (other := _other_command(config)) is not None:
             return other(config)
         found, notes = simulate(config)

@@ -82,3 +82,16 @@ def test_a_short_run_between_hosts_that_lose_packets_keeps_every_invariant(tmp_p
     assert shown["output_tokens_per_s"] > 0
     assert shown["faults"]["reset"] > 0
     assert shown["broken"] == []
+
+
+def test_a_model_that_is_not_there_is_refused_before_the_run() -> None:
+    found = subprocess.run([*WORDS, "--model=/nowhere"], capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert (found.returncode, found.stderr) == (2, "chaos: --model /nowhere: no such folder\n")
+
+
+def test_a_folder_for_logs_that_is_a_file_is_refused_before_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "logs"
+    file.touch()
+    found = subprocess.run([*WORDS, f"--logs={file}"], capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert found.returncode == 2
+    assert found.stderr == f"chaos: --logs {file}: {file} is a file: name a folder\n"

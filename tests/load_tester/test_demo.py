@@ -8,13 +8,14 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 
 from scripts.chaos_harness.process_resources import ProcessResources
 from scripts.load_tester.main import main
-from scripts.load_tester.output_files import WRONG
+from scripts.load_tester.output_files import FAILED, WRONG
 
 WORDS = [sys.executable, "-m", "scripts.cli", "loadtest", "--demo", "--duration", "60s", "--no-live"]
 
@@ -67,3 +68,12 @@ def test_the_service_of_a_demo_ends_with_it(
 def test_a_demo_of_another_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--demo", "--url", "http://127.0.0.1:9"]) == WRONG
     assert "leave --url or --demo out" in capsys.readouterr().err
+
+
+def test_a_demo_leaves_standard_output_to_its_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scripts.load_tester.demo.subprocess.Popen", MagicMock())  # it ends at once
+    assert main(["--demo", "--json", "-"]) == FAILED
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.splitlines()[0]) == ("", "serving the small model ...")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 
@@ -289,8 +290,12 @@ async def test_a_lost_connection_is_shown_and_ends(browser, folder):
 async def test_the_page_asks_for_a_key_and_keeps_it_in_the_tab(browser, folder):
     async with running(folder, api_key="secret-key") as stack:
         await stack.pair()
-        async with opened(browser, stack.url, allowed=("401",)) as page:
+        async with opened(browser, stack.url, allowed=("401", "ERR_INTERNET_DISCONNECTED")) as page:
             await page.locator("#key").wait_for()
+            await page.context.set_offline(True)
+            await page.get_by_text(re.compile(r"No connection to the gateway for \d+ s\.")).wait_for()
+            await page.context.set_offline(False)
+            await page.locator("#lost").wait_for(state="hidden")
             await page.fill("#key", "wrong")
             await page.keyboard.press("Enter")
             await page.get_by_text("does not know this key").wait_for()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -26,7 +27,8 @@ from support.service.service import WORKER
 from common.config.serve import ServeConfig
 from common.errors import ConfigError
 from scripts.serving.cpu_affinity import Share
-from scripts.serving.serve import bind, children, free_port, tell_ready, with_key
+from scripts.serving.serve import _call, _on_signals, bind, children, free_port, tell_ready, with_key
+from scripts.serving.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -273,6 +275,25 @@ def test_a_port_in_use_is_refused_by_name():
     assert ended.stdout == ""
 
 
+def test_an_address_of_another_machine_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1 --port 0: .*; choose another with --host"):
+        bind("192.0.2.1", 0, "--port")
+
+
+async def test_serve_goes_on_without_its_terminal_under_nohup() -> None:
+    stopping, output = asyncio.Event(), Lines()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        _on_signals(Supervisor([], output), stopping, output)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.01)
+        assert not stopping.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stopping.wait()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_free_port_is_found():
     port = free_port("127.0.0.1", 0, "--port")
     assert free_port("127.0.0.1", port, "--port") == port
@@ -345,6 +366,22 @@ def test_serve_makes_its_own_key_if_all_keys_are_hashed() -> None:
     assert config.api_key not in " ".join(gateway.argv)
     assert with_key(ServeConfig(api_key_file="/etc/keys", api_key="mine")).api_key == "mine"
     assert with_key(ServeConfig()).api_key is None
+
+
+def test_serve_sends_a_key_of_any_letters() -> None:
+    def answer(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection:
+            heads.append(connection.recv(65536))
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    heads: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        config = ServeConfig(port=listener.getsockname()[1], api_key="ключ")
+        assert _call(config, None, "GET", "/ready") == (200, b"")
+        thread.join()
+    assert "Authorization: Bearer ключ".encode() in heads[0]
 
 
 def test_serve_continues_if_stdout_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,15 @@ def test_the_command_prints_a_table_and_writes_its_results(tmp_path: Path, capsy
     assert max(map(len, lines)) <= 80
     assert json.loads(file.read_text())["requests"]["answered"] == 5
     assert main(["--num-requests=5", "--json=/nowhere/report.json"]) == 2
-    assert "--json /nowhere/report.json: the folder does not exist" in capsys.readouterr().err
+    assert "--json /nowhere/report.json: there is no such folder" in capsys.readouterr().err
+
+
+def test_a_plan_whose_page_cannot_be_written_is_refused_before_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scripts.simulator.planning.command.plan_command", lambda config: pytest.fail("it searches"))
+    assert main(["--plan", "--slo-ttft=1s", f"--html={tmp_path}"]) == 2
+    assert f"--html {tmp_path} is a folder: name a file in it" in capsys.readouterr().err
 
 
 def test_the_table_is_shown_even_if_the_file_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,14 @@ def test_an_admins_key_needs_no_tenant(capsys, tmp_path):
     assert (key.tenant, key.is_admin, key.expires_at, quotas) == ("", True, None, {})
 
 
+def test_an_end_that_no_date_has_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        _run(["apikey", "--days", "9999999"])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert (printed.out, "--days: must be at most 36500, not 9999999" in printed.err) == ("", True)
+
+
 def test_each_key_is_another(capsys, tmp_path):
     keys = set()
     for _ in range(3):

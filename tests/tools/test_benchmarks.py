@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.benchmarks.harness.cpu_quota import why_no_quota
-from scripts.benchmarks.main import BENCHMARKS, NAMES, empty_figures
+from scripts.benchmarks.main import BENCHMARKS, NAMES, empty_figures, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +41,21 @@ def test_the_shortest_form_prints_figures_greater_than_zero(command: str, tmp_pa
     assert figures
     assert [figure for figure in empty_figures(figures) if not figure.startswith("goodput")] == []
     assert ended.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "mistake"),
+    [
+        (["nothing"], "bench: nothing is not a benchmark"),
+        (["scheduler", "--json=/nowhere/figures"], "bench scheduler: --json /nowhere/figures: there is no such folder"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_measured(
+    words: list[str], mistake: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.splitlines()[0]) == ("", mistake)
 
 
 def test_zero_infinite_and_undefined_figures_are_empty() -> None:

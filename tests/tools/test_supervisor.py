@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
 from support.service.output import Lines
 
 from scripts.serving import supervisor as module
@@ -88,6 +89,21 @@ async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch):
     await supervisor.stop()
     await running
     assert deaf.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])  # the latter in actors of Ray
+def test_ctrl_c_in_a_terminal_reaches_the_supervisor_alone(new_loop):
+    async def check():
+        waiting = child("import time; time.sleep(60)")
+        supervisor = Supervisor([waiting], Lines())
+        running = asyncio.create_task(supervisor.run())
+        await until(lambda: waiting.process)
+        assert os.getpgid(waiting.process.pid) == waiting.process.pid != os.getpgid(0)
+        await supervisor.stop()
+        await running
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(check())
 
 
 async def test_output_is_copied_line_by_line_after_the_name():

@@ -35,6 +35,9 @@ async function refresh() {
   showState(ready.length ? "ready" : "waiting", ready.length ? "Ready" : "Waiting for nodes");
   setText(byId("served"), models.map((model) => model.name).join(", "));
   setText(byId("footer"), `Baton ${live.version.replace("0+unknown", "")} · up for ${span(live.uptime_s)}`);
+  numFailures = lostAt = 0;
+  byId("lost").hidden = true;
+  document.body.classList.remove("is-stale");
 }
 
 /** An older gateway keeps no requests. Errors of the connection or the key concern the whole page. */
@@ -50,27 +53,22 @@ function showState(state, text) {
 
 async function poll() {
   if (!document.hidden) {
-    try {
-      await refresh();
-      numFailures = 0;
-      byId("lost").hidden = true;
-      document.body.classList.remove("is-stale");
-    } catch (error) {
-      numFailures += 1;
-      onFailure(error);
-    }
+    await refresh().catch(onFailure);
   }
   setTimeout(poll, Math.min(INTERVAL_MS * 2 ** Math.max(0, numFailures - 3), LONGEST_PAUSE_MS));
 }
 
 function onFailure(error) {
+  numFailures += 1;
   if (error instanceof ApiError && error.status === 401) {
+    lostAt = 0;
+    byId("lost").hidden = true;
     showState("locked", "API key needed");
     byId("key-button").hidden = false;
     if (!refusedKey) askForKey(hasKey() ? "The gateway does not know this key." : "");
     return;
   }
-  if (numFailures === 1) lostAt = Date.now();
+  lostAt ||= Date.now();
   const since = span(Math.max(1, (Date.now() - lostAt) / 1000));
   const text = error instanceof ApiError
     ? `The gateway answers with an error: ${error.message}`

@@ -3,8 +3,8 @@
 import { byId, el, keyed, setStyle, setText, svg } from "./dom.js";
 import { bytes, count, percent, plural } from "./format.js";
 
-const ITEM_BYTES = { float32: 4, bfloat16: 2, float16: 2, fp8_e4m3: 1 };
-const SCALE_BYTES = { fp8_e4m3: 1 }; // Of each key and each value.
+const ITEM_BYTES = { float32: 4, bfloat16: 2, float16: 2, fp8_e4m3: 1, int8: 1 };
+const SCALE_BYTES = { fp8_e4m3: 1, int8: 1 }; // Of each key and each value.
 const SILENT_S = 5; // Nodes report every second.
 const MAX_FULL_CARDS = 4; // Of one role; more get short cards.
 
@@ -12,7 +12,8 @@ const MAX_FULL_CARDS = 4; // Of one role; more get short cards.
 export function pageBytes(layout) {
   const dims = layout.is_latent ? [layout.head_dim] : [layout.head_dim, layout.value_dim || layout.head_dim];
   const perHead = dims.map((dim) => dim * ITEM_BYTES[layout.dtype] + (SCALE_BYTES[layout.dtype] ?? 0));
-  return layout.num_layers * layout.num_kv_heads * layout.page_size * perHead.reduce((sum, size) => sum + size);
+  const slabBytes = layout.num_layers * layout.num_kv_heads * layout.page_size * perHead.reduce((sum, size) => sum + size);
+  return slabBytes * layout.full_slabs; // Window layers with a pool of their own are not counted.
 }
 
 /** The pairs of all nodes, each once, by the incarnations of its two ends; a problem that either end reports counts. */

@@ -3,13 +3,14 @@
 import { byId, el, keyed, setStyle, setText } from "./dom.js";
 import { count, duration } from "./format.js";
 
-/** What the codes of errors mean, in a few words. Others are shown by their code alone. */
+/** What the codes of errors mean, in a few words. */
 const CODES = {
   aborted: "the client ended it, or closed its connection",
   authentication: "no valid API key",
   body_too_large: "the body is larger than the limit",
   context_length_exceeded: "prompt and output do not fit into the model's context",
   deadline_exceeded: "not finished by its deadline",
+  idempotency_key_reused: "the key of another request",
   invalid_request: "a field is wrong",
   model_not_found: "no such model",
   internal: "a bug: see the gateway's log",
@@ -18,10 +19,12 @@ const CODES = {
   not_found: "no such path or request",
   not_supported: "the request asks for something that the service does not do",
   out_of_pages: "the KV pool ran short of pages",
+  permission_denied: "it needs an admin's key, or a page of another site sent it",
   pool_too_small: "the prompt does not fit into a node's KV pool",
   previous_response_not_found: "the response to continue is no longer kept",
   queue_full: "too many requests, or a tenant's quota is used up",
   shutting_down: "the service is stopping",
+  taken_over: "the client has sent it to another gateway too, which goes on with it",
   transfer_failed: "KV pages did not arrive",
 };
 

@@ -55,7 +55,10 @@ def calibrate_command(config: SimulateConfig) -> int:
         seed=config.seed, timeout=str(max(60.0, config.calibrate_seconds)),
     )  # fmt: skip
     known = None if config.hardware is None else find_hardware(config.hardware, config.model).source
-    server, size = ask_service(base, num_decode=1 if known is None else 2)
+    try:
+        server, size = ask_service(base, num_decode=1 if known is None else 2)
+    except ConfigError as error:
+        raise ConfigError(_in_own_words(str(error))) from None
     if isinstance(known, Profile) and known.model != size.model:
         raise ConfigError(
             f"--hardware {config.hardware}: the profile is of {known.model}, and the service has {size.model}"
@@ -85,6 +88,11 @@ def calibrate_command(config: SimulateConfig) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _in_own_words(message: str) -> str:
+    """A message of the load tester, with the flag and the variable of this command."""
+    return message.replace("--url ", "--calibrate ").replace(LoadtestConfig.ENV_PREFIX, SimulateConfig.ENV_PREFIX)
 
 
 def _profile_of(config: SimulateConfig, size: ServiceSize, fit: Fit, kv_bytes: int) -> Profile:

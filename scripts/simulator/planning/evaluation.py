@@ -1,6 +1,7 @@
 """Simulates deployments under the windows of a load, in several processes, and remembers what it found."""
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -12,6 +13,7 @@ import numpy as np
 from scripts.load_tester.analysis.metrics import slo_limits
 from scripts.load_tester.workload.plan import make_plan
 from scripts.load_tester.workload.request_classes import RequestClass
+from scripts.serving.supervisor import bind_to
 from scripts.simulator.client import Outcome
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.planning.deployment import Deployment
@@ -139,15 +141,18 @@ class Evaluator:
         if self._num_processes > 1:
             context = multiprocessing.get_context("spawn")
             self._pool = self._until_exit.enter_context(
-                ProcessPoolExecutor(self._num_processes, context, initializer=_prepare_process)
+                ProcessPoolExecutor(self._num_processes, context, initializer=_prepare_process, initargs=(os.getpid(),))
             )
         else:
             self._until_exit.enter_context(rare_collections())
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+            if kind is not None:  # such as Ctrl-C; the windows that are under way may take minutes
+                for process in multiprocessing.active_children():
+                    process.terminate()
         self._until_exit.close()
 
     def __call__(self, deployment: Deployment, factor: float) -> Verdict:
@@ -177,7 +182,7 @@ class Evaluator:
         return [future.result() for future in futures]
 
 
-def _prepare_process() -> None:
-    """Leave Ctrl-C to the parent process, which ends the pool; collect garbage rarely."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _prepare_process(parent: int) -> None:
+    """Leave Ctrl-C to the parent process, which ends the pool, and end with it; collect garbage rarely."""
+    bind_to(parent, signal.SIGKILL)
     rare_collections().__enter__()

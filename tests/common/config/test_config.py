@@ -37,6 +37,15 @@ def test_without_any_setting_the_small_model_is_served_on_loopback():
     )
 
 
+def test_a_model_below_the_home_is_served_as_its_folder_is_called(file, monkeypatch):
+    (file.parent / "my-model").mkdir()
+    monkeypatch.setenv("HOME", str(file.parent))
+    file.write_text('model = "~/my-model"\n')
+    assert gateway("--config", str(file)).served_name == "my-model"
+    with pytest.raises(ConfigError, match="--revision is for hub models, but --model ~/my-model is a folder"):
+        gateway("--config", str(file), "--revision", "main")
+
+
 def test_the_command_line_beats_the_environment_which_beats_the_file(file, monkeypatch):
     file.write_text("port = 1\nmax-body-bytes = 2000\ncontrol_port = 3\n")
     monkeypatch.setenv("BATON_PORT", "11")
@@ -104,6 +113,9 @@ def test_a_misspelt_variable_is_refused_but_not_one_of_another_command(monkeypat
         (["--port", "8001"], "--port and --control-port are both 8001"),
         (["--control-host", "0.0.0.0"], "--control-host 0.0.0.0 can be reached from other machines.*--insecure"),
         (["--host", "0.0.0.0"], "--host 0.0.0.0 can be reached.* set --api-key, or .*--insecure"),
+        (["--default-priority-value", "2147483648"], "--default-priority-value must be at most 2147483647, not 2"),
+        (["--api-key", "k\n"], "--api-key has a line end, or a space at one end"),
+        (["--admin-api-key", " k"], "--admin-api-key has a line end, or a space at one end"),
     ],
 )
 def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
@@ -115,6 +127,7 @@ def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
     ("words", "sentence"),
     [
         (["--page-size", "0"], "--page-size must be at least 1"),
+        (["--node-timeout", "1e9"], "--node-timeout must be at most 86400, not 1000000000.0"),
         (["--device", "tpu"], "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
         (["--schedule-policy", "best"], "--schedule-policy best is unknown"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size 0 would compute nothing"),
@@ -315,6 +328,11 @@ def test_further_models_are_passed_to_child_processes():
 def test_impossible_models_and_local_prefill_are_refused(words, sentence):
     with pytest.raises(ConfigError, match=sentence):
         gateway(*words)
+
+
+def test_a_port_below_zero_is_refused_by_serve_too():
+    with pytest.raises(ConfigError, match="--control-port must be at least 0, not -1"):
+        parse(ServeConfig, ["--control-port", "-1"], command="serve")
 
 
 def test_prefill_nodes_and_local_prefill_must_fit_together():

@@ -6,6 +6,8 @@ import pytest
 from support.gateway.fake_nodes import folder, running
 from yarl import URL
 
+from common.cache.page_layout import ITEM_BYTES, SCALE_BYTES
+from common.errors import ErrorCode
 from gateway.http.routes.page import FOLDER
 
 __all__ = ["folder"]
@@ -69,6 +71,17 @@ def test_files_name_only_this_server():
     for path in FOLDER.iterdir():
         addresses = set(re.findall(r"https?://[\w./-]+", path.read_text()))
         assert addresses <= {"http://www.w3.org/2000/svg"}, path.name
+
+
+@pytest.mark.parametrize(("table", "known"), [("ITEM_BYTES", ITEM_BYTES), ("SCALE_BYTES", SCALE_BYTES)])
+def test_the_page_knows_every_format_of_kv_pages(table, known):
+    (words,) = re.findall(rf"const {table} = {{ (.*?) }}", (FOLDER / "nodes.js").read_text())
+    assert {name: int(size) for name, size in (pair.split(": ") for pair in words.split(", "))} == known
+
+
+def test_the_page_knows_every_code_of_an_error():
+    codes = re.findall(r'^  (\w+): "', (FOLDER / "queues.js").read_text(), re.MULTILINE)
+    assert set(codes) == set(ErrorCode)
 
 
 def test_scripts_stay_short():

@@ -171,7 +171,9 @@ def test_a_path_is_appended_unless_there_is_one(endpoint: str, url: str) -> None
     assert otlp.traces_url(endpoint) == url
 
 
-@pytest.mark.parametrize("endpoint", ["collector:4318", "grpc://collector:4317", "http://", "x"])
+@pytest.mark.parametrize(
+    "endpoint", ["collector:4318", "grpc://collector:4317", "http://", "x", "http://[::1", "http://collector:PORT"]
+)
 def test_what_is_no_url_is_refused_by_name(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="--otlp-endpoint must be a URL"):
         otlp.traces_url(endpoint)

@@ -308,6 +308,20 @@ def test_the_command_calibrates_a_live_server(tmp_path: Path, capsys: pytest.Cap
     assert find_hardware(str(profile), None).node(1).costs.step_s == found.costs["step_s"]
 
 
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [(0, "--calibrate http://127.0.0.1:9: nothing answers"), (401, "set BATON_SIMULATE_API_KEY (HTTP 401)")],
+)
+def test_a_service_that_does_not_answer_is_named_by_the_flags_of_simulate(
+    status: int, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if status:
+        monkeypatch.setattr("scripts.load_tester.client.server_info.get", lambda *_: (status, b"{}"))
+    assert main(["--calibrate=http://127.0.0.1:9", f"--json={tmp_path / 'profile.json'}"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and "--url" not in said
+
+
 def test_a_service_with_several_nodes_of_a_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs one prefill and one decode node, and the service has 2 and 1"):
         refuse_several(ServiceSize("m", 512, 2, 1))

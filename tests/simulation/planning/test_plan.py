@@ -2,8 +2,13 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.config.cli import parse
@@ -21,6 +26,8 @@ from scripts.simulator.planning.evaluation import Evaluator, deployed, run_windo
 from scripts.simulator.planning.search import Goal
 from scripts.simulator.planning.verdict import WindowResult
 from scripts.simulator.planning.windows import scaled, windows_of
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def config(*words: str) -> SimulateConfig:
@@ -123,6 +130,26 @@ def test_processes_find_what_one_process_finds(trace: Path) -> None:
     windows = windows_of(config("--plan", f"--trace={trace}", *COSTS, *GOALS), num_windows=3, num_requests=30)
     with Evaluator(windows, Goal()) as alone, Evaluator(windows, Goal(), num_processes=2) as together:
         assert alone(Deployment(1, 1), 3.0) == together(Deployment(1, 1), 3.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_plan_that_is_stopped_ends_its_processes_in_the_middle_of_a_window(number: int, status: int) -> None:
+    words = ["--plan", "--slo-ttft=1", "--rate=10", "--plan-requests=300000", "--plan-windows=3", "--plan-processes=2"]
+    with subprocess.Popen([sys.executable, "-m", "scripts.cli", "simulate", *words], cwd=ROOT) as process:
+        while len(found := simulating(process.pid)) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(60) == status
+    _, alive = psutil.wait_procs(found, 60)
+    assert not alive
+
+
+def simulating(pid: int) -> list[psutil.Process]:
+    """The processes of a plan that have computed for a while, and so are in a window."""
+    children = psutil.Process(pid).children()
+    return [child for child in children if child.cpu_times().user > 3.0]
 
 
 def test_the_command_prints_a_plan_and_writes_it(
