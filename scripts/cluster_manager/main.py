@@ -99,10 +99,16 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("process", nargs="?", metavar="NAME", help=f"a process, or {SUPERVISOR}; without it, all")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
     logs.add_argument(
-        "-n", "--lines", type=int, default=50, metavar="N", help="lines of each to begin with [default: 50]"
+        "-n", "--lines", type=_num_lines, default=50, metavar="N", help="lines of each to begin with [default: 50]"
     )
     command("down", _down, "Drain and stop everything.", waits=True)
     return parser
+
+
+def _num_lines(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
+    return int(text)
 
 
 class NoCluster(ClusterFailed):

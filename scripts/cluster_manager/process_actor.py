@@ -242,7 +242,9 @@ class ProcessActor:
         """The answer of the process as JSON; None if it is not 200. Blocks."""
         base = url(self._spec, self._address, self._ports)
         key = os.environ.get("BATON_API_KEY") or os.environ.get("BATON_ADMIN_API_KEY") or self._api_key
-        headers = {"Authorization": f"Bearer {key}"} if key and self._spec.role == "gateway" else {}
+        # urllib sends each character as one byte; the gateway reads UTF-8.
+        bearer = f"Bearer {key}".encode().decode("latin-1")
+        headers = {"Authorization": bearer} if key and self._spec.role == "gateway" else {}
         context = None
         if certificate := self._spec.values.get("tls_cert"):
             context = ssl.create_default_context(cafile=certificate)

@@ -44,6 +44,13 @@ def test_a_mistake_is_one_sentence_and_needs_no_ray(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["0", "-5", "many"])
+def test_logs_begin_with_at_least_one_line(capsys: pytest.CaptureFixture[str], number: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["logs", f"--lines={number}"])
+    assert f"-n/--lines: must be a whole number above 0, not '{number}'" in capsys.readouterr().err
+
+
 def test_without_the_extra_its_name_is_said(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

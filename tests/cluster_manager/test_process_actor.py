@@ -61,6 +61,14 @@ async def test_a_process_that_is_killed_comes_back_at_its_address_and_ends_when_
     assert any("listening http://127.0.0.1" in line for line in (await actor.logs(-50))[1])
 
 
+async def test_a_gateway_whose_key_has_letters_beyond_ascii_becomes_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_API_KEY", "ключ")
+    actor = gateway()
+    await until(actor, lambda found: found.is_healthy)
+    await actor.stop()
+    await until(actor, lambda found: found.has_ended)
+
+
 async def test_a_process_that_answers_no_more_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     actor = gateway(drain_timeout=0)
     await until(actor, lambda found: found.is_healthy)
