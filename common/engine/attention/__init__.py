@@ -124,7 +124,10 @@ def _flash_attn_conflict(layout: PageLayout) -> str:
 
 def _has_flash_attn() -> bool:
     """Whether FlashAttention-4 is installed, which shares its folder with earlier versions."""
-    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+    try:
+        return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+    except ImportError:  # of an earlier version, built for another torch
+        return False
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

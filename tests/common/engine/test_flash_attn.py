@@ -83,8 +83,15 @@ def test_heads_for_which_the_package_has_no_kernel_on_blackwell_are_refused(monk
 def test_the_missing_package_and_the_cpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--attention-backend flash-attn: runs on CUDA"):
         resolve_attention("flash-attn", torch.device("cpu"), layout())
-    for installed in ((), ("flash_attn",)):  # or only an earlier version
-        monkeypatch.setattr("common.engine.attention.find_spec", lambda name, found=installed: name in found or None)
+
+    def broken(name: str) -> str:
+        if name == "flash_attn":
+            return name
+        raise ImportError("undefined symbol")
+
+    only_earlier = {"flash_attn": "there"}
+    for find in ({}.get, only_earlier.get, broken):
+        monkeypatch.setattr("common.engine.attention.find_spec", find)
         with pytest.raises(ConfigError, match=r"flash-attn: needs the extra flash-attn; .*; or give auto or triton"):
             resolve_attention("flash-attn", CUDA, layout())
 
