@@ -158,7 +158,8 @@ class InputProcessor:
             requests += _samples(request, body.n or 1, prompt_number=i)
             if _is_turn_due(i):
                 await asyncio.sleep(0)
-        check_prompt_logprobs(requests, "logprobs")
+        if any(one.logprob_start is not None for one in requests):
+            check_prompt_logprobs(requests, "logprobs")
         return requests
 
     async def chat(
@@ -222,7 +223,8 @@ class InputProcessor:
             requests += _samples(request, num_samples, prompt_number=i)
             if _is_turn_due(i):
                 await asyncio.sleep(0)
-        check_prompt_logprobs(requests, "logprob_start_len")
+        if any(one.logprob_start is not None for one in requests):
+            check_prompt_logprobs(requests, "logprob_start_len")
         return requests
 
     def _context(
