@@ -192,6 +192,10 @@ def grouped_fit(
 def non_negative_fit(columns: Floats, values: Floats) -> Floats:
     """Least squares with coefficients of at least 0: the best over all sets of columns that are left out."""
     count = columns.shape[1]
+    # Columns of one size: ``lstsq`` leaves out what is many times smaller than the rest.
+    sizes: Floats = np.abs(columns).max(axis=0)
+    sizes[sizes == 0] = 1.0
+    columns = columns / sizes
     best, least = np.zeros(count), float(np.square(values).sum())
     for size in range(1, count + 1):
         for chosen in itertools.combinations(range(count), size):
@@ -201,5 +205,5 @@ def non_negative_fit(columns: Floats, values: Floats) -> Floats:
             error = float(np.square(columns[:, chosen] @ found - values).sum())
             if error < least:
                 best, least = np.zeros(count), error
-                best[list(chosen)] = found
+                best[list(chosen)] = found / sizes[list(chosen)]
     return best

@@ -192,9 +192,18 @@ def test_requests_alone_give_prompts_handoffs_and_steps() -> None:
     assert samples.steps == [StepSample(1, 11, pytest.approx((0.2,)))]
 
 
+def test_columns_of_very_different_sizes_are_fitted_together() -> None:
+    columns = np.array([[1.0, 0.0, 1e-20], [1.0, 1e20, 0.0], [1.0, 2e20, 3e-20], [1.0, 0.0, 0.0]])
+    wanted = [2.0, 3e-20, 4e20]
+    assert non_negative_fit(columns, columns @ wanted) == pytest.approx(wanted, rel=1e-9, abs=0.0)
+
+
+MILLIONTHS = st.integers(-3_000_000, 3_000_000).map(lambda number: number / 1e6)
+
+
 @given(
-    st.lists(st.lists(st.floats(-3, 3), min_size=3, max_size=3), min_size=6, max_size=6),
-    st.lists(st.floats(-3, 3), min_size=6, max_size=6),
+    st.lists(st.lists(MILLIONTHS, min_size=3, max_size=3), min_size=6, max_size=6),
+    st.lists(MILLIONTHS, min_size=6, max_size=6),
 )
 @settings(max_examples=50, deadline=None)
 def test_no_non_negative_coefficients_near_the_fit_are_better(rows: list[list[float]], values: list[float]) -> None:
