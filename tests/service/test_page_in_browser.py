@@ -324,10 +324,22 @@ async def test_the_description_of_the_api_is_drawn_without_other_servers(browser
     ):
         requested: list[str] = []
         page.on("request", lambda request: requested.append(request.url))
-        await page.goto(f"{stack.url}/docs")
+        typed = asyncio.Event()
+
+        async def answer_late(route):
+            await typed.wait()
+            await route.continue_()
+
+        await page.route("**/openapi.json", answer_late)
+        await page.goto(f"{stack.url}/docs", wait_until="commit")
         await page.fill("#filter", "answer a chat (openai)")
+        typed.set()
         operation = page.locator(".operation:visible")
+        await operation.first.wait_for()
         assert await operation.count() == 1
+        await page.fill("#filter", "")
+        assert await operation.count() > 10
+        await page.fill("#filter", "answer a chat (openai)")
         await operation.locator("summary").first.click()
         await operation.get_by_text("messages", exact=True).first.wait_for()
         await operation.locator(".nested > summary").first.click()

@@ -22,6 +22,7 @@ async function start() {
   if (!document_.info.version.includes("unknown")) setText(byId("version"), `version ${document_.info.version}`);
   byId("groups").append(...groupsOf(document_.paths).map(group));
   byId("filter").addEventListener("input", filter);
+  filter(); // what was typed before the description arrived
   document.getElementById(decodeURIComponent(location.hash.slice(1)))?.setAttribute("open", "");
 }
 
