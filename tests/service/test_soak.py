@@ -7,8 +7,10 @@ The slow tests run longer, and watch memory over 6,000 requests.
 import asyncio
 import random
 import shutil
+import statistics
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -168,6 +170,10 @@ def figures(service: Service) -> dict[str, tuple[float, int]]:
     }
 
 
+#: glibc gives the buffers of a thread heaps of this size. One more may be needed at any time; a leak grows steadily.
+ALLOCATOR_HEAP_MB = 67
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_memory_and_descriptors_do_not_grow_over_6000_requests(tmp_path: Path) -> None:
@@ -201,11 +207,17 @@ async def test_memory_and_descriptors_do_not_grow_over_6000_requests(tmp_path: P
                 return time.monotonic() - began
 
             rows = []
-            for number in range(2_000, 6_001, 2_000):
+            for number in range(2_000, 6_001, 500):
                 took_s = await ask_until(number)
                 rows.append(figures(service))
-                print(f"{number} requests, the last 2000 in {took_s:.0f} s: {rows[-1]}")
+                print(f"up to {number} requests, {took_s:.0f} s: {rows[-1]}")
             for name in service.processes:
-                first, last = rows[0][name], rows[-1][name]
-                assert last[0] < first[0] * 1.02 + 6, f"{name} grew from {first[0]:.0f} to {last[0]:.0f} MB"
-                assert last[1] <= first[1] + 4, f"{name} had {first[1]} descriptors, now {last[1]}"
+                sizes, descriptors = zip(*(row[name] for row in rows), strict=True)
+                growth = statistics.median(later - earlier for earlier, later in pairwise(sizes))
+                assert growth < 1, f"{name} grows by {growth:.1f} MB in 500 requests"
+                assert sizes[-1] - sizes[0] < ALLOCATOR_HEAP_MB, (
+                    f"{name} grew from {sizes[0]:.0f} to {sizes[-1]:.0f} MB"
+                )
+                assert descriptors[-1] <= descriptors[0] + 4, (
+                    f"{name} had {descriptors[0]} descriptors, now {descriptors[-1]}"
+                )
