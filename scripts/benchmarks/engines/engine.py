@@ -2,12 +2,13 @@
 
 The model has Qwen3-0.6B's shape, or one with experts (``--shape``), and random weights. Decode starts from caches with
 random KV, so that no prompt has to be computed first. All engines take turns, and the best round counts, because other
-processes only make a round slower. The limits are measured in the same run: memory bandwidth, and the fastest matrix
-product; a decode step reads only the experts that its rows chose, which are counted. On CPUs the last row is a decode
-step with int8 weights, beside that with bfloat16. "its classes" is the model's class in transformers over our pages, as
-``--model-impl transformers`` computes it; it is left out for shapes with experts. The last column says which marks a
-row misses: a share of its limit, and to be ahead of ``transformers``. A second table shows how long the
-engine waits for the host between two decode steps, with and without overlap scheduling.
+processes only make a round slower. The limits are measured in the same run: the fastest matrix product; and the time
+that it takes to read what the decode steps read, which takes its turn with the engines, since memory's speed changes
+where other machines share it. A step reads only the experts that its rows chose, which are counted. On CPUs the last
+row is a decode step with int8 weights, beside that with bfloat16. "its classes" is the model's class in transformers
+over our pages, as ``--model-impl transformers`` computes it; it is left out for shapes with experts. The last column
+says which marks a row misses: a share of its limit, and to be ahead of ``transformers``. A second table shows how long
+the engine waits for the host between two decode steps, with and without overlap scheduling.
 
 ``--peer vllm=PYTHON`` and ``--peer llama.cpp=FOLDER`` measure other engines too, which must be installed.
 """
@@ -70,8 +71,22 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
 
 @dataclass(frozen=True)
 class MachineLimits:
+    """What the machine does at most.
+
+    Attributes:
+        read: reads ``read_bytes`` bytes in the fastest way.
+    """
+
     read_bytes_per_s: float
     flops_per_s: float
+    read: Callable[[], object]
+    read_bytes: int
+
+    def reading_s(self, num_bytes: float, options: Options) -> Callable[[], float]:
+        """Return a function that reads about so many bytes and returns the seconds that exactly so many take."""
+        times = max(1, round(num_bytes / self.read_bytes))
+        run = in_seconds(lambda: [self.read() for _ in range(times)], options)
+        return lambda: run() * num_bytes / (times * self.read_bytes)
 
 
 @dataclass(frozen=True)
@@ -153,6 +168,8 @@ def run(options: Options) -> dict[str, float]:
         part = {"memory GB/s": limits.read_bytes_per_s / 1e9, "products GFLOP/s": limits.flops_per_s / 1e9}
         for row in rows:
             part[f"{row.name}, tokens/s"] = row.ours
+            if row.limit is not None:
+                part[f"{row.name}, limit, tokens/s"] = row.limit
             part |= {f"{row.name}, {name}, tokens/s": speed for name, speed in row.others.items()}
         for overlap in overlaps:
             part[f"batch {overlap.batch}, host time without overlap, us"] = overlap.without.idle_s * 1e6
@@ -329,13 +346,16 @@ def executor_over(model: CausalModel, options: Options, grammars: GrammarCompile
 def measure_limits(options: Options) -> MachineLimits:
     """Measure how fast the machine reads and multiplies; a CPU reads ordinary pages, and huge ones as weights have."""
     device = torch.device(options.device)
-    ballast = torch.ones(64 << 20, dtype=torch.float32, device=device)
-    readers = [lambda: ballast.sum(), lambda: torch.dot(ballast, ballast), lambda: ballast.view(torch.int64).sum()]
-    speeds = [ballast.nbytes / best_s(reader, 3 * options.rounds, device) for reader in readers]
+    ballasts = [torch.ones(64 << 20, dtype=torch.float32, device=device)]
     if device.type == "cpu":
-        ballast = HugePages(0).empty(tuple(ballast.shape), ballast.dtype).fill_(1.0)
-        speeds += [ballast.nbytes / best_s(reader, 3 * options.rounds, device) for reader in readers]
-    return MachineLimits(max(speeds), max(product_speeds(options)))
+        ballasts.append(HugePages(0).empty(tuple(ballasts[0].shape), torch.float32).fill_(1.0))
+    readers: list[Callable[[], Tensor]] = []
+    for each in ballasts:
+        readers += [each.sum, partial(torch.dot, each, each), each.view(torch.int64).sum]
+    seconds = [best_s(reader, 3 * options.rounds, device) for reader in readers]
+    fastest = min(range(len(readers)), key=seconds.__getitem__)
+    num_bytes = ballasts[0].nbytes
+    return MachineLimits(num_bytes / seconds[fastest], max(product_speeds(options)), readers[fastest], num_bytes)
 
 
 def product_speeds(options: Options) -> list[float]:
@@ -400,16 +420,18 @@ def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options:
     theirs: dict[str, Callable[[], float]] = {peer.name: partial(peer.decode_s, batch) for peer in engines.peers}
     if engines.library is not None:
         theirs[LIBRARY] = in_seconds(decode_run(batch, engines.library, options), options)
-    ours_s, *theirs_s = best_times([in_seconds(decode_run(batch, ours, options), options), *theirs.values()], options)
     config = ours.model.config
-    parameters = linear_parameters(config, with_head=True)
     read = linear_parameters(config, with_head=True, num_experts=experts_read(decode_run(batch, ours, options)))
     kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.layout.page_bytes / PAGE_SIZE
-    memory_s = (read * ITEM_BYTES[options.dtype] + kv_bytes) / limits.read_bytes_per_s
-    step_s = max(memory_s, 2 * parameters * batch / limits.flops_per_s)
+    reading_s = limits.reading_s(steps * (read * ITEM_BYTES[options.dtype] + kv_bytes), options)
+    ours_s, memory_s, *theirs_s = best_times(
+        [in_seconds(decode_run(batch, ours, options), options), reading_s, *theirs.values()], options
+    )
+    products_s = steps * 2 * linear_parameters(config, with_head=True) * batch / limits.flops_per_s
     others = {name: batch * steps / seconds for name, seconds in zip(theirs, theirs_s, strict=True)}
     mark = next(share for largest, share in DECODE_MARKS if batch <= largest)
-    return Measurement(f"decode batch {batch}", batch * steps / ours_s, batch / step_s, others, mark=mark)
+    limit = batch * steps / max(memory_s, products_s)
+    return Measurement(f"decode batch {batch}", batch * steps / ours_s, limit, others, mark=mark)
 
 
 def measure_quantized(batch: int, plain: TorchExecutor, quantized: TorchExecutor, options: Options) -> Measurement:
