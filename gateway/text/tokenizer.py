@@ -86,9 +86,10 @@ class Tokenizer:
             texts += self._tokenizer.decode_batch(some, skip_special_tokens=skip_special)
         return texts
 
-    def detokenizer(self, *, skip_special: bool) -> Detokenizer:
+    def detokenizer(self, before: Sequence[int] = (), *, skip_special: bool) -> Detokenizer:
+        """A detokenizer for one output; ``before``: the last ids of the text that it continues."""
         if self._pieces is None:
-            return WindowDetokenizer(self._tokenizer, skip_special=skip_special)
+            return WindowDetokenizer(self._tokenizer, before, skip_special=skip_special)
         return ByteDetokenizer(self._shown_pieces if skip_special else self._pieces)
 
     def token_id(self, token: str) -> int | None:
