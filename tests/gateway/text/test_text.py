@@ -98,6 +98,13 @@ def test_an_output_behind_no_text_begins_without_a_space(before):
     assert [detokenizer.push((token,)) for token in (1, 2, 0)] == ["b", "c", " a"]
 
 
+def test_the_bytes_of_tokens_make_the_text_if_the_tokenizer_is_not_byte_level():
+    text = Tokenizer(sentencepiece_tokenizer())
+    assert [text.piece(token) for token in (0, 2, 3, 6, 8)] == [b" a", b"c", b"\xf0", b"\x80", b"<s>"]
+    assert b"".join(map(text.piece, (0, 2, 3, 4, 5, 6))).decode() == " ac🚀"
+    assert text.piece(2**31) == b""
+
+
 @pytest.mark.parametrize("silent", [0, 40])
 @pytest.mark.parametrize("size", [1, 3, 4, 17, 40])
 def test_a_window_shows_whole_characters_whatever_comes_in_one_push(size, silent):
