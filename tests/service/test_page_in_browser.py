@@ -103,7 +103,7 @@ async def test_long_names_do_not_widen_the_page(browser, folder):
             await page.locator(".call strong").wait_for()
             await page.locator("#requests-body button").first.click()
             await page.locator(".timeline-row .waterfall, .timeline-row .empty").first.wait_for()
-            for width in (360, 1000, 1280):
+            for width in (360, 1000, 1110, 1280):
                 await page.set_viewport_size({"width": width, "height": 800})
                 assert await page.evaluate("innerWidth") == width
                 assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
